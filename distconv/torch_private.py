@@ -268,7 +268,8 @@ def address_of_memory(x: Tensor) -> int:
 
 
 def users_of_memory(x: Tensor) -> int:
-    """Return how many tensors and Python objects hold the memory of `x`. Without it, a plain tensor
+    """Return the number of tensors and Python objects that hold the memory of `x`. Without it, a
+    plain tensor
     can become distributed while a view of it keeps the old elements.
     """
     memory: Any = x.untyped_storage()  # the object holds a use, whether it existed before or not
@@ -277,7 +278,7 @@ def users_of_memory(x: Tensor) -> int:
 
 
 users_of: Callable[[Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
-"""Return how many places in compiled code hold a tensor; see `users_of_memory`."""
+"""Return the number of places in compiled code that hold a tensor; see `users_of_memory`."""
 
 
 def mark_parameter(x: Tensor) -> None:
@@ -286,21 +287,23 @@ def mark_parameter(x: Tensor) -> None:
 
 
 def is_marked_parameter(x: Tensor) -> bool:
-    """A context in which torch does not dispatch to subclasses. Without it, reading a DistTensor's
-    metadata does not end.
-    """
+    """Return whether `mark_parameter` was called with `x`."""
     return getattr(x, "_is_param", False)
 
 
 # Dispatch
 
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
-"""A context in which torch does not dispatch to subclasses below its functions. Without it, the
-shape of a DistTensor cannot change in place."""
+"""A context in which torch does not dispatch to subclasses. Without it, reading a DistTensor's
+metadata
+does not end.
+"""
 
 without_torch_dispatch: Any = torch._C._DisableTorchDispatch
-"""A context in which torch asks no subclass below its functions either. The shape of a DistTensor
-could not change in place."""
+"""A context in which torch does not dispatch to subclasses below its functions either. Without it,
+the
+shape of a DistTensor cannot change in place.
+"""
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of subclasses without one of their own, for autocast's stand-ins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,6 +15,13 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 RIDDLES = {"What", "Whose", "That", "Those", "Of"}
 """First words that point at a thing instead of naming it."""
+
+POINTERS = re.compile(
+    r"\A\w+ (what|whatever|how|those) |^ *\w+(, \w+)*: (of|what|that|those|which|whose) "
+    r"|\b(so many|whoever)\b",
+    re.MULTILINE,
+)
+"""Words that point: after the verb, in place of a parameter's noun, and anywhere."""
 
 NOUN_PHRASES = {"A", "An", "The", "Whether"}
 """First words of noun phrases, which are for classes: functions begin with a verb."""
@@ -65,14 +73,18 @@ def is_internal(name: str) -> bool:
 
 
 def riddles(sources: Mapping[str, ast.Module]) -> list[str]:
-    """Return the names whose docstrings do not begin with a verb, or for classes with a name."""
+    """Return the names whose docstrings begin without a verb, or a class's noun, or point."""
+
+    def is_riddle(node: Definition, text: str) -> bool:
+        first = text.split()[0].rstrip(",.:;")
+        nouns = set() if isinstance(node, ast.ClassDef) else NOUN_PHRASES
+        return first in RIDDLES | nouns or POINTERS.search(text) is not None
+
     return [
         f"{name}: {text.splitlines()[0]}"
         for module, tree in sources.items()
         for name, node in definitions(tree, module)
-        if (text := ast.get_docstring(node))
-        and text.split()[0].rstrip(",.:;")
-        in (RIDDLES if isinstance(node, ast.ClassDef) else RIDDLES | NOUN_PHRASES)
+        if (text := ast.get_docstring(node)) and is_riddle(node, text)
     ]
 
 
@@ -80,7 +92,7 @@ def test_public_names_have_docstrings() -> None:
     assert undocumented(read_sources(ROOT)) == []
 
 
-def test_docstrings_begin_with_a_verb_or_a_name() -> None:
+def test_docstrings_begin_with_a_verb_or_a_name_and_do_not_point() -> None:
     assert riddles(read_sources(ROOT)) == []
 
 
@@ -107,6 +119,12 @@ class _Private:
 
 def whole(): "A number."
 def part(): "Return a part."
+def whats(): "Return what is there."
+def parameter():
+    """Return a sum.
+
+    x, y: of the grid.
+    """
 def none(): ...
 '''
     )
@@ -120,4 +138,6 @@ def test_planted_faults_are_found() -> None:
         "distconv.planted.Kind: What is made.",
         "distconv.planted.Kind._own: The number.",
         "distconv.planted.whole: A number.",
+        "distconv.planted.whats: Return what is there.",
+        "distconv.planted.parameter: Return a sum.",
     ]

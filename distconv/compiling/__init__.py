@@ -1,1 +1,1 @@
-"""Steps that are traced once, messages included, and replayed without what surrounds their work."""
+"""Steps that are traced once, messages included, and replayed without Python around their work."""

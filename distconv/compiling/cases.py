@@ -1,4 +1,4 @@
-"""What traced calls of a program have in common: their cases, results, and differences."""
+"""Cases, results and differences of traced calls, for steps and modules alike."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from distconv.tensor.nested import replaced, shards_of, tensors_in
 from distconv.torch_private import parts_and_parameters
 
 MOST_CASES = 16
-"""The number of cases, shapes of a last mini-batch for instance, that are traced at most."""
+"""The most cases, such as shapes of a last mini-batch, that are traced."""
 
 _DEVICES = ("cpu", *KINDS)
 """The kinds of devices on which a program may run by autocast."""
 
 _PLACE: Any = ...
-"""Stands for a tensor among the arguments that tell cases apart."""
+"""Marks a tensor among the arguments that distinguish cases."""
 
 _FEW = 4096
-"""The number of elements up to which a constant is compared by its elements."""
+"""The largest number of elements of a constant that is compared by its elements."""
 
 
 def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
@@ -55,7 +55,7 @@ def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the parameters of the modules themselves, without their parts."""
+    """Return the parameters of the modules themselves, without their submodules'."""
     # By m.parameters() it would take many times as long.
     tables = (parts_and_parameters(m)[0] for m in modules)
     return [p for table in tables for p in table.values() if p is not None]
@@ -70,27 +70,27 @@ def key_of_modules(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -
 
 
 class Results:
-    """Describes what a call returns: tensors, and the structure in which they lie."""
+    """The results of a call: tensors, and the structure in which they are nested."""
 
     def __init__(self, returned: Any) -> None:
         tensors = tensors_in(returned)
         self.blocks = shards_of(tensors)
-        """The tensors, by this rank's blocks."""
+        """The tensors' blocks on this rank."""
         self._places = [torch.empty(0) for _ in tensors]
         others = {id(x): place for x, place in zip(tensors, self._places, strict=True)}
         self._structure = replaced(returned, others)
         self._made = [_description(x) for x in tensors]
         self.words = repr(self._structure)
-        """The structure, to compare."""
+        """The structure as a text, to compare."""
 
     def of(self, blocks: Iterable[Tensor]) -> Any:
-        """Return what a call returns whose tensors have these blocks."""
+        """Return the results of a call from the blocks of their tensors."""
         made = map(_distributed, blocks, self._made)
         return replaced(self._structure, dict(zip(map(id, self._places), made, strict=True)))
 
 
 def _description(x: Tensor) -> Any:
-    """Return what tells, with its block, of a DistTensor; None of a plain tensor."""
+    """Return the metadata that a DistTensor needs beside its block; None for a plain tensor."""
     if not isinstance(x, DistTensor):
         return None
     y = x if x.unmerged is None else x.unmerged
@@ -106,12 +106,12 @@ def _distributed(block: Tensor, described: Any) -> Tensor:
 
 
 def are_merged(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a tensor has merged dimensions, whose blocks tell too little of it."""
+    """Return whether a tensor has merged dimensions, so that its block does not describe it."""
     return any(isinstance(x, DistTensor) and x.unmerged is not None for x in tensors)
 
 
 def difference(mine: TracedStep, theirs: TracedStep) -> str:
-    """Return in words how two traces of one case differ; "" where they do not."""
+    """Return a message that says how two traces of one case differ; "" if they do not."""
     for a, b in zip(mine.calls, theirs.calls, strict=False):
         if a != b:
             return f"it is not the same each time: {_told(a)}, and then {_told(b)}"
@@ -149,7 +149,7 @@ def grid_of(tensors: Iterable[Tensor]) -> Grid:
 
 
 def warn_of_many(name: str, stacklevel: int) -> None:
-    """Tell the program that so many cases are not worth their traces."""
+    """Warn that the program has too many cases for traces to be worth while."""
     warnings.warn(
         f"compile: {name} is called in more than {MOST_CASES} cases, and runs as it is in others; "
         "pass numbers that change as tensors",
@@ -164,9 +164,9 @@ def obstacle_on_any_rank(why: str, grid: Grid, name: str, stacklevel: int) -> bo
 
     Parameters
     ----------
-    why: the reason on this rank; "" where there is none.
-    name: of the program, for the warning.
-    stacklevel: of the warning, as from the caller.
+    why: the reason on this rank; "" if there is none.
+    name: the name of the program, for the warning.
+    stacklevel: the stack level of the warning, as from the caller.
     """
     reasons = grid.all_gather_object(why)
     found = next(filter(None, reasons), "")
@@ -186,7 +186,9 @@ def program_of(step: TracedStep, backend: str | None) -> Program:
 
 @contextmanager
 def as_traced() -> Iterator[None]:
-    """Run a trace in the context: what autograd and autocast did is part of it."""
+    """Run a trace within the context: its calls already contain the work of autograd and
+    autocast.
+    """
     with torch.no_grad(), ExitStack() as stack:
         for device in _DEVICES:
             if torch.is_autocast_enabled(device):

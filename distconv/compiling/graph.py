@@ -1,8 +1,8 @@
-"""A traced step as graphs of torch.fx, for the compilers that torch.compile knows.
+"""A traced step as graphs of torch.fx, for the compilers of torch.compile.
 
-Messages are functions of torch's dispatcher there. Each takes a token that the one before it has
-made, so that no compiler changes their order. None writes to what it is given: what has arrived, or
-has been added up, is returned by the wait, which is given again what leaves, to keep it till then.
+Messages are functions of torch's dispatcher there. Each takes a token made by the one before it, so
+that no compiler changes their order. None writes to its arguments: received or summed tensors are
+returned by the wait, which gets the sent tensors again, to keep them alive till then.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from distconv.transport.interface import Request, Transport
 aten, own = torch.ops.aten, torch.ops.distconv
 
 _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-"""Functions with which inductor computes symbolically; random numbers need their wrap-around."""
+"""Functions that inductor computes symbolically; random numbers need their wrap-around."""
 
 _numbers = count()
 _MESSAGES: WeakValueDictionary[int, _Posted] = WeakValueDictionary()
-"""The messages of all graphs by their numbers, by which functions of the dispatcher know them."""
+"""The messages of all graphs by number, as functions of the dispatcher refer to them."""
 
 
 class _Posted:
@@ -35,7 +35,7 @@ class _Posted:
 
     Parameters
     ----------
-    call: by which the traced step makes it.
+    call: the call of the traced step that makes it.
     """
 
     def __init__(self, call: TracedCall) -> None:
@@ -49,7 +49,7 @@ class _Posted:
 
     @property
     def leaving(self) -> list[Any]:
-        """Return the values and constants that are sent or added up."""
+        """Return the values and constants that are sent or summed."""
         if self._function is tracing.start_exchange:
             return [x for _, x in self._rest[1]]
         return [self._rest[0]]
@@ -62,7 +62,7 @@ class _Posted:
         return [self._rest[0]]
 
     def start(self, leaving: Sequence[Tensor], like: Sequence[Tensor]) -> None:
-        """Start it, with memory of its own for tensors `like` those that are filled."""
+        """Start it, with new memory for each tensor to fill, like the tensors `like`."""
         transport = self._transport
         if self._function is tracing.start_exchange:
             filled = [transport.empty(tuple(x.shape), x) for x in like]
@@ -76,7 +76,7 @@ class _Posted:
         self._filled = filled
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors that have been filled."""
+        """Wait, and return the filled tensors."""
         request, self._request = self._request, None
         if request is not None:
             request.wait()
@@ -145,13 +145,13 @@ for _name, _schema, _run, _rehearsed in (
 
 
 def compiled(step: TracedStep, backend: str) -> TracedStep:
-    """Return a step in which functions of a compiler make the calls between optimizers' steps.
+    """Return a step whose calls between optimizers' steps are compiled.
 
-    They are compiled when they first run, on each rank for itself.
+    They are compiled when they first run, on each rank separately.
 
     Parameters
     ----------
-    backend: of torch.compile.
+    backend: a backend of torch.compile.
     """
     apart = _apart(step.calls)
     pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
@@ -175,8 +175,8 @@ def compiled(step: TracedStep, backend: str) -> TracedStep:
 def _apart(calls: Sequence[TracedCall]) -> set[int]:
     """Return the ids of the calls that Python makes, between graphs.
 
-    They give gradients to leaves, let optimizers step, or compute as compilers do not know:
-    in oneDNN's layout of memory, and by its convolution's name.
+    They set gradients of leaves, let optimizers step, or are unknown to compilers: computations in
+    oneDNN's layout of memory, and calls of its convolution.
     """
     apart: set[int] = set()
     in_onednn: set[Value | Existing] = set()
@@ -196,7 +196,7 @@ class _Graph:
 
     Parameters
     ----------
-    messages: of the whole step, by the numbers of their requests.
+    messages: the messages of the whole step, by the numbers of their requests.
     """
 
     def __init__(self, messages: Mapping[Any, _Posted], calls: Sequence[TracedCall]) -> None:
@@ -222,7 +222,7 @@ class _Graph:
             yield from call.used
 
     def call(self, results: Sequence[Value], backend: str) -> TracedCall:
-        """Return the compiled graph as a call of the step, which makes these values."""
+        """Return the compiled graph as a call of the step, with these values as results."""
         self._graph.output((*map(self._node, results), self._token))
         # With torch's own random numbers.
         options: Any = {"fallback_random": True} if backend == "inductor" else None

@@ -19,7 +19,7 @@ from distconv.tensor.nested import replaced, shards_of, tensors_in
 from distconv.torch_private import hooks_of
 
 _MOST_TRACES = 8
-"""The number of calls that are traced for two of which the backward pass follows."""
+"""The most traced calls from which two with a backward pass must come."""
 
 
 class CompiledModule:
@@ -27,24 +27,24 @@ class CompiledModule:
 
     Parameters
     ----------
-    evaluated: the same where nobody records gradients.
+    evaluated: the step that is replayed where gradients are not recorded.
 
     Attributes
     ----------
-    replays: how many calls with gradients have been replays.
+    replays: the number of replayed calls with gradients.
     """
 
     def __init__(self, module: nn.Module, evaluated: Any, backend: str | None) -> None:
         self._module, self._evaluated, self._backend = module, evaluated, backend
         self._called: dict[nn.Module, None] = {}
-        """All modules that have been called within it."""
+        """All modules that were called within it."""
         self._cases: dict[Any, _Replayed | None] = {}
-        """The cases that are decided: None for those that are not replayed."""
+        """The decided cases: None for those that are not replayed."""
         self._traces: dict[Any, list[_Traced]] = {}
         self.replays = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns."""
+        """Return the result of the module."""
         if tracing.is_under_way():
             return self._module(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -72,7 +72,7 @@ class CompiledModule:
 
     @property
     def source(self) -> str:
-        """Return the functions that are replayed, in Python."""
+        """Return the replayed functions, in Python."""
         return "\n\n".join(case.source for case in self._cases.values() if case is not None)
 
     def _key(self, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
@@ -102,7 +102,7 @@ class CompiledModule:
             traces.clear()
 
     def _trace(self, traces: list[_Traced], tensors: Sequence[Tensor], args: Any, kw: Any) -> Any:
-        """Return what the module returns, as a function of autograd of its own."""
+        """Return the result of the module, computed as one function of autograd."""
         # The graph within begins at these, and ends at what the module returns.
         inner = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         call = _Traced(inner)
@@ -135,10 +135,10 @@ class _Passes(Protocol):
     """A forward and a backward pass on blocks."""
 
     def forward(self, ctx: Any) -> Sequence[Tensor]:
-        """Return the blocks of the results, of which autograd differentiates the ones noted."""
+        """Return the blocks of the results; autograd differentiates those that are marked."""
 
     def backward(self, ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return the gradients of arguments and leaves that require some."""
+        """Return the gradients of arguments and leaves that require one."""
 
 
 class _Apart(ShardFunction):
@@ -160,7 +160,7 @@ class _Traced:
 
     Parameters
     ----------
-    tensors: among the arguments.
+    tensors: the tensors among the arguments.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -170,7 +170,7 @@ class _Traced:
         self.strides = [x.stride() for x in self._given]
         self.results = Results(())
         self.differentiable: list[bool] = []
-        """For each tensor of the results whether it has a gradient to compute."""
+        """For each tensor of the results whether it is differentiable."""
         self.leaves: list[Tensor] = []
         """The parameters, and other leaves, whose gradients the backward pass makes."""
         self.gradient_strides: list[tuple[int, ...]] = []
@@ -179,7 +179,7 @@ class _Traced:
         self.complete = False
 
     def finish_forward(self, returned: Any) -> None:
-        """Take what the module has returned."""
+        """Note the result of the module."""
         trace, self.results = self.trace, Results(returned)
         blocks = self.results.blocks
         self.differentiable = [x.requires_grad for x in blocks]
@@ -193,7 +193,7 @@ class _Traced:
         trace.calls.append(TracedCall(tracing.turn, ()))
 
     def finish_backward(self, gradients: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-        """Take the gradients that were given and those that were found."""
+        """Note the gradients passed to the backward pass, and its results."""
         trace = self.trace
         self.gradient_strides = [x.stride() for x in gradients]
         results = [*self._made, *trace.standing_for(list(found))]
@@ -202,14 +202,18 @@ class _Traced:
         self.complete = True
 
     def difference(self, later: _Traced) -> str:
-        """Return in words how a later call of the same case differs; "" where it does not."""
+        """Return a message that says how a later call of the same case differs; "" if it does
+        not.
+        """
         if self.results.words != later.results.words:
             return "its results differ each time"
         return cases.difference(self.step, later.step)
 
 
 class _Live:
-    """The passes of a call that is traced: autograd's graph of the module, within `_Apart`."""
+    """The passes of a call that is being traced: autograd's graph of the module, within
+    `_Apart`.
+    """
 
     def __init__(self, call: _Traced, given: Sequence[Tensor]) -> None:
         self._call = call
@@ -253,7 +257,7 @@ class _Live:
 
 
 class _Replayed:
-    """A module as it is replayed."""
+    """A module in its replayed form."""
 
     def __init__(self, call: _Traced, backend: str | None) -> None:
         self.results, self.strides = call.results, call.strides
@@ -270,7 +274,7 @@ class _Replayed:
         used |= dict.fromkeys(x for x in found if x is not None)
         kept = [x for x in used if isinstance(x, Value) and x.number in there]
         self.constants = [step.constants[x.number] for x in used if isinstance(x, Existing)]
-        """The tensors that the backward pass reads, which have to stay as they are till then."""
+        """The tensors that the backward pass reads, which must not change until then."""
         forward = cases.program_of(
             TracedStep(inputs, first, [*results, *kept], step.constants, []), backend
         )

@@ -14,14 +14,14 @@ from distconv.torch_private import Operator, is_mutable
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Stands for a tensor or request that a call of the step has made, or for an input."""
+    """Stands for an input, or for a tensor or request made by a call of the step."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """A tensor that was there before the step: a parameter, say, which a call may write to."""
+    """A tensor from before the step, such as a parameter, which a call may write to."""
 
     number: int
 
@@ -33,9 +33,9 @@ class TracedCall:
     Attributes
     ----------
     function: a function of torch's dispatcher, or one that sends, waits or steps.
-    arguments, options: with `Value` and `Existing` in place of tensors.
-    results: the numbers of the values that it makes, None for what is no new tensor; or the number
-        of the only one.
+    arguments, options: its arguments, with `Value` and `Existing` in place of tensors.
+    results: the numbers of its results, None for results that are no new tensors; or the number of
+        the only one.
     """
 
     function: Callable[..., Any]
@@ -45,7 +45,7 @@ class TracedCall:
 
     @property
     def made(self) -> tuple[int, ...]:
-        """Return the numbers of the values that it makes."""
+        """Return the numbers of its results."""
         results = self.results if isinstance(self.results, tuple) else (self.results,)
         return tuple(n for n in results if n is not None)
 
@@ -56,7 +56,7 @@ class TracedCall:
 
     @property
     def is_pure(self) -> bool:
-        """Return whether it does nothing but make its values, the same each time."""
+        """Return whether it only makes values, the same each time."""
         if not isinstance(self.function, Operator):
             return False
         random = torch.Tag.nondeterministic_seeded in self.function.tags
@@ -75,13 +75,13 @@ def _within(argument: Any) -> Iterator[Value | Existing]:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Describes a step by its calls, from inputs to results.
+    """The calls of a step, from inputs to results.
 
     Attributes
     ----------
-    inputs: the numbers of the values that it is given.
+    inputs: the numbers of the input values.
     constants: the tensors by their numbers.
-    gradients: leaves, and the gradient that each has when all is done.
+    gradients: leaves, each with its gradient at the end.
     """
 
     inputs: Sequence[int]
@@ -91,10 +91,10 @@ class TracedStep:
     gradients: Sequence[tuple[Existing, Value | Existing | None]]
 
     def reduced(self) -> TracedStep:
-        """Return the same without calls that only make values that nobody uses.
+        """Return the same step without calls whose only effect is an unused value.
 
-        Values and constants are numbered anew, in the order in which they come. Of leaves that the
-        calls do not use it says nothing.
+        Values and constants are renumbered, in the order of appearance. Leaves that the calls do
+        not use are left out.
         """
         left = (*self.results, *(gradient for _, gradient in self.gradients))
         kept, live = [], {x.number for x in left if isinstance(x, Value)}
@@ -145,7 +145,7 @@ class _Numbering:
 
 
 class Program:
-    """A function that makes the calls of a step, and lets go of each value after its last use.
+    """A function that makes the calls of a step, and frees each value after its last use.
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ class Program:
     def __init__(self, step: TracedStep) -> None:
         self._names: dict[str, Any] = {f"c{n}": x for n, x in step.constants.items()}
         self._known: dict[int, str] = {}
-        """The names of objects that are no tensors, by their ids."""
+        """The names of objects other than tensors, by their ids."""
         ends = self._ends(step)
         lines = [f"def step({', '.join(f'v{n}' for n in step.inputs)}):"]
         for call, over in zip(step.calls, ends, strict=True):
@@ -172,7 +172,7 @@ class Program:
 
     @staticmethod
     def _ends(step: TracedStep) -> list[list[int]]:
-        """Return for each call the values that nobody uses after it."""
+        """Return for each call the values that are used last in it."""
         last = dict.fromkeys(step.inputs, -1)
         for i, call in enumerate(step.calls):
             last |= dict.fromkeys(call.made, i)

@@ -35,36 +35,38 @@ def compile(
 def compile(
     step: Callable[..., Any], *, backend: str | None = None
 ) -> CompiledStep[..., Any] | CompiledModule:
-    """Return a function that does as `step`, replayed from its fourth call on.
+    """Return a function equivalent to `step`, which is replayed from its fourth call on.
 
-    A step is what a loop repeats: the forward pass, a loss, `backward()`, and the optimizer's step,
-    or a part of that. It is traced on all ranks as it runs: every function of torch on this rank's
-    blocks, every message, in one order. A replay makes the same calls without modules, autograd,
-    rules and hooks, and gives the same bits. All ranks of the grid call it together.
+    A step is the part that a loop repeats: the forward pass, a loss, `backward()`, and the
+    optimizer's
+    step, or some of these. It is traced on all ranks as it runs: every function of torch on this
+    rank's blocks, every message, in one order. A replay makes the same calls without modules,
+    autograd, rules and hooks, and gives the same bits. All ranks of the grid call it together.
 
-    The first call of a case runs as it is; the second and the third are traced, and have to agree.
+    The first call of a case runs as it is; the second and the third are traced, and must agree.
     Cases differ in shapes, types and layouts of tensors among the arguments, in other arguments, in
-    modes of modules, of autograd and of autocast, in parameters that are frozen, in `no_sync`, and
-    in whether gradients are there. Optimizers step as ever, by their present settings.
+    modes of modules, of autograd and of autocast, in frozen parameters, in `no_sync`, and in
+    whether gradients exist. Optimizers step with their present settings.
 
-    In a replay Python runs no line of the step: numbers that it reads from variables are those of
-    the trace. Let schedulers step, and numbers be printed, outside. A step that cannot be replayed,
-    as it reads elements of a tensor (`loss.item()`) or uses other numbers each time, goes on as it
-    is, and warns once with the reason and the line.
+    In a replay Python runs no line of the step: numbers read from variables are those of the trace.
+    Let schedulers step, and numbers be printed, outside. A step that cannot be replayed, because it
+    reads elements of a tensor (`loss.item()`) or uses other numbers each time, runs unchanged, and
+    warns once with the reason and the line.
 
-    Tensors of the result have no gradients to compute. They are found in lists, tuples and
-    dictionaries, as those among the arguments are.
+    Tensors of the result have no gradients to compute. Tensors of arguments and results may be
+    nested in lists, tuples and dictionaries.
 
-    Of a module its forward and its backward pass are traced, each as one function of autograd;
-    gradients are accumulated, added up over the ranks and used as ever. Call what is returned in
-    place of the module, and let the module itself give parameters, states and modes.
+    For a module, its forward and its backward pass are traced, each as one function of autograd;
+    gradients are accumulated, summed over the ranks and used as usual. Call the result in place of
+    the
+    module, and use the module itself for parameters, states and modes.
 
     Parameters
     ----------
-    step: a function of tensors, of which at least one is a DistTensor, or a module.
-    backend: of torch.compile, "inductor" say, which makes fewer kernels of the calls between
-        messages. That takes a minute or so at the fourth call, and results are equal to
-        rounding. None replays the calls as they are.
+    step: a function of tensors, at least one of them a DistTensor, or a module.
+    backend: a backend of torch.compile, such as "inductor", which makes fewer kernels of the calls
+        between messages. Compiling takes about a minute at the fourth call, and results are equal
+        to rounding. None replays the calls as they are.
     """
     if isinstance(step, nn.Module):
         # The module itself would lend the compiled step its attributes.
@@ -77,13 +79,13 @@ class CompiledStep(Generic[Given, Result]):
 
     Attributes
     ----------
-    replays: how many calls have been replays.
+    replays: the number of replayed calls.
     """
 
     def __init__(self, step: Callable[Given, Result], backend: str | None = None) -> None:
         self._step, self._backend = step, backend
         self._called: dict[nn.Module, None] = {}
-        """All that have been called within the step."""
+        """All modules that were called within the step."""
         self._cases: dict[Any, list[_Replayed]] = {}
         self._last: dict[Any, _TracedCase] = {}
         self._seen: set[Any] = set()
@@ -116,7 +118,7 @@ class CompiledStep(Generic[Given, Result]):
 
     @property
     def source(self) -> str:
-        """Return the functions that are replayed, in Python."""
+        """Return the replayed functions, in Python."""
         return "\n\n".join(case.source for cases in self._cases.values() for case in cases)
 
     def _trace(self, key: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Result:
@@ -155,7 +157,7 @@ class _TracedCase:
 
     Parameters
     ----------
-    tensors: among the arguments.
+    tensors: the tensors among the arguments.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -167,7 +169,7 @@ class _TracedCase:
         self.step = TracedStep([], [], [], {}, [])
 
     def finish(self, arguments: Iterable[Tensor], result: Any) -> None:
-        """Take the result of the step, traced with these tensors among its arguments."""
+        """Note the result of the step, which was traced with these tensors among its arguments."""
         trace, self.results = self.trace, Results(result)
         if any(x.requires_grad for x in arguments):
             trace.hinder("a tensor among its arguments requires gradients")
@@ -177,14 +179,16 @@ class _TracedCase:
         self.step = step.reduced()
 
     def difference(self, later: _TracedCase) -> str:
-        """Return in words how a later call of the same case differs; "" where it does not."""
+        """Return a message that says how a later call of the same case differs; "" if it does
+        not.
+        """
         if self.results.words != later.results.words:
             return "its results differ each time"
         return cases.difference(self.step, later.step)
 
 
 class _Replayed:
-    """A step as it is replayed."""
+    """A step in its replayed form."""
 
     def __init__(self, case: _TracedCase, backend: str | None) -> None:
         program = cases.program_of(case.step, backend)
@@ -196,11 +200,11 @@ class _Replayed:
         ]
 
     def fits(self) -> bool:
-        """Return whether the gradients to which the step adds are the same tensors."""
+        """Return whether the gradients that the step adds to are the same tensors."""
         return all(leaf.grad is gradient for leaf, gradient in self._gradients)
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
-        """Return what the step returns for these tensors."""
+        """Return the result of the step for these tensors."""
         given = shards_of(tensors)
         with cases.as_traced():
             blocks = list(map(cases.restrided, given, self._strides))

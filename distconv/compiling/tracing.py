@@ -1,6 +1,6 @@
 """Tracing a step as it runs: the calls of torch's dispatcher and of the carriers, in one order.
 
-Autograd, rules and hooks run as ever, above the dispatcher, so that the trace is the forward pass,
+Autograd, rules and hooks run as usual, above the dispatcher, so that the trace is the forward pass,
 the backward pass and the sums of gradients as plain functions on this rank's blocks.
 """
 
@@ -33,16 +33,16 @@ from distconv.transport.watched import WatchedTransport, WrappedTransport
 aten = torch.ops.aten
 
 _ALIASES = (aten.detach.default, aten.alias.default)
-"""Functions whose result is their argument, where nobody records gradients."""
+"""Functions that return their argument where gradients are not recorded."""
 
 _FRESH = aten.lift_fresh.default
-"""The function by which torch hands out a tensor that it has made of numbers."""
+"""The function by which torch returns a tensor made from numbers."""
 
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-"""The tags of functions whose results, or their shapes, the program learns from elements."""
+"""The tags of functions with results, or shapes, that a program reads from elements."""
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
-"""The names of torch.distributed's functions among those of the dispatcher."""
+"""The names of torch.distributed's functions in the dispatcher."""
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 
@@ -60,7 +60,7 @@ def start_exchange(
 
 
 def start_sum(transport: Transport, tensor: Tensor, group: Any) -> Request:
-    """Start adding up a tensor in place over the ranks of a group."""
+    """Start to sum a tensor in place over the ranks of a group."""
     return transport.all_reduce(tensor, group)
 
 
@@ -70,12 +70,12 @@ def gather(transport: Transport, tensor: Tensor, group: Any) -> Tensor:
 
 
 def broadcast(transport: Transport, tensor: Tensor, group: Any) -> None:
-    """Overwrite a tensor by the one of the first rank of a group."""
+    """Overwrite a tensor by the tensor of the first rank of a group."""
     transport.broadcast(tensor, group)
 
 
 def wait(request: Request) -> None:
-    """Wait for messages that have been started."""
+    """Wait for started messages."""
     request.wait()
 
 
@@ -85,25 +85,25 @@ def give(leaf: Tensor, gradient: Tensor | None) -> None:
 
 
 def step(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Let an optimizer step, by its present settings."""
+    """Let an optimizer step with its present settings."""
     optimizer.step(*arguments, **options)
 
 
 def turn() -> None:
-    """Stand between a forward and a backward pass."""
+    """Mark the end of the forward and the beginning of the backward pass."""
 
 
 class Trace:
-    """A step as it is traced.
+    """A step that is being traced.
 
     Attributes
     ----------
-    calls: of the step, in their order.
-    constants: the tensors that were there before, by their numbers.
-    leaves: those among them whose gradients autograd makes, each with the gradient that it had when
-        the step came to it.
-    optimizers: with what each had as settings when it stepped.
-    obstacle: why the step cannot be replayed; "" where it can.
+    calls: the calls of the step, in order.
+    constants: the tensors from before the step, by their numbers.
+    leaves: the constants whose gradients autograd makes, each with its gradient when the step
+        reached it.
+    optimizers: the optimizers, each with its settings when it stepped.
+    obstacle: the reason why the step cannot be replayed; "" if it can.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -129,12 +129,12 @@ class Trace:
         return self._count
 
     def go_on(self, gradients: Sequence[Tensor]) -> None:
-        """Go on with a backward pass that is given these gradients, whatever came between."""
+        """Continue with a backward pass from these gradients, ignoring calls in between."""
         self.inputs += [self.new(x) for x in gradients]
         self._random = random_states()
 
     def standing_for(self, x: Any) -> Any:
-        """Return an argument with values and constants in place of its tensors."""
+        """Return an argument with `Value` and `Existing` in place of its tensors."""
         if isinstance(x, Tensor):
             return self._seen.get(x) or self._constant(x)
         if type(x) in (list, tuple):
@@ -164,7 +164,7 @@ class Trace:
         self.obstacle = self.obstacle or f"{why}, at {user_line()}"
 
     def note(self, function: Operator, args: Any, options: dict[str, Any], result: Any) -> None:
-        """Take a call of torch's dispatcher, whose arguments are stood for already."""
+        """Record a call of torch's dispatcher; its arguments have no tensors any more."""
         if function.namespace in _COLLECTIVES:
             self.hinder(f"it sends by torch.distributed itself ({function})")
         tags = function.tags
@@ -189,18 +189,18 @@ class Trace:
         self.calls.append(TracedCall(function, args, options, results))
 
     def leave_out(self, result: Any) -> None:
-        """Note the tensors that a call of the dispatcher has made while the trace was paused."""
+        """Note tensors made by the dispatcher while the trace was paused."""
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, Tensor):
                 self._apart[x] = True
 
     def check_random(self) -> None:
-        """Note where the program has set the state of random numbers within the step."""
+        """Note where the program set the state of random numbers within the step."""
         if not all(map(torch.equal, self._random, random_states())):
             self.hinder("it sets the state of random numbers, as torch.utils.checkpoint does")
 
     def end(self) -> None:
-        """Check that the settings of optimizers are as they were when they stepped."""
+        """Check that the settings of optimizers are still those with which they stepped."""
         for optimizer, before in self.optimizers.items():
             if _settings(optimizer) != before:
                 self.hinder(
@@ -209,13 +209,13 @@ class Trace:
                 )
 
     def gradients(self) -> list[tuple[Existing, Any]]:
-        """Return the leaves whose gradients are others than before, with these."""
+        """Return the leaves whose gradients have changed, each with its gradient."""
         leaves = list(self.leaves.values())
         changed = (x for x, first in leaves if first is None or x.grad is not first)
         return [self.standing_for((x, x.grad)) for x in changed]
 
     def before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Stop where an optimizer is about to step: it does so itself in replays."""
+        """Pause where an optimizer is about to step: in replays it steps itself."""
         if any(map(callable, (*args[1:], *kwargs.values()))):
             self.hinder("an optimizer evaluates a closure")
         self.optimizers.setdefault(optimizer, _settings(optimizer))
@@ -225,7 +225,7 @@ class Trace:
         self.paused = True
 
     def after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Go on behind an optimizer's step."""
+        """Continue after an optimizer's step."""
         self.paused = False
         self.calls.append(TracedCall(step, (optimizer, tuple(args[1:]), dict(kwargs))))
 
@@ -235,7 +235,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class _Dispatcher(DispatchMode):
-    """Hands every call of torch's dispatcher to a trace."""
+    """Passes every call of torch's dispatcher to a trace."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class _TracedRequest:
 
 
 class _TracedCarrier(WrappedTransport):
-    """A carrier whose messages are calls of the step, which makes them by `transport`."""
+    """A carrier whose messages are made by `transport`, and recorded as calls of the step."""
 
     def __init__(self, transport: WatchedTransport, trace: Trace) -> None:
         super().__init__(transport.carrier)
@@ -294,7 +294,7 @@ class _TracedCarrier(WrappedTransport):
         return request
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start adding up a tensor in place over the ranks of `group`."""
+        """Start to sum a tensor in place over the ranks of `group`."""
         run = self.carrier.all_reduce
         request: Request = self._call(start_sum, (tensor, group), run, tensor, group)
         return request
@@ -306,13 +306,15 @@ class _TracedCarrier(WrappedTransport):
         return gathered
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the one of the first rank of `group`."""
+        """Overwrite a tensor by the tensor of the first rank of `group`."""
         self._call(broadcast, (tensor, group), self.carrier.broadcast, tensor, group)
 
     def _call(
         self, function: Callable[..., Any], arguments: Any, run: Callable[..., Any], *given: Any
     ) -> Any:
-        """Return `run(*given)`, the carrier's, which in replays is `function` of `arguments`."""
+        """Return `run(*given)` of the carrier, recorded as `function` of `arguments` for
+        replays.
+        """
         trace = self._trace
         if trace.paused:
             return run(*given)

@@ -1,1 +1,1 @@
-"""Everything that knows a kind of device; above it are devices of torch, and streams."""
+"""Everything that depends on the kind of device; higher floors use torch's devices and streams."""

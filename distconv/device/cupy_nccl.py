@@ -1,4 +1,4 @@
-"""NCCL by cupy: its bindings, and the addresses by which it knows streams."""
+"""NCCL by cupy: its bindings, and the addresses of streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bindings() -> Any:
 
 
 def why_unavailable(kind: str) -> str | None:
-    """Return why this process cannot use NCCL by cupy; None where it can."""
+    """Return why this process cannot use NCCL by cupy; None if it can."""
     if kind != "cuda":
         return f"cupy has no library of messages between devices of kind {kind}"
     try:
@@ -27,7 +27,7 @@ def why_unavailable(kind: str) -> str | None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which libraries take a device for the current one."""
+    """Return a context in which a device is the current one for other libraries."""
     return torch.cuda.device(device)
 
 

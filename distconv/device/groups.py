@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed between accelerators: made, ended, and asked for errors."""
+"""Process groups of torch.distributed between accelerators: making, ending, errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distconv.torch_private import end_group, set_limit
 
 
 def why_unavailable(kind: str) -> str | None:
-    """Return why torch cannot carry messages between accelerators of a kind; None where it can."""
+    """Return why torch cannot carry messages between accelerators of a kind; None if it can."""
     distributed, backend = torch.distributed, backend_of(kind)
     if backend is None:
         return f"torch.distributed has no backend for {kind}"
@@ -25,9 +25,9 @@ def why_unavailable(kind: str) -> str | None:
 
 
 def warn_where_errors_stay_unknown(kind: str) -> None:
-    """Warn where torch does not tell what its groups between accelerators of a kind have met with.
+    """Warn where torch does not report errors of its groups between accelerators of a kind.
 
-    Python shows it once.
+    Python shows the warning once.
     """
     backend = backend_of(kind)
     made = getattr(torch.distributed, _class_of(backend or ""), None)
@@ -41,12 +41,12 @@ def warn_where_errors_stay_unknown(kind: str) -> None:
 
 
 def make_group(store: Any, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
-    """Return a process group between accelerators; all its ranks call it.
+    """Return a process group between accelerators. All its ranks call it.
 
     Parameters
     ----------
-    store: by which they find each other.
-    limit: after which the group gives a message up.
+    store: the store over which they find each other.
+    limit: the time after which the group gives up on a message.
     """
     backend = backend_of(device.type)
     assert backend is not None
@@ -57,7 +57,9 @@ def make_group(store: Any, rank: int, size: int, device: torch.device, limit: ti
 
 
 def error_of(group: Any) -> str | None:
-    """Return what the thread of torch has met with that watches a group, where it tells."""
+    """Return the error found by torch's thread that watches a group; None if there is none, or
+    unknown.
+    """
     error: str = group.get_error().name if hasattr(group, "get_error") else "SUCCESS"
     return None if error == "SUCCESS" else error
 

@@ -1,4 +1,4 @@
-"""The kind of accelerator that torch finds, and what has another name for each kind."""
+"""The kind of accelerator that torch finds, and names that differ between kinds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MASKS = (
     *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     "ZE_AFFINITY_MASK",
 )
-"""Variables that choose the accelerators which a process sees."""
+"""Variables that choose the accelerators visible to a process."""
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device computes beside the host: neither the host, nor one without memory.
+    """Return whether a device is an accelerator: neither the host, nor the meta device.
 
-    It is asked for at every operator.
+    It is called at every operator.
     """
     return device.type not in _HOSTS
 
@@ -36,7 +36,7 @@ def is_accelerator(device: torch.device) -> bool:
 def accelerator() -> str | None:
     """Return the kind of accelerator that this process sees; None without any.
 
-    One for which torch has no backend that carries messages between streams does not count.
+    A kind without a torch backend for messages between streams is ignored.
     """
     if not torch.accelerator.is_available():
         return None
@@ -46,7 +46,7 @@ def accelerator() -> str | None:
 
 @cache
 def rehearsed() -> str:
-    """Return the kind of accelerator that dry runs play: the one here, or the most common."""
+    """Return the kind of accelerator of dry runs: the one here, or the most common."""
     return accelerator() or KINDS[0]
 
 
@@ -63,14 +63,14 @@ def backend_of(kind: str) -> str | None:
 
 
 def library_of(kind: str) -> str:
-    """Return what vendors call the library behind the backend of a kind."""
+    """Return the vendors' name of the library behind the backend of a kind."""
     if kind == "cuda":
         return "RCCL" if torch.version.hip else "NCCL"
     return "oneCCL" if kind == "xpu" else backend_of(kind) or "torch.distributed"
 
 
 def version_of_library(kind: str) -> str:
-    """Return the version of the library behind the backend of a kind, as far as torch tells."""
+    """Return the version of the library behind the backend of a kind, if torch knows it."""
     if kind == "cuda":
         numbers: Any = torch.cuda.nccl.version()
         return ".".join(map(str, numbers))
@@ -78,7 +78,7 @@ def version_of_library(kind: str) -> str:
 
 
 def identities() -> tuple[str, ...]:
-    """Return the accelerators that this process sees, by names that all processes give them."""
+    """Return identities of the accelerators that this process sees, the same in all processes."""
     kind = accelerator()
     if kind is None:
         return ()
@@ -97,7 +97,7 @@ def _identity(number: int, properties: Any) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Let the host wait for all that an accelerator has been given to do."""
+    """Let the host wait for all work queued on an accelerator."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
@@ -111,7 +111,7 @@ def random_states() -> list[Tensor]:
 
 
 def profiler_activities() -> list[ProfilerActivity]:
-    """Return what torch's profiler can record here: the host, and the accelerator."""
+    """Return the activities that torch's profiler can record: the host, and the accelerator."""
     kind = accelerator()
     here = [_ACTIVITIES[kind]] if kind in _ACTIVITIES else []
     return [ProfilerActivity.CPU, *here]

@@ -1,4 +1,4 @@
-"""What an MPI says of pointers into the memory of accelerators, in each vendor's words."""
+"""Whether an MPI accepts pointers into the memory of accelerators, by each vendor's query."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import os
 import torch
 
 _CRAY = "MPICH_GPU_SUPPORT_ENABLED"
-"""Set to 1 where Cray's MPI is to take such pointers, which it does not otherwise."""
+"""Set to 1 to let Cray's MPI accept such pointers."""
 
 _QUERIES = {
     "cuda": "MPIX_Query_cuda_support",
     "hip": "MPIX_Query_rocm_support",
     "xpu": "MPIX_Query_ze_support",
 }
-"""Functions that return whether an MPI takes pointers of a kind: Open MPI's, and MPICH's."""
+"""Functions that return whether an MPI accepts pointers of a kind: Open MPI's, and MPICH's."""
 
 _NUMBERS = {"cuda": 0, "xpu": 1, "hip": 2}
 """The numbers of kinds in MPICH's `MPIX_GPU_query_support`."""
 
 
 def is_gpu_aware(library: ctypes.CDLL, kind: str) -> bool:
-    """Return whether an MPI says that it takes pointers into the memory of accelerators of a kind.
+    """Return whether an MPI says that it accepts pointers into the memory of accelerators of a
+    kind.
 
     Parameters
     ----------
-    library: in which the functions of MPI are found.
+    library: the library with the functions of MPI.
     """
     if os.environ.get(_CRAY):
         return os.environ[_CRAY] == "1"

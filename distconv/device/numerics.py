@@ -1,6 +1,6 @@
-"""Settings on which numbers depend, and sizes beyond which libraries were found wrong.
+"""Settings that change numbers, and sizes beyond which libraries were found wrong.
 
-Those of torch count for distributed tensors as for plain ones.
+torch's settings apply to distributed tensors as to plain ones.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _WRONG_VOLUMES = range(90800, 91500)
 error, from 9.8 until 9.15 (pytorch/pytorch, issues 163539 and 166643)."""
 
 FEWEST_IN_DOUBT = 2**30
-"""Elements of a block of halves up to which no convolution is known to be wrong."""
+"""The most elements of a block of halves for which no convolution is known to be wrong."""
 
 
 def in_doubt(elements: int) -> bool:
     """Return whether convolutions of a block of halves of this size may be wrong, without an error.
 
-    Numbers of 32 bits, with which libraries count, end at 2**31.
+    Libraries count with 32 bits, which end at 2**31.
     """
     version = torch.backends.cudnn.version()
     return elements > (FEWEST_IN_DOUBT if version in _WRONG_VOLUMES else 2**31)
@@ -46,7 +46,7 @@ def asks_for_channels_last() -> bool | None:
 
 
 def settings() -> dict[str, Any]:
-    """Return the settings on which numbers depend, by the names that programs use."""
+    """Return the settings that change numbers, by the names that programs use."""
     cudnn, onednn = torch.backends.cudnn, torch.backends.mkldnn
     return {
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -63,7 +63,9 @@ def settings() -> dict[str, Any]:
 
 @contextmanager
 def ieee_float32() -> Iterator[None]:
-    """Let GPUs convolve and multiply float32 without TF32, which has 10 bits, in the context."""
+    """Let GPUs convolve and multiply float32 without TF32, which has 10 bits, within the
+    context.
+    """
     switched = []
     for place in (torch.backends.cudnn, torch.backends.cuda.matmul):
         switch = _switch_of_tf32(place)
@@ -81,9 +83,9 @@ def _takes_tf32(place: Any) -> bool:
 
 
 def _switch_of_tf32(place: Any) -> tuple[Any, str]:
-    """Return where, and by which name, TF32 is switched on.
+    """Return the object and the name of the attribute that switches TF32 on.
 
-    torch from 2.9 on knows another name, and refuses to read the old one where that was used.
+    torch from 2.9 on has another name, and refuses to read the old one once that was used.
     """
     try:
         _ = place.allow_tf32

@@ -1,8 +1,8 @@
 """Streams of an accelerator, and requests for which a stream waits and the host does not.
 
 All messages and reductions of a process go through one stream beside the computation's. So a device
-works them off in the order in which the host starts them, which is the same on all ranks, whatever
-the library is: kernels of two communicators that wait for other ranks never wait for each other.
+processes them in the order in which the host starts them, which is the same on all ranks, for any
+library: kernels of two communicators that wait for other ranks never wait for each other.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def using(stream: torch.Stream) -> Iterator[None]:
 
 
 def record_event(device: torch.device) -> torch.Event:
-    """Return an event behind all that the current stream of a device has been given."""
+    """Return an event after all work queued on the current stream of a device."""
     return torch.accelerator.current_stream(device).record_event()
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether the current stream of an accelerator takes part in the capture of a graph."""
+    """Return whether the current stream of an accelerator is captured into a graph."""
     stream: Any = torch.accelerator.current_stream(device)
     if hasattr(stream, "is_capturing"):
         return bool(stream.is_capturing())
@@ -47,7 +47,7 @@ def is_capturing(device: torch.device) -> bool:
 def number_of_stream(device: torch.device) -> int | None:
     """Return the number of an accelerator's current stream; None on a host.
 
-    Streams themselves are never unequal by `!=`.
+    Stream objects cannot be compared by `!=`, which is always false.
     """
     return torch.accelerator.current_stream(device).stream_id if is_accelerator(device) else None
 
@@ -55,9 +55,9 @@ def number_of_stream(device: torch.device) -> int | None:
 class StreamRequest:
     """Work queued on a side stream, and the tensors that must outlive it.
 
-    The tensors are held until somebody waits. What the current stream is given then comes later,
-    and so does whatever gets their memory. (`record_stream` would do as well, but keeps the memory
-    out of use for as long as a graph is captured.)
+    The tensors are held until `wait`. Work queued on the current stream afterwards runs later, also
+    work on their memory. (`record_stream` would do as well, but keeps the memory out of use during
+    the capture of a graph.)
     """
 
     def __init__(self, stream: torch.Stream, tensors: Iterable[Tensor]):
@@ -65,7 +65,7 @@ class StreamRequest:
         self._tensors = tuple(tensors)
 
     def wait(self) -> None:
-        """Let all that follows on the current stream find it complete; the host goes on."""
+        """Let later work on the current stream wait for this work; the host continues."""
         torch.accelerator.current_stream(self._device).wait_event(self._event)
         self._tensors = ()
 
@@ -76,15 +76,15 @@ class StreamRequest:
 
 
 class SideStream:
-    """A stream beside the current one, which comes before others where the device has to choose."""
+    """A stream beside the current one, of higher priority."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.Stream(device=device, priority=-1)
 
     def follow(self) -> None:
-        """Go on after all that the current stream has been given so far."""
+        """Wait for all work queued on the current stream."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
 
     def mark(self, tensors: Iterable[Tensor]) -> StreamRequest:
-        """Return a request for all that this stream has been given so far, which uses `tensors`."""
+        """Return a request for all work queued on this stream, which uses `tensors`."""
         return StreamRequest(self.stream, tensors)

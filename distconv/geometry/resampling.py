@@ -54,8 +54,7 @@ class Resampled(Ascending):
         return near if float(near) == scale and (near == 1 or self.outputs != size) else None
 
     def alone(self, size: int, start: int, stop: int) -> tuple[int, float] | None:
-        """Return how torch's kernel computes the outputs [start, stop) from their window,
-        `intervals`.
+        """Return torch's arguments to compute the outputs [start, stop) from `intervals` alone.
 
         The first number counts the surplus outputs before `start`, the second is the outputs per
         input. None where the kernel would use other positions.

@@ -144,7 +144,7 @@ class Watch:
         return "in vain: they have taken different steps" if late and self._has_parted() else None
 
     def _gone(self, peers: Iterable[int] | None, step: int) -> Iterator[int]:
-        """Yield those of these ranks, or of all, that have left the program before a step."""
+        """Yield the ranks of `peers`, or of all, that have left the program before a step."""
         if self._board.count("left", 0) > 0:
             for rank in range(self._size) if peers is None else peers:
                 steps = self._board.read(f"left/{rank}")

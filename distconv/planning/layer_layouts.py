@@ -103,14 +103,14 @@ def plan_layouts(
 ) -> LayoutPlan:
     """Return the layouts of layers with which a training step takes the least time, as predicted.
 
-    Layers are those of the longest chain in the module, of which each takes what the one before it
-    returns; a module with branches within counts as one. Where the layouts found gain nothing in
-    the whole step, there are none.
+    The layers are the longest chain of modules, each of which takes the result of the one before
+    it; a module with branches is one layer. Layouts that gain nothing in the whole step are
+    dropped.
 
     Parameters
     ----------
-    module, shape, grid, layout: as for `predict`, and so are further options.
-    layouts: is given to `predict` beside what is found.
+    module, shape, grid, layout, options: as for `predict`.
+    layouts: further layouts for `predict`.
     """
     shapes = shapes_of(shape)
     options = {"layout": layout, **options}
@@ -268,7 +268,7 @@ class _Costs:
         return sum(s.stop - s.start for s in segments if s.place.layer in recording.shapes)
 
     def made(self, layer: ChainedLayer, cuts: Cuts) -> Cuts | None:
-        """Return how the layer's output is cut; None where it is refused."""
+        """Return the cuts of the layer's output; None where it is refused."""
         return self._record(layer, cuts)[1]
 
     def between(self, chain: Sequence[ChainedLayer], i: int, last: Cuts, cuts: Cuts) -> float:
@@ -317,6 +317,6 @@ def _total(output: Any) -> Tensor:
 
 
 def _key(layer: ChainedLayer, cuts: Cuts) -> object:
-    """Return what is the same for layers that take as long."""
+    """Return a key that is equal for layers that take the same time."""
     weights = tuple(tuple(p.shape) for p in layer.module.parameters())
     return repr(layer.module), weights, layer.shape, layer.dtype, cuts

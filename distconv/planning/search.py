@@ -190,7 +190,7 @@ def grids_of(
 
     Parameters
     ----------
-    axes: those that may have several ranks; by default the dimensions of the input, and `filter`
+    axes: the axes that may have several ranks; by default the dimensions of the input, and `filter`
         beside `channel`.
     """
     names = dimension_names(len(shape))

@@ -55,7 +55,7 @@ def number_of_steps(
 
     Parameters
     ----------
-    samples, epochs, batch_size: of the training; a batch holds the samples of all replicas.
+    samples, epochs, batch_size: numbers of the training; a batch holds samples of all replicas.
     as_of_batch_size: a smaller batch size whose number of steps is kept, which means more epochs: a
         large batch generalizes as well where it takes as many steps (Hoffer et al., "Train longer,
         generalize better", arXiv:1705.08741).

@@ -127,7 +127,7 @@ class Shards:
 
     Parameters
     ----------
-    parameters, buffers: those of the model, in its order.
+    parameters, buffers: the model's tensors, in its order.
     shards: the number of shards.
 
     Raises

@@ -1,6 +1,6 @@
-"""How the ranks have been started: by MPI, which starts when a program first needs it, or by torch.
+"""How the ranks were started: by MPI, which starts when a program first needs it, or by torch.
 
-Either is for processes that are ranks of their own, and not for their workers.
+Either is for ranks, and not for their worker processes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _SIZES = {
     "WORLD_SIZE": "something like torchrun, but RANK, MASTER_ADDR and MASTER_PORT, by which ranks "
     "meet, are not all set",
 }
-"""The variables in which launchers tell the number of processes, and which launcher each is of."""
+"""The variables with the number of processes that launchers set, each with its launcher."""
 
 _SIZES_OF_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 _STEP_SIZE = "SLURM_STEP_NUM_TASKS"
-"""The tasks of one srun. SLURM_NTASKS also stands in the shell of a whole allocation, where a
-program that is started by itself is meant to be alone."""
+"""The tasks of one srun. SLURM_NTASKS is also set in the shell of a whole allocation, where a
+program started by itself is meant to be alone."""
 
 _FIRST_UNNUMBERED_STEP = 0xFFFFFFF0
-"""Slurm gives steps that are no srun of the user's, such as a batch script, numbers from here."""
+"""Slurm numbers steps other than the user's srun, such as a batch script, from here."""
 
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables by which ranks of torch.distributed find each other."""
@@ -45,13 +45,13 @@ _BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """The variable that torchrun alone sets."""
 
 _SHARED = "/dev/shm"
-"""Where processes of a node share memory; containers give it 64 MiB, or less."""
+"""The shared memory of the processes of a node; containers have 64 MiB of it, or less."""
 
 _FOR_EACH_RANK = 1_060_000
-"""The bytes of it that MPICH was measured to take for each rank."""
+"""The bytes of it that MPICH was measured to need for each rank."""
 
 _copied_from: int | None = None
-"""The rank that this process has been forked from."""
+"""The rank from which this process was forked."""
 
 _has_joined = False
 """Whether this process has met the other ranks over a store of torch.distributed."""
@@ -65,7 +65,7 @@ def _note_fork() -> None:
 
 
 def _leave() -> None:
-    """End a forked process at once: what follows is MPI_Finalize, which waits for other ranks.
+    """End a forked process at once: next would be MPI_Finalize, which waits for other ranks.
 
     A status other than 0 takes os._exit, as Python recommends after os.fork.
     """
@@ -78,7 +78,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def is_copy() -> bool:
-    """Tell whether this process has been forked from a rank that had met the others."""
+    """Return whether this process was forked from a rank that had met the others."""
     return _copied_from is not None
 
 
@@ -89,7 +89,7 @@ def join() -> None:
 
 
 def check_is_rank() -> None:
-    """Raise `RuntimeError` in a worker process: it would wait for ever for messages of ranks."""
+    """Raise `RuntimeError` in a worker process, which would wait for messages for ever."""
     if _copied_from is not None:
         raise RuntimeError(
             f"distconv: process {os.getpid()} has been forked from process {_copied_from}, a rank "
@@ -127,9 +127,9 @@ def _imported_mpi() -> ModuleType:
 
 
 def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
-    """Print what ends all ranks of a node soon, where MPICH does not find the memory they share.
+    """Print a warning where the shared memory of a node is too small for MPICH's ranks.
 
-    The operating system ends them by a bus error, without a word.
+    The operating system ends them by a bus error, without a message.
     """
     ranks = int(environment.get("MPI_LOCALNRANKS", 0))
     if environment.get("MPI_LOCALRANKID") != "0" or not os.path.isdir(_SHARED):
@@ -148,7 +148,7 @@ def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def has_mpi() -> bool:
-    """Return whether there is an MPI to load, which starts it."""
+    """Return whether there is an MPI to load; loading would start it."""
     try:
         mpi()
     except (ImportError, RuntimeError):
@@ -163,12 +163,12 @@ def has_default_group() -> bool:
 
 
 def switched_on(name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a variable is set, and to none of 0, false, no and off."""
+    """Return whether a variable is set to a value other than 0, false, no and off."""
     return environment.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def start_line(ranks: int) -> str:
-    """Return how the launcher that has started this process starts another number of ranks."""
+    """Return the command by which this process's launcher starts `ranks` ranks."""
     if meets_by_torch():
         return f"torchrun --nproc-per-node {ranks} ..."
     return f"{'srun -n' if _STEP_SIZE in launched() else 'mpiexec -n'} {ranks} ..."
@@ -177,8 +177,8 @@ def start_line(ranks: int) -> str:
 def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the ranks of the job find each other by torch.distributed, and not by MPI.
 
-    They do under torchrun; and, unless a launcher of MPI has started several, where the same
-    variables are set or there is a default group.
+    They do under torchrun; and where the same variables are set, or there is a default group,
+    unless a launcher of MPI has started several.
     """
     if switched_on(ALLOW_SINGLE, environment):
         return False
@@ -193,10 +193,10 @@ def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """Return the variables in which launchers have told the number of processes, with the numbers.
+    """Return the variables with the number of processes that launchers have set, with the numbers.
 
-    Slurm's variables count for processes that an srun has started, and where MPI's own launcher has
-    set none.
+    Slurm's variables are included for processes started by srun, unless MPI's own launcher has set
+    one.
     """
     found = {}
     for name in _SIZES:
@@ -211,9 +211,10 @@ def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
 
 
 def place_by_torch() -> tuple[int, int] | None:
-    """Return which of how many ranks of torch.distributed this process is; None where it is none.
+    """Return the rank of this process in torch.distributed and the number of ranks; None if it has
+    none.
 
-    A worker that multiprocessing has started in a rank has the rank's variables, and is none.
+    A worker that multiprocessing has started in a rank has the rank's variables, but no rank.
     """
     if not meets_by_torch():
         return None
@@ -228,13 +229,13 @@ def place_by_torch() -> tuple[int, int] | None:
 
 
 def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `RuntimeError` where a rank knows no other and a launcher has started several.
+    """Raise `RuntimeError` where a launcher has started several ranks that do not know each other.
 
-    Each of them would compute by itself, and nothing would tell.
+    Each of them would compute by itself, without an error.
 
     Parameters
     ----------
-    ranks: how many know each other.
+    ranks: the number of ranks that know each other.
     """
     if ranks > 1 or switched_on(ALLOW_SINGLE, environment):
         return
@@ -248,7 +249,7 @@ def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def _way_out(name: str, size: int) -> str:
-    """Return who has set a variable, and how to start ranks that know each other."""
+    """Return a message about the launcher that set a variable, and how to start ranks that meet."""
     by_torch = f"torchrun --nproc-per-node {size}"
     if name != "WORLD_SIZE" and importlib.util.find_spec("mpi4py") is None:
         return (
@@ -272,5 +273,5 @@ def _way_out(name: str, size: int) -> str:
 
 
 def _whole(text: str | None) -> int | None:
-    """Return the whole number that a variable holds; None where it holds none."""
+    """Return the integer in a variable; None where it holds none."""
     return int(text) if text is not None and text.isdecimal() else None

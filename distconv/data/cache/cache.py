@@ -104,7 +104,7 @@ class Cache:
         return loaded
 
     def settle(self, arrivals: Arrivals, loaded: Loaded) -> None:
-        """Keep what was loaded. All ranks settle the same arrivals in the same order."""
+        """Keep the loaded boxes. All ranks settle the same arrivals in the same order."""
         new = self._homes.settle(arrivals)
         for (number, sample), place in loaded.items():
             if (self._fields[number].cuts[0], sample) in new:

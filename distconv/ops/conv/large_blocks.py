@@ -21,7 +21,7 @@ def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
 
     Parameters
     ----------
-    elements: of this rank's inputs or outputs, whichever are more.
+    elements: the larger of the numbers of this rank's inputs and outputs.
     """
     grid = x.grid
     if grid.rank or x.dtype not in _HALVES or not is_accelerator(grid.device):

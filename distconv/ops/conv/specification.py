@@ -77,7 +77,7 @@ class ConvolutionSpec(ABC):
 
     @abstractmethod
     def buffer(self, maps: tuple[Any, ...], x: Placement, box: Box) -> LocalInput:
-        """Return how the local operator makes the outputs in `box` from their gathered inputs.
+        """Return the local operator's input for the outputs in `box`, gathered for them.
 
         Where there are no outputs, it makes some from the fewest inputs that it accepts.
 

@@ -82,7 +82,7 @@ def inner(input: Tensor, other: Tensor) -> Tensor:
 
 @implements(torch.tensordot)
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
-    """Return the product over so many last and first dimensions, or over pairs of dimensions."""
+    """Return the product over the `dims` last and first dimensions, or over pairs of dimensions."""
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if not isinstance(dims, int):
