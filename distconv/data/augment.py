@@ -94,7 +94,6 @@ class Flip(Move):
         return space
 
     def view(self, view: View, space: int, generator: Generator) -> View:
-        """Return the view with a random choice of its dimensions flipped."""
         for d in _numbers(self.dimensions, space, "Flip"):
             if generator.random() < self.probability:
                 view = view.flipped(d)
@@ -155,7 +154,6 @@ class Crop(Move):
     where: str = "random"
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the extents after cropping."""
         if self.where not in ("random", "center"):
             raise ValueError(f"Crop: where={self.where!r} is neither 'random' nor 'center'")
         if len(self.extents) != len(space) or not all(
@@ -168,7 +166,6 @@ class Crop(Move):
         return tuple(self.extents)
 
     def view(self, view: View, space: int, generator: Generator) -> View:
-        """Return the cropped view."""
         lead = len(view.order) - space
         for d, part in enumerate(self.extents, lead):
             room = view.shape[d] - part
@@ -207,7 +204,6 @@ class Translate(Move):
         return space
 
     def view(self, view: View, space: int, generator: Generator) -> View:
-        """Return the view, shifted."""
         lead = len(view.order) - space
         for d, most in enumerate(self._most(space), lead):
             by = int(generator.integers(-most, most, endpoint=True))
@@ -235,7 +231,6 @@ class ChannelJitter(Change):
     def apply(
         self, block: Tensor, box: Box, shape: tuple[int, ...], generator: Generator
     ) -> Tensor:
-        """Return the block with each channel scaled and shifted."""
         drawn = generator.uniform(-1, 1, (2, shape[0]))[:, box.slices[0]]
         scale, offset = (
             torch.from_numpy(drawn).to(block.dtype).reshape(2, -1, *[1] * (block.dim() - 1))
@@ -259,7 +254,6 @@ class Noise(Change):
     def apply(
         self, block: Tensor, box: Box, shape: tuple[int, ...], generator: Generator
     ) -> Tensor:
-        """Return the block with noise added."""
         key = torch.tensor(int(generator.integers(-(2**63), 2**63)))
         numbers = torch.zeros((), dtype=torch.int64)
         for start, stop, n in zip(box.start, box.stop, shape, strict=True):

@@ -208,7 +208,7 @@ class Journal:
         self._folded = self.written
 
     def _start(self) -> None:
-        """Start to compare the running checksum, after the result of the comparison under way."""
+        """Start to compare the running checksum, once the comparison under way has ended."""
         self._settle()
         self._fold()
         self._since = 0

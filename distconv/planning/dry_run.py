@@ -160,7 +160,6 @@ class DryRunGrid(Grid):
 
     @property
     def computes_on_gpu(self) -> bool:
-        """Return whether the ranks compute on GPUs."""
         return self._gpu
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:

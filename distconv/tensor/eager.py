@@ -42,7 +42,7 @@ def others_look_on() -> bool:
 
 
 def maybe_traced() -> bool:
-    """Return whether anything is active below torch's functions; `check_untraced` knows what."""
+    """Return whether a mode is active below torch's functions; see `check_untraced`."""
     return (
         count_modes() != 0
         or is_tracing()

@@ -143,7 +143,7 @@ class Server:
         raise ValueError(f"client {client} asks for {kind.name}, which this method does not know")
 
     def drop(self, client: int, why: str) -> Due:
-        """Continue without a client; return the answers for which others had waited for it."""
+        """Continue without a client; return the answers that were waiting for it."""
         if client in self.active:
             self.active.discard(client)
             self.report.lost[client] = why

@@ -101,7 +101,6 @@ class Parts(Source):
         self.dtype = whole.dtype
 
     def read_into(self, out: Array, sample: int, box: dc.Box) -> None:
-        """Read a box of one part."""
         universe, part = divmod(sample, self._parts**3)
         place = np.unravel_index(part, 3 * (self._parts,))
         corner = [0, *(self._side * int(i) for i in place)]
@@ -125,7 +124,6 @@ class Repeated(Source):
         self.samples = once.samples * times
 
     def read_into(self, out: Array, sample: int, box: dc.Box) -> None:
-        """Read a box of one sample."""
         self._once.read_into(out, sample // self._times, box)
 
     def facts(self) -> dict[str, str]:

@@ -48,7 +48,6 @@ class CosmoFlow(Example[Universes, CosmoFlowNet]):
     }
 
     def add_arguments(self, add: Add) -> None:
-        """Add the options for the network and the samples."""
         add("--network", "by the pooling that it has", choices=FORMS, default="average")
         add("--width", "multiplies the channels of the network", type=positive(float), default=1.0)
         add("--batch-norm", "have a batch norm behind each convolution", action="store_true")
@@ -66,7 +65,6 @@ class CosmoFlow(Example[Universes, CosmoFlowNet]):
         return training, validation
 
     def build_model(self, args: argparse.Namespace) -> CosmoFlowNet:
-        """Return the network for samples of this size."""
         return CosmoFlowNet(FORMS[args.network], args.size, args.width, args.batch_norm)
 
     def check(
@@ -89,7 +87,6 @@ class CosmoFlow(Example[Universes, CosmoFlowNet]):
         return F.mse_loss(model(density), parameters)
 
     def evaluate(self, model: nn.Module, batches: Loader) -> ParameterScore:
-        """Score the estimates for all samples."""
         assert isinstance(batches.dataset, Universes)
         return score(*estimates(model, batches), batches.dataset.samples_a_universe)
 

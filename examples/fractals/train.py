@@ -53,7 +53,6 @@ class FractalSegmentation(Example[Fractals, UNet]):
     }
 
     def add_arguments(self, add: Add) -> None:
-        """Add the options for the size of the network, its computation, and the end of training."""
         add("--channels", "of the network at full resolution", type=positive(int), default=64)
         add("--autocast", "compute in bfloat16 where torch.autocast does", action="store_true")
         add("--recompute", "compute activations anew in the backward pass", action="store_true")
@@ -66,7 +65,6 @@ class FractalSegmentation(Example[Fractals, UNet]):
         add("--target", "validation Dice that ends training", type=positive(float), default=0.95)
 
     def open(self, args: argparse.Namespace, grid: dc.ProcessGrid) -> tuple[Fractals, Fractals]:
-        """Open both files."""
         dtype = PRECISIONS[args.precision]
         training = Fractals(args.data, grid, dtype)
         self._autocast = args.autocast
@@ -96,13 +94,11 @@ class FractalSegmentation(Example[Fractals, UNet]):
         return fractal_loss(self._predict(model, image), labels, self._weights)
 
     def evaluate(self, model: nn.Module, batches: Iterable[Sequence[Any]]) -> FractalScore:
-        """Score the model on all voxels."""
         model.eval()
         loss = partial(fractal_loss, weights=self._weights)
         return evaluate(partial(self._predict, model), loss, batches, len(self._weights))
 
     def is_done(self, args: argparse.Namespace, record: Mapping[str, Any]) -> bool:
-        """Return whether the validation Dice has reached the target."""
         return bool(record["dice"] >= args.target)
 
     def draw(

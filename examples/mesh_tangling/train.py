@@ -53,7 +53,6 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
     }
 
     def add_arguments(self, add: Add) -> None:
-        """Add the options for the network and its size."""
         add("--network", "published for 1024^2 or 2048^2 zones", choices=NETWORKS, default="2k")
         add("--width", "multiplies the channels of the network", type=positive(float), default=1.0)
         add(
@@ -72,7 +71,6 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
         return training, validation
 
     def build_model(self, args: argparse.Namespace) -> MeshTanglingNet:
-        """Return the network scaled to the mesh."""
         return NETWORKS[args.network](args.width, args.size)
 
     def check(
@@ -96,7 +94,6 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
         return F.mse_loss(model(x), y)
 
     def evaluate(self, model: nn.Module, batches: Iterable[Sequence[Any]]) -> MeshScore:
-        """Score the model on all zones."""
         return evaluate(model, batches)
 
     def draw(

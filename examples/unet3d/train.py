@@ -49,12 +49,10 @@ class Segmentation(Example[Volumes, UNet3d]):
     }
 
     def add_arguments(self, add: Add) -> None:
-        """Add the size of the network."""
         add("--width", "multiplies the channels of the network", type=positive(float), default=1.0)
         add("--augment", "flip training samples at random", action="store_true")
 
     def open(self, args: argparse.Namespace, grid: dc.ProcessGrid) -> tuple[Volumes, Volumes]:
-        """Open both files."""
         dtype = PRECISIONS[args.precision]
         training = Volumes(args.data, grid, dtype, args.augment)
         return training, Volumes(args.validation, grid, dtype)
@@ -74,7 +72,6 @@ class Segmentation(Example[Volumes, UNet3d]):
         return segmentation_loss(model(image), labels)
 
     def evaluate(self, model: nn.Module, batches: Iterable[Sequence[Any]]) -> SegmentationScore:
-        """Score the model on all voxels."""
         return evaluate(model, batches)
 
     def draw(

@@ -36,11 +36,9 @@ class BoxesInMemory(Boxes):
     """Arrays kept as they are: each is its own key."""
 
     def add(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the array."""
         return values
 
     def get(self, place: Any) -> NDArray[Any]:
-        """Return the array."""
         array: NDArray[Any] = place
         return array
 

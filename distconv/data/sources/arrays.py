@@ -72,7 +72,6 @@ class ArraySource(Source):
             ) from error
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
-        """Copy a box of one sample."""
         if self._check is not None:
             # A read beyond the end of a mapped file ends the process.
             self._check()

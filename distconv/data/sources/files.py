@@ -49,7 +49,6 @@ class FilesSource(Source):
         self.samples = self._ends[-1]
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
-        """Read a box of one sample from the file that has it."""
         place = bisect_right(self._ends, sample)
         with self._lock:
             source = self._opened_file(place)

@@ -41,7 +41,6 @@ class Function(Source):
         self.check_numbers()
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
-        """Call the function for a box of one sample."""
         values = np.asarray(self._read(sample, box))
         if values.shape != box.shape:
             raise ValueError(
@@ -95,7 +94,6 @@ class ItemSource(Source):
         self.check_numbers()
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
-        """Copy a box of one item into `out`."""
         values = self._values(sample)
         if (values.shape, values.dtype) != (self.shape, self.dtype):
             raise ValueError(
