@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import distconv as dc
-from examples.mesh_tangling import generate as generating
 from examples.mesh_tangling import quality, simulation, store
 from examples.mesh_tangling.generate import generate, generate_together, main
-from tests.support.everywhere import fails_everywhere
 
 SIZE = 24
 SCALE_FREE = [name for name in quality.METRICS if name not in ("Jacobian", "volume")]
@@ -328,21 +326,6 @@ def test_ranks_together_write_the_bytes_of_one(folder: Path) -> None:
     assert sorted(found.name for found in folder.iterdir()) == ["16.h5", "40.h5"]
 
 
-@pytest.mark.parallel([1, 2])
-def test_a_rank_that_cannot_go_on_leaves_no_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(seed: int, index: int) -> simulation.Flow:
-        if index == 1:
-            raise ValueError("no flow")
-        return simulation.draw_flow(seed, index)
-
-    monkeypatch.setattr(generating, "draw_flow", failing)
-    grid = dc.ProcessGrid(sample=-1)
-    fails_everywhere(lambda: generate_together(grid, folder / "a.h5", 2, 16), "no flow")
-    assert list(folder.iterdir()) == []
-
-
 def test_an_interrupted_generation_keeps_the_file_that_was_there(tmp_path):
     def interrupt(done):
         raise KeyboardInterrupt
@@ -360,27 +343,6 @@ def test_a_file_with_samples_missing_is_refused_and_not_left(tmp_path):
         with store.create(tmp_path / "train.h5", 2, 16, seed=0, horizon=1.0):
             pass
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--samples", "0"], "'0' is not a positive int"),
-        (["--size", "7"], "size=7 zones a side cannot resolve the bubble; choose 8 or more"),
-        (["--seed", "-1"], "'-1' is not a whole number from 0"),
-        (["--size", "large"], "invalid int value"),
-    ],
-)
-def test_command_line_names_a_bad_argument_and_the_way_out(tmp_path, capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        main([*arguments, "--output", str(tmp_path / "train.h5")])
-    assert message in capsys.readouterr().err
-
-
-def test_command_line_refuses_a_folder_as_output(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["--samples", "1", "--size", "16", "--output", str(tmp_path)])
-    assert "is a folder" in capsys.readouterr().err
 
 
 def test_command_line_writes_the_file_and_a_summary(tmp_path, capsys):

@@ -17,14 +17,13 @@ from torch import nn
 
 import distconv as dc
 from examples.cosmoflow import demo, study, train
-from examples.cosmoflow import generate as generator
 from examples.cosmoflow.cosmology import RANGES, draw_cosmology
 from examples.cosmoflow.data import Universes, from_range
 from examples.cosmoflow.generate import generate
 from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.cosmoflow.score import score
 from examples.trainer.launch import words
-from tests.support.everywhere import ended_with_one_line, fails_everywhere
+from tests.support.everywhere import fails_everywhere
 from tests.support.example_grids import GRIDS, alone, axes
 
 WORLD = MPI.COMM_WORLD
@@ -170,17 +169,6 @@ def test_more_ranks_along_depth_than_planes_are_an_error(folder: Path) -> None:
     grid = dc.ProcessGrid(depth=2)
     fails_everywhere(
         lambda: generate(folder / "a.h5", 1, 1, 4.0, 0, grid), "leaves ranks without a plane of 1"
-    )
-
-
-@pytest.mark.parallel([1, 2])
-def test_a_size_that_no_network_takes_is_reported_once(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended_with_one_line(
-        lambda: generator.main(["--size", "48", "--output", str(folder / "a.h5")]),
-        "invalid choice: 48",
-        capsys,
     )
 
 

@@ -12,7 +12,6 @@ from mpi4py import MPI
 
 import distconv as dc
 from distconv import Box
-from examples.fractals import generate as generator
 from examples.fractals.generate import generate
 from examples.fractals.systems import (
     FACTORS,
@@ -26,7 +25,6 @@ from examples.fractals.systems import (
     probabilities,
 )
 from examples.fractals.volumes import COLOUR, Volume, draw_volume, image_of
-from tests.support.everywhere import ended_with_one_line, fails_everywhere
 from tests.support.example_grids import GRIDS
 
 WORLD = MPI.COMM_WORLD
@@ -144,34 +142,3 @@ def test_the_file_is_the_same_on_every_grid(folder: Path) -> None:
                 np.testing.assert_array_equal(file["labels"][index], labels)
                 np.testing.assert_array_equal(file["image"][index], image_of(labels))
         assert fractions == pytest.approx(counts / counts.sum())
-
-
-@pytest.mark.parallel([1, 2])
-def test_a_rank_that_fails_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(seed: int, index: int, scale: int, categories: int) -> Volume:
-        if index == 1:
-            raise ValueError("no volume")
-        return draw_volume(seed, index, scale, categories)
-
-    monkeypatch.setattr(generator, "draw_volume", failing)
-    grid = dc.ProcessGrid(sample=-1)
-    fails_everywhere(lambda: generate(folder / "train.h5", 2, 3, 2, 0, grid), "no volume")
-    assert not list(folder.iterdir())
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--scale", "12"], "invalid choice: 12"),
-        (["--categories", "256"], "invalid choice: 256"),
-        (["--grid", "channel=2"], "is not an axis"),
-        (["--output", "train.npz"], "give it a name that ends with .h5"),
-    ],
-)
-def test_a_wrong_argument_of_the_generator_is_reported_once(
-    folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended_with_one_line(
-        lambda: generator.main(["--output", str(folder / "a.h5"), *words]), message, capsys
-    )

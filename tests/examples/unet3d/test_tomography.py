@@ -11,10 +11,9 @@ import pytest
 
 import distconv as dc
 from distconv import Box
-from examples.unet3d import generate as generator
 from examples.unet3d.generate import generate
 from examples.unet3d.tomography import BLUR, CLASSES, MARGIN, NOISE, Scene, Solid, draw_scene
-from tests.support.everywhere import ended_with_one_line, fails_everywhere
+from tests.support.everywhere import fails_everywhere
 
 SHAPE = (17, 21, 19)
 WHOLE = Box((0, 0, 0), SHAPE)
@@ -102,35 +101,3 @@ def test_the_file_is_the_same_on_any_number_of_ranks(folder: Path) -> None:
             np.testing.assert_array_equal(file["labels"][index], scene.labels(WHOLE))
     assert [found.name for found in path.parent.iterdir()] == ["train.h5"]
     fails_everywhere(lambda: generate(path, 1, SHAPE, 0, grid), "train.h5 exists; remove it")
-
-
-@pytest.mark.parallel([1, 2])
-def test_a_rank_that_fails_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(seed: int, index: int, shape: tuple[int, ...]) -> Scene:
-        if index == 1:
-            raise ValueError("no scene")
-        return draw_scene(seed, index, shape)
-
-    monkeypatch.setattr(generator, "draw_scene", failing)
-    grid = dc.ProcessGrid(sample=-1)
-    fails_everywhere(lambda: generate(folder / "train.h5", 2, SHAPE, 0, grid), "no scene")
-    assert not list(folder.iterdir())
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--size", "7"], "is too small for the levels"),
-        (["--size", "8,9"], "is no size; write D,H,W"),
-        (["--samples", "0"], "'0' is not a positive int"),
-        (["--grid", "depth=2"], "is not an axis"),
-        (["--output", "train.npz"], "give it a name that ends with .h5"),
-    ],
-)
-def test_a_wrong_argument_of_the_generator_is_reported_once(
-    folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended_with_one_line(
-        lambda: generator.main(["--output", str(folder / "a.h5"), *words]), message, capsys
-    )
