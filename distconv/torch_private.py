@@ -338,9 +338,7 @@ _mode_before_dispatch = _ops._mode_stack_state_for_pre_dispatch.get  # type: ign
 
 
 def make_fx_before_dispatch() -> Any:
-    """Return the mode of make_fx, or torch.export, that records before dispatch; see
-    `is_tracing`.
-    """
+    """Return the mode of make_fx, or torch.export, before dispatch, or None; see `is_tracing`."""
     return _mode_before_dispatch(0)
 
 
@@ -567,9 +565,7 @@ def in_data_parallel() -> bool:
 
 
 def is_flat_parameter(x: Tensor) -> bool:
-    """Return whether FSDP has made a parameter from several, whose gradient would be summed
-    twice.
-    """
+    """Return whether FSDP made a parameter of several, whose gradient would be summed twice."""
     return hasattr(x, "_is_flat_param")
 
 

@@ -153,9 +153,7 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
 
 
 def _odd(sums: Sequence[int], axes: Sequence[str], topology: Topology) -> list[tuple[int, int]]:
-    """Return ranks whose checksum is not their group's most frequent one, each with one that has
-    it.
-    """
+    """Return ranks whose checksum is not their group's most frequent, each with one that has it."""
     if len(set(sums)) == 1:
         return []
     found = []

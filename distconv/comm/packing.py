@@ -15,9 +15,7 @@ from distconv.transport.interface import Message
 
 
 def resolved_contiguous(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory holds just its elements, in order: `tensor` itself if
-    possible.
-    """
+    """Return a tensor whose memory holds just its elements, in order; `tensor` if possible."""
     if _is_resolved_contiguous(tensor):
         return tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)

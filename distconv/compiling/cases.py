@@ -186,9 +186,7 @@ def program_of(step: TracedStep, backend: str | None) -> Program:
 
 @contextmanager
 def as_traced() -> Iterator[None]:
-    """Run a trace within the context: its calls already contain the work of autograd and
-    autocast.
-    """
+    """Run a trace within the context: its calls contain the work of autograd and autocast."""
     with torch.no_grad(), ExitStack() as stack:
         for device in _DEVICES:
             if torch.is_autocast_enabled(device):

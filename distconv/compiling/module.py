@@ -202,18 +202,14 @@ class _Traced:
         self.complete = True
 
     def difference(self, later: _Traced) -> str:
-        """Return a message that says how a later call of the same case differs; "" if it does
-        not.
-        """
+        """Return a message that says how a later call of the case differs; "" if it does not."""
         if self.results.words != later.results.words:
             return "its results differ each time"
         return cases.difference(self.step, later.step)
 
 
 class _Live:
-    """The passes of a call that is being traced: autograd's graph of the module, within
-    `_Apart`.
-    """
+    """The passes of a call being traced: autograd's graph of the module, within `_Apart`."""
 
     def __init__(self, call: _Traced, given: Sequence[Tensor]) -> None:
         self._call = call

@@ -179,9 +179,7 @@ class _TracedCase:
         self.step = step.reduced()
 
     def difference(self, later: _TracedCase) -> str:
-        """Return a message that says how a later call of the same case differs; "" if it does
-        not.
-        """
+        """Return a message that says how a later call of the case differs; "" if it does not."""
         if self.results.words != later.results.words:
             return "its results differ each time"
         return cases.difference(self.step, later.step)

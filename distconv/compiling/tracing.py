@@ -312,9 +312,7 @@ class _TracedCarrier(WrappedTransport):
     def _call(
         self, function: Callable[..., Any], arguments: Any, run: Callable[..., Any], *given: Any
     ) -> Any:
-        """Return `run(*given)` of the carrier, recorded as `function` of `arguments` for
-        replays.
-        """
+        """Return the carrier's `run(*given)`, recorded as `function` of `arguments` for replays."""
         trace = self._trace
         if trace.paused:
             return run(*given)

@@ -578,7 +578,7 @@ def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> 
 
 
 def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where the optimizer's state, as saved by earlier versions, does not fit its
+    """Raise where the optimizer's state, saved by an earlier version, does not fit its
     parameters.
     """
     for parameter, kept in optimizer.state.items():

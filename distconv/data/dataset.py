@@ -282,8 +282,8 @@ class Dataset:
         return tuple(batch) if len(batch) > 1 else batch[0]
 
     def numbers(self, samples: Sequence[int]) -> list[int]:
-        """Return sample numbers as integers from 0. Raises ValueError where there is no such
-        sample.
+        """Return sample numbers as integers from 0. Raises ValueError for samples that do not
+        exist.
         """
         wrong = [i for i in samples if not 0 <= i < self.samples]
         if wrong:

@@ -57,9 +57,7 @@ def make_group(store: Any, rank: int, size: int, device: torch.device, limit: ti
 
 
 def error_of(group: Any) -> str | None:
-    """Return the error found by torch's thread that watches a group; None if there is none, or
-    unknown.
-    """
+    """Return the error that torch's thread found in a group; None if there is none, or unknown."""
     error: str = group.get_error().name if hasattr(group, "get_error") else "SUCCESS"
     return None if error == "SUCCESS" else error
 

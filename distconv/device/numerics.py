@@ -63,9 +63,7 @@ def settings() -> dict[str, Any]:
 
 @contextmanager
 def ieee_float32() -> Iterator[None]:
-    """Let GPUs convolve and multiply float32 without TF32, which has 10 bits, within the
-    context.
-    """
+    """Let GPUs convolve and multiply float32 without TF32, which has 10 bits, in the context."""
     switched = []
     for place in (torch.backends.cudnn, torch.backends.cuda.matmul):
         switch = _switch_of_tf32(place)

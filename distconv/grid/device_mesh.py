@@ -45,9 +45,7 @@ def arranged(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[list[int], dict[str
 
 
 def _check_ascending(ranks: torch.Tensor) -> None:
-    """Raise where torch's groups, which sort their ranks, would have another order than the
-    mesh.
-    """
+    """Raise where ranks do not ascend along each dimension, as torch's groups sort theirs."""
     for dimension in range(ranks.dim()):
         if not (ranks.diff(dim=dimension) > 0).all():
             raise ValueError(

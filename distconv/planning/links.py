@@ -27,9 +27,7 @@ class Cost(NamedTuple):
 
 
 def check_ranks(machine: Machine, ranks: int) -> None:
-    """Raise `ValueError` for ranks on several nodes where the machine has no times between
-    nodes.
-    """
+    """Raise `ValueError` for ranks on several nodes where the machine lacks times between nodes."""
     if ranks > machine.ranks_per_node:
         _link_of(machine, "between")
 

@@ -315,9 +315,7 @@ class _Search:
     def record(
         self, grid: Mapping[str, int], module: nn.Module | None = None, **more: Any
     ) -> Recording:
-        """Return the recording of a rank that represents a grid: the middle one, or a larger
-        one.
-        """
+        """Return the recording of a rank that represents a grid: the middle one, or larger."""
         sizes = dict(zip(dimension_names(len(self.shapes[0])), self.shapes[0], strict=True))
         topology = DryRunGrid(grid).topology
         place = {}

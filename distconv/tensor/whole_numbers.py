@@ -9,9 +9,7 @@ _INTEGERS = frozenset({int})
 
 
 def whole_number(value: Any, what: str) -> int:
-    """Return `value` as an int; raise TypeError if it is no integer, even if it could be
-    rounded.
-    """
+    """Return `value` as an int; raise TypeError if it is no integer, even if it could round."""
     try:
         return index(value)
     except TypeError:

@@ -353,9 +353,7 @@ class _Serial:
         last: bool,
         progress: Callable[[TensorComparison], object] = lambda comparison: None,
     ) -> list[TensorComparison]:
-        """Run `model` and compare; collective where distributed. `last` frees the serial
-        outputs.
-        """
+        """Run `model` and compare; collective if distributed. `last` frees the serial outputs."""
         leaves = [_leaf(x) for x in inputs]
         expected = self.calls.outputs if last else dict(self.calls.outputs)
         compared = _ComparedCalls(model, expected, progress)

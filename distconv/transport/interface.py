@@ -168,9 +168,7 @@ class Communicator(ObjectCommunicator, Protocol):
         """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> Communicator:
-        """Return a communicator of some of the ranks, by their numbers in the job. Those call
-        it.
-        """
+        """Return a communicator of some ranks, by their numbers in the job. Those call it."""
 
     def for_program(self) -> Any:
         """Return the object for `ProcessGrid.comm`."""

@@ -95,9 +95,6 @@ class MPICommunicator:
         return Comparison(MPIRequest([request], most).wait, most)
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> MPICommunicator:
-        """Return a communicator of some of the ranks, by their numbers in the job; those call
-        it.
-        """
         check_is_rank()
         group = MPI.COMM_WORLD.group.Incl(ranks)
         return MPICommunicator(self.mpi.Create_group(group), purpose)

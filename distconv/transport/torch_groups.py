@@ -214,9 +214,6 @@ class TorchCommunicator:
         return Comparison(partial(finish, work), most)
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> TorchCommunicator:
-        """Return a communicator of some of the ranks, by their numbers in the job; those call
-        it.
-        """
         made = TorchCommunicator(self.store, self._me, ranks, purpose)
         if made.size > 1:
             assert made.group is not None  # made now, and not in the middle of an operator

@@ -61,9 +61,7 @@ def words(options: dict[str, str]) -> list[str]:
 
 
 def mpiexec() -> str:
-    """Return the launcher beside the running Python, where wheels install it, or the one on the
-    path.
-    """
+    """Return the launcher beside the running Python, where wheels install it, or on the path."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:

@@ -116,7 +116,7 @@ class HDF5Source(Source):
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Return an HDF5 file, open for reading. Raises OSError with its name where it cannot be
+    """Return an HDF5 file, open for reading. Raises OSError with its name if it cannot be
     opened.
     """
     try:

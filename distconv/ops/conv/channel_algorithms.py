@@ -227,9 +227,7 @@ class Layer(NamedTuple):
     transposed: bool = False
 
     def weight_axes(self, of: int) -> Axes:
-        """Return the axes that cut dimension `of` of the weight, and at most the input's
-        channels.
-        """
+        """Return the axes that cut dimension `of` of the weight, and at most input channels."""
         taken = cutting_axes(replaced_at(self.x.cuts, self.dimension, ()))
         return tuple(a for a in self.weights.cuts[of] if a not in taken)
 

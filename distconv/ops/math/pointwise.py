@@ -234,9 +234,7 @@ def where_method(input: Tensor, condition: Tensor, other: Any) -> DistTensor:
 
 @implements(torch.where)
 def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
-    """Return `input` or `other` by the condition, element by element; of it alone, its
-    positions.
-    """
+    """Return `input` or `other` by the condition, element by element; or its positions."""
     if input is None and other is None:
         return torch.nonzero(condition, as_tuple=True)
     made = pointwise_rule(torch.where)(condition, input, other)
