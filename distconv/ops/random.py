@@ -66,17 +66,12 @@ def uniform_at(numbers: Tensor, key: Tensor) -> Tensor:
 
 def normal_at(numbers: Tensor, key: Tensor) -> Tensor:
     """Return standard normal random numbers, float64, by inversion, as `uniform_at` does."""
-    return torch.special.ndtri(uniform_at(numbers, key) + 2.0**-54)
+    return _normal(uniform_at(numbers, key))
 
 
 def _right(bits: Tensor, shift: int) -> Tensor:
     """Shift right, filling with zeros."""
     return (bits >> shift) & ((1 << (64 - shift)) - 1)
-
-
-def _normal(x: DistTensor) -> Tensor:
-    """Return standard normal random numbers, float64; all ranks call it."""
-    return normal_at(global_numbers(x, x.dim()), _key(x.grid))
 
 
 def _integers(x: DistTensor, low: int, high: int) -> Tensor:
@@ -207,7 +202,7 @@ def randn_like(
     kind = dtype or input.dtype
     _require_real("randn_like", input, kind)
     _check(torch.Tensor.normal_, kind)
-    return _new(input, _normal(input), kind, device, requires_grad)
+    return _new(input, _normal(_uniform(input)), kind, device, requires_grad)
 
 
 @implements(torch.randint_like)
@@ -272,32 +267,8 @@ def _serial_in_parameters(function: Callable[..., Tensor]) -> Callable[..., Any]
     return serial
 
 
-@implements(torch.Tensor.uniform_)
-@_serial_in_parameters(torch.Tensor.uniform_)
-def uniform_(
-    input: DistTensor, a: float = 0.0, to: float = 1.0, generator: Any = None
-) -> DistTensor:
-    """Fill with uniform random numbers from `a` to `to`."""
-    _only_default("uniform_", generator, input)
-    _require_real("uniform_", input, input.dtype)
-    _check(torch.Tensor.uniform_, input.dtype, a, to)
-    return _written(input, _uniform(input) * (to - a) + a, "uniform_")
-
-
-@implements(torch.Tensor.normal_)
-@_serial_in_parameters(torch.Tensor.normal_)
-def normal_(
-    input: DistTensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
-) -> DistTensor:
-    """Fill with normal random numbers."""
-    _only_default("normal_", generator, input)
-    _require_real("normal_", input, input.dtype)
-    _check(torch.Tensor.normal_, input.dtype, mean, std)
-    return _written(input, _normal(input) * std + mean, "normal_")
-
-
 def _fills(name: str, values: Callable[..., Tensor]) -> None:
-    """Return a method that fills a tensor with a function of uniform numbers and its arguments."""
+    """Register a method that fills with a function of uniform numbers and its arguments."""
     method: Callable[..., Any] = getattr(torch.Tensor, name)
 
     @implements(method)
@@ -307,6 +278,14 @@ def _fills(name: str, values: Callable[..., Tensor]) -> None:
         _require_real(name, input, input.dtype)
         method(torch.zeros(1, dtype=input.dtype), *args, generator=torch.Generator(), **kwargs)
         return _written(input, values(_uniform(input), *args, **kwargs), name)
+
+
+def _between(u: Tensor, a: float = 0.0, to: float = 1.0) -> Tensor:
+    return u * (to - a) + a
+
+
+def _normal(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return torch.special.ndtri(u + 2.0**-54) * std + mean
 
 
 def _exponential(u: Tensor, lambd: float = 1.0) -> Tensor:
@@ -322,9 +301,11 @@ def _cauchy(u: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
 
 
 def _log_normal(u: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
-    return (torch.special.ndtri(u + 2.0**-54) * std + mean).exp()
+    return _normal(u, mean, std).exp()
 
 
+_fills("uniform_", _between)
+_fills("normal_", _normal)
 _fills("exponential_", _exponential)
 _fills("geometric_", _geometric)
 _fills("cauchy_", _cauchy)
@@ -381,18 +362,18 @@ def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> Dis
 @torch.no_grad()
 def init_uniform_(
     tensor: DistTensor, a: float = 0.0, b: float = 1.0, generator: Any = None
-) -> DistTensor:
+) -> Tensor:
     """Fill with uniform random numbers, as torch.nn.init.uniform_."""
-    return uniform_(tensor, a, b, generator=generator)
+    return tensor.uniform_(a, b, generator=generator)
 
 
 @implements(nn.init.normal_)
 @torch.no_grad()
 def init_normal_(
     tensor: DistTensor, mean: float = 0.0, std: float = 1.0, generator: Any = None
-) -> DistTensor:
+) -> Tensor:
     """Fill with normal random numbers, as torch.nn.init.normal_."""
-    return normal_(tensor, mean, std, generator=generator)
+    return tensor.normal_(mean, std, generator=generator)
 
 
 @implements(nn.init.constant_)
@@ -410,7 +391,7 @@ def init_kaiming_uniform_(
     mode: str = "fan_in",
     nonlinearity: str = "leaky_relu",
     generator: Any = None,
-) -> DistTensor:
+) -> Tensor:
     """Fill as torch.nn.init.kaiming_uniform_ (He et al., ICCV 2015).
 
     The fan is taken from the global shape.
@@ -418,7 +399,7 @@ def init_kaiming_uniform_(
     inward, outward = fans(tensor)
     fan = {"fan_in": inward, "fan_out": outward}[mode]
     bound = nn.init.calculate_gain(nonlinearity, a) * sqrt(3.0 / fan)  # type: ignore[arg-type]
-    return uniform_(tensor, -bound, bound, generator=generator)
+    return tensor.uniform_(-bound, bound, generator=generator)
 
 
 def _only_default(name: str, generator: Any, input: DistTensor) -> None:
