@@ -248,10 +248,9 @@ class _Reduction:
             )
         self._begin()
         self._left[p] -= 1
-        if self._compression is not Compression.none:
-            self._states[p] = _state(p)
-            return
         self._states[p] = _state(p)
+        if self._compression is not Compression.none:
+            return
         b = self._bucket_of[p]
         self._missing[b] -= self._left[p] == 0
         while self._started < len(self._buckets) and not self._missing[self._started]:
