@@ -396,6 +396,12 @@ def is_mutable(operator: Any) -> bool:
     return mutable
 
 
+def returns_views(operator: Any) -> bool:
+    """Return whether results of an operator of `torch.ops` may lie in the memory of its arguments.
+    Captured steps would lose what is written to a view of a value that they are given."""
+    return any(result.alias_info is not None for result in operator._schema.returns)
+
+
 def is_profiling() -> bool:
     """Return whether torch's profiler is recording; see `profiler_refused`."""
     found: bool = torch.autograd._profiler_enabled()

@@ -454,6 +454,12 @@ def test_operators_say_whether_they_write() -> None:
     assert not private.is_mutable(torch.ops.aten.add.Tensor)
 
 
+def test_operators_tell_of_views() -> None:
+    aten = torch.ops.aten
+    assert all(map(private.returns_views, (aten.view.default, aten.add_.Tensor, aten.split.Tensor)))
+    assert not any(map(private.returns_views, (aten.add.Tensor, aten.clone.default)))
+
+
 # Functions and kernels
 
 

@@ -20,6 +20,9 @@ from distconv.torch_private import parts_and_parameters
 MOST_CASES = 16
 """The most cases, such as shapes of a last mini-batch, that are traced."""
 
+CAPTURE = "graph"
+"""The backend that captures a step as graphs of its device."""
+
 _DEVICES = ("cpu", *KINDS)
 """The kinds of devices on which a program may run by autocast."""
 
@@ -157,7 +160,9 @@ def warn_of_many(name: str, stacklevel: int) -> None:
     )
 
 
-def obstacle_on_any_rank(why: str, grid: Grid, name: str, stacklevel: int) -> bool:
+def obstacle_on_any_rank(
+    why: str, grid: Grid, name: str, stacklevel: int, instead: str = "runs as it is"
+) -> bool:
     """Return whether a program cannot be replayed on some rank of the grid; warn once.
 
     All ranks call it together.
@@ -166,12 +171,13 @@ def obstacle_on_any_rank(why: str, grid: Grid, name: str, stacklevel: int) -> bo
     ----------
     why: the reason on this rank; "" if there is none.
     name: the name of the program, for the warning.
+    instead: the action of the program then, for the warning.
     stacklevel: the stack level of the warning, as from the caller.
     """
     reasons = grid.all_gather_object(why)
     found = next(filter(None, reasons), "")
     if found and grid.rank == reasons.index(found):
-        warnings.warn(f"compile: {name} runs as it is, as {found}", stacklevel=stacklevel + 1)
+        warnings.warn(f"compile: {name} {instead}, as {found}", stacklevel=stacklevel + 1)
     return bool(found)
 
 

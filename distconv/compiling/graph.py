@@ -8,7 +8,7 @@ returned by the wait, which gets the sent tensors again, to keep them alive till
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count, groupby
+from itertools import count
 from operator import getitem
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from distconv.compiling import tracing
-from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
+from distconv.compiling.program import Existing, TracedCall, TracedStep, Value, in_pieces
 from distconv.transport.interface import Request, Transport
 
 aten, own = torch.ops.aten, torch.ops.distconv
@@ -154,22 +154,12 @@ def compiled(step: TracedStep, backend: str) -> TracedStep:
     backend: a backend of torch.compile.
     """
     apart = _apart(step.calls)
-    pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
     messages = {
         call.results: _Posted(call)
         for call in step.calls
         if call.function in (tracing.start_exchange, tracing.start_sum)
     }
-    calls: list[TracedCall] = []
-    live = {*step.results, *(gradient for _, gradient in step.gradients)}
-    for piece in reversed(pieces):
-        if id(piece[0]) not in apart:
-            made = {Value(n) for call in piece for n in call.made}
-            results = sorted(made & live, key=lambda x: x.number)
-            piece = [_Graph(messages, piece).call(results, backend)]
-        calls += reversed(piece)
-        live.update(x for call in piece for x in call.used)
-    return TracedStep(step.inputs, calls[::-1], step.results, step.constants, step.gradients)
+    return in_pieces(step, apart, lambda x, made: _Graph(messages, x).call(made, backend))
 
 
 def _apart(calls: Sequence[TracedCall]) -> set[int]:

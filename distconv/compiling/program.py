@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -112,6 +113,30 @@ class TracedStep:
         gradients = numbering.argument(used)
         constants = {new: self.constants[old] for old, new in numbering.constants.items()}
         return TracedStep(inputs, calls, results, constants, gradients)
+
+
+def in_pieces(
+    step: TracedStep,
+    apart: Container[int],
+    taken: Callable[[Sequence[TracedCall], Sequence[Value]], TracedCall],
+) -> TracedStep:
+    """Return a step in which one call each makes all calls between those that stay apart.
+
+    Parameters
+    ----------
+    apart: the ids of calls that stay.
+    taken: returns the call that makes some calls in a row, and of their values those given.
+    """
+    pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
+    calls: list[TracedCall] = []
+    live = {*step.results, *(gradient for _, gradient in step.gradients)}
+    for piece in reversed(pieces):
+        if id(piece[0]) not in apart:
+            made = {Value(n) for call in piece for n in call.made}
+            piece = [taken(piece, sorted(made & live, key=lambda x: x.number))]
+        calls += reversed(piece)
+        live.update(x for call in piece for x in call.used)
+    return TracedStep(step.inputs, calls[::-1], step.results, step.constants, step.gradients)
 
 
 class _Numbering:

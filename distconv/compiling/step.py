@@ -13,6 +13,7 @@ from distconv.compiling.cases import MOST_CASES, Results
 from distconv.compiling.module import CompiledModule
 from distconv.compiling.program import TracedStep
 from distconv.compiling.tracing import Trace, modules_called, traced
+from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.nested import replaced, shards_of, tensors_in
 
@@ -66,9 +67,21 @@ def compile(
     step: a function of tensors, at least one of them a DistTensor, or a module.
     backend: a backend of torch.compile, such as "inductor", which makes fewer kernels of the calls
         between messages. Compiling takes about a minute at the fourth call, and results are equal
-        to rounding. None replays the calls as they are.
+        to rounding. "graph" captures the calls of a step between optimizers as graphs of the GPU,
+        messages by NCCL included, and replays them without the host. None replays the calls as
+        they are.
+
+    Raises
+    ------
+    ValueError
+        For a module and "graph".
     """
     if isinstance(step, nn.Module):
+        if backend == cases.CAPTURE:
+            raise ValueError(
+                f"compile: backend={backend!r} captures a whole step; pass a function with the "
+                "forward pass, backward() and the optimizer's step in place of the module"
+            )
         # The module itself would lend the compiled step its attributes.
         return CompiledModule(step, CompiledStep(lambda *x, **y: step(*x, **y), backend), backend)
     return CompiledStep(step, backend)
@@ -133,8 +146,26 @@ class CompiledStep(Generic[Given, Result]):
         elif before is None:
             self._last[key] = case
         else:
-            self._cases.setdefault(key, []).append(_Replayed(case, self._backend))
+            backend = self._backend
+            if backend == cases.CAPTURE:
+                backend = None
+                case.step = _captured(case.step, cases.grid_of(tensors))
+            self._cases.setdefault(key, []).append(_Replayed(case, backend))
         return _without_gradients(result)
+
+
+def _captured(step: TracedStep, grid: Grid) -> TracedStep:
+    """Return a step in graphs of the device; the step itself, with a warning, where none can be.
+
+    All ranks call it together.
+    """
+    from distconv.compiling import capture  # which most programs do without
+
+    instead = "is replayed without graphs of the device"
+    why = capture.why_not(step, grid)
+    if cases.obstacle_on_any_rank(why, grid, "the step", stacklevel=4, instead=instead):
+        return step
+    return capture.captured(step, grid)
 
 
 def _circumstances(modules: Iterable[nn.Module]) -> Any:

@@ -170,3 +170,15 @@ def test_each_mpi_is_asked_in_its_own_words(
     for value, expected in (("1", True), ("0", False)):
         monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", value)
         assert mpi_support.is_gpu_aware(library, kind) is expected
+
+
+def test_what_the_page_says_that_no_test_has_run_is_there() -> None:
+    text = (ROOT / "docs/reference/gpus.md").read_text().partition("## What no test has run")[2]
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) > 15
+    for files, names in rows:
+        sources = [ROOT / name for name in re.findall(r"`([^`]+)`", files)]
+        assert all(path.exists() for path in sources)
+        code = "\n".join(path.read_text() for path in sources if path.is_file())
+        for name in re.findall(r"`(\w+)`", names) if code else ():
+            assert re.search(rf"^ *(def|class) {name}\b", code, re.M), name

@@ -1,4 +1,4 @@
-"""A whole training step is captured once as a graph of CUDA, and replayed."""
+"""A whole training step is captured once as a graph of the GPU, by hand or by `compile`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import distconv as dc
-from tests.gpu.steps import RANKS, batch, net, step
+from tests.gpu.steps import RANKS, batch, net, only_with_cuda, step
 from tests.support.serial import deviation
 
 pytestmark = pytest.mark.gpu
@@ -15,6 +15,25 @@ pytestmark = pytest.mark.gpu
 WARM_UP = 3
 
 
+@pytest.mark.parallel(RANKS)
+@pytest.mark.filterwarnings("error:compile")
+def test_compile_captures_a_step(grid: dc.ProcessGrid) -> None:
+    if grid.transport.name == "mpi":
+        pytest.skip("MPI lets the host wait")
+    models = [dc.parallelize(net().double(), grid) for _ in range(2)]
+    twins = [(m, torch.optim.SGD(m.parameters(), 0.1, 0.9)) for m in models]
+    compiled = dc.compile(lambda x, y: step(*twins[1], x, y), backend="graph")
+    for seed in range(8):
+        x, y = (dc.distribute_tensor(t, grid) for t in batch(seed=seed))
+        assert deviation(compiled(x, y), step(*twins[0], x, y)) < 1e-10
+        for _, optimizer in twins:  # present settings count
+            optimizer.param_groups[0]["lr"] *= 0.9
+    assert compiled.replays == 5 and "graph" in compiled.source
+    for mine, other in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert deviation(mine, other) < 1e-9
+
+
+@only_with_cuda
 @pytest.mark.parallel(RANKS)
 def test_a_replayed_step_is_the_step(grid: dc.ProcessGrid) -> None:
     if grid.transport.name == "mpi":
@@ -56,6 +75,7 @@ def test_a_replayed_step_is_the_step(grid: dc.ProcessGrid) -> None:
         assert deviation(mine, other) < 1e-9
 
 
+@only_with_cuda
 @pytest.mark.parallel(RANKS)
 def test_mpi_says_that_it_cannot_be_captured() -> None:
     grid = dc.ProcessGrid(height=-1, transport="mpi")
