@@ -28,6 +28,7 @@ from distconv.tools.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from distconv import horovod as horovod
+    from distconv import lbann as lbann
     from distconv import planning as planning
     from distconv import training as training
 
@@ -62,7 +63,7 @@ __all__ = [
 ]
 del _ops, TYPE_CHECKING
 
-_ON_DEMAND = ("horovod", "planning", "training")
+_ON_DEMAND = ("horovod", "lbann", "planning", "training")
 """Folders that are imported when they are first used."""
 
 

@@ -118,7 +118,7 @@ def added(before):
 warnings.simplefilter("ignore")
 torch.Tensor.__torch_function__, torch.autograd.Function.apply
 before = state()
-import distconv, distconv.layers, distconv.planning, distconv.training, distconv.horovod
+import distconv.layers, distconv.planning, distconv.training, distconv.horovod, distconv.lbann
 assert changed(before) == set(), changed(before)
 assert vars(torch.Tensor).get("data") is None
 """

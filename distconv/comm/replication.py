@@ -21,14 +21,19 @@ from distconv.torch_private import node_type
 def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """Return a value replicated along `axes` as a plain tensor. Its gradient is divided equally."""
     shared = apply_along_axes(_Unreplicate, local, grid, axes)
-    if shared is local and local.grad_fn is not None and grid.size > 1:
-        notes: Any = local.grad_fn.metadata
+    return mark_handed_out(local) if shared is local and grid.size > 1 else shared
+
+
+def mark_handed_out(plain: Tensor) -> Tensor:
+    """Note that a plain tensor comes from the distributed program, and return it."""
+    if plain.grad_fn is not None:
+        notes: Any = plain.grad_fn.metadata
         notes[_UNREPLICATED] = True
-    return shared
+    return plain
 
 
 def is_unreplicated(node: Any) -> bool:
-    """Return whether `unreplicate` made the result of this autograd node."""
+    """Return whether the result of this autograd node was handed out as a plain tensor."""
     return isinstance(node, node_type(_Unreplicate)) or _UNREPLICATED in node.metadata
 
 

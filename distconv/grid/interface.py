@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,6 +28,7 @@ class Grid(ABC):
     device: this rank's device, on which all its DistTensors on the grid live.
     transport: the carrier of the grid's messages.
     journal: the calls and messages of this rank, compared with the other ranks of the grid.
+    tensor_type: the type of the tensors on the grid, where that is not DistTensor itself.
     """
 
     # No properties: every operator asks for them.
@@ -37,6 +38,7 @@ class Grid(ABC):
     device: torch.device
     transport: Transport
     journal: Journal
+    tensor_type: ClassVar[Any] = None
 
     def __init__(
         self,

@@ -99,6 +99,8 @@ class GradientReduction:
         """The parameters whose gradient the current backward pass has made."""
         self._pass = -1
         self._started = 0
+        self._averages = False
+        """Whether parts of the grid have samples of their own."""
         self._warned = False
         """Whether a warning was given that ranks train different parameters."""
         self.layout = 0
@@ -166,6 +168,18 @@ class GradientReduction:
         for p, gradient in zip(self._leaves, sums, strict=True):
             p.grad = gradient
         self._is_part = [False] * len(self._leaves)
+
+    def average(self, factor: float) -> None:
+        """Divide each rank's part of a gradient, from now on, by `factor`.
+
+        Then inputs may live on parts of the grid, each of which has samples of its own.
+        """
+        self._averages = True
+        self._hooks.share = 1 / factor
+
+    def takes(self, grid: Any) -> bool:
+        """Return whether inputs may live on another grid, which is a part of this one."""
+        return self._averages and set(grid.ranks) <= set(self._grid.ranks)
 
     def travel_apart(self, number: int) -> None:
         """Reduce from now on over communicators of reduction `number` alone.

@@ -70,7 +70,7 @@ class ModuleGuard:
                 "under torch.no_grad()"
             )
         for grid in grids:
-            if grid is not self._grid and grid != self._grid:
+            if grid is not self._grid and grid != self._grid and not self._reduction.takes(grid):
                 raise ValueError(
                     f"the module is parallelized on {self._grid}, its input lives on {grid}; "
                     "use one grid for both"

@@ -85,6 +85,8 @@ class ParameterHooks:
         self._new = False
         """Whether autograd is making the first gradient of a parameter, not adding to one."""
         self._checked = -1
+        self.share = 1.0
+        """By which each rank's part of a gradient is multiplied."""
 
     def watch(self, trainable: Sequence[int]) -> None:
         """Put hooks on these parameters, also where torch has made their nodes anew."""
@@ -156,8 +158,11 @@ class ParameterHooks:
                 "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
                 "be differentiated; differentiate with respect to inputs, backward(inputs=[x])"
             )
-        if gradients[0] is None or self._grid.size == 1:
+        if gradients[0] is None:
             return None
+        part = None if self.share == 1 else (gradients[0] * self.share,)
+        if self._grid.size == 1:
+            return part
         backward_pass = torch_private.backward_pass()
         if backward_pass != self._checked:
             check_counted_once()
@@ -167,14 +172,14 @@ class ParameterHooks:
         first = _alive(self._parts).expect_part(n)
         _check_alone(p)
         if not torch_private.hooks_of(p) or isinstance(self._parameters[n], DistTensor):
-            return None
+            return part
         if not is_summed(p):
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} has got a hook since the forward pass, "
                 "which has seen this rank's part of the gradient; register it before"
             )
         # Results of hooks on the sum are the same on all ranks.
-        return None if first else (torch.zeros_like(gradients[0]),)
+        return part if first else (torch.zeros_like(gradients[0]),)
 
     @staticmethod
     def _after_accumulation(reference: ref[ParameterHooks], n: int, _: Tensor) -> None:

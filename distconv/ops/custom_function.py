@@ -258,7 +258,7 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     All ranks of their grid then call it together. Gradients are exact where its backward is.
     """
     everything = (*arguments, *keywords.values()) if keywords else arguments
-    if DistTensor not in map(type, everything):
+    if not any(isinstance(x, DistTensor) for x in everything):
         return apply_of_torch(cls)(*arguments, **keywords)
     tensors = [x for x in everything if isinstance(x, Tensor)]
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):

@@ -118,8 +118,9 @@ class DistTensorBase(torch.Tensor):
     def __new__(
         cls: type[Distributed], shard: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid
     ) -> Distributed:
+        kind = grid.tensor_type or cls
         self: Distributed = torch_private.make_wrapper(
-            cls, shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad
+            kind, shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad
         )
         self._shape = shape if type(shape) is torch.Size else torch.Size(shape)
         self.shard, self.cuts, self.grid = shard, cuts, grid

@@ -311,7 +311,7 @@ def floors() -> Canvas:
         (
             ("tools", "explain, verify, timelines, the command line"),
             ("planning", "machine model, predictions, the search for a grid"),
-            ("training, horovod", "what depends on the number of replicas"),
+            ("training, horovod, lbann", "what depends on the number of replicas"),
             ("data", "reading and writing samples box by box, checkpoints"),
             ("layers", "drop-in layers with a choice"),
             ("compiling", "steps that are traced, messages included, and replayed"),

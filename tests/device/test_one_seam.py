@@ -26,6 +26,7 @@ NAMES = re.compile(r"cuda|\bhip\b|rocm|\bxpu\b|xccl", re.IGNORECASE)
 OF_OTHERS = {
     "distconv/horovod/__init__.py": {"cuda_built", "rocm_built"},
     "distconv/horovod/process_sets.py": {"cuda_built", "rocm_built"},
+    "distconv/lbann/strategy.py": {'"cuda"'},
     "distconv/tensor/dispatch.py": {'"is_cuda"'},
 }
 """Names that are not ours: Horovod's functions, and properties of torch's tensors."""

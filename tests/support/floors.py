@@ -22,6 +22,7 @@ FLOORS = (
     "data",
     "training",
     "horovod",
+    "lbann",
     "planning",
     "tools",
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Same, Span, Strided
 from distconv.geometry.layout import Shape
-from distconv.ops.shape.lookup import index_select, wrap_negative
+from distconv.ops.shape.lookup import index_select, rows_of, wrap_negative
 from distconv.ops.shape.masks import picked_by_mask
 from distconv.ops.shape.reshape import unflatten, unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim
@@ -239,6 +239,8 @@ def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor
     place = next(i for i, pick in enumerate(picks) if pick is marker)
     d = sum(not isinstance(pick, int) for pick in picks[:place])
     x = getitem(input, tuple(picks))
+    if isinstance(index, DistTensor) and not (d or any(x.cuts) or is_merged(index)):
+        return rows_of(x, index)
     picked = index_select(x, d, wrap_negative(index.flatten(), x.shape[d]))
     return picked if index.dim() == 1 else unflatten(picked, d, tuple(index.shape))
 

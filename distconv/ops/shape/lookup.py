@@ -62,6 +62,15 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
     return DistTensor(shard, shape, x.cuts, grid)
 
 
+def rows_of(table: DistTensor, index: DistTensor) -> DistTensor:
+    """Return rows of a table that is whole on every rank, cut as the positions `index`."""
+    own = wrap_negative(index.shard, len(table))
+    with in_range("indexing, position", own, len(table)):
+        shard = table.shard[own]
+    shape = *index.shape, *table.shape[1:]
+    return DistTensor(shard, shape, (*index.cuts, *table.cuts[1:]), index.grid)
+
+
 @implements(torch.gather, torch.Tensor.gather)
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> DistTensor:
     """Return the element of `input` at each position of `index` along one dimension."""

@@ -1,0 +1,116 @@
+"""DCTensor: a DistTensor over the ranks of one replica, with the methods of LBANN's class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, distributed
+
+from distconv.comm.collectives import broadcast
+from distconv.comm.replication import mark_handed_out
+from distconv.geometry.layout import Layout, block
+from distconv.lbann.strategy import ParallelStrategy, ReplicaGrid
+from distconv.lbann.sums import add_up, summands_of
+from distconv.tensor.dist_tensor import DistTensor, local_box
+from distconv.tensor.module_call import innermost_call
+
+
+class DCTensor(DistTensor):
+    """A tensor of a replica's samples, which are cut over its ranks.
+
+    `.shape` is the shape of the whole, and functions are those of the whole: sums, means, norms and
+    losses, too. What functions make of a DCTensor is one.
+
+    Attributes
+    ----------
+    summands: the grid axes over which the tensor is a sum of what the ranks would have alone. The
+        program may add it up over them by `torch.distributed.all_reduce`, which changes nothing.
+    """
+
+    summands: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_shard(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:
+        """Make the tensor of which every rank of a replica passes its own block.
+
+        They call it together. Blocks are canonical: the first n mod p have one element more. The
+        gradient of `tensor` is that of the block. Raises `ValueError` on all of them where a block
+        is off.
+        """
+        ps = parallel_strategy
+        return cls.from_local(tensor, ps.grid, ps.layout(tensor.dim()))
+
+    @classmethod
+    def distribute(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:
+        """Cut the tensor of a replica's first rank; the ranks of the replica call it together.
+
+        The result is a leaf of autograd, with the `requires_grad` of `tensor`. Raises `ValueError`
+        on all of them where their tensors have different shapes or types.
+        """
+        grid, layout = parallel_strategy.grid, parallel_strategy.layout(tensor.dim())
+        kinds = grid.all_gather_object((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        if len(set(kinds)) > 1:
+            raise ValueError(f"DCTensor.distribute: the ranks of a replica pass different {kinds}")
+        whole = tensor.detach().to(grid.device, copy=True)
+        broadcast(whole, grid)
+        own = whole[local_box(whole.shape, grid, layout).slices].contiguous()
+        x = cls.from_local(own, grid, layout, shape=whole.shape)
+        return x.requires_grad_() if tensor.requires_grad else x
+
+    def to_replicate(self) -> Tensor:
+        """Return the whole tensor on every rank of the replica; they call it together.
+
+        It is a plain tensor whose gradient is shared out over the ranks. Within a module of
+        `DistConvDDP` it remains a DCTensor, so that parameters that meet it count once.
+        """
+        if innermost_call() is not None:
+            return self.redistribute(Layout())
+        return mark_handed_out(self.full_tensor())
+
+    def to_ddp(self) -> Tensor:
+        """Return this rank's whole samples; the ranks of the replica call it together.
+
+        It is a plain tensor, within a module of `DistConvDDP` a DCTensor. Raises `ValueError` on
+        all of them where torch's `Shard(0)` would give ranks other samples than this library does.
+        """
+        extents = {axis: n for axis, n in self.grid.shape.items() if n > 1}
+        n, parts = len(self), self.grid.size
+        if [len(range(*block(n, parts, i))) for i in range(parts)] != _chunks(n, *extents.values()):
+            raise ValueError(
+                f"to_ddp: torch would cut {n} samples over {parts} ranks in another way than this "
+                "library; use to_replicate()"
+            )
+        x = self.redistribute(Layout(sample=tuple(extents)))
+        return x if innermost_call() is not None else mark_handed_out(x.to_local())
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is distributed.all_reduce:
+            return add_up(*args, **(kwargs or {}))
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, DCTensor):
+            summands = summands_of(func, args, kwargs or {}, result)
+            if summands or result.summands:
+                result.summands = summands
+        elif func is Tensor.__setitem__ and isinstance(args[0], DCTensor):
+            args[0].summands = frozenset()
+        return result
+
+
+ReplicaGrid.tensor_type = DCTensor
+
+
+def _chunks(n: int, *parts: int) -> list[int]:
+    """Return the number of samples, of `n`, of each rank of a mesh by torch's `Shard(0)`."""
+    if not parts:
+        return [n]
+    most = -(-n // parts[0])
+    kept = (max(0, min(most, n - most * i)) for i in range(parts[0]))
+    return [m for k in kept for m in _chunks(k, *parts[1:])]

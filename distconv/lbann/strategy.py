@@ -1,0 +1,116 @@
+"""How many ranks share a sample, and which dimensions of tensors are cut over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from distconv.geometry.layout import Layout, dimension_names
+from distconv.grid.process_grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_AXES = ("depth", "height", "width")
+"""The grid axes for the entries of `num_shards`, whatever dimensions they cut."""
+
+
+class ReplicaGrid(ProcessGrid):
+    """The ranks that share samples; each replica of the model has its own."""
+
+
+class ParallelStrategy:
+    """All ranks as replicas of the model, each of `num_shards` ranks that share samples.
+
+    All ranks of the job make it together. Consecutive ranks share samples.
+
+    Parameters
+    ----------
+    num_shards: the number of parts of each dimension that is cut, at most three.
+    shard_dim: the dimensions that are cut, as many, from 2 on. It may be set anew.
+    device_type: "cuda" or "cpu".
+
+    Attributes
+    ----------
+    total_num_shards: the ranks of a replica.
+    ddp_ranks, ddp_ind: the number of replicas, and this rank's.
+    shard_ind: this rank's part of each dimension.
+    device_mesh: all ranks as a mesh of torch.distributed, by the names "ddp" and
+        `distconv_dim_names`, which are "dc0", "dc1", ...
+    grid: the ranks of this replica, on which its tensors live.
+    job: all ranks.
+
+    Raises
+    ------
+    ValueError
+        On every rank, where the shards do not divide the ranks, or `shard_dim` does not fit.
+    """
+
+    def __init__(
+        self,
+        num_shards: int | Sequence[int],
+        shard_dim: int | Sequence[int] = (2,),
+        device_type: str = "cuda",
+    ):
+        self.num_shards = _as_tuple(num_shards)
+        if not 1 <= len(self.num_shards) <= len(_AXES):
+            raise ValueError(
+                f"ParallelStrategy: num_shards={num_shards!r} has {len(self.num_shards)} entries; "
+                f"give 1 to {len(_AXES)}"
+            )
+        self.shard_dim = shard_dim
+        extents: dict[str, Any] = dict(zip(_AXES, self.num_shards, strict=False))
+        self.job = ProcessGrid(sample=-1, **extents, device=device_type)
+        self.total_num_shards = prod(self.num_shards)
+        self.rank, self.world_size = self.job.rank, self.job.size
+        self.ddp_ranks = self.world_size // self.total_num_shards
+        self.ddp_ind = self.job.coords["sample"]
+        self.shard_ind = [self.job.coords[axis] for axis in extents]
+        first = self.ddp_ind * self.total_num_shards
+        members = self.job.ranks[first : first + self.total_num_shards]
+        self.grid = ReplicaGrid(members, **extents, device=device_type)
+        self.distconv_dim_names = tuple(f"dc{i}" for i in range(len(self.num_shards)))
+        self.device_mesh = self._mesh()
+
+    @property
+    def shard_dim(self) -> tuple[int, ...]:
+        """Return the dimensions that are cut."""
+        return self._shard_dim
+
+    @shard_dim.setter
+    def shard_dim(self, value: int | Sequence[int]) -> None:
+        dims = _as_tuple(value)
+        if len(dims) != len(self.num_shards) or len(set(dims)) < len(dims) or min(dims) < 2:
+            raise ValueError(
+                f"ParallelStrategy: shard_dim={value!r} does not fit num_shards={self.num_shards}; "
+                "give as many different dimensions, from 2 on"
+            )
+        self._shard_dim = dims
+
+    def layout(self, ndim: int) -> Layout:
+        """Return the layout of tensors of `ndim` dimensions; raise `ValueError` for too few."""
+        names = dimension_names(ndim)
+        if max(self.shard_dim) >= ndim:
+            raise ValueError(
+                f"DCTensor: shard_dim={self.shard_dim} is cut, and the tensor has {ndim} "
+                "dimensions; add one of size 1 by unsqueeze, or set shard_dim anew"
+            )
+        return Layout(**{names[d]: axis for d, axis in zip(self.shard_dim, _AXES, strict=False)})
+
+    def _mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        kind = self.job.device_mesh.device_type  # with the default group, where there is none
+        shape, names = (self.ddp_ranks, *self.num_shards), ("ddp", *self.distconv_dim_names)
+        return init_device_mesh(kind, shape, mesh_dim_names=names)
+
+
+def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,)
+    if not isinstance(value, (tuple, list)) or not all(isinstance(n, int) for n in value):
+        raise TypeError(
+            f"ParallelStrategy: {value!r} is no number; give an integer, or a tuple of them"
+        )
+    return tuple(value)
