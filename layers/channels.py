@@ -15,18 +15,19 @@ class _ChannelParallel(nn.Module):
     Parameters
     ----------
     parallel: the algorithm of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN
-        Training" (SC'19), that divides the layer where the channels of its input are cut. "x": the
-        input stays on its ranks; each rank computes the contribution of its channels to all
-        filters, and the sums are scattered. For layers with fewer filters than channels. "y": the
-        input is gathered; each rank computes its own filters of all channels. For layers with more
-        filters than channels. "w": both, for channels that are cut over two grid axes: the input is
-        gathered over the last of them, and the sums are scattered over the first. Where the
-        channels are cut over one axis and the input is replicated along "filter" (or "channel"),
-        the latter is the other axis. The output is cut over the same axes in the other order, as
-        the next such layer needs it. "auto": the algorithm that moves the fewest elements, forward
-        and backward. An algorithm that does not apply, such as "w" on a single grid axis, is
-        replaced by "auto". The cuts of a weight that is itself distributed take precedence. In
-        grouped layers every rank gathers the channels that its own filters need.
+        Training" (SC'19), that divides the layer where the channels of its input are cut.
+        "x": the input stays on its ranks; each rank computes the contribution of its channels to
+        all filters, and the sums are scattered. For layers with fewer filters than channels.
+        "y": the input is gathered; each rank computes its own filters of all channels. For layers
+        with more filters than channels.
+        "w": both, for channels that are cut over two grid axes: the input is gathered over the last
+        of them, and the sums are scattered over the first. Where the channels are cut over one axis
+        and the input is replicated along "filter" (or "channel"), the latter is the other axis. The
+        output is cut over the same axes in the other order, as the next such layer needs it.
+        "auto": the algorithm that moves the fewest elements, forward and backward.
+        An algorithm that does not apply, such as "w" on a single grid axis, is replaced by "auto".
+        The cuts of a weight that is itself distributed take precedence. In grouped layers every
+        rank gathers the channels that its own filters need.
     """
 
     def __init__(self, *args: Any, parallel: str = "auto", **kwargs: Any):

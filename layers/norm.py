@@ -24,12 +24,13 @@ class _DistributedBatchNorm(BatchNorm):
 
     Parameters
     ----------
-    statistics: the elements over which the training statistics are taken. "global": the whole
-        mini-batch, as in serial torch. "sample": the samples that this rank's group of P_S ranks
-        shares, in full. "local": this rank's own elements; the forward pass communicates only for
-        the running statistics. The running statistics of "sample" and "local" are the mean over the
-        groups that have elements, and so the same on every rank. On plain tensors all three are
-        equal.
+    statistics: the elements over which the training statistics are taken.
+        "global": the whole mini-batch, as in serial torch.
+        "sample": the samples that this rank's group of P_S ranks shares, in full.
+        "local": this rank's own elements; the forward pass communicates only for the running
+        statistics.
+        The running statistics of "sample" and "local" are the mean over the groups that have
+        elements, and so the same on every rank. On plain tensors all three are equal.
     """
 
     def __init__(self, *args: Any, statistics: str = "global", **kwargs: Any):
@@ -85,11 +86,11 @@ class GroupNorm(nn.GroupNorm):
 
     Parameters
     ----------
-    statistics: the elements of a sample over which the statistics of a group are taken. "global":
-        all of them, as in serial torch. "local": those of this rank's own block, without
-        communication. That is **not exact**: the result depends on how samples are cut, so use a
-        network with the cut it was trained with. On plain tensors, and where the plane is not cut,
-        both are equal.
+    statistics: the elements of a sample over which the statistics of a group are taken.
+        "global": all of them, as in serial torch.
+        "local": those of this rank's own block, without communication. That is **not exact**: the
+        result depends on how samples are cut, so use a network with the cut it was trained with. On
+        plain tensors, and where the plane is not cut, both are equal.
     """
 
     def __init__(self, *args: Any, statistics: str = "global", **kwargs: Any):
