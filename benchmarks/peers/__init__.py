@@ -1,0 +1,1 @@
+"""Other systems that cut convolutional networks over ranks, on the benchmarks' networks."""
