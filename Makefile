@@ -41,7 +41,7 @@ demo-unet3d: $(VENV)/ready
 demo-fractals: $(VENV)/ready
 	$(RUN) $(KEEP) $(BIN)/python -m examples.fractals.demo
 
-# The autoencoders of diffusers with random weights, in about ten minutes.
+# The autoencoders of diffusers with random weights, in under 20 minutes.
 demo-vae: $(VENV)/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[mpich,vae]'
 	$(RUN) $(KEEP) KINETO_LOG_LEVEL=99 $(BIN)/python -m examples.vae.demo

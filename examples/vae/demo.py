@@ -37,6 +37,8 @@ def main() -> None:
 def run(output: Path) -> None:
     """Run the demo on all ranks. Collective."""
     comm = world().for_program()
+    if comm.rank == 0:
+        output.mkdir(parents=True, exist_ok=True)
     rows: list[list[str]] = []
     for autoencoder in AUTOENCODERS:
         size = SIZES["images" if autoencoder.frames in (None, 1) else "videos"]

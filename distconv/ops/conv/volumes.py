@@ -35,6 +35,10 @@ _MOST_ELEMENTS = 20480
 (`use_mkldnn` in ATen/native/Convolution.cpp, torch 2.6 to 2.13)."""
 _FEWEST_PRODUCTS = 2**21
 """The fewest products of an input and a weight with which oneDNN was measured to be no slower."""
+_LARGE_WEIGHT = 2**21
+"""Elements of a weight that does not stay in a cache: oneDNN brings it into another order in each
+call, and with fewer results than `_FEWEST_PLACES` took up to twice as long as torch's product."""
+_FEWEST_PLACES = 64
 _MANY_CHANNELS = 16
 """The fewest channels with which oneDNN's own gradients are fastest. With fewer, its input gradient
 was measured to take up to four times as long as a convolution with the flipped weight, and its
@@ -174,7 +178,12 @@ def _pays(
     if not transposed:
         rows = zip(x[2:], weight[2:], stride, padding, dilation, strict=True)
         places = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in rows)
-    return min(places) > 0 and x[0] * prod(places) * prod(weight) >= _FEWEST_PRODUCTS
+    if min(places) <= 0:
+        return False
+    number = x[0] * prod(places)
+    if number < _FEWEST_PLACES and prod(weight) >= _LARGE_WEIGHT:
+        return False
+    return number * prod(weight) >= _FEWEST_PRODUCTS
 
 
 def _taken_by_torch(x: Shape, weight: Shape) -> bool:
