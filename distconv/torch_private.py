@@ -396,6 +396,12 @@ def is_mutable(operator: Any) -> bool:
     return mutable
 
 
+def signature_of(operator: Any) -> str:
+    """Return the arguments and results of an operator of `torch.ops` as its schema has them.
+    Without it, compilers write loops that are slower than torch's kernels."""
+    return "(" + str(operator._schema).partition("(")[2]
+
+
 def returns_views(operator: Any) -> bool:
     """Return whether results of an operator of `torch.ops` may lie in the memory of its arguments.
     Captured steps would lose what is written to a view of a value that they are given."""

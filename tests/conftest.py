@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from mpi4py import MPI
+from torch import distributed
 
 from distconv.device.kinds import accelerator
 from distconv.grid.process_grid import ProcessGrid
@@ -41,6 +42,15 @@ settings.register_profile(
     "nightly", settings.get_profile("default"), derandomize=False, max_examples=5000
 )
 settings.load_profile("default")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Destroy the default group of torch.distributed that a module of tests has made."""
+    before = distributed.is_initialized()
+    yield
+    if not before and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

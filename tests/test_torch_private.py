@@ -456,6 +456,7 @@ def test_operators_say_whether_they_write() -> None:
 
 def test_operators_tell_of_views() -> None:
     aten = torch.ops.aten
+    assert private.signature_of(aten.neg.default) == "(Tensor self) -> Tensor"
     assert all(map(private.returns_views, (aten.view.default, aten.add_.Tensor, aten.split.Tensor)))
     assert not any(map(private.returns_views, (aten.add.Tensor, aten.clone.default)))
 

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from distconv.compiling import tracing
 from distconv.compiling.program import Existing, TracedCall, TracedStep, Value, in_pieces
+from distconv.torch_private import signature_of
 from distconv.transport.interface import Request, Transport
 
 aten, own = torch.ops.aten, torch.ops.distconv
@@ -156,8 +157,8 @@ for _function in (
     aten.max_pool2d_with_indices_backward.default,
     aten.threshold_backward.default,
 ):
-    _name, _, _rest = str(_function._schema).removeprefix("aten::").partition("(")
-    _LIBRARY.define(f"{_name}({_rest}")
+    _name = _function.overloadpacket.__name__
+    _LIBRARY.define(_name + signature_of(_function))
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"distconv::{_name}", _function, lib=_LIBRARY)
     _KEPT[_function] = getattr(own, _name).default

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from mpi4py import MPI
-from torch import distributed, nn
+from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -20,14 +19,6 @@ from tests.support.serial import raised_everywhere, random_grid, random_layout
 
 WORLD = MPI.COMM_WORLD
 RANKS = [1, 2, 3, 4]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_group_is_left() -> Iterator[None]:
-    """Destroy the default group of a rank alone, which would meet by torch in later tests."""
-    yield
-    if WORLD.size == 1 and distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 @pytest.mark.parallel(RANKS)
