@@ -38,6 +38,15 @@ def test_dtensor_is_timed_or_its_error_is_told() -> None:
 
 
 @pytest.mark.parallel([2])
+def test_dtensor_of_torch_2_13_raises_for_one_convolution_cut_along_its_width() -> None:
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("known of torch 2.13 alone")
+    one = Network("one", lambda spatial: torch.nn.Conv2d(4, 4, 3, padding=1), (1, 4, 16, 16))
+    (row,) = rows("dtensor", 0.0, [one])
+    assert cells(row)[2].startswith("RuntimeError: ")
+
+
+@pytest.mark.parallel([2])
 def test_the_script_for_lbanns_package_runs_on_its_names_here(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "distconv").mkdir()
     names = "DCTensor, DistConvDDP, ParallelStrategy"
