@@ -550,6 +550,12 @@ def parts_and_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str, A
     return module._parameters, module._modules
 
 
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """Return the dictionary of a module's own buffers. Without it, compiled modules replay with a
+    buffer that has been replaced."""
+    return module._buffers
+
+
 def hooks_of_module(module: nn.Module) -> tuple[Any, Any]:
     """Return the dictionaries of hooks before and after `forward`. Copies of a parallelized module
     keep hooks, but not their handles, and could not be made ordinary without it.

@@ -596,6 +596,7 @@ def test_a_composition_hands_over_what_it_calls() -> None:
 def test_modules_show_what_they_hold() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
     assert private.parts_and_parameters(module) == ({}, {"0": module[0]})
+    assert [*private.buffers_of(nn.BatchNorm2d(1))][0] == "running_mean"
     parameters, _ = private.parts_and_parameters(module[0])
     assert list(parameters) == ["weight", "bias"]
     before = module.register_forward_pre_hook(lambda *_: None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from distconv.device.kinds import KINDS
 from distconv.grid.interface import Grid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import replaced, shards_of, tensors_in
-from distconv.torch_private import parts_and_parameters
+from distconv.torch_private import buffers_of, parts_and_parameters
 
 MOST_CASES = 16
 """The most cases, such as shapes of a last mini-batch, that are traced."""
@@ -28,6 +30,12 @@ _DEVICES = ("cpu", *KINDS)
 
 _PLACE: Any = ...
 """Marks a tensor among the arguments that distinguish cases."""
+
+_TOLD = {
+    *(int, float, complex, bool, str, bytes, type(None), type(_PLACE), slice, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+}
+"""Types whose words tell all of a value."""
 
 _FEW = 4096
 """The largest number of elements of a constant that is compared by its elements."""
@@ -42,11 +50,13 @@ def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
             x.shape,
             x.dtype,
             x.requires_grad,
-            (x.cuts, x.grid) if isinstance(x, DistTensor) else x.stride(),
+            (x.cuts, x.grid, x.unmerged is None) if isinstance(x, DistTensor) else x.stride(),
         )
         for x in tensors
     )
     rest = replaced((args, kwargs), dict.fromkeys(map(id, tensors), _PLACE))
+    ids = [id(x) for x in tensors]
+    same = tuple(map(ids.index, ids))
     modes = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -54,7 +64,37 @@ def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         torch.get_default_dtype(),
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES),
     )
-    return about, repr(rest), modes
+    return about, same, repr(rest), modes
+
+
+def why_not_replayed(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> str:
+    """Return in words why no case can be made of a call's arguments; "" where one can."""
+    if any(isinstance(x, DistTensor) and x.unmerged is not None for x in tensors):
+        return "a tensor among its arguments has merged dimensions"
+    if any(map(is_expanded, shards_of(tensors))):
+        return "a tensor among its arguments is expanded, with several elements in one place"
+    kind = _unknown_kind((args, kwargs))
+    if kind is not None:
+        return (
+            f"an argument is a {kind.__module__}.{kind.__qualname__}, which may change unseen; "
+            "pass tensors, numbers and strings"
+        )
+    return ""
+
+
+def _unknown_kind(argument: Any) -> type | None:
+    """Return the type of an object in the arguments whose words do not tell all of it."""
+    if isinstance(argument, (tuple, list)):
+        return next(filter(None, map(_unknown_kind, argument)), None)
+    if isinstance(argument, dict):
+        return _unknown_kind([*argument, *argument.values()])
+    known = isinstance(argument, (Tensor, Enum, type, FunctionType)) or type(argument) in _TOLD
+    return None if known else type(argument)
+
+
+def is_expanded(x: Tensor) -> bool:
+    """Return whether several elements of a tensor lie in one place of memory."""
+    return any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -66,9 +106,11 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 def key_of_modules(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Any:
     """Return the part of a case's key that follows from the state of modules."""
+    tables = [table for m in modules for table in (parts_and_parameters(m)[1], buffers_of(m))]
     return (
         tuple(m.training for m in modules),
-        tuple((id(p), p.requires_grad) for p in parameters),
+        tuple((id(p), p.dtype, p.requires_grad) for p in parameters),
+        tuple(id(x) for table in tables for x in table.values()),
     )
 
 
@@ -106,11 +148,6 @@ def _distributed(block: Tensor, described: Any) -> Tensor:
     *about, shape = described
     x = DistTensor(block, *about)
     return x if x.shape == shape else x.reshape(shape)
-
-
-def are_merged(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a tensor has merged dimensions, so that its block does not describe it."""
-    return any(isinstance(x, DistTensor) and x.unmerged is not None for x in tensors)
 
 
 def difference(mine: TracedStep, theirs: TracedStep) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from distconv.compiling import cases, tracing
 from distconv.compiling.cases import MOST_CASES, Results
 from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
 from distconv.compiling.tracing import Trace, modules_called, traced
+from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.nested import replaced, shards_of, tensors_in
 from distconv.torch_private import hooks_of
@@ -52,7 +54,8 @@ class CompiledModule:
         tensors = tensors_in(args, kwargs)
         key = self._key(args, kwargs, tensors)
         if key not in self._cases and key in self._traces:
-            self._decide(key, tensors)
+            why = cases.why_not_replayed(args, kwargs, tensors)
+            self._decide(key, why, cases.grid_of(tensors))
         if key in self._cases:
             case = self._cases[key]
             if case is None:
@@ -82,15 +85,18 @@ class CompiledModule:
             cases.key_of_modules(self._called, parameters),
         )
 
-    def _decide(self, key: Any, tensors: Sequence[Tensor]) -> None:
-        """Decide with all ranks whether a case is replayed, once two of its calls are traced."""
-        traces, grid = self._traces[key], cases.grid_of(tensors)
+    def _decide(self, key: Any, why: str, grid: Grid) -> None:
+        """Decide with all ranks whether a case is replayed, once two of its calls are traced.
+
+        Parameters
+        ----------
+        why: the reason not to replay that the arguments give; "" where there is none.
+        """
+        traces = self._traces[key]
         complete = [x for x in traces if x.complete][:2]
         number = min(grid.all_gather_object(len(complete)))
-        why = next((x.trace.obstacle for x in traces if x.trace.obstacle), "")
-        if cases.are_merged(tensors):
-            why = "a tensor among its arguments has merged dimensions"
-        elif not why and number == 2:
+        why = why or next((x.trace.obstacle for x in traces if x.trace.obstacle), "")
+        if not why and number == 2:
             why = complete[0].difference(complete[1])
         elif not why and len(traces) == _MOST_TRACES:
             why = "no backward pass has followed; call it under torch.no_grad() where none will"
@@ -137,7 +143,7 @@ class _Passes(Protocol):
     def forward(self, ctx: Any) -> Sequence[Tensor]:
         """Return the blocks of the results; autograd differentiates those that are marked."""
 
-    def backward(self, ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients of arguments and leaves that require one."""
 
 
@@ -147,11 +153,13 @@ class _Apart(ShardFunction):
     @staticmethod
     def forward(ctx: Any, passes: _Passes, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.passes = passes
+        # A result on which the loss does not depend has no gradient, not one of zeros.
+        ctx.set_materialize_grads(False)
         return tuple(passes.forward(ctx))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return (None, *ctx.passes.backward(ctx, gradients))
 
 
@@ -173,6 +181,8 @@ class _Traced:
         """For each tensor of the results whether it is differentiable."""
         self.leaves: list[Tensor] = []
         """The parameters, and other leaves, whose gradients the backward pass makes."""
+        self.reached: list[bool] = []
+        """For each tensor of the results whether the loss depends on it."""
         self.gradient_strides: list[tuple[int, ...]] = []
         self.step = TracedStep([], [], [], {}, [])
         """Both passes, with the call of `tracing.turn` between them."""
@@ -205,6 +215,8 @@ class _Traced:
         """Return a message that says how a later call of the case differs; "" if it does not."""
         if self.results.words != later.results.words:
             return "its results differ each time"
+        if self.reached != later.reached:
+            return "the loss depends on other results of it each time"
         return cases.difference(self.step, later.step)
 
 
@@ -225,20 +237,24 @@ class _Live:
         ctx.save_for_backward(torch.empty(0))
         return made
 
-    def backward(self, ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         _ = ctx.saved_tensors
         call, trace = self._call, self._call.trace
-        given = _chosen(gradients, call.differentiable)
+        reached = [x is not None for x in gradients]
+        given = [x.contiguous() if cases.is_expanded(x) else x for x in gradients if x is not None]
+        roots = list(compress(self._results, reached))
         if call.complete:
-            return self._gradients(given)
+            return self._gradients(roots, given)
+        call.reached = reached
         with traced(trace):
             trace.go_on(given)
-            found = self._gradients(given)
+            found = self._gradients(roots, given)
         call.finish_backward(given, found)
         return found
 
-    def _gradients(self, given: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        roots = _chosen(self._results, self._call.differentiable)
+    def _gradients(
+        self, roots: Sequence[Tensor], given: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
         # Hooks of leaves are called where `_Apart` hands out their gradients.
         hooks = [(of, dict(of)) for x in self._call.leaves if (of := hooks_of(x))]
         for of, _ in hooks:
@@ -257,7 +273,8 @@ class _Replayed:
 
     def __init__(self, call: _Traced, backend: str | None) -> None:
         self.results, self.strides = call.results, call.strides
-        self.differentiable, self.gradient_strides = call.differentiable, call.gradient_strides
+        self.differentiable, self.reached = call.differentiable, call.reached
+        self.gradient_strides = call.gradient_strides
         self.leaves = call.leaves
         step, given = call.step, len(call.strides)
         turn = next(i for i, x in enumerate(step.calls) if x.function is tracing.turn)
@@ -305,13 +322,16 @@ class _Once:
         ctx.save_for_backward(*kept, *case.constants)
         return apart
 
-    def backward(self, ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         case = self._case
         kept = ctx.saved_tensors[: self._kept]
-        given = map(cases.restrided, _chosen(gradients, case.differentiable), case.gradient_strides)
+        if case.reached != [x is not None for x in gradients]:
+            raise RuntimeError(
+                "compile: the loss depends on other results of the module than in the calls that "
+                "were traced; compile it for each such loss, dc.compile(model), or return what "
+                "the loss takes"
+            )
+        present = (x for x in gradients if x is not None)
+        given = map(cases.restrided, present, case.gradient_strides)
         with cases.as_traced():
             return case.run_backward(*kept, *given)
-
-
-def _chosen(tensors: Sequence[Tensor], which: Sequence[bool]) -> list[Tensor]:
-    return [x for x, chosen in zip(tensors, which, strict=True) if chosen]

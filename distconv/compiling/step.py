@@ -137,6 +137,8 @@ class CompiledStep(Generic[Given, Result]):
     def _trace(self, key: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Result:
         before = self._last.pop(key, None)
         case = _TracedCase(tensors)
+        if obstacle := cases.why_not_replayed(args, kwargs, tensors):
+            case.trace.hinder(obstacle)
         with traced(case.trace), modules_called(self._called):
             result = self._step(*args, **kwargs)
         case.finish(tensors, result)
@@ -193,8 +195,6 @@ class _TracedCase:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.trace = Trace(shards_of(tensors))
-        if cases.are_merged(tensors):
-            self.trace.hinder("a tensor among its arguments has merged dimensions")
         self.strides = [x.stride() for x in shards_of(tensors)]
         self.results = Results(())
         self.step = TracedStep([], [], [], {}, [])

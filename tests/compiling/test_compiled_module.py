@@ -197,6 +197,103 @@ def test_results_are_found_in_their_structure() -> None:
     assert compared(loop, Several).replays == CALLS - 3
 
 
+class Two(nn.Module):
+    """Takes two tensors and a number, and has two heads and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)
+        self.act = nn.ReLU()
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor, y: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        return self.act(self.a(x)) * self.scale + self.b(y), self.b(x) * float(sum(more))
+
+
+def changing(f: Any, model: Any, grid: dc.ProcessGrid) -> list[Any]:
+    """Change after some calls what a case has to tell apart."""
+    found = []
+
+    def call(x: Tensor, *more: Any) -> None:
+        model.zero_grad()
+        loss = f(x, *more)[0].square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        found.append([p.grad is None for p in model.parameters()])
+
+    for change in ("nothing", "apart", "buffer", "part", "type"):
+        if change == "buffer":
+            model.scale = torch.full((1,), 2.0)
+        if change == "part":
+            model.act = nn.Tanh()
+        if change == "type":
+            model.double()
+        for x, _ in batches(grid):
+            x = x.double() if change == "type" else x
+            call(x, x * 0.5 if change == "apart" else x)
+    return found
+
+
+def sums_first(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+    """Begin with a loss whose gradient is one number in all places."""
+    for i, (x, _) in enumerate(batches(grid)):
+        y = f(x, x)[0]
+        (y.sum() if i < 4 else y.square().sum()).backward()
+    return []
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("loop", [changing, sums_first])
+def test_changes_are_cases_of_their_own(loop: Loop) -> None:
+    assert compared(loop, Two).replays >= CALLS - 3
+
+
+@pytest.mark.parallel([2])
+def test_another_loss_in_a_replay_is_an_error() -> None:
+    grid = dc.ProcessGrid(height=2)
+    model = dc.parallelize(Two(), grid)
+    compiled = dc.compile(model)
+
+    def loss_of(x: Tensor, head: int) -> None:
+        compiled(x, x, 1.0)[head].square().mean().backward()
+
+    for x, _ in batches(grid):
+        loss_of(x, 0)
+    assert compiled.replays == CALLS - 3
+    assert "other results" in raised_everywhere(RuntimeError, loss_of, x, 1)
+
+
+class Number:
+    """A number that may change."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __radd__(self, other: float) -> float:
+        return other + self.value
+
+    def __repr__(self) -> str:
+        return "a number"
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("whole", [True, False])
+def test_objects_that_may_change_are_not_replayed(whole: bool) -> None:
+    grid = dc.ProcessGrid(height=2)
+    model = dc.parallelize(Two(), grid)
+    f: Any = dc.compile((lambda *x: model(*x)[1]) if whole else model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i, (x, _) in enumerate(batches(grid)):
+            y = f(x, x, Number(i))
+            y = y if whole else y[1]
+            assert identical(y.detach(), model(x, x, i)[1].detach())
+            if not whole:
+                y.sum().backward()
+    everyone = MPI.COMM_WORLD.allgather([str(w.message) for w in told])
+    assert sum("which may change unseen" in m for each in everyone for m in each) == 1
+
+
 class Flattens(nn.Module):
     """Returns positions in one dimension, of which no rank has a block, and takes such."""
 
