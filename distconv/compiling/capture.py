@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distconv.compiling import tracing
-from distconv.compiling.cases import CAPTURE
+from distconv.compiling.cases import CAPTURE, is_expanded
 from distconv.compiling.program import Existing, Program, TracedCall, TracedStep, Value, in_pieces
 from distconv.device import graphs
 from distconv.device.graphs import DeviceGraph
@@ -135,7 +135,7 @@ class _Piece:
 
 def _memory_like(x: Tensor) -> Tensor:
     """Return memory with the strides of a tensor, each of whose elements has a place of its own."""
-    if any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True)):
+    if is_expanded(x):
         return torch.empty_like(x)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 

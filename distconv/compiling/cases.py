@@ -35,7 +35,7 @@ _TOLD = {
     *(int, float, complex, bool, str, bytes, type(None), type(_PLACE), slice, range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 }
-"""Types whose words tell all of a value."""
+"""Types whose values differ in their `repr`."""
 
 _FEW = 4096
 """The largest number of elements of a constant that is compared by its elements."""
@@ -83,7 +83,7 @@ def why_not_replayed(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> str:
 
 
 def _unknown_kind(argument: Any) -> type | None:
-    """Return the type of an object in the arguments whose words do not tell all of it."""
+    """Return the type of an argument that may change while its `repr` does not; None for none."""
     if isinstance(argument, (tuple, list)):
         return next(filter(None, map(_unknown_kind, argument)), None)
     if isinstance(argument, dict):

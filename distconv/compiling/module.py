@@ -64,7 +64,7 @@ class CompiledModule:
             return self._replay(case, tensors)
         if key in self._traces:
             return self._trace(self._traces[key], tensors, args, kwargs)
-        if len(self._traces) == MOST_CASES:
+        if len(self._traces) >= MOST_CASES:
             self._cases[key] = None
             cases.warn_of_many("the module", stacklevel=2)
         with modules_called(self._called):
@@ -140,8 +140,11 @@ class CompiledModule:
 class _Passes(Protocol):
     """A forward and a backward pass on blocks."""
 
+    differentiable: list[bool]
+    """For each result whether it is differentiable."""
+
     def forward(self, ctx: Any) -> Sequence[Tensor]:
-        """Return the blocks of the results; autograd differentiates those that are marked."""
+        """Return the blocks of the results."""
 
     def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients of arguments and leaves that require one."""
@@ -155,7 +158,11 @@ class _Apart(ShardFunction):
         ctx.passes = passes
         # A result on which the loss does not depend has no gradient, not one of zeros.
         ctx.set_materialize_grads(False)
-        return tuple(passes.forward(ctx))
+        results = passes.forward(ctx)
+        ctx.mark_non_differentiable(
+            *(x for x, has in zip(results, passes.differentiable, strict=True) if not has)
+        )
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
@@ -224,18 +231,15 @@ class _Live:
     """The passes of a call being traced: autograd's graph of the module, within `_Apart`."""
 
     def __init__(self, call: _Traced, given: Sequence[Tensor]) -> None:
-        self._call = call
+        self._call, self.differentiable = call, call.differentiable
         self._results = call.results.blocks
         self._ends = [x for x in (*given, *call.leaves) if x.requires_grad]
         call.results.blocks = []
 
     def forward(self, ctx: Any) -> list[Tensor]:
-        made = [x.detach() for x in self._results]
-        fixed = zip(made, self._call.differentiable, strict=True)
-        ctx.mark_non_differentiable(*(x for x, differentiable in fixed if not differentiable))
         # torch refuses a second backward pass where something has been saved.
         ctx.save_for_backward(torch.empty(0))
-        return made
+        return [x.detach() for x in self._results]
 
     def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         _ = ctx.saved_tensors
@@ -301,7 +305,7 @@ class _Once:
     """The passes of one replay."""
 
     def __init__(self, case: _Replayed, given: Sequence[Tensor]) -> None:
-        self._case, self._given = case, given
+        self._case, self._given, self.differentiable = case, given, case.differentiable
         self._kept = 0
 
     def forward(self, ctx: Any) -> list[Tensor]:
@@ -313,14 +317,11 @@ class _Once:
         number = len(case.differentiable)
         results, kept = made[:number], made[number:]
         self._kept = len(kept)
+        ctx.save_for_backward(*kept, *case.constants)
         # Autograd knows each result once.
-        apart = [
+        return [
             x.detach() if any(x is y for y in results[:i]) else x for i, x in enumerate(results)
         ]
-        fixed = zip(apart, case.differentiable, strict=True)
-        ctx.mark_non_differentiable(*(x for x, differentiable in fixed if not differentiable))
-        ctx.save_for_backward(*kept, *case.constants)
-        return apart
 
     def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         case = self._case

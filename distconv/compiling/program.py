@@ -125,7 +125,7 @@ def in_pieces(
     Parameters
     ----------
     apart: the ids of calls that stay.
-    taken: returns the call that makes some calls in a row, and of their values those given.
+    taken: returns one call in place of consecutive ones, which makes the values used later.
     """
     pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
     calls: list[TracedCall] = []

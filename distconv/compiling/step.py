@@ -120,7 +120,7 @@ class CompiledStep(Generic[Given, Result]):
             return _without_gradients(self._step(*args, **kwargs))
         if key in self._seen:
             return self._trace(key, tensors, args, kwargs)
-        if len(self._seen) == MOST_CASES:
+        if len(self._seen) >= MOST_CASES:
             self._eager.add(key)
             cases.warn_of_many("the step", stacklevel=2)
         with modules_called(self._called):

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import distconv as dc
+from distconv.compiling.cases import MOST_CASES
 from tests.compiling.test_compile import (
     CALLS,
     batches,
@@ -456,3 +457,21 @@ def test_random_stacks_are_replayed_with_the_same_bits(seed: int) -> None:
     network = random_network(rng)
     rng.shuffle(axes := ["height", "width"])
     assert compared(plain, network, **{axes[0]: -1}).replays == CALLS - 3
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("whole", [True, False])
+def test_no_more_cases_are_traced_than_are_worth_it(whole: bool) -> None:
+    grid = dc.ProcessGrid(height=2)
+    model = dc.parallelize(nn.Conv2d(3, 2, 3, padding=1), grid)
+    f: Any = dc.compile((lambda x: model(x)) if whole else model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for height in range(8, 8 + MOST_CASES + 3):
+            x = dc.distribute_tensor(torch.ones(1, 3, height, 4), grid)
+            for _ in range(5):
+                before = f.replays
+                y = f(x)
+                if not whole:
+                    y.sum().backward()
+            assert (f.replays > before) == (height < 8 + MOST_CASES), height
