@@ -8,7 +8,7 @@ returned by the wait, which gets the sent tensors again, to keep them alive till
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, pairwise
 from operator import getitem
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,6 +25,8 @@ aten, own = torch.ops.aten, torch.ops.distconv
 
 _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 """Functions that inductor computes symbolically; random numbers need their wrap-around."""
+
+_STARTS = (tracing.start_exchange, tracing.start_sum)
 
 _numbers = count()
 _MESSAGES: WeakValueDictionary[int, _Posted] = WeakValueDictionary()
@@ -103,10 +105,20 @@ def _wait(message: int, token: Tensor, leaving: Any, like: Any) -> tuple[Tensor,
     return torch.empty_like(token), _MESSAGES[message].wait()
 
 
+def _complete(message: int, token: Tensor, leaving: Any, like: Any) -> tuple[Tensor, list[Tensor]]:
+    _MESSAGES[message].start(leaving, like)
+    return _wait(message, token, leaving, like)
+
+
 def _gather(message: int, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(token), _MESSAGES[message].gather(x)
 
 
+def _filled(message: int, token: Tensor, leaving: Any, like: Any) -> tuple[Tensor, list[Tensor]]:
+    return torch.empty_like(token), [x.new_empty(x.shape) for x in like]
+
+
+_ENDED = "(int message, Tensor token, Tensor[] leaving, Tensor[] like) -> (Tensor, Tensor[])"
 _LIBRARY = torch.library.Library("distconv", "FRAGMENT")
 for _name, _schema, _run, _rehearsed in (
     (
@@ -115,15 +127,8 @@ for _name, _schema, _run, _rehearsed in (
         _start,
         lambda message, token, leaving, like: torch.empty_like(token),
     ),
-    (
-        "wait",
-        "(int message, Tensor token, Tensor[] leaving, Tensor[] like) -> (Tensor, Tensor[])",
-        _wait,
-        lambda message, token, leaving, like: (
-            torch.empty_like(token),
-            [x.new_empty(x.shape) for x in like],
-        ),
-    ),
+    ("wait", _ENDED, _wait, _filled),
+    ("complete", _ENDED, _complete, _filled),
     (
         "opaque",
         "(Tensor x) -> Tensor",
@@ -164,6 +169,10 @@ for _function in (
     _KEPT[_function] = getattr(own, _name).default
 
 
+_INDUCTOR = {"fallback_random": True, "size_asserts": False}
+"""Options of inductor: random numbers by torch, and no checks of shapes, which a case fixes."""
+
+
 def compiled(step: TracedStep, backend: str) -> TracedStep:
     """Return a step whose calls between optimizers' steps are compiled.
 
@@ -174,11 +183,7 @@ def compiled(step: TracedStep, backend: str) -> TracedStep:
     backend: a backend of torch.compile.
     """
     apart = _apart(step.calls)
-    messages = {
-        call.results: _Posted(call)
-        for call in step.calls
-        if call.function in (tracing.start_exchange, tracing.start_sum)
-    }
+    messages = {call.results: _Posted(call) for call in step.calls if call.function in _STARTS}
     return in_pieces(step, apart, lambda x, made: _Graph(messages, x).call(made, backend))
 
 
@@ -213,6 +218,14 @@ class _Graph:
         self._messages, self._kept = messages, list(messages.values())
         self._graph = fx.Graph()
         self._nodes: dict[Any, fx.Node] = {}
+        self._at_once = {
+            request.number
+            for a, b in pairwise(calls)
+            if a.function in _STARTS and b.function is tracing.wait
+            for request in b.arguments
+            if a.made == (request.number,)
+        }
+        """The requests that are waited for as soon as they are started."""
         self._inputs: list[Value | Existing] = []
         made = {n for call in calls for n in call.made}
         for call in calls:
@@ -234,8 +247,7 @@ class _Graph:
     def call(self, results: Sequence[Value], backend: str) -> TracedCall:
         """Return the compiled graph as a call of the step, with these values as results."""
         self._graph.output((*map(self._node, results), self._token))
-        # With torch's own random numbers.
-        options: Any = {"fallback_random": True} if backend == "inductor" else None
+        options: Any = _INDUCTOR if backend == "inductor" else None
         run: Any = torch.compile(
             fx.GraphModule(nn.Module(), self._graph),
             backend=backend,
@@ -263,15 +275,19 @@ class _Graph:
         return self._graph.call_function(function, args, options)
 
     def _take(self, call: TracedCall) -> None:
-        if call.function in (tracing.start_exchange, tracing.start_sum):
-            self._start(self._messages[call.results])
+        if call.function in _STARTS:
+            if call.results not in self._at_once:
+                message = self._messages[call.results]
+                given = self._node(message.leaving), self._node(message.arriving)
+                self._token = self._add(own.start, message.number, self._token, *given)
         elif call.function is tracing.wait:
-            self._wait(self._messages[call.arguments[0].number])
+            number = call.arguments[0].number
+            end = own.complete if number in self._at_once else own.wait
+            self._end(self._messages[number], end)
         elif call.function is tracing.broadcast:
             message = _Posted(call)
             self._kept.append(message)
-            self._start(message)
-            self._wait(message)
+            self._end(message, own.complete)
         elif call.function is tracing.gather:
             message = _Posted(call)
             self._kept.append(message)
@@ -294,13 +310,10 @@ class _Graph:
                 if n is not None:
                     self._nodes[Value(n)] = self._add(getitem, made, i)
 
-    def _start(self, message: _Posted) -> None:
+    def _end(self, message: _Posted, function: Callable[..., Any]) -> None:
+        """Add the wait for a message, and copy the received or summed tensors to their memory."""
         given = self._node(message.leaving), self._node(message.arriving)
-        self._token = self._add(own.start, message.number, self._token, *given)
-
-    def _wait(self, message: _Posted) -> None:
-        given = self._node(message.leaving), self._node(message.arriving)
-        both = self._add(own.wait, message.number, self._token, *given)
+        both = self._add(function, message.number, self._token, *given)
         self._token = self._add(getitem, both, 0)
         filled = self._add(getitem, both, 1)
         for i, x in enumerate(message.arriving):

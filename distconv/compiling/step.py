@@ -14,7 +14,7 @@ from distconv.compiling.module import CompiledModule
 from distconv.compiling.program import TracedStep
 from distconv.compiling.tracing import Trace, modules_called, traced
 from distconv.grid.interface import Grid
-from distconv.model.gradient_reduction import reduction_of
+from distconv.model.gradient_reduction import reductions_noted_in
 from distconv.tensor.nested import replaced, shards_of, tensors_in
 
 Given = ParamSpec("Given")
@@ -173,7 +173,7 @@ def _captured(step: TracedStep, grid: Grid) -> TracedStep:
 def _circumstances(modules: Iterable[nn.Module]) -> Any:
     """Return the part of a case's key that follows from the state of modules and gradients."""
     parameters = cases.parameters_of(modules)
-    reductions = {r: None for r in map(reduction_of, modules) if r is not None}
+    reductions = reductions_noted_in(modules)
     return (
         cases.key_of_modules(modules, parameters),
         tuple(x.grad is None for x in shards_of(parameters)),

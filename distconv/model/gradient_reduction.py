@@ -41,6 +41,12 @@ def reduction_of(module: nn.Module) -> GradientReduction | None:
     return reduction if reduction is not None and reduction.covers(module) else None
 
 
+def reductions_noted_in(modules: Iterable[nn.Module]) -> list[GradientReduction]:
+    """Return the reductions of modules, and those that copies of them keep; each once."""
+    noted = (m.__dict__.get(REDUCTION_ATTRIBUTE) for m in modules)
+    return list(dict.fromkeys(r for r in noted if r is not None))
+
+
 def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
     """Return the `GradientReduction` of a module; raise `ValueError` where it is not parallelized.
 
