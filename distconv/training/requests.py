@@ -14,15 +14,7 @@ from torch import Tensor
 from distconv.grid.stall import time_limit
 from distconv.grid.whereabouts import user_line
 from distconv.training.parcel import Packing, dealt_out
-from distconv.transport.link import (
-    Link,
-    LinkLost,
-    LinkSilent,
-    Message,
-    flush,
-    message,
-    receive,
-)
+from distconv.transport.link import Link, LinkLost, LinkSilent, Message, message
 
 
 class Kind(IntEnum):
@@ -195,9 +187,9 @@ class Connection:
                 link.send(message(head, self._payload(kind, j, tensors)))
             if kind == Kind.PUSH:
                 for link in self._links:
-                    flush(link, until)
+                    link.flush(until)
                 return []
-            found = [receive(link, until) for link in self._links]
+            found = [link.receive(until) for link in self._links]
         except LinkSilent as error:
             raise ServerLost(self._silence(kind, error)) from error
         except LinkLost as error:
@@ -236,7 +228,7 @@ def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
         for link in links:
             with suppress(LinkLost):
                 link.send(last)
-                flush(link, until)
+                link.flush(until)
             link.close()
 
 

@@ -24,7 +24,7 @@ from distconv.training.requests import Asking, Connection, Kind, ServerLost, Sha
 from distconv.training.server import Due, Report, Rule, Server
 from distconv.training.server_checkpoints import ServerCheckpoints
 from distconv.training.team import Team
-from distconv.transport.link import Link, LinkLost, Pause, flush
+from distconv.transport.link import Link, LinkLost, rest
 
 
 class Method(Protocol):
@@ -163,7 +163,7 @@ def described(model: nn.Module, method: object) -> str:
 
 def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) -> None:
     """Serve until no client is at work."""
-    open_links, pause = dict(links), Pause()
+    open_links = dict(links)
 
     def lose(client: int, why: str) -> Due:
         open_links.pop(client).close()
@@ -201,14 +201,12 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
                     due += lose(receiver, str(error))
             if request is not None:
                 state.save_if_due()
-        if heard:
-            pause.wake()
-        else:
-            pause.rest()
+        if not heard:
+            rest(open_links.values())
     until = time.monotonic() + time_limit()
     for link in open_links.values():
         with suppress(LinkLost):  # it has finished
-            flush(link, until)
+            link.flush(until)
     lost = server.report.lost
     if len(lost) == len(links):
         raise AllWorkersLost(

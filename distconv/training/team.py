@@ -22,8 +22,7 @@ from distconv.grid.stall import Watch, time_limit
 from distconv.training.checks import check_count
 from distconv.training.requests import leave
 from distconv.transport.launch import place_by_torch
-from distconv.transport.link import Link
-from distconv.transport.socket_link import open_links
+from distconv.transport.link import Link, open_links
 from distconv.transport.watched import Wait, Waiting
 
 _teams = count()

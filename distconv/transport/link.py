@@ -1,23 +1,39 @@
-"""Links: messages between two ranks that do not run in step, sent at any time.
+"""Links: messages between two ranks that do not run in step, sent at any time, over TCP.
 
 A `Transport` carries exchanges of all ranks of a grid together. A link carries requests and answers
-of a server and a client while others compute.
+of a server and a client while others compute. The end of a process closes its links, so that the
+other end knows at once. A lost machine is noticed by TCP's keepalive.
 """
 
 from __future__ import annotations
 
+import secrets
+import select
+import socket
+import struct
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-NUMBERS = 6
-"""The number of integers before the bytes of each message."""
+from distconv.transport.interface import ObjectCommunicator
 
-_SHORTEST, _LONGEST = 1e-5, 2e-3
-"""Seconds between two looks for a message, which grow while none comes."""
+_NUMBERS = 6
+"""The number of integers before the bytes of each message."""
+_HEAD = struct.Struct(f"<{_NUMBERS + 1}q")
+
+_GREETING = struct.Struct("<32sq")
+"""The first bytes from a caller: the token of the rank that it calls, and the caller's rank."""
+_GREETED = 5.0
+"""Seconds allowed for a greeting, which a stranger may never send."""
+
+_QUIET, _PROBES = 60, 5
+"""Seconds without a message after which TCP probes the other machine, and the number of probes
+before it gives up."""
 
 
 class LinkLost(ConnectionError):
@@ -29,78 +45,199 @@ class LinkSilent(LinkLost):
 
 
 class Message(NamedTuple):
-    """A message: `NUMBERS` integers, and bytes, a tensor in host memory that may be empty."""
+    """A message: six integers, and bytes, a tensor in host memory that may be empty."""
 
     numbers: tuple[int, ...]
     payload: Tensor
 
 
-class Link(Protocol):
-    """One end of a link. Messages arrive whole and in the order in which they were sent."""
-
-    peer: int
-    """The rank at the other end, by its number in the job."""
-
-    def send(self, message: Message) -> None:
-        """Start to send a message, whose memory must not change; raises LinkLost."""
-
-    def poll(self) -> Message | None:
-        """Return the next message if it has arrived, and continue sending; raises LinkLost."""
-
-    @property
-    def idle(self) -> bool:
-        """Return whether everything has been sent."""
-
-    def close(self) -> None:
-        """End the link; later messages from the other end are lost."""
+def message(numbers: Sequence[int], payload: Tensor | None = None) -> Message:
+    """Return a message, with zeros in place of missing numbers."""
+    filled = (*numbers, *(0,) * (_NUMBERS - len(numbers)))
+    return Message(filled, torch.empty(0, dtype=torch.uint8) if payload is None else payload)
 
 
-class Pause:
-    """Pauses between looks for messages, longer the longer none has come."""
-
-    def __init__(self) -> None:
-        self._seconds = _SHORTEST
-
-    def rest(self) -> None:
-        """Sleep for the current pause."""
-        time.sleep(self._seconds)
-        self._seconds = min(2 * self._seconds, _LONGEST)
-
-    def wake(self) -> None:
-        """Note that a message has come."""
-        self._seconds = _SHORTEST
-
-
-def receive(link: Link, until: float) -> Message:
-    """Return the next message of a link; raises LinkLost, and LinkSilent where none comes in time.
+class Link:
+    """One end of a link. Messages arrive whole and in the order in which they were sent.
 
     Parameters
     ----------
-    until: the time of `time.monotonic` to wait to, or inf.
+    peer: the rank at the other end.
+    connection: the connection to it.
     """
-    pause = Pause()
-    while (message := link.poll()) is None:
-        if time.monotonic() > until:
-            raise LinkSilent(f"rank {link.peer} has not answered")
-        pause.rest()
-    return message
+
+    def __init__(self, peer: int, connection: socket.socket):
+        self.peer, self._connection = peer, connection
+        self._leaving: deque[memoryview] = deque()
+        self._head = bytearray(_HEAD.size)
+        self._numbers: tuple[int, ...] | None = None
+        self._payload = torch.empty(0, dtype=torch.uint8)
+        self._missing = memoryview(self._head)
+        connection.setblocking(False)
+
+    def send(self, message: Message) -> None:
+        """Start to send a message, whose memory must not change; raises LinkLost."""
+        head = _HEAD.pack(*message.numbers, message.payload.numel())
+        self._leaving.append(memoryview(head))
+        if message.payload.numel():
+            self._leaving.append(_memory(message.payload))
+        self._push()
+
+    def poll(self) -> Message | None:
+        """Return the next message if it has arrived, and continue sending; raises LinkLost."""
+        self._push()
+        while self._missing:
+            try:
+                count = self._connection.recv_into(self._missing)
+            except (BlockingIOError, InterruptedError):
+                return None
+            except OSError as error:
+                raise self._lost(error) from error
+            if not count:
+                raise self._lost("it has closed the connection")
+            self._missing = self._missing[count:]
+            if not self._missing and self._numbers is None:
+                *numbers, size = _HEAD.unpack(self._head)
+                self._numbers = tuple(numbers)
+                self._payload = torch.empty(size, dtype=torch.uint8)
+                self._missing = _memory(self._payload)
+        assert self._numbers is not None
+        arrived = Message(self._numbers, self._payload)
+        self._numbers, self._missing = None, memoryview(self._head)
+        return arrived
+
+    def receive(self, until: float) -> Message:
+        """Return the next message; raises LinkLost, and LinkSilent where none comes in time.
+
+        Parameters
+        ----------
+        until: the time of `time.monotonic` to wait to, or inf.
+        """
+        while (arrived := self.poll()) is None:
+            if time.monotonic() > until:
+                raise LinkSilent(f"rank {self.peer} has not answered")
+            rest([self])
+        return arrived
+
+    def flush(self, until: float) -> None:
+        """Return when everything has been sent; nothing may be arriving.
+
+        Raises LinkLost, and LinkSilent where the other end does not receive in time.
+        """
+        while self._leaving:
+            if self.poll() is not None:
+                raise LinkLost(f"rank {self.peer} has sent what nobody has asked for")
+            if time.monotonic() > until:
+                raise LinkSilent(f"rank {self.peer} has not taken what was sent")
+            rest([self])
+
+    def close(self) -> None:
+        """End the link; later messages from the other end are lost."""
+        self._connection.close()
+
+    def register(self, waiting: select.poll) -> None:
+        """Let a poll end when this link can continue to receive, or to send."""
+        waiting.register(self._connection, select.POLLIN | bool(self._leaving) * select.POLLOUT)
+
+    def _push(self) -> None:
+        """Send as many bytes as the connection accepts now."""
+        try:
+            while self._leaving:
+                count = self._connection.send(self._leaving[0])
+                self._leaving[0] = self._leaving[0][count:]
+                if not self._leaving[0]:
+                    self._leaving.popleft()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, why: object) -> LinkLost:
+        return LinkLost(f"rank {self.peer} is lost: {why}")
 
 
-def flush(link: Link, until: float) -> None:
-    """Return when everything has been sent; nothing may be arriving.
+def rest(links: Iterable[Link]) -> None:
+    """Wait until one of these links can continue, for a tenth of a second at most."""
+    waiting = select.poll()
+    for link in links:
+        link.register(waiting)
+    waiting.poll(100)
 
-    Raises LinkLost, and LinkSilent where the other end does not receive in time; see `receive`.
+
+def _memory(payload: Tensor) -> memoryview:
+    of_bytes: Any = payload.numpy()
+    return memoryview(of_bytes)
+
+
+def open_links(
+    comm: ObjectCommunicator, called: Sequence[int], calling: Sequence[int], limit: float
+) -> dict[int, Link]:
+    """Return a link for each rank that this one talks to. All ranks of `comm` call it.
+
+    Parameters
+    ----------
+    comm: all ranks of the job.
+    called: the ranks that this one calls, such as servers.
+    calling: the ranks that call this one, such as clients. A link to a rank that has not called in
+        time is lost from the beginning.
+    limit: seconds allowed for connecting.
+
+    Raises
+    ------
+    LinkLost
+        Where a rank that this one calls cannot be reached.
     """
-    pause = Pause()
-    while not link.idle:
-        if link.poll() is not None:
-            raise LinkLost(f"rank {link.peer} has sent what nobody has asked for")
-        if time.monotonic() > until:
-            raise LinkSilent(f"rank {link.peer} has not taken what was sent")
-        pause.rest()
+    limit = min(limit, 1e7)  # a socket takes no infinite time
+    token, host = secrets.token_hex(16), socket.gethostname()
+    listener = socket.create_server(("", 0), backlog=len(calling)) if calling else None
+    port = None if listener is None else listener.getsockname()[1]
+    places = comm.allgather((host, port, token))
+    connections: dict[int, socket.socket] = {}
+    for peer in called:
+        there, port, theirs = places[peer]
+        address = "localhost" if there == host else there, port
+        try:
+            connections[peer] = socket.create_connection(address, limit)
+            connections[peer].sendall(_GREETING.pack(theirs.encode(), comm.rank))
+        except OSError as error:
+            raise LinkLost(f"rank {peer} cannot be reached: {error}") from error
+    if listener is not None:
+        with listener:
+            connections |= _accepted(listener, token, calling, limit)
+    for connection in connections.values():
+        _prepare(connection)
+    unconnected = [peer for peer in calling if peer not in connections]
+    connections |= {peer: socket.socket() for peer in unconnected}
+    return {peer: Link(peer, connection) for peer, connection in connections.items()}
 
 
-def message(numbers: Sequence[int], payload: Tensor | None = None) -> Message:
-    """Return a message, with zeros in place of missing numbers."""
-    filled = (*numbers, *(0,) * (NUMBERS - len(numbers)))
-    return Message(filled, torch.empty(0, dtype=torch.uint8) if payload is None else payload)
+def _accepted(
+    listener: socket.socket, token: str, calling: Sequence[int], limit: float
+) -> dict[int, socket.socket]:
+    """Return the connections of the ranks that call in time, without those of strangers."""
+    found: dict[int, socket.socket] = {}
+    until = time.monotonic() + limit
+    with suppress(TimeoutError):
+        while len(found) < len(calling):
+            listener.settimeout(max(until - time.monotonic(), 1e-3))
+            connection, _ = listener.accept()
+            connection.settimeout(_GREETED)
+            said = b""
+            with suppress(OSError):
+                while more := connection.recv(_GREETING.size - len(said)):
+                    said += more
+            if len(said) == _GREETING.size and said.startswith(token.encode()):
+                found[_GREETING.unpack(said)[1]] = connection
+            else:
+                connection.close()
+    return found
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Configure a connection: send at once, and notice a lost machine."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _QUIET)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _QUIET // _PROBES)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
