@@ -7,7 +7,10 @@ returned by the wait, which gets the sent tensors again, to keep them alive till
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import count, pairwise
 from operator import getitem
 from typing import Any
@@ -20,6 +23,7 @@ from distconv.compiling import tracing
 from distconv.compiling.program import Existing, TracedCall, TracedStep, Value, in_pieces
 from distconv.torch_private import signature_of
 from distconv.transport.interface import Request, Transport
+from distconv.transport.world import world
 
 aten, own = torch.ops.aten, torch.ops.distconv
 
@@ -206,6 +210,18 @@ def _apart(calls: Sequence[TracedCall]) -> set[int]:
     return apart
 
 
+@contextmanager
+def _told(backend: str, number: int) -> Iterator[None]:
+    """Say on stderr of the first rank that calls are being compiled, and how long it took."""
+    if world().rank != 0:
+        yield
+        return
+    print(f"compile: {backend} compiles {number} calls", end=" ... ", file=sys.stderr, flush=True)
+    begun = time.perf_counter()
+    yield
+    print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+
+
 class _Graph:
     """Calls of a step as a graph of torch.fx.
 
@@ -234,6 +250,7 @@ class _Graph:
                     self._inputs.append(x)
                     self._nodes[x] = self._graph.placeholder(f"x{len(self._inputs)}")
         self._token = self._add(aten.empty.memory_format, [0])
+        self._number = len(calls)
         for call in calls:
             self._take(call)
 
@@ -255,11 +272,14 @@ class _Graph:
             fullgraph=True,
             dynamic=False,
         )
-        kept = self._kept
+        kept, number, is_compiled = self._kept, self._number, False
 
         def graph(*tensors: Tensor) -> tuple[Tensor, ...]:
+            nonlocal is_compiled
             assert kept is not None
-            made: tuple[Tensor, ...] = run(*tensors)
+            with nullcontext() if is_compiled else _told(backend, number):
+                made: tuple[Tensor, ...] = run(*tensors)
+            is_compiled = True
             return made[:-1]
 
         return TracedCall(graph, tuple(self._inputs), {}, tuple(x.number for x in results))
