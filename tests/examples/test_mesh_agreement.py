@@ -13,32 +13,14 @@ from mpi4py import MPI
 
 import distconv as dc
 from examples.mesh_tangling.data import MeshTanglingData
-from examples.mesh_tangling.train import main
 from tests.support.everywhere import fails_everywhere
-from tests.support.mesh_runs import arguments, write_file
+from tests.support.mesh_runs import write_file
 
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1
 several = pytest.mark.parallel([2, 3])
 pytestmark = pytest.mark.filterwarnings("ignore:.*is fetched in pieces")
 OTHERS = {2: "rank 0", 3: "ranks 0-1"}.get(WORLD.size, "")
-
-
-@several
-@pytest.mark.parametrize(
-    "other",
-    [["--epochs", "2"], ["--seed=3"], ["--help"], ["--bogus"], ["--resume", "a.pt"], ["stray"]],
-)
-def test_another_command_line_on_one_rank_is_an_error_on_all(
-    folder: Path, other: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = arguments(folder / "data.h5", folder / "run", {"sample": WORLD.size}, 1)
-    with pytest.raises(SystemExit) as caught:
-        main(words + other * (WORLD.rank == LAST))
-    assert caught.value.code == 2
-    message = capsys.readouterr().err
-    assert (f"the arguments of rank {LAST} are" in message) == (WORLD.rank == 0)
-    assert (" ".join(other) in message) == (WORLD.rank == 0)
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {

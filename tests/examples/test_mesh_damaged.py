@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from mpi4py import MPI
 import distconv as dc
 from distconv.data import Checkpoint, HDF5Source
 from distconv.data.checkpoint import checkpoints_in
-from distconv.data.durable import read_checksummed
 from examples.mesh_tangling import train
 from examples.mesh_tangling.data import MeshTanglingData
 from examples.mesh_tangling.generate import generate
 from examples.mesh_tangling.store import describe
 from examples.mesh_tangling.train import MeshTangling, main
-from examples.trainer import training
 from examples.trainer.checkpoint import check_checkpoint, check_finite_state
 from examples.trainer.progress import Progress
 from tests.support.everywhere import fails_everywhere, on_rank_zero
@@ -37,19 +34,6 @@ GRID = {"height": WORLD.size}
 
 RECORD = {"step_losses": [0.5], "loss": 0.5, "iou": 0.5, "trivial_iou": 0.5}
 SCORES = MeshTangling().scores()
-
-
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Run as nobody, as permissions do not bind root; MPI cannot reach such a process's memory."""
-    if os.geteuid():
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def ends_with_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -67,14 +51,11 @@ def ends_with_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 
 FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
-    "plain": ({}, "it has no settings and history"),
     "no history": ({"settings": {"seed": 1}}, "it has no settings and history"),
-    "settings": ({"settings": [1], "history": []}, "it has no settings and history"),
     "other settings": (
         {"settings": {"seed": 2}, "history": []},
         "was written with --seed 2, this run has --seed 1",
     ),
-    "lacking settings": ({"settings": {}, "history": []}, "with --seed None, this run has"),
     "history of words": (
         {"settings": {"seed": 1}, "history": ["a"]},
         "epoch 1 of its history should",
@@ -146,18 +127,12 @@ def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_checkpoint(
     assert "the loss is nan in epoch 2 after step 1" in error
     assert f"{output} holds the state after epoch 1" in error and "--learning-rate" in error
     assert checkpoint.read_bytes() == there
-
-
-@pytest.mark.parallel(2)
-def test_a_validation_loss_that_is_not_finite_stops_training(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, other = folder / "data.h5", folder / "validation.h5"
-    on_rank_zero(lambda: [write_file(file), write_file(other), spoil(other)])
-    words = arguments(file, folder / "run", GRID, 1, "--validation", str(other))
+    validated = folder / "validated"
+    on_rank_zero(lambda: [file.rename(folder / "spoiled.h5"), write_file(file)])
+    words = arguments(file, validated, GRID, 1, "--validation", str(folder / "spoiled.h5"))
     error = ends_with_one_line(words, capsys)
     assert "the validation loss is nan in epoch 1 after step 1; there is no checkpoint" in error
-    assert not checkpoints_in(folder / "run")
+    assert not checkpoints_in(validated)
 
 
 def never(*arguments: object) -> None:
@@ -184,51 +159,14 @@ def test_an_output_folder_that_cannot_be_written_to_is_found_before_the_first_st
     assert not list((folder / "full").iterdir())
 
 
-@alone
-def test_an_output_folder_of_somebody_else_is_found_before_the_first_step(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = folder / "data.h5"
-    write_file(file)
-    monkeypatch.setattr(Progress, "step", never)
-    for place in (folder, *folder.parents[:3]):
-        place.chmod(0o755)
-    (folder / "others").mkdir(mode=0o555)
-    with unprivileged():
-        error = ends_with_one_line(arguments(file, folder / "others", GRID, 1), capsys)
-    assert "checkpoint cannot be written" in error and "Permission denied" in error
-
-
-@pytest.mark.parallel(2)
-def test_a_disk_that_fills_up_while_training_keeps_the_last_checkpoint(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, output = folder / "data.h5", folder / "run"
-    on_rank_zero(lambda: write_file(file))
-    main(arguments(file, output, GRID, 1))
-    there = sorted(output.iterdir())
-    monkeypatch.setattr(training, "make_room", lambda *arguments: None)
-    with files_up_to(10_000):
-        words = arguments(file, output, GRID, 2, "--resume", str(output))
-        error = ends_with_one_line(words, capsys)
-    assert "checkpoint-0000000002.pt cannot be written: File too large; free space" in error
-    assert sorted(output.iterdir()) == there
-    read_checksummed(checkpoints_in(output)[0])
-
-
 # Data
 
 
-def replace(path: Path, name: str, make: Callable[[h5py.File], object]) -> None:
-    write_file(path, **{name: None})
+def changed(path: Path, change: Callable[[h5py.File], object], *missing: str) -> None:
+    """Write a file, without some datasets, and change it."""
+    write_file(path, **dict.fromkeys(missing))
     with h5py.File(path, "a") as file:
-        make(file)
-
-
-def renamed(path: Path) -> None:
-    write_file(path)
-    with h5py.File(path, "a") as file:
-        file["state"].attrs["names"] = ["x"] * 18
+        change(file)
 
 
 def virtual(file: h5py.File) -> None:
@@ -237,56 +175,36 @@ def virtual(file: h5py.File) -> None:
     file.create_virtual_dataset("tangled", layout)
 
 
-def version(path: Path) -> None:
-    write_file(path)
-    with h5py.File(path, "a") as file:
-        file.attrs["format_version"] = 99
+LINK = {"tangled": h5py.SoftLink("/absent")}
 
+CHANGED: dict[str, tuple[Callable[[h5py.File], object], list[str], str]] = {
+    "link": (lambda f: f.update(LINK), ["tangled"], "'tangled' is a link"),
+    "virtual": (virtual, ["tangled"], "'tangled' lie in other files"),
+    "group": (lambda f: f.create_group("tangled"), ["tangled"], "'tangled' is a Group"),
+    "nothing": (lambda f: None, ["tangled"], "no dataset 'tangled'; there are"),
+    "names": (
+        lambda f: f["state"].attrs.update({"names": ["x"] * 18}),
+        [],
+        "the channels of 'state' are",
+    ),
+    "version": (lambda f: f.attrs.update(format_version=99), [], "format_version is 99, expected"),
+}
+
+REPLACED: dict[str, tuple[str, np.ndarray, str]] = {
+    "channels": ("state", np.zeros((5, 17, 64, 64), "f4"), r"\(5, 17.*, expected \(5, 18, 64, 64"),
+    "dimensions": ("state", np.zeros((5, 18, 64), "f4"), r"\(5, 18, 64\), expected \(samples, 18"),
+    "samples": ("tangled", np.zeros((4, 1, 64, 64), "u1"), r"\(4, 1, .*, expected \(5, 1, 64"),
+    "text": ("channel_mean", np.array([b"a"] * 18), "'channel_mean' has values of type"),
+    "mean": ("channel_mean", np.full(18, np.nan, "f4"), "channel_mean must be finite"),
+    "deviation": ("channel_deviation", np.zeros(18, "f4"), "channel_deviation must be positive"),
+}
 
 DATA: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda path: path.touch(), "not a whole HDF5 file"),
-    "folder": (lambda path: path.mkdir(), "is a folder"),
-    "text": (lambda path: path.write_text("samples" * 999), "not a whole HDF5 file"),
-    "dangling file": (lambda path: path.symlink_to("absent"), "no such file"),
-    "soft link": (
-        lambda path: replace(
-            path, "tangled", lambda f: f.update({"tangled": h5py.SoftLink("/absent")})
-        ),
-        "'tangled' is a link",
-    ),
-    "external link": (
-        lambda path: replace(
-            path, "tangled", lambda f: f.update({"tangled": h5py.ExternalLink("absent.h5", "/")})
-        ),
-        "'tangled' is a link",
-    ),
-    "virtual": (lambda path: replace(path, "tangled", virtual), "'tangled' lie in other files"),
-    "group": (
-        lambda path: replace(path, "tangled", lambda f: f.create_group("tangled")),
-        "'tangled' is a Group",
-    ),
-    "text values": (
-        lambda path: write_file(path, channel_mean=np.array([b"a"] * 18)),
-        "'channel_mean' has values of type",
-    ),
-    "complex": (
-        lambda path: write_file(path, state=np.zeros((5, 18, SIZE, SIZE), complex)),
-        "'state' has values of type complex128, expected floating point",
-    ),
-    "no shape": (
-        lambda path: replace(path, "state", lambda f: f.update({"state": h5py.Empty("f")})),
-        "'state' has shape None",
-    ),
-    "mean": (
-        lambda path: write_file(path, channel_mean=np.full(18, np.nan, np.float32)),
-        "channel_mean must be finite",
-    ),
-    "deviation": (
-        lambda path: write_file(path, channel_deviation=np.full(18, np.inf, np.float32)),
-        "channel_deviation must be positive",
-    ),
-    "names": (renamed, "the channels of 'state' are"),
-    "version": (version, "format_version is 99, expected 1"),
+    name: (lambda path, change=change, missing=missing: changed(path, change, *missing), message)
+    for name, (change, missing, message) in CHANGED.items()
+} | {
+    kind: (lambda path, name=name, values=values: write_file(path, **{name: values}), message)
+    for kind, (name, values, message) in REPLACED.items()
 }
 
 
@@ -299,23 +217,6 @@ def test_a_foreign_data_file_is_refused_on_every_rank_in_one_line(folder: Path, 
     fails_everywhere(
         lambda: MeshTanglingData(folder / "data.h5", grid), f"^(?!.*\n).*data.h5.*{message}"
     )
-
-
-@alone
-def test_data_without_permission_are_refused(folder: Path) -> None:
-    def forbid() -> None:
-        (folder / "private").mkdir()
-        write_file(folder / "private" / "data.h5")
-        (folder / "private").chmod(0)
-
-    on_rank_zero(forbid)
-    grid = dc.ProcessGrid(sample=-1)
-    with unprivileged():
-        fails_everywhere(
-            lambda: MeshTanglingData(folder / "private" / "data.h5", grid),
-            "Permission denied.*data.h5",
-        )
-    on_rank_zero(lambda: (folder / "private").chmod(0o700))
 
 
 def test_a_flipped_bit_of_the_data_is_refused_by_name_or_changes_no_value(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import distconv as dc
 from examples.mesh_tangling import quality, simulation, store
-from examples.mesh_tangling.generate import generate, generate_together, main
+from examples.mesh_tangling.generate import generate, generate_together
 
 SIZE = 24
 SCALE_FREE = [name for name in quality.METRICS if name not in ("Jacobian", "volume")]
@@ -26,22 +26,6 @@ def metrics(*points: tuple[float, float]) -> dict[str, float]:
 
 
 HAND_COMPUTED = {
-    "unit square": (
-        [(0, 0), (1, 0), (1, 1), (0, 1)],
-        {
-            "aspect ratio": 1, "condition number": 1, "distortion": 1, "Jacobian": 1,
-            "largest angle": 90, "oddy": 0, "scaled Jacobian": 1, "shape": 1, "shear": 1,
-            "skew": 0, "smallest angle": 90, "stretch": 1, "taper": 0, "volume": 1,
-        },
-    ),
-    "rectangle of 2 x 1": (
-        [(0, 0), (2, 0), (2, 1), (0, 1)],
-        {
-            "aspect ratio": 1.5, "condition number": 1.25, "distortion": 1, "Jacobian": 2,
-            "largest angle": 90, "oddy": 9 / 8, "scaled Jacobian": 1, "shape": 0.8, "shear": 1,
-            "skew": 0, "smallest angle": 90, "stretch": np.sqrt(0.4), "taper": 0, "volume": 2,
-        },
-    ),
     "square sheared by 45 degrees": (
         [(0, 0), (1, 0), (2, 1), (1, 1)],
         {
@@ -70,14 +54,6 @@ HAND_COMPUTED = {
             "skew": 0.6,
             "smallest angle": np.degrees(np.arccos(3 / np.sqrt(10))),
             "stretch": 1, "taper": 3 / np.sqrt(5), "volume": 1,
-        },
-    ),
-    "inverted unit square": (
-        [(0, 0), (0, 1), (1, 1), (1, 0)],
-        {
-            "aspect ratio": 1, "condition number": quality.CAP, "distortion": -1, "Jacobian": -1,
-            "largest angle": 270, "oddy": 0, "scaled Jacobian": -1, "shape": 0, "shear": 0,
-            "skew": 0, "smallest angle": 90, "stretch": 1, "taper": 0, "volume": -1,
         },
     ),
     "four coincident nodes": (
@@ -116,26 +92,17 @@ def test_metrics_are_finite_and_bounded_for_any_four_nodes(points):
     assert all(abs(values[name]) <= quality.CAP for name in SCALE_FREE if "angle" not in name)
 
 
-@given(valid_zones, st.floats(0.0, 360.0), coordinates, coordinates)
-def test_metrics_do_not_change_when_a_zone_is_rotated_and_moved(zone, degrees, x, y):
+@given(valid_zones, st.floats(0.0, 360.0), coordinates, st.floats(1e-3, 1e3), st.integers(0, 3))
+def test_metrics_do_not_change_with_place_scale_and_first_node_and_areas_are_quadratic(
+    zone, degrees, by, scale, first
+):
     cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
-    moved = zone @ np.array([[cos, sin], [-sin, cos]]) + (x, y)
-    assert metrics(*moved) == pytest.approx(metrics(*zone), rel=1e-6, abs=1e-5)
-
-
-@given(valid_zones, st.floats(1e-3, 1e3))
-def test_metrics_without_dimension_do_not_change_with_scale_and_areas_are_quadratic(zone, scale):
-    before, after = metrics(*zone), metrics(*(scale * zone))
+    moved = scale * (np.roll(zone, first, axis=0) @ np.array([[cos, sin], [-sin, cos]]) + by)
+    before, after = metrics(*zone), metrics(*moved)
     for name in SCALE_FREE:
         assert after[name] == pytest.approx(before[name], rel=1e-6, abs=1e-5)
     for name in ("Jacobian", "volume"):
-        assert after[name] == pytest.approx(scale**2 * before[name], rel=1e-9)
-
-
-@given(valid_zones, st.integers(0, 3))
-def test_metrics_do_not_depend_on_the_node_that_comes_first(zone, shift):
-    rolled = np.roll(zone, shift, axis=0)
-    assert metrics(*rolled) == pytest.approx(metrics(*zone), rel=1e-6, abs=1e-5)
+        assert after[name] == pytest.approx(scale**2 * before[name], rel=1e-6, abs=1e-5 * scale**2)
 
 
 def test_corner_jacobians_of_a_mesh_are_those_of_each_zone_by_itself():
@@ -205,16 +172,10 @@ def test_circulation_on_a_closed_interface_sums_to_zero(flow):
     assert abs(flow.circulations.sum()) < 1e-9 * abs(flow.circulations).sum()
 
 
-def test_velocity_is_the_same_whatever_the_block_it_is_evaluated_in(flow, monkeypatch):
-    points = np.random.default_rng(1).uniform(size=(2, 50))
-    at_once = flow.velocity(points, flow.blobs, 5e-4)
-    monkeypatch.setattr(simulation, "BLOCK", 7)
-    np.testing.assert_array_equal(flow.velocity(points, flow.blobs, 5e-4), at_once)
-
-
-def test_metrics_and_label_are_the_same_whatever_the_band_they_are_evaluated_in(
+def test_fields_and_label_are_the_same_whatever_the_pieces_they_are_evaluated_in(
     flow, sample, monkeypatch
 ):
+    monkeypatch.setattr(simulation, "BLOCK", 7)
     monkeypatch.setattr(simulation, "BAND", 5 * SIZE)
     again = simulation.simulate(flow, SIZE)
     np.testing.assert_array_equal(again.tangled, sample.tangled)
@@ -227,29 +188,11 @@ def test_label_is_every_zone_that_is_tangled_at_some_step_up_to_the_horizon(flow
     steps = list(carried.steps_until(flow, flow.snapshot_time))[-1:]
     steps += list(steps[0].steps_until(flow, flow.snapshot_time + simulation.HORIZON))
     assert steps[-1].time == pytest.approx(flow.snapshot_time + simulation.HORIZON)
-    tangled = np.zeros((SIZE, SIZE), dtype=bool)
-    for step in steps:
-        x, y = step.nodes
-        for out, back in (  # offsets (row, column) of the next and of the previous corner
-            ((0, 0, 0, 1), (0, 0, 1, 0)),
-            ((0, 1, 1, 1), (0, 1, 0, 0)),
-            ((1, 1, 1, 0), (1, 1, 0, 1)),
-            ((1, 0, 0, 0), (1, 0, 1, 1)),
-        ):
-            ox, oy, bx, by = (edge(z, *o) for o in (out, back) for z in (x, y))
-            tangled |= ox * by - oy * bx <= 0
+    corners = [quality.corner_jacobians(quality.corners_of(step.nodes)) for step in steps]
+    tangled = (np.array(corners) <= 0).any((0, 1))
     np.testing.assert_array_equal(sample.tangled, tangled)
     assert (sample.tangled >= (sample.fields["Jacobian"] <= 0)).all()
     assert 0 < sample.tangled.mean() < 0.6
-
-
-def edge(z, from_row, from_column, to_row, to_column):
-    """Return the difference of node coordinates along one edge of every zone."""
-
-    def corner(row, column):
-        return z[row : row + SIZE, column : column + SIZE]
-
-    return corner(to_row, to_column) - corner(from_row, from_column)
 
 
 def test_flow_does_not_depend_on_the_mesh(flow):
@@ -343,10 +286,3 @@ def test_a_file_with_samples_missing_is_refused_and_not_left(tmp_path):
         with store.create(tmp_path / "train.h5", 2, 16, seed=0, horizon=1.0):
             pass
     assert list(tmp_path.iterdir()) == []
-
-
-def test_command_line_writes_the_file_and_a_summary(tmp_path, capsys):
-    path = tmp_path / "train.h5"
-    main(["--samples", "1", "--size", "16", "--seed", "2", "--output", str(path)])
-    assert path.is_file()
-    assert "1 samples of 16 x 16 zones" in capsys.readouterr().out

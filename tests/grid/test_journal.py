@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import nn
 
 import distconv as dc
 from distconv.grid.journal import DivergenceError
@@ -43,10 +43,6 @@ def differing(usual: Callable[[], Any], other: Callable[[], Any]) -> str:
 def planes(grid: dc.ProcessGrid, layout: dc.Layout | None = None) -> dc.DistTensor:
     x = torch.randn(2, 3, 16, 8, generator=torch.Generator().manual_seed(0))
     return dc.distribute_tensor(x, grid, layout)
-
-
-def weight(*shape: int) -> Tensor:
-    return torch.ones(shape)
 
 
 def in_half(x: dc.DistTensor) -> Any:
@@ -131,26 +127,58 @@ def test_functions_that_send_nothing_are_compared_with_the_next_step(
     torch.testing.assert_close(usual(x).sum().full_tensor(), usual(x).full_tensor().sum())
 
 
+def averaged(x: dc.DistTensor) -> Any:
+    return F.avg_pool2d(x, 3, 1, 1)
+
+
+def convolved(x: dc.DistTensor) -> Any:
+    return F.conv2d(x, torch.ones(3, 3, 3, 3), padding=1)
+
+
+def on_another_grid(x: dc.DistTensor) -> Any:
+    return averaged(planes(dc.ProcessGrid(width=-1)))
+
+
+Call = Callable[[dc.DistTensor], Any]
+SENDING: dict[str, tuple[Call, Call, str]] = {
+    "a stride of equal output": (
+        lambda x: F.max_pool2d(x, 2, stride=16),
+        lambda x: F.max_pool2d(x, 2, stride=17),
+        "max_pool2d stride=16 stride=17",
+    ),
+    "two calls of equal size": (
+        lambda x: (convolved(x), averaged(x)),
+        lambda x: (averaged(x), convolved(x)),
+        "conv2d avg_pool2d",
+    ),
+    "a layout": (
+        lambda x: x.redistribute(dc.Layout(width="height")),
+        lambda x: x.redistribute(dc.Layout(channel="height")),
+        "width='height' channel='height'",
+    ),
+    "a grid over the same ranks": (
+        lambda x: (planes(dc.ProcessGrid(width=-1)), averaged(x)),
+        on_another_grid,
+        "Layout(height='height') Layout(width='width')",
+    ),
+    "a reduction in place of an exchange": (averaged, lambda x: x.sum(), "avg_pool2d sum"),
+    "a mode of a module": (
+        lambda x: averaged(nn.BatchNorm2d(3)(x)),
+        lambda x: averaged(nn.BatchNorm2d(3).eval()(x)),
+        "batch_norm True False",
+    ),
+}
+"""Calls that differ: what most ranks run, what one does, and the words of the error."""
+
+
 @pytest.mark.parallel([2, 3])
-def test_another_stride_of_equal_output_is_named(grid: dc.ProcessGrid) -> None:
+@pytest.mark.parametrize("case", SENDING)
+def test_what_differs_in_functions_that_send_is_named(grid: dc.ProcessGrid, case: str) -> None:
+    usual, other, words = SENDING[case]
     x = planes(grid)
-    error = differing(lambda: F.max_pool2d(x, 2, stride=16), lambda: F.max_pool2d(x, 2, stride=17))
-    assert "stride=16" in error and "stride=17" in error and "max_pool2d" in error
+    error = differing(lambda: usual(x), lambda: other(x))
+    assert all(word in error for word in words.split())
     assert f"rank {LAST}" in error and "test_journal.py" in error
-
-
-@pytest.mark.parallel([2, 3])
-def test_two_calls_of_equal_size_in_another_order_are_named(grid: dc.ProcessGrid) -> None:
-    x = planes(grid)
-
-    def conv() -> Any:
-        return F.conv2d(x, weight(3, 3, 3, 3), padding=1)
-
-    def pool() -> Any:
-        return F.avg_pool2d(x, 3, 1, 1)
-
-    error = differing(lambda: (conv(), pool()), lambda: (pool(), conv()))
-    assert "conv2d" in error and "avg_pool2d" in error
 
 
 @pytest.mark.parallel([2, 3])
@@ -194,39 +222,6 @@ def test_a_change_of_format_that_a_rank_without_rows_need_not_make_is_no_differe
     y = x.to(memory_format=torch.channels_last)
     y = y.to(memory_format=torch.channels_last)
     assert y.sum().item() == 48
-
-
-@pytest.mark.parallel([2, 3])
-def test_another_layout_in_redistribute_is_named(grid: dc.ProcessGrid) -> None:
-    x = planes(grid)
-    error = differing(
-        lambda: x.redistribute(dc.Layout(width="height")),
-        lambda: x.redistribute(dc.Layout(channel="height")),
-    )
-    assert "width='height'" in error and "channel='height'" in error
-
-
-@pytest.mark.parallel([2, 3])
-def test_another_grid_over_the_same_ranks_is_named(grid: dc.ProcessGrid) -> None:
-    x, y = planes(grid), planes(dc.ProcessGrid(width=-1))
-    error = differing(lambda: F.avg_pool2d(x, 3, 1, 1), lambda: F.avg_pool2d(y, 3, 1, 1))
-    assert "Layout(height='height')" in error and "Layout(width='width')" in error
-
-
-@pytest.mark.parallel([2, 3])
-def test_a_reduction_instead_of_an_exchange_is_named(grid: dc.ProcessGrid) -> None:
-    x = planes(grid)
-    error = differing(lambda: F.avg_pool2d(x, 3, 1, 1), lambda: x.sum())
-    assert "avg_pool2d" in error and "sum" in error
-
-
-@pytest.mark.parallel([2, 3])
-def test_a_mode_of_a_module_is_named(grid: dc.ProcessGrid) -> None:
-    x = planes(grid)
-    norm = nn.BatchNorm2d(3).train(WORLD.rank != LAST)
-    pool = nn.AvgPool2d(3, 1, 1)
-    error = differing(lambda: pool(norm(x)), lambda: pool(norm(x)))
-    assert "batch_norm" in error and "True" in error and "False" in error
 
 
 @pytest.mark.parallel([2, 3])
@@ -278,18 +273,6 @@ def test_equal_numbers_of_other_types_are_other_arguments(grid: dc.ProcessGrid) 
     differing(lambda: (x * 1.0).sum(), lambda: (x * 3.0).sum())
     (x * 3).sum()  # one rank has met 3.0 before, the others have not
     (x * np.longdouble(2)).sum()  # of which numpy makes no number of Python's
-
-
-@pytest.mark.parallel([2, 3])
-def test_first_calls_are_compared_without_being_asked_for(
-    unknown: dc.ProcessGrid,
-) -> None:
-    x = planes(unknown)
-    error = differing(
-        lambda: F.avg_pool2d(x, (7, 3), 1, (3, 1)),
-        lambda: F.avg_pool2d(x, (7, 5), 1, (3, 2)),
-    )
-    assert "(7, 3)" in error and "(7, 5)" in error and "DISTCONV_DEBUG=1" in error
 
 
 @pytest.mark.parallel([2, 4])

@@ -139,12 +139,6 @@ def test_a_rank_that_ends_in_the_middle_is_an_error_that_says_so(tmp_path: Path)
     )
 
 
-def test_the_first_operator_that_differs_is_named(tmp_path: Path) -> None:
-    body = "(torch.flip(x, (2,)) if grid.rank else torch.roll(x, 1, 2)).sum()"
-    end = job(tmp_path, body, DISTCONV_DEBUG="1")
-    assert end.returncode != 0 and "flip" in end.stderr and "roll" in end.stderr
-
-
 def test_workers_are_no_ranks(tmp_path: Path) -> None:
     script = """
 import sys

@@ -23,12 +23,13 @@ def ended(
     return end_of(start(script, ranks, *arguments, fresh=fresh))
 
 
-def test_importing_the_library_does_not_start_mpi(tmp_path: Path) -> None:
+def test_importing_the_library_starts_no_mpi_and_imports_no_training(tmp_path: Path) -> None:
     program = """
 import sys
 import distconv, distconv.layers, distconv.tools.arguments
 import distconv.tools.command_line
-assert "mpi4py.MPI" not in sys.modules
+assert "mpi4py.MPI" not in sys.modules and "distconv.training" not in sys.modules
+assert distconv.training.max_batch(9) == 3
 distconv.ProcessGrid()
 assert "mpi4py.MPI" in sys.modules
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -201,41 +200,6 @@ def test_a_gradient_of_the_program_stays_the_same_tensor() -> None:
     twins.check()
     for ours, theirs in zip(own[1], own[0], strict=True):
         assert deviation(ours, theirs) <= 1e-10
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_are_scaled_and_clipped_as_in_serial(set_to_none: bool) -> None:
-    twins = Twins(grids(27)[0])
-    models = (twins.serial, twins.parallel)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in models]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in models]
-    inputs = [batch, twins.inputs]
-    for seed in range(3):
-        norms = []
-        for model, optimizer, scaler, of in zip(models, optimizers, scalers, inputs, strict=True):
-            scaler.scale(loss_of(model, *of(seed))).backward()
-            scaler.unscale_(optimizer)
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
-            scaler.step(optimizer)
-            scaler.update()
-        assert deviation(norms[1], norms[0]) <= 1e-10
-        twins.check()
-        twins.zero_grad(set_to_none)
-
-
-@pytest.mark.parallel(RANKS)
-def test_copies_of_gradients_are_on_their_own() -> None:
-    twins = Twins(grids(28)[0])
-    twins.backward(0)
-    gradient = twins.parallel.head.weight.grad
-    copied = copy.deepcopy(gradient)
-    value = gradient.clone()
-    alone = copy.deepcopy(twins.parallel)
-    twins.backward(1)
-    twins.check()
-    assert torch.equal(copied, value)
-    assert all(p.grad is None for p in alone.parameters())
 
 
 # Gradients of other types and strides

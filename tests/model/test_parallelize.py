@@ -182,27 +182,6 @@ def test_parameters_are_frozen_unfrozen_and_swapped_between_passes() -> None:
             twins.zero_grad(set_to_none=seed % 2 == 0)
 
 
-@pytest.mark.parallel(RANKS)
-def test_planes_smaller_than_the_grid_leave_ranks_empty_and_gradients_right() -> None:
-    grid = dc.ProcessGrid(height=-1)
-
-    def make(seed: int = 0) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Conv2d(3, 4, 3, stride=3, padding=1, bias=False),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.MaxPool2d(3),
-            nn.Conv2d(4, 2, 1),
-            nn.Flatten(),
-        ).double()
-
-    twins = Twins(grid, make, bucket_bytes=100)
-    for seed in range(2):
-        twins.backward(seed)
-        twins.check()
-
-
 # Accumulation
 
 

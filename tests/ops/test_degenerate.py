@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 
 import distconv as dc
-from tests.support.serial import agrees, raises_alike, random_grid, random_tensor
+from tests.support.serial import agrees, random_grid, random_tensor
 
 INF, NAN = float("inf"), float("nan")
 
@@ -69,69 +69,6 @@ NUMBER: dict[str, Callable] = {
 def test_a_tensor_without_dimensions_counts_as_a_vector(name: str) -> None:
     rng = random.Random(name)
     agrees(NUMBER[name], [random_tensor(rng, ())], [], random_grid(rng), rng)
-
-
-RAISED: dict[str, Callable] = {
-    "max of no elements": lambda x: x[:0].max(),
-    "amin of no elements": lambda x: x[:0].amin(),
-    "argmax of no elements": lambda x: x[:0].argmax(),
-    "max along no elements": lambda x: x[:0].max(0),
-    "uniform_ upside down": lambda x: x.clone().uniform_(2, 1),
-    "uniform_ of integers": lambda x: x.long().uniform_(),
-    "normal_ with a negative deviation": lambda x: x.clone().normal_(0, -1),
-    "normal_ of integers": lambda x: x.long().normal_(),
-    "bernoulli beyond 1": lambda x: torch.bernoulli(x, 1.5),
-    "bernoulli_ beyond 1": lambda x: x.clone().bernoulli_(1.5),
-    "bernoulli_ of another shape": lambda x: x.clone().bernoulli_(torch.ones(4) / 2),
-    "bernoulli of integers": lambda x: torch.bernoulli(x.long()),
-    "randint_like of nothing": lambda x: torch.randint_like(x, 5, 5),
-    "randn_like of integers": lambda x: torch.randn_like(x, dtype=torch.int64),
-    "argmax of bool": lambda x: (x > 0).argmax(),
-    "argmin of bool": lambda x: (x > 0).argmin(0),
-    "batch_norm without momentum": lambda x: F.batch_norm(
-        x, None, None, training=True, momentum=None
-    ),
-    "batch_norm with one running statistic": lambda x: F.batch_norm(
-        x, torch.zeros(3), None, training=True
-    ),
-    "instance_norm without momentum": lambda x: F.instance_norm(x, momentum=None),
-    "instance_norm with one running statistic": lambda x: F.instance_norm(
-        x, torch.zeros(3).double()
-    ),
-    "flipud of a number": lambda x: torch.flipud(x[0, 0, 0]),
-    "narrow from a boolean": lambda x: x.narrow(0, torch.tensor(True), 1),
-    "split with negative sizes": lambda x: x.split([3, -1]),
-    "repeat of too few dimensions": lambda x: x.repeat(2),
-    "repeat a negative number of times": lambda x: x.repeat(-1, 1, 1),
-    "permute of no dimension": lambda x: x.permute(()),
-    "cat of numbers": lambda x: torch.cat([x[0, 0, 0], x[0, 0, 0]]),
-    "more output padding than stride": lambda x: F.conv_transpose1d(
-        x, torch.ones(3, 1, 1).double(), output_padding=1
-    ),
-    "transposed convolution to nothing": lambda x: F.conv_transpose1d(
-        x, torch.ones(3, 1, 1).double(), padding=3
-    ),
-    "interpolation to nothing": lambda x: F.interpolate(x, scale_factor=0.1, mode="linear"),
-    "interpolation of integers": lambda x: F.interpolate(x.long(), size=3),
-    "replicated booleans": lambda x: F.pad(x > 0, (1, 1), mode="replicate"),
-    "mirrored booleans": lambda x: F.pad(x > 0, (1, 1), mode="reflect"),
-    "half averages of volumes": lambda x: F.avg_pool3d(x.bfloat16()[None], 1),
-    "averages of bytes": lambda x: F.avg_pool1d(x.byte(), 2),
-    "adaptive maxima of integers": lambda x: F.adaptive_max_pool1d(x.long(), 2),
-    "Frobenius norm over three dimensions": lambda x: x.norm(dim=(0, 1, 2)),
-    "power average over a tuple": lambda x: F.lp_pool1d(x, 2, (2,)),
-    "softmax to integers": lambda x: x.softmax(0, dtype=torch.int64),
-    "negative variance": lambda x: F.gaussian_nll_loss(x, x, -1.0),
-    "adaptive pooling to less than nothing": lambda x: F.adaptive_avg_pool1d(x, -1),
-}
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("name", RAISED)
-def test_what_torch_does_not_accept_raises_on_all_ranks(name: str) -> None:
-    rng = random.Random(name)
-    x = random_tensor(rng, (2, 3, 5))
-    raises_alike(RAISED[name], [x], [], random_grid(rng), rng, [dc.Layout()])
 
 
 @pytest.mark.parallel([2])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
-from tests.support.serial import agrees, raises_alike, random_tensor
+from tests.support.serial import agrees, random_tensor
 
 
 @pytest.mark.parallel([2, 4])
@@ -34,41 +34,6 @@ def test_a_rank_without_elements_takes_part(function: Any, axis: str) -> None:
     agrees(lambda x, y: function(x, y.detach()), x, [], grid, rng, [layout, layout])
 
 
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: F.mse_loss(x, torch.ones(2, 2, 4, 1)),
-        lambda x: F.mse_loss(x, x, reduction="average"),
-        lambda x: F.mse_loss(x, x, weight=torch.ones(3)),
-        lambda x: F.l1_loss(x, x, weight=torch.ones(3)),
-        lambda x: F.smooth_l1_loss(x, x, beta=-1.0),
-        lambda x: F.huber_loss(x, x, delta=0.0),
-        lambda x: F.huber_loss(x, x, delta=-1.0, weight=torch.ones(2, 3, 4, 1)),
-        lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones(1, 3, 4, 1).double()),
-        lambda x: F.binary_cross_entropy_with_logits(x, x, weight=torch.ones(5)),
-        lambda x: F.binary_cross_entropy_with_logits(x, x, pos_weight=torch.ones(5)),
-        lambda x: F.cross_entropy(x, torch.zeros(2, 4, dtype=torch.int64)),
-        lambda x: F.cross_entropy(x, torch.zeros(2, 4, 1)),
-        lambda x: F.cross_entropy(x, torch.zeros(2, 3, 4, 1, dtype=torch.int64)),
-        lambda x: F.cross_entropy(
-            x, torch.zeros(2, 4, 1, dtype=torch.int64), torch.ones(4).double()
-        ),
-        lambda x: F.cross_entropy(x, torch.zeros(2, 4, 1, dtype=torch.int64), label_smoothing=1.5),
-        lambda x: F.cross_entropy(x, torch.zeros(2, 4, 1, dtype=torch.int64), reduction="all"),
-        lambda x: F.cross_entropy(x, x, ignore_index=0),
-        lambda x: F.nll_loss(x, x),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Using a target size")
-def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
-    rng = random.Random(8)
-    grid = dc.ProcessGrid(width=-1)
-    x = [random_tensor(rng, (2, 3, 4, 1))]
-    for layout in (dc.Layout(), dc.Layout(width="width"), dc.Layout(channel="width")):
-        raises_alike(function, x, [], grid, rng, [layout])
-
-
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ignore_index", [-100, 2, 300])
@@ -85,14 +50,6 @@ def test_class_numbers_of_eight_bits(ignore_index: int, weighted: bool) -> None:
             return F.cross_entropy(x, labels, weight, ignore_index=ignore_index)
 
         agrees(loss, [x], [], grid, rng, [dc.Layout(sample="sample")])
-
-
-@pytest.mark.parallel([1, 2, 3])
-def test_class_numbers_of_planes_have_sixty_four_bits() -> None:
-    rng, grid = random.Random(10), dc.ProcessGrid(width=-1)
-    labels = torch.zeros(2, 4, 1, dtype=torch.uint8)
-    x = [random_tensor(rng, (2, 3, 4, 1))]
-    raises_alike(lambda x: F.cross_entropy(x, labels), x, [], grid, rng, [dc.Layout(width="width")])
 
 
 @pytest.mark.parallel([4])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import resource
-import signal
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +11,6 @@ from typing import Any
 import h5py
 import numpy as np
 from mpi4py import MPI
-
-from tests.support.jobs import LIMIT, start
 
 WORLD = MPI.COMM_WORLD
 REPOSITORY = Path(__file__).parents[2]
@@ -57,25 +52,3 @@ def files_up_to(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@contextmanager
-def job(program: str, words: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a Python program on two ranks, which end with the block."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "program.py")
-        script.write_text(program)
-        process = start(script, 2, *words, fresh=False, PYTHONPATH=str(REPOSITORY))
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                process.communicate(timeout=LIMIT)
-
-
-def launched(program: str, words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a `job` and return how it ended."""
-    with job(program, words) as process:
-        output, errors = process.communicate(timeout=LIMIT)
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

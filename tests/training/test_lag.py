@@ -84,24 +84,6 @@ class Slope(nn.Module):
         return (x * self.weight).square().mean() / 2
 
 
-@pytest.mark.parallel([2])
-@pytest.mark.parametrize("rate", [0.98, 1.02])
-def test_on_a_quadratic_a_lag_of_1_halves_the_largest_stable_rate(rate: float) -> None:
-    grid = dc.ProcessGrid(sample=-1)
-    model = dc.parallelize(Slope(), grid)
-    optimizer = SGD(model.parameters(), rate)
-    late = GradientLag(model)
-    x = dc.distribute_tensor(torch.ones(4, 1, 1, dtype=torch.float64), grid)
-    recursion = torch.tensor([[1.0, -rate], [1.0, 0.0]], dtype=torch.float64)
-    for step in range(200):
-        late.backward(model(x))
-        optimizer.step()
-        if step in (1, 10, 100):
-            expected = torch.linalg.matrix_power(recursion, step).sum(1)[0]
-            assert deviation(model.weight.detach()[0], expected) <= 1e-10
-    assert (abs(model.weight.item()) < 1) == (rate < 1)
-
-
 @pytest.mark.parallel(RANKS)
 def test_sharded_parameters_get_the_late_gradients_of_their_blocks() -> None:
     grid = dc.ProcessGrid(channel=-1)

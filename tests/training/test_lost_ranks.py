@@ -118,10 +118,3 @@ def test_workers_do_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
     assert all(end.returncode for end in ends)
     for end in ends:
         assert SILENT.search(end.stderr), end.stderr
-
-
-def test_under_mpiexec_a_job_ends_with_a_server_that_hangs(tmp_path: Path) -> None:
-    words = str(tmp_path / "state"), "synchronous", "12", "1", "-", "-1", "0"
-    script = program(tmp_path, hanging())
-    end = end_of(start(script, 3, *words, fresh=False, DISTCONV_TIMEOUT=PATIENCE))
-    assert end.returncode and SILENT.search(end.stderr), end.stderr

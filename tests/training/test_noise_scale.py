@@ -106,22 +106,6 @@ def test_micro_batches_are_units_as_well(count: int) -> None:
 
 
 @pytest.mark.parallel([2])
-def test_on_synthetic_gradients_it_is_the_ratio_of_noise_and_signal() -> None:
-    """Check the estimate to 5% on gradients with |G|^2 = 2 and tr(Sigma) = 16."""
-    grid = dc.ProcessGrid(sample=-1)
-    dimension, samples = 32, 512
-    mean = torch.full((dimension,), 0.25).double()
-    model = dc.parallelize(nn.Linear(dimension, 1, bias=False).double(), grid)
-    noise = NoiseScale(model, decay=0.98)
-    rng = random.Random(5)
-    for _ in range(75):
-        x = mean + random_tensor(rng, (samples, dimension)) * 0.5**0.5
-        parts = x.chunk(4)
-        noise.backward((model(dc.distribute_tensor(p, grid)).mean() / 4 for p in parts), samples)
-    assert noise.value == pytest.approx(8.0, rel=0.05)
-
-
-@pytest.mark.parallel([2])
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 def test_gradients_are_those_of_an_ordinary_backward_pass(bucket_bytes: int) -> None:
     def branching(seed: int = 0) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from math import cos, isclose, pi, sqrt
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,26 +27,11 @@ from distconv.training import (
     max_batch,
     number_of_steps,
 )
-from tests.support.jobs import end_of, start
 
 
 def optimizer(rate: float = 0.1) -> SGD:
     first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     return SGD([{"params": [first]}, {"params": [second], "lr": 3 * rate}], lr=rate)
-
-
-def test_the_rest_of_the_library_does_without_training(tmp_path: Path) -> None:
-    program = (
-        "import sys, distconv as dc; assert 'distconv.training' not in sys.modules; "
-        "assert dc.training.max_batch(9) == 3"
-    )
-    script = tmp_path / "program.py"
-    script.write_text(program)
-    # With DISTCONV_DEBUG set, a fork imports distconv anew.
-    end = end_of(start(script, fresh=False, DISTCONV_DEBUG="0"))
-    assert end.returncode == 0, end.stderr
-    with pytest.raises(AttributeError, match="no attribute 'trainings'"):
-        dc.trainings  # noqa: B018
 
 
 def test_base_rates_are_those_of_the_class_or_of_its_base() -> None:

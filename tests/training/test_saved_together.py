@@ -63,14 +63,7 @@ def run(
     return [end_of(job) for job in jobs]
 
 
-@pytest.mark.parametrize(
-    ("method", "servers", "mpi"),
-    [
-        ("downpour", 1, False),
-        ("seldom", 2, True),
-        ("elastic", 1, False),
-    ],
-)
+@pytest.mark.parametrize(("method", "servers", "mpi"), [("seldom", 2, True), ("elastic", 1, False)])
 def test_an_interrupted_worker_goes_on_with_the_same_numbers(
     tmp_path: Path, method: str, servers: int, mpi: bool
 ) -> None:

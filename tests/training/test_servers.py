@@ -164,15 +164,6 @@ def test_any_number_of_workers_comes_to_the_minimum(workers: int, push: int, fet
     assert root.server.report.staleness.total() == root.server.report.updates
 
 
-@pytest.mark.parametrize("workers", [1, 5])
-@pytest.mark.parametrize("period", [1, 4])
-def test_any_number_of_elastic_workers_comes_to_the_minimum(workers: int, period: int) -> None:
-    root = InProcess(Point, AsynchronousElastic(period), workers)
-    clients = ready(root, workers, optimizer=partial(SGD, lr=0.2, momentum=0.5))
-    in_turns(clients, [1 + 0.1 * k for k in range(workers)], 400)
-    assert deviation(root.model.place.detach(), GOAL) <= 1e-3
-
-
 @pytest.mark.parametrize("method", [Downpour(partial(SGD, lr=0.01)), AsynchronousElastic()])
 def test_a_slow_worker_leaves_the_others_their_rate(method: Any) -> None:
     rates = []

@@ -20,12 +20,6 @@ from examples.trainer.launch import words
 from tests.support.example_grids import GRIDS, axes
 
 WORLD = MPI.COMM_WORLD
-ON_FOUR = [
-    {"depth": 2, "height": 2},
-    {"depth": 4},
-    {"height": 2, "width": 2},
-    {"sample": 2, "width": 2},
-]
 
 
 @pytest.mark.parametrize(("scale", "levels"), [(3, 1), (5, 2), (7, 4)])
@@ -126,7 +120,7 @@ def test_every_grid_trains_like_one_rank(data: Path, folder: Path) -> None:
         train.main(options(data, folder / "serial", {}, 2), MPI.COMM_SELF)
     WORLD.barrier()
     expected = json.loads((folder / "serial" / "metrics.json").read_text())["history"]
-    for place, grid in enumerate(ON_FOUR):
+    for place, grid in enumerate(GRIDS[4]):
         output = folder / f"grid{place}"
         compared = [] if place else ["--compare-serial", "5"]
         train.main([*options(data, output, grid, 1), *compared])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tests.support.serial import (
     raises_alike,
     random_grid,
     random_tensor,
-    refused,
 )
 
 
@@ -70,25 +68,6 @@ def test_an_operand_of_another_kind_is_left_to_python() -> None:
         raises_alike(lambda x, s=symbol: s(x, "name"), [torch.ones(4, 4)], [], grid, rng)
 
 
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: torch.exp(x, out=torch.empty(4, 6)),
-        lambda x: torch.add(torch.ones(4, 6), 1, out=x),
-        lambda x: torch.sum(x, 0, out=torch.empty(6)),
-        lambda x: torch.mm(x, x.t(), out=torch.empty(4, 4)),
-        lambda x: torch.amax(x, 0, out=torch.empty(6)),
-        lambda x: F.normalize(x, out=torch.empty(4, 6)),
-        lambda x: x.masked_scatter(x > 0, x),
-        lambda x: x.as_strided((2, 2), (1, 1)),
-    ],
-)
-def test_what_depends_on_other_elements_or_memory_is_refused_on_all_ranks(function: Any) -> None:
-    rng = random.Random(7)
-    refused(function, [torch.ones(4, 6)], [], random_grid(rng), rng, None, dc.UnsupportedOperation)
-
-
 @pytest.mark.parallel([1, 2, 4])
 def test_a_plain_tensor_takes_in_place_what_is_made_whole_on_every_rank() -> None:
     rng = random.Random(7)
@@ -130,33 +109,6 @@ def test_a_result_is_written_to_an_out_of_its_own_shape_layout_and_type() -> Non
     for wrong in (x.float(), x[:2], x.clone().requires_grad_()):
         with pytest.raises(dc.UnsupportedOperation, match="out= has to be"):
             torch.exp(x, out=wrong)
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x + torch.ones(4, 5),
-        lambda x: x + torch.ones(5, 6, 4),
-        lambda x: x.add_(torch.ones(2, 4, 6)),
-        lambda x: x[:1].clone().add_(x[:1].new_ones(4, 6)),
-        lambda x: torch.bitwise_and(x, x),
-        lambda x: x.detach().requires_grad_().add_(1),
-        lambda x: F.dropout(x, -0.5, training=False),
-        lambda x: F.dropout(x, 1.5, training=False),
-        lambda x: F.prelu(x, torch.ones(3)),
-        lambda x: F.prelu(x, torch.ones(6, 1)),
-        lambda x: torch.lerp(x, x, x.double()),
-        lambda x: x.clamp(),
-        lambda x: x.to("no type"),
-        lambda x: torch.where(x, x, x),
-        lambda x: x.new_zeros(3, -1),
-    ],
-)
-def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
-    rng = random.Random(8)
-    grid = random_grid(rng)
-    raises_alike(function, [torch.ones(4, 6)], [], grid, rng, [dc.Layout()])
 
 
 @pytest.mark.parallel([2, 3])

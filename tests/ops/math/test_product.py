@@ -13,10 +13,8 @@ import torch.nn.functional as F
 import distconv as dc
 from tests.support.serial import (
     agrees,
-    raises_alike,
     random_grid,
     random_tensor,
-    refused,
 )
 
 RANKS = [1, 2, 4]
@@ -44,38 +42,6 @@ def test_a_tensor_plus_a_product(name: str) -> None:
             cut = rng.randrange(1, 4)
             agrees(added, [x, a, b][:cut], [x, a, b][cut:], random_grid(rng), rng)
             agrees(lambda b, a, x: added(x, a, b), [b], [a, x], random_grid(rng), rng)
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: torch.addmm(torch.ones(4, 3), x, x),
-        lambda x: torch.addmm(torch.ones(3, 4), x, x.t()),
-        lambda x: torch.addmm(torch.ones(2, 4, 4), x, x.t()),
-        lambda x: torch.addmm(torch.ones(4, 4).double(), x, x.t()),
-        lambda x: x.addmv(x, x),
-        lambda x: x.addmm(x),
-        lambda x: x.addmm(x, mat1=x, mat2=x),
-    ],
-)
-def test_what_cannot_be_added_is_an_error_on_all_ranks(function) -> None:
-    rng = random.Random(4)
-    raises_alike(function, [torch.ones(4, 5)], [], random_grid(rng), rng)
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("factor", ["alpha", "beta"])
-def test_a_broken_multiple_of_integers_is_refused(factor: str) -> None:
-    rng = random.Random(5)
-    refused(
-        lambda x: torch.addmm(x, x, x, **{factor: 0.5}),
-        [torch.ones(4, 4).long()],
-        [],
-        random_grid(rng),
-        rng,
-        error=dc.UnsupportedOperation,
-    )
 
 
 @pytest.mark.parallel(RANKS)

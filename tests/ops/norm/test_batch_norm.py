@@ -24,7 +24,6 @@ from tests.support.serial import (
     deviation,
     examples,
     noted,
-    raises_alike,
     random_grid,
     random_layout,
     random_tensor,
@@ -197,34 +196,6 @@ def test_the_layers_are_torch_layers_on_plain_tensors(n: int, statistics: str) -
 def test_an_unknown_choice_of_statistics_is_named() -> None:
     with pytest.raises(ValueError, match="statistics='all'.*'global', 'sample' or 'local'"):
         layers.BatchNorm2d(3, statistics="all")
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: F.batch_norm(x, None, None, training=False),
-        lambda x: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double(), training=True),
-        lambda x: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double(), training=False),
-        lambda x: F.batch_norm(x, None, None, torch.ones(4).double(), training=True),
-        lambda x: F.batch_norm(x, None, None, None, torch.ones(4).double(), training=True),
-        lambda x: F.batch_norm(x, None, None, training=True, eps=0.0),
-        lambda x: nn.BatchNorm1d(3)(x),
-        lambda x: nn.BatchNorm3d(3).double()(x),
-    ],
-)
-def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
-    rng = random.Random(8)
-    grid = dc.ProcessGrid(height=-1)
-    for layout in (dc.Layout(), dc.Layout(sample="height"), dc.Layout(width="height")):
-        raises_alike(function, [random_tensor(rng, (2, 3, 1))], [], grid, rng, [layout])
-
-
-@pytest.mark.parallel([1, 2])
-def test_one_value_per_channel_is_refused_on_all_ranks() -> None:
-    grid, rng = dc.ProcessGrid(channel=-1), random.Random(9)
-    x = random_tensor(rng, (1, 5, 1))
-    raises_alike(lambda x: F.batch_norm(x, None, None, training=True), [x], [], grid, rng, [None])
 
 
 @pytest.mark.parallel([2])

@@ -15,7 +15,6 @@ from tests.support.serial import (
     agrees,
     examples,
     noted,
-    raises_alike,
     random_grid,
     random_layout,
     random_tensor,
@@ -74,28 +73,6 @@ def test_average_pooling_of_integers_equals_serial() -> None:
     x = torch.arange(2 * 3 * 7 * 6).reshape(2, 3, 7, 6)
     for arguments in ((2,), (3, 1, 1), (3, 2, 1, True, False), (2, 2, 0, False, True, 3)):
         agrees(lambda x, a=arguments: F.avg_pool2d(x, *a), [x], [], random_grid(rng), rng)
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: F.max_pool2d(x, 3, padding=2),
-        lambda x: F.max_pool2d(x, 3, stride=0),
-        lambda x: F.max_pool2d(x, 9),
-        lambda x: F.max_pool2d(x, (2, 2, 2)),
-        lambda x: F.max_pool2d(x, 2, padding=-1),
-        lambda x: F.avg_pool2d(x, 3, padding=2),
-        lambda x: F.avg_pool2d(x, 2, divisor_override=0),
-        lambda x: F.avg_pool2d(x, (9, 1)),
-        lambda x: F.adaptive_avg_pool2d(x, (2, 2, 2)),
-        lambda x: F.adaptive_avg_pool2d(x, (2, -1)),
-        lambda x: F.adaptive_max_pool2d(x, (2, 2, 2)),
-    ],
-)
-def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
-    rng = random.Random(2)
-    raises_alike(function, [random_tensor(rng, (2, 2, 5, 5))], [], random_grid(rng), rng)
 
 
 @pytest.mark.parallel([2])

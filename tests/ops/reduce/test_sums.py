@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 import distconv as dc
 from tests.support.serial import (
     agrees,
-    raises_alike,
     random_grid,
     random_tensor,
 )
@@ -48,22 +46,3 @@ def test_reductions_of_no_elements_equal_serial() -> None:
         mean = x.mean((1, 2))
         actual = distributed.mean((1, 2)).full_tensor()
         assert torch.equal(actual.isnan(), mean.isnan()) and actual.shape == mean.shape
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.sum(4),
-        lambda x: x.sum((0, 0)),
-        lambda x: x.sum((0, -4)),
-        lambda x: x.mean(-5),
-        lambda x: x.long().mean(),
-        lambda x: x.mean(dtype=torch.int64),
-        lambda x: x.sum("height"),
-        lambda x: x.sum(1.5),
-    ],
-)
-def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
-    rng = random.Random(2)
-    raises_alike(function, [random_tensor(rng, (2, 3, 4, 5))], [], random_grid(rng), rng)

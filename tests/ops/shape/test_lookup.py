@@ -16,10 +16,8 @@ from tests.support.serial import (
     agrees,
     examples,
     noted,
-    raises_alike,
     random_grid,
     random_tensor,
-    refused,
 )
 
 RANKS = [1, 2, 4]
@@ -142,32 +140,6 @@ def test_indexing_by_a_tensor(name: str) -> None:
         picks(INDEXED[name], random_tensor(rng, (4, 5, 4, 6)), index, rng)
 
 
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.index_select(0, torch.tensor([1.0])),
-        lambda x: x.index_select(0, torch.tensor([[1]])),
-        lambda x: x.index_select(2, torch.tensor([1])),
-        lambda x: torch.gather(x, 0, torch.tensor([0, 1])),
-        lambda x: torch.gather(x, 1, torch.zeros(5, 1, dtype=torch.int64)),
-        lambda x: torch.take_along_dim(x, torch.tensor([0, 1]), 1),
-        lambda x: torch.take_along_dim(x, torch.tensor([[0, 1]]), 0),
-        lambda x: x[0, 0, torch.tensor([0])],
-    ],
-)
-def test_wrong_positions_are_an_error_on_all_ranks(function: Callable) -> None:
-    rng = random.Random(5)
-    raises_alike(function, [random_tensor(rng, (4, 5))], [], random_grid(rng), rng)
-
-
-@pytest.mark.parallel([1, 2])
-def test_what_follows_a_second_ellipsis_is_refused() -> None:
-    rng = random.Random(6)
-    x = random_tensor(rng, (4, 5))
-    refused(lambda x: x[..., ..., 0], [x], [], random_grid(rng), rng)
-
-
 @pytest.mark.parallel(RANKS)
 def test_embedding() -> None:
     rng = random.Random(7)
@@ -182,35 +154,6 @@ def test_embedding() -> None:
             with noted(shape, padding):
                 agrees(function, [index], [rows], random_grid(rng), rng)
                 agrees(function, [index, rows], [], random_grid(rng), rng)
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda i: F.embedding(i.float(), torch.ones(4, 5)),
-        lambda i: F.embedding(i, torch.ones(4)),
-    ],
-)
-def test_wrong_embeddings_are_an_error_on_all_ranks(function: Callable) -> None:
-    rng = random.Random(8)
-    raises_alike(function, [torch.zeros(4, 5).long()], [], random_grid(rng), rng)
-
-
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize(
-    "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
-)
-def test_options_of_embeddings_are_refused(options: dict) -> None:
-    rng, rows = random.Random(9), torch.ones(4, 5)
-    refused(
-        lambda i: F.embedding(i, rows, **options),
-        [torch.zeros(4, 5).long()],
-        [],
-        random_grid(rng),
-        rng,
-        error=dc.UnsupportedOperation,
-    )
 
 
 @pytest.mark.parallel([1, 2, 4])

@@ -16,7 +16,6 @@ from tests.support.serial import (
     examples,
     noted,
     raised_everywhere,
-    raises_alike,
     random_grid,
     random_layout,
     random_tensor,
@@ -120,19 +119,6 @@ def test_what_is_not_picked_does_not_move(shape: tuple[int, ...]) -> None:
     assert not sum(entry.bytes for entry in dc.redistributions(reset=True))
     x[mask] = picked
     assert sum(entry.bytes for entry in dc.redistributions(reset=True)) <= planes
-
-
-@pytest.mark.parallel([1, 2])
-def test_masks_that_do_not_fit_are_refused_on_all_ranks() -> None:
-    rng = random.Random(3)
-    x, plain = random_tensor(rng, (4, 3)), torch.ones(4, 3, dtype=torch.float64)
-    for function in (
-        lambda x: x[plain[:3] > 0],
-        lambda x: x[x.unsqueeze(0) > 0],
-        lambda x: x.masked_select(plain),
-        lambda x: written(x, x == x, x.float().flatten()),
-    ):
-        raises_alike(function, [x], [], random_grid(rng), rng)
 
 
 @pytest.mark.parallel([1, 2])

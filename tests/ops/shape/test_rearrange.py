@@ -11,7 +11,6 @@ import distconv as dc
 from tests.support.serial import (
     agrees,
     deviation,
-    raises_alike,
     random_grid,
     random_layout,
     random_tensor,
@@ -52,17 +51,3 @@ def test_a_plain_tensor_is_assigned_what_is_made_whole_on_every_rank() -> None:
 
     actual, expected = written(x), written(whole)
     assert type(actual) is torch.Tensor and deviation(actual, expected) <= 1e-12
-
-
-@pytest.mark.parallel([1, 2])
-def test_assignments_that_cannot_be_made_raise_as_in_serial() -> None:
-    rng = random.Random(7)
-    x, plain = random_tensor(rng, (4, 3)), torch.ones(4, 3, dtype=torch.float64)
-    for function in (
-        lambda x: x.__setitem__(plain[:, :2] > 0, 1.0),
-        lambda x: x.__setitem__(plain[:1] > 0, 1.0),
-        lambda x: x.__setitem__(plain.unsqueeze(0) > 0, 1.0),
-        lambda x: x.__setitem__(x > 0, 1.0j),
-        lambda x: x.detach().requires_grad_().__setitem__(x > 0, 1.0),
-    ):
-        raises_alike(function, [x], [], random_grid(rng), rng)
