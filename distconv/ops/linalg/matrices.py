@@ -13,11 +13,9 @@ from torch import Tensor
 
 from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.metadata_checks import check_on_meta
-from distconv.ops.support.operands import common_grid, gather_whole
 from distconv.ops.support.whole_dimensions import (
     apply_along,
     apply_to_batches,
-    distributed_results,
 )
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.torch_private import only_raises
@@ -151,32 +149,3 @@ def norm(
         return torch.linalg.vector_norm(A, ord, dim, keepdim, dtype=dtype)
     pair: Any = (-2, -1) if dim is None else dim
     return matrix_norm(A, ord, pair, keepdim, dtype=dtype)
-
-
-@implements(torch.nuclear_norm)
-def nuclear_norm(input: Any, dim: Sequence[int] = (-2, -1), keepdim: bool = False) -> Any:
-    """Return the sum of the singular values of matrices."""
-    return matrix_norm(input, "nuc", dim, keepdim)
-
-
-@implements(torch.linalg.tensorinv)
-def tensorinv(A: Tensor, ind: int = 2) -> Any:
-    """Return the inverse of a tensor as a matrix of its first `ind` against its other dims."""
-    return _of_whole(torch.linalg.tensorinv, "tensorinv", [A], ind)
-
-
-@implements(torch.linalg.tensorsolve)
-def tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Any:
-    """Return the solution of a linear system whose matrix and vectors are tensors."""
-    return _of_whole(torch.linalg.tensorsolve, "tensorsolve", [A, B], dims)
-
-
-def _of_whole(
-    function: Callable[..., Any], name: str, operands: Sequence[Tensor], *args: Any
-) -> Any:
-    """Return a function's result, with operands and result whole on every rank."""
-    grid = common_grid(name, operands)
-    shapes = check_on_meta(function, *operands, *args)
-    wholes = [gather_whole(x, name) for x in operands]
-    result = function(*wholes, *args)
-    return distributed_results(result, shapes, lambda shape: ((),) * len(shape), grid)

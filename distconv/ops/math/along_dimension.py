@@ -6,6 +6,8 @@ cumulative sums the ranks exchange the sums of their blocks instead.
 
 from __future__ import annotations
 
+from ast import literal_eval
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,32 +15,58 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.collectives import all_gather_with_grad
+from distconv.ops.shape.reshape import flatten
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.in_place import implements_in_place
-from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.operands import gather_whole
 from distconv.ops.support.types import accumulation_type
 from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
 
+_ALONG = {
+    "argsort": "dim=-1 descending=False stable=False",
+    "cummax": "dim",
+    "cummin": "dim",
+    "cumprod": "dim",
+    "glu": "dim=-1",
+    "kthvalue": "k dim=-1 keepdim=False",
+    "logcumsumexp": "dim",
+    "median": "dim=None keepdim=False",
+    "mode": "dim=-1 keepdim=False",
+    "nanmedian": "dim=None keepdim=False",
+    "prod": "dim=None keepdim=False",
+    "sort": "dim=-1 descending=False stable=False",
+    "topk": "k dim=-1 largest=True sorted=True",
+}
+"""Functions along one dimension, or over all for None: their parameters after the input."""
 
-def _first(name: str) -> None:
-    """Register a function of (input, dim, ...)."""
-    function: Any = getattr(torch, name)
 
-    def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
-        arguments = list(args)
-        dim = arguments.pop(0) if arguments else kwargs.pop("dim", None)
-        if dim is None:
-            raise TypeError(f"{name}: dim is missing; name the dimension to work along")
-        d = normalize_dim(dim, input.dim())
-        return apply_along(function, name, input, [d], d, *arguments, **kwargs)
+def _along(function: Callable[..., Any], name: str, parameters: str) -> Callable[..., Any]:
+    """Return the rule of a function along a dimension, which is made whole."""
+    pairs = [parameter.partition("=") for parameter in parameters.split()]
+    defaults = {key: literal_eval(value) for key, _, value in pairs if value}
 
-    RULES[function] = RULES[getattr(torch.Tensor, name)] = rule
+    def rule(input: DistTensor, *args: Any, **named: Any) -> Any:
+        given = defaults | dict(zip((key for key, *_ in pairs), args, strict=False)) | named
+        if given.get("dim") is None:
+            every = range(input.dim())
+            given = {key: x for key, x in given.items() if key not in ("dim", "keepdim")}
+            return apply_along(function, name, input, every, dropped=every, **given)
+        check_on_meta(function, input, **given)  # which refuses True, a number to Python
+        d = given["dim"] = normalize_dim(given["dim"], input.dim())
+        dropped = [d] if "keepdim" in given and not given["keepdim"] else []
+        return apply_along(function, name, input, [d], dropped=dropped, **given)
+
+    return rule
 
 
-for _name in ("cummax", "cummin", "cumprod", "logcumsumexp"):
-    _first(_name)
+for _name, _parameters in _ALONG.items():
+    for _home in (torch, torch.Tensor, F):
+        if hasattr(_home, _name):
+            _function = getattr(torch if hasattr(torch, _name) else F, _name)
+            RULES[getattr(_home, _name)] = _along(_function, _name, _parameters)
 
 
 @implements(torch.cumsum, torch.Tensor.cumsum)
@@ -61,40 +89,6 @@ for _name in ("cumprod", "cumsum"):
     implements_in_place(getattr(torch.Tensor, f"{_name}_"), RULES[getattr(torch, _name)])
 
 
-def _sort(name: str) -> None:
-    function: Any = getattr(torch, name)
-
-    @implements(function, getattr(torch.Tensor, name))
-    def rule(
-        input: DistTensor, dim: int = -1, descending: bool = False, stable: bool | None = False
-    ) -> Any:
-        d = normalize_dim(dim, input.dim())
-        order: Any = dict(dim=d, descending=descending, stable=stable)
-        return apply_along(function, name, input, [d], **order)
-
-
-_sort("argsort")
-_sort("sort")
-
-
-@implements(torch.topk, torch.Tensor.topk)
-def topk(
-    input: DistTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> Any:
-    """Return the k largest or smallest elements along one dimension, and their indices."""
-    d = normalize_dim(dim, input.dim())
-    return apply_along(torch.topk, "topk", input, [d], k, d, largest, sorted)
-
-
-@implements(F.glu)
-def glu(input: DistTensor, dim: int = -1) -> DistTensor:
-    """Return one half of a dimension, gated by the sigmoid of the other."""
-    check_on_meta(F.glu, any_type(input), dim)
-    d = normalize_dim(dim, input.dim())
-    result: DistTensor = apply_along(F.glu, "glu", input, [d], d)
-    return result
-
-
 @implements(torch.frexp, torch.Tensor.frexp)
 def frexp(input: DistTensor) -> Any:
     """Return mantissas and exponents."""
@@ -113,3 +107,46 @@ def renorm(input: Any, p: float, dim: int, maxnorm: float) -> Tensor:
 
 
 implements_in_place(torch.Tensor.renorm_, renorm)
+
+
+def _quantile(name: str) -> None:
+    function: Callable[..., Any] = getattr(torch, name)
+
+    @implements(function, getattr(torch.Tensor, name))
+    def rule(
+        input: Tensor,
+        q: float | Tensor,
+        dim: int | None = None,
+        keepdim: bool = False,
+        *,
+        interpolation: str = "linear",
+    ) -> Any:
+        check_on_meta(function, input, q, dim, keepdim, interpolation=interpolation)
+        if not isinstance(input, DistTensor):
+            return function(input, gather_whole(q, name), dim, keepdim, interpolation=interpolation)
+        if dim is None:
+            x = flatten(input)
+            result = rule(x, q, 0, interpolation=interpolation)
+            return result.reshape((*result.shape, *(1,) * input.dim())) if keepdim else result
+        d = normalize_dim(dim, input.dim())
+        fractions = gather_whole(q, name)
+        if not isinstance(fractions, Tensor):
+            fractions = torch.full((), fractions, dtype=input.dtype, device=input.device)
+        # torch puts the quantiles of a vector of fractions first; they go last to fit the cuts.
+        last = apply_along(
+            _with_quantiles_last, name, input, [d], function, fractions, d, interpolation,
+            dropped=[d],
+        )  # fmt: skip
+        values: Tensor = last.unsqueeze(d) if keepdim else last
+        return values.movedim(-1, 0) if fractions.dim() else values.squeeze(-1)
+
+
+def _with_quantiles_last(
+    x: Tensor, function: Callable[..., Tensor], q: Tensor, d: int, interpolation: str
+) -> Tensor:
+    found = function(x, q.reshape(-1), d, interpolation=interpolation)
+    return found.movedim(0, -1)
+
+
+_quantile("quantile")
+_quantile("nanquantile")

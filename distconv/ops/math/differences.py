@@ -115,19 +115,8 @@ def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: Any = 1.0, dim: int = -
     d = normalize_dim(dim, y.dim())
     if not y.shape[d]:
         return y.sum(d)
-    if isinstance(y, DistTensor) and y.is_floating_point() and x is None and y.shape[d] > 1:
-        if not isinstance(dx, Tensor):
-            return _with_half_ends(y, d).sum(d) * dx
     later, earlier = _neighbours(y, d)
     return ((later + earlier) * _spacing(y, x, dx, d)).sum(d) / 2
-
-
-def _with_half_ends(y: DistTensor, d: int) -> Tensor:
-    """Return `y` with the first and the last samples along a dimension halved."""
-    share = torch.ones(y.shape[d], dtype=y.dtype, device=y.device)
-    share[0] = share[-1] = 0.5
-    own = share[y.box.slices[d]].view([-1 if i == d else 1 for i in range(y.dim())])
-    return DistTensor(y.shard * own, y.shape, y.cuts, y.grid)
 
 
 @implements(torch.cumulative_trapezoid)
@@ -145,14 +134,6 @@ def _trapezoid(y: Tensor, x: Tensor | None, dx: Any, dim: int) -> Tensor:
     if x is None:
         return torch.cumulative_trapezoid(y, dx=dx, dim=dim)
     return torch.cumulative_trapezoid(y, x, dim=dim)
-
-
-@implements(torch.dist, torch.Tensor.dist)
-def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    """Return the norm of the difference."""
-    check_on_meta(torch.dist, input, other, p)
-    difference: Any = input - other
-    return norm(difference, p)
 
 
 @implements(F.pairwise_distance, torch.pairwise_distance)

@@ -226,12 +226,6 @@ def detach_(input: DistTensor) -> DistTensor:
     return input
 
 
-@implements(torch.Tensor.where)
-def where_method(input: Tensor, condition: Tensor, other: Any) -> DistTensor:
-    """Return `input` where the condition holds, `other` elsewhere."""
-    return where(condition, input, other)
-
-
 @implements(torch.where)
 def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
     """Return `input` or `other` by the condition, element by element; or its positions."""
@@ -295,12 +289,6 @@ def _require_here(operator: str, input: DistTensor, device: torch.device) -> Non
             input,
             way_out="Move x.full_tensor() or x.to_local(); x.item() gives a number",
         )
-
-
-@implements(torch.Tensor.type_as)
-def type_as(input: Tensor, other: Tensor) -> Tensor:
-    """Return the tensor in the type of another one."""
-    return input.type(other.dtype)
 
 
 @implements(torch.Tensor.type)

@@ -187,7 +187,7 @@ def _unmerged(
     )
 
 
-@implements(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+@implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul)
 def matmul(input: Tensor, other: Tensor) -> DistTensor:
     """Return the matrix product over the last two dimensions, broadcast over those in front."""
     if not input.dim() or not other.dim():
@@ -233,51 +233,7 @@ def sparse_mm(mat1: Tensor, mat2: Tensor, reduce: str | None = None) -> DistTens
         refuse("sparse.mm", "both matrices are dense", mat1, mat2, way_out="Use torch.mm")
     if reduce is not None:
         refuse("sparse.mm", f"reduce={reduce!r} is not supported", mat2, way_out="Leave it out")
-    return mm(mat1, mat2)
-
-
-@implements(torch.Tensor.__rmatmul__)
-def rmatmul(input: Tensor, other: Tensor) -> DistTensor:
-    """Return the matrix product with the operands exchanged."""
-    return matmul(other, input)
-
-
-def _product(name: str, input: Tensor, other: Tensor, dims: tuple[int, int]) -> DistTensor:
-    """Return the matrix product of tensors, which must have `dims` dimensions."""
-    if (input.dim(), other.dim()) != dims:
-        raise RuntimeError(
-            f"{name}: expected tensors of {dims[0]} and {dims[1]} dimensions, got "
-            f"{input.dim()} and {other.dim()}"
-        )
-    if dims == (3, 3) and input.shape[0] != other.shape[0]:
-        raise RuntimeError(
-            f"{name}: batches of {input.shape[0]} and {other.shape[0]} matrices differ"
-        )
-    return matmul(input, other)
-
-
-@implements(torch.mm, torch.Tensor.mm)
-def mm(input: Tensor, mat2: Tensor) -> DistTensor:
-    """Return the product of two matrices."""
-    return _product("mm", input, mat2, (2, 2))
-
-
-@implements(torch.bmm, torch.Tensor.bmm)
-def bmm(input: Tensor, mat2: Tensor) -> DistTensor:
-    """Return the products of two batches of matrices."""
-    return _product("bmm", input, mat2, (3, 3))
-
-
-@implements(torch.mv, torch.Tensor.mv)
-def mv(input: Tensor, vec: Tensor) -> DistTensor:
-    """Return the product of a matrix and a vector."""
-    return _product("mv", input, vec, (2, 1))
-
-
-@implements(torch.dot, torch.Tensor.dot)
-def dot(input: Tensor, tensor: Tensor) -> DistTensor:
-    """Return the product of two vectors."""
-    return _product("dot", input, tensor, (1, 1))
+    return torch.mm(mat1, mat2)  # type: ignore[return-value]
 
 
 @implements(torch.outer, torch.Tensor.outer, torch.ger, torch.Tensor.ger)

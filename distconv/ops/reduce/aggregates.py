@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.comm.collectives import all_gather, all_gather_with_grad, all_reduce_with_grad
+from distconv.comm.collectives import all_gather_with_grad, all_reduce_with_grad
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
-from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
 from distconv.ops.norm.moments import combined, element_counts_of_peers
 from distconv.ops.reduce.extrema import extreme
@@ -23,7 +22,7 @@ from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.memory_format import reduce_in_order_of_memory
 from distconv.ops.support.merged import works_along
 from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import in_type, to_accumulation_type
+from distconv.ops.support.types import to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -53,90 +52,6 @@ def _names_nothing(dim: Any) -> bool:
 
 def _as_booleans(input: DistTensor) -> DistTensor:
     return DistTensor(input.shard != 0, input.shape, input.cuts, input.grid)
-
-
-@implements(torch.prod, torch.Tensor.prod)
-def prod(
-    input: DistTensor,
-    dim: int | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> DistTensor:
-    """Return the product over one dimension, or over all, whole on every rank.
-
-    The gradient of an element that is 0 is the product of all others, on other ranks too.
-    """
-    x = input.shard
-    if dtype is not None or not (x.is_floating_point() or x.is_complex()):
-        x = in_type(x, dtype or torch.int64)
-    over = normalize_dims(dim, input.dim())
-    axes = cutting_axes(input.cuts[d] for d in over)
-    value = _Product.apply(x, over, dim is None, input.grid, axes)
-    return reduction_result(input, value, over, keepdim)
-
-
-class _Product(ShardFunction):
-    """The product of the ranks' products over one dimension, or over all.
-
-    Autograd through the ranks' products would give nan beside infinities, where torch does not.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, over: tuple[int, ...], whole: bool, grid: Grid, axes: tuple[str, ...]
-    ) -> Tensor:
-        value = _product(x, over)
-        value = all_gather(value, grid, axes).prod(0, dtype=x.dtype) if axes else value
-        ctx.save_for_backward(x, value)
-        ctx.movement = over, whole, grid, axes
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, value = ctx.saved_tensors
-        over, whole, grid, axes = ctx.movement
-        # Half the time of a comparison with 0.
-        present = reduce_in_order_of_memory(torch.sum, x.bool(), over)
-        zeros = product(x.shape[d] for d in over) - present
-        sums = torch.stack([grads[0], zeros.to(x.dtype)])
-        grad, zeros = all_reduce_with_grad(sums, grid, axes)
-        most = zeros.detach().real.max() if zeros.numel() else zeros.new_zeros(())
-        # As in torch, one zero anywhere decides for all rows, and on all ranks.
-        found = all_reduce_with_grad(most.real, grid, (a for a in AXES if a not in axes))
-        if found.is_meta or not found:
-            dx = (value / x).conj() * grad
-        elif whole and most > 1:
-            dx = torch.zeros_like(x)
-        else:
-            products = all_gather_with_grad(_product(x, over), grid, axes)
-            here = grid.communicator(axes).rank if axes else 0
-            others = _products_of_others(products, (0,))[here]
-            dx = (_products_of_others(x, over) * others).conj() * grad
-        return dx, None, None, None, None
-
-
-def _product(x: Tensor, over: tuple[int, ...]) -> Tensor:
-    """Return the product over one dimension, or over all, with the dimensions kept."""
-    if len(over) == 1:
-
-        def along(x: Tensor, over: Sequence[int], keepdim: bool) -> Tensor:
-            return x.prod(over[0], keepdim, dtype=x.dtype)
-
-        return reduce_in_order_of_memory(along, x, over)
-    return x.prod(dtype=x.dtype).view((1,) * x.dim())
-
-
-def _products_of_others(x: Tensor, over: tuple[int, ...]) -> Tensor:
-    """Return for each element the product of all others over one dimension, or over all."""
-    if not x.numel():
-        return x
-    rows = x if len(over) == 1 else x.flatten()
-    d = over[0] if len(over) == 1 else 0
-    n, one = rows.shape[d] - 1, torch.ones_like(rows.narrow(d, 0, 1))
-    before = torch.cat([one, rows.narrow(d, 0, n)], d).cumprod(d)
-    after = torch.cat([one, rows.narrow(d, 1, n).flip(d)], d).cumprod(d).flip(d)
-    return (before * after).view(x.shape)
 
 
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)

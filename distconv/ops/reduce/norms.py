@@ -109,12 +109,6 @@ def norm(
     return vector_norm(input, 2.0 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 
-@implements(F.normalize)
-def normalize(input: DistTensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
-    """Divide by the norm along dimensions, or by `eps` where that is larger."""
-    return input / norm(input, p, dim, keepdim=True).clamp_min(eps)
-
-
 @implements(F.cosine_similarity)
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Return the cosine of the angle between vectors along one dimension."""

@@ -11,32 +11,14 @@ from torch import Tensor
 
 from distconv.ops.shape.indexing import slice_of
 from distconv.ops.shape.lookup import index_select
-from distconv.ops.shape.pad import pad
 from distconv.ops.shape.rearrange import flip
-from distconv.ops.shape.reshape import expand, swapaxes
+from distconv.ops.shape.reshape import expand
 from distconv.ops.support.argument_forms import as_sizes, normalize_dim, takes_sequence
 from distconv.ops.support.global_positions import unravel
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import gather_whole
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-
-implements(torch.swapdims, torch.Tensor.swapdims)(
-    lambda input, dim0, dim1: swapaxes(input, dim0, dim1)
-)
-
-
-@implements(torch.broadcast_to, torch.Tensor.broadcast_to)
-@takes_sequence("size")
-def broadcast_to(input: DistTensor, *size: Any) -> DistTensor:
-    """Repeat dimensions of one element; add new ones in front."""
-    return expand(input, *size)
-
-
-@implements(torch.Tensor.expand_as)
-def expand_as(input: Tensor, other: Tensor) -> Tensor:
-    """Return the tensor repeated to the shape of another."""
-    return input.expand(tuple(other.shape))
 
 
 @implements(torch.Tensor.sum_to_size)
@@ -48,12 +30,6 @@ def sum_to_size(input: DistTensor, *size: Any) -> Tensor:
     lead = input.dim() - len(sizes)
     over = [d for d, n in enumerate(input.shape) if d < lead or sizes[d - lead] == 1 != n]
     return input.sum(over, keepdim=True).reshape(sizes) if over else input
-
-
-@implements(torch.ravel, torch.Tensor.ravel)
-def ravel(input: Tensor) -> Tensor:
-    """Return all elements as a vector."""
-    return input.flatten()
 
 
 @implements(torch.adjoint, torch.Tensor.adjoint, torch.Tensor.mH.__get__)  # type: ignore[attr-defined]
@@ -84,12 +60,6 @@ def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor
     if turns == 2:
         return flip(input, first, second)
     return flip(input, second if turns == 1 else first).transpose(first, second)
-
-
-@implements(torch.Tensor.__reversed__)
-def reversed_(input: DistTensor) -> DistTensor:
-    """Return the tensor reversed along the first dimension."""
-    return flip(input, 0) if input.dim() else input
 
 
 @implements(F.channel_shuffle, torch.channel_shuffle, torch.native_channel_shuffle)
@@ -124,18 +94,6 @@ def repeat_interleave(
     counts = gather_whole(repeats, "repeat_interleave")
     chosen = torch.repeat_interleave(places, counts, output_size=output_size)
     return index_select(x, d, chosen)
-
-
-@implements(torch.constant_pad_nd)
-def constant_pad_nd(input: DistTensor, pad_: Sequence[int], value: float = 0) -> DistTensor:
-    """Pad by a number, last dimension first."""
-    return pad(input, pad_, "constant", value)
-
-
-@implements(torch.msort, torch.Tensor.msort)
-def msort(input: Tensor) -> Tensor:
-    """Return the elements in ascending order along the first dimension."""
-    return torch.sort(input, 0).values
 
 
 @implements(torch.unravel_index)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distconv.ops.shape.reshape import flatten
 from distconv.ops.shape.writing import diagonal_scatter
 from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.global_positions import global_indices
@@ -68,14 +67,6 @@ def diagonal(input: DistTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -
     )
 
 
-@implements(torch.linalg.diagonal)
-def linalg_diagonal(
-    A: DistTensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1
-) -> DistTensor:
-    """Return a diagonal of matrices as the last dimension."""
-    return diagonal(A, offset, dim1, dim2)
-
-
 @implements(torch.diag_embed, torch.Tensor.diag_embed)
 def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> DistTensor:
     """Return matrices, in two dimensions, with the last one on a diagonal, and 0 elsewhere."""
@@ -95,12 +86,6 @@ def diag(input: DistTensor, diagonal: int = 0) -> Tensor:
     if input.dim() == 1:
         return diag_embed(input, diagonal)
     return input.diagonal(diagonal).clone()
-
-
-@implements(torch.diagflat, torch.Tensor.diagflat)
-def diagflat(input: DistTensor, offset: int = 0) -> DistTensor:
-    """Return a matrix with all elements on the diagonal."""
-    return diag_embed(flatten(input), offset)
 
 
 @implements(torch.trace, torch.Tensor.trace)

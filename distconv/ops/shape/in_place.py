@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from distconv.ops.shape import rearrange, reshape  # noqa: F401  registers what is looked up here
+from distconv.ops import synonyms  # noqa: F401  registers what is looked up here
+from distconv.ops.shape import rearrange, reshape  # noqa: F401
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import without_torch_dispatch, without_torch_function

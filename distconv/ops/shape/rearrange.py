@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Reversed, Rolled, Same
 from distconv.ops.shape.indexing import (
@@ -35,20 +34,6 @@ def flip(input: DistTensor, *dims: Any) -> DistTensor:
     needs = [Reversed() if d in chosen and axes else Same() for d, axes in enumerate(input.cuts)]
     buffer = gather_inputs(input, needs, input.cuts, "flip")
     return DistTensor(buffer.flip(chosen), input.shape, input.cuts, input.grid)
-
-
-@implements(torch.fliplr, torch.Tensor.fliplr)
-def fliplr(input: DistTensor) -> DistTensor:
-    """Return the elements in reverse order along dimension 1."""
-    return flip(input, 1)
-
-
-@implements(torch.flipud, torch.Tensor.flipud)
-def flipud(input: DistTensor) -> DistTensor:
-    """Return the elements in reverse order along dimension 0."""
-    if not input.dim():
-        raise RuntimeError("flipud: the tensor has no dimensions; expected at least 1")
-    return flip(input, 0)
 
 
 @implements(torch.roll, torch.Tensor.roll)
@@ -122,9 +107,3 @@ def t(input: DistTensor) -> DistTensor:
     if input.dim() > 2:
         raise RuntimeError(f"t: expected at most 2 dimensions, got {input.dim()}; use permute")
     return permute(input, list(reversed(range(input.dim()))))
-
-
-@implements(torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
-def matrix_transpose(input: DistTensor) -> Tensor:
-    """Return the tensor with the last two dimensions exchanged."""
-    return input.transpose(-2, -1)

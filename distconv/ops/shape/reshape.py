@@ -188,18 +188,6 @@ def view(input: DistTensor, *shape: Any) -> DistTensor:
     return _reshape(input, _inferred(as_sizes(shape), tuple(input.shape)), "view")
 
 
-@implements(torch.Tensor.view_as)
-def view_as(input: Tensor, other: Tensor) -> Tensor:
-    """Return the tensor in the shape of another one."""
-    return input.view(tuple(other.shape))
-
-
-@implements(torch.Tensor.reshape_as)
-def reshape_as(input: Tensor, other: Tensor) -> Tensor:
-    """Return the tensor in the shape of another one."""
-    return input.reshape(tuple(other.shape))
-
-
 @implements(torch.flatten, torch.Tensor.flatten)
 def flatten(input: DistTensor, start_dim: int = 0, end_dim: int = -1) -> DistTensor:
     """Merge the dimensions start_dim to end_dim into one."""
@@ -266,12 +254,6 @@ def transpose(input: DistTensor, dim0: int, dim1: int) -> DistTensor:
     """Return the tensor with two dimensions exchanged."""
     numbered = torch.empty(tuple(range(input.dim())), device="meta")
     return permute(input, tuple(numbered.transpose(dim0, dim1).shape))
-
-
-@implements(torch.swapaxes, torch.Tensor.swapaxes)
-def swapaxes(input: DistTensor, axis0: int, axis1: int) -> DistTensor:
-    """Return the tensor with two dimensions exchanged."""
-    return transpose(input, axis0, axis1)
 
 
 @implements(torch.Tensor.expand)

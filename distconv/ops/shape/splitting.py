@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.ops.shape.indexing import consecutive, slice_of, split
+from distconv.ops.shape.indexing import consecutive, slice_of
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -59,28 +59,3 @@ def _along(function: Callable[..., Any], method: Callable[..., Any], dim: int) -
 _along(torch.vsplit, torch.Tensor.vsplit, 0)
 _along(torch.hsplit, torch.Tensor.hsplit, 1)
 _along(torch.dsplit, torch.Tensor.dsplit, 2)
-
-
-@implements(
-    torch.split_with_sizes,
-    torch.Tensor.split_with_sizes,
-    torch.unsafe_split_with_sizes,
-    torch.Tensor.unsafe_split_with_sizes,
-)
-def split_with_sizes(
-    input: DistTensor, split_sizes: Sequence[int], dim: int = 0
-) -> tuple[DistTensor, ...]:
-    """Return consecutive pieces of given sizes."""
-    return split(input, tuple(split_sizes), dim)
-
-
-@implements(torch.unsafe_split, torch.Tensor.unsafe_split)
-def unsafe_split(tensor: DistTensor, split_size: int, dim: int = 0) -> tuple[DistTensor, ...]:
-    """Return consecutive pieces of one size, the last one perhaps smaller."""
-    return split(tensor, split_size, dim)
-
-
-@implements(torch.unsafe_chunk, torch.Tensor.unsafe_chunk)
-def unsafe_chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
-    """Return at most `chunks` pieces of equal size, the last one perhaps smaller."""
-    return input.chunk(chunks, dim)

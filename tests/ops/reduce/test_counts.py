@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -44,13 +43,3 @@ def test_nothing_and_one_element_are_counted() -> None:
             numbers = torch.arange(n) + 2
             agrees(lambda x: torch.bincount(x, minlength=2), [numbers], [], grid, rng)
             agrees(torch.count_nonzero, [numbers], [], grid, rng)
-
-
-@pytest.mark.parallel([2])
-@pytest.mark.parametrize("count", [torch.histc, torch.histogram])
-def test_types_too_short_for_the_number_of_elements_are_refused(count: Any) -> None:
-    """torch stops counting at 256 in bfloat16: ranks that each do so would add up to more."""
-    for dtype, most in {torch.bfloat16: 256, torch.float16: 2048}.items():
-        x = dc.distribute_tensor(torch.ones(most + 1, dtype=dtype), dc.ProcessGrid(sample=-1))
-        count(x[:-1].detach(), 3)
-        raised_everywhere(dc.UnsupportedOperation, count, x, 3)

@@ -1,0 +1,93 @@
+"""Functions that are other functions with rules by another name, or one expression of these.
+
+Parameters have torch's names, as programs may use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.support.argument_forms import takes_sequence
+from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.tensor.dispatch import RULES
+
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    "allclose": lambda input, other, *tolerances, **named: bool(
+        torch.isclose(input, other, *tolerances, **named).all()
+    ),
+    "broadcast_to": takes_sequence("size")(lambda input, *size: input.expand(*size)),
+    "constant_pad_nd": lambda input, pad, value=0: F.pad(input, pad, "constant", value),
+    "count_nonzero": lambda input, dim=None: input.bool().sum(dim),
+    "diagflat": lambda input, offset=0: input.flatten().diag_embed(offset),
+    "equal": lambda input, other: input.shape == other.shape and bool((input == other).all()),
+    "expand_as": lambda input, other: input.expand(tuple(other.shape)),
+    "fliplr": lambda input: input.flip(1),
+    "is_same_size": lambda input, other: input.shape == other.shape,
+    "msort": lambda input: input.sort(0).values,
+    "nuclear_norm": lambda input, dim=(-2, -1), keepdim=False: torch.linalg.matrix_norm(
+        input, "nuc", dim, keepdim
+    ),
+    "ravel": lambda input: input.flatten(),
+    "reshape_as": lambda input, other: input.reshape(tuple(other.shape)),
+    "split_with_sizes": lambda input, split_sizes, dim=0: input.split(tuple(split_sizes), dim),
+    "swapaxes": lambda input, axis0, axis1: input.transpose(axis0, axis1),
+    "swapdims": lambda input, dim0, dim1: input.transpose(dim0, dim1),
+    "type_as": lambda input, other: input.type(other.dtype),
+    "unsafe_chunk": lambda input, chunks, dim=0: input.chunk(chunks, dim),
+    "unsafe_split": lambda tensor, split_size, dim=0: tensor.split(split_size, dim),
+    "unsafe_split_with_sizes": lambda input, split_sizes, dim=0: input.split(split_sizes, dim),
+    "view_as": lambda input, other: input.view(tuple(other.shape)),
+    "__reversed__": lambda input: input.flip(0) if input.dim() else input,
+    "__rmatmul__": lambda input, other: torch.matmul(other, input),
+}
+"""The rules of functions of torch, of torch.Tensor, or of both."""
+
+_CHECKED: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.bmm: lambda input, mat2: torch.matmul(input, mat2),
+    torch.chain_matmul: lambda *matrices: reduce(torch.matmul, matrices),
+    torch.dist: lambda input, other, p=2: (input - other).norm(p),
+    torch.dot: lambda input, tensor: torch.matmul(input, tensor),
+    torch.flipud: lambda input: input.flip(0),
+    torch.linalg.cross: lambda input, other, *, dim=-1: (
+        input.roll(-1, dim) * other.roll(-2, dim) - input.roll(-2, dim) * other.roll(-1, dim)
+    ),
+    torch.linalg.vecdot: lambda x, y, *, dim=-1: (x.conj() * y).sum(dim),
+    torch.mm: lambda input, mat2: torch.matmul(input, mat2),
+    torch.mv: lambda input, vec: torch.matmul(input, vec),
+    torch.vdot: lambda input, other: torch.dot(input.conj(), other),
+}
+"""The rules of functions whose arguments torch checks first, by their global shapes and types."""
+
+_OTHERS: dict[Any, Callable[..., Any]] = {
+    F.normalize: lambda input, p=2.0, dim=1, eps=1e-12: (
+        input / input.norm(p, dim, keepdim=True).clamp_min(eps)
+    ),
+    torch.linalg.diagonal: lambda A, *, offset=0, dim1=-2, dim2=-1: A.diagonal(offset, dim1, dim2),
+    Tensor.mT.__get__: lambda input: input.transpose(-2, -1),  # type: ignore[attr-defined]
+    Tensor.where: lambda input, condition, other: torch.where(condition, input, other),
+}
+
+
+def _checked(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, **named: Any) -> Any:
+        check_on_meta(function, *args, **named)
+        return rule(*args, **named)
+
+    return checked
+
+
+for _name, _rule in _BY_NAME.items():
+    for _home in (torch, Tensor):
+        if hasattr(_home, _name):
+            RULES[getattr(_home, _name)] = _rule
+for _function, _rule in _CHECKED.items():
+    RULES[_function] = _checked(_function, _rule)
+    if hasattr(Tensor, _function.__name__):
+        RULES[getattr(Tensor, _function.__name__)] = RULES[_function]
+RULES |= _OTHERS
