@@ -137,7 +137,7 @@ CASES: dict[str, dict[str, Case]] = {
         "complex": _of(lambda x: torch.complex(x, x).abs()),
     },
     "Reductions and along a dimension": {
-        **_each("sum mean var std var_mean amax norm vector_norm prod", X),
+        **_each("sum mean var std var_mean amax norm vector_norm", X),
         **_each("max min argmax count_nonzero nansum", X),
         "logsumexp": _of(lambda x: x.logsumexp((2, 3))),
         "sum of height": _of(lambda x: x.sum(2)),
@@ -151,11 +151,9 @@ CASES: dict[str, dict[str, Case]] = {
         },
         "normalize": _of(lambda x: F.normalize(x)),
         "cosine_similarity": _of(lambda x: F.cosine_similarity(x, x * x)),
-        "histc": _of(lambda x: torch.histc(x, 16, 0, 1)),
         "renorm": _of(lambda x: x.renorm(2, 1, 3.0)),
         "diff": _of(lambda x: x.diff(dim=2)),
         "gradient": _of(lambda x: torch.gradient(x, dim=2)),
-        "trapezoid": _of(lambda x: torch.trapezoid(x, dim=2)),
     },
     "Convolution": {
         "conv{}d, 3": _layer("Conv{}d", X, X, 3, padding=1),
@@ -252,7 +250,7 @@ _STATISTICS = "a pass more each way, as statistics of all ranks lie between, and
 REASONS = {
     "flip of height": "whole blocks change rank",
     **dict.fromkeys(("cat of height", "narrow of height", "every second row"), _MOVED),
-    **dict.fromkeys(("sum", "nansum", "prod", "sum of height", "trapezoid"), _SUMS),
+    **dict.fromkeys(("sum", "nansum", "sum of height"), _SUMS),
     **dict.fromkeys(("count_nonzero", "mse_loss", "smooth_l1_loss", "huber_loss"), _ONE_SUM),
     "dropout": "numbers hash positions, to be the same on any grid",
     **dict.fromkeys(("softmax of height", "log_softmax of height"), _CORRECTED),

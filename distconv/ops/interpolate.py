@@ -14,8 +14,7 @@ from distconv.geometry.index_maps import Same
 from distconv.geometry.resampling import Resampled
 from distconv.ops.support.constants import remembered
 from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
-from distconv.ops.support.operands import box_on_rank, empty_block
-from distconv.ops.support.types import to_accumulation_type
+from distconv.ops.support.operands import box_on_rank, empty_block, to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs

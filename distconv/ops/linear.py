@@ -13,8 +13,7 @@ from distconv.geometry.layout import cutting_axes, replaced_at
 from distconv.ops.conv.channel_algorithms import Layer, WeightMeta, algorithm, layer_part
 from distconv.ops.math.product import contract
 from distconv.ops.support.merged import factors_of, in_blocks, is_merged, unmerged, works_on_last
-from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import distributed_input
+from distconv.ops.support.operands import Placement, distributed_input
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs, redistribute

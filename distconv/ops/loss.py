@@ -17,6 +17,7 @@ from distconv.grid.whereabouts import user_line
 from distconv.ops.math.pointwise import pointwise_rule
 from distconv.ops.support.memory_format import in_order_of_memory
 from distconv.ops.support.operands import (
+    accumulation_type,
     as_distributed,
     broadcast_shape,
     common_grid,
@@ -25,7 +26,6 @@ from distconv.ops.support.operands import (
     uncut,
 )
 from distconv.ops.support.ranges import in_range
-from distconv.ops.support.types import accumulation_type
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import recorded

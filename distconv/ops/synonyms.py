@@ -51,6 +51,9 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
 _CHECKED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.bmm: lambda input, mat2: torch.matmul(input, mat2),
     torch.chain_matmul: lambda *matrices: reduce(torch.matmul, matrices),
+    torch.diag: lambda input, diagonal=0: (
+        input.diag_embed(diagonal) if input.dim() == 1 else input.diagonal(diagonal).clone()
+    ),
     torch.dist: lambda input, other, p=2: (input - other).norm(p),
     torch.dot: lambda input, tensor: torch.matmul(input, tensor),
     torch.flipud: lambda input: input.flip(0),
@@ -60,6 +63,7 @@ _CHECKED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.linalg.vecdot: lambda x, y, *, dim=-1: (x.conj() * y).sum(dim),
     torch.mm: lambda input, mat2: torch.matmul(input, mat2),
     torch.mv: lambda input, vec: torch.matmul(input, vec),
+    torch.trace: lambda input: input.diagonal().sum(),
     torch.vdot: lambda input, other: torch.dot(input.conj(), other),
 }
 """The rules of functions whose arguments torch checks first, by their global shapes and types."""

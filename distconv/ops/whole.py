@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,14 +14,18 @@ from distconv.ops.support.operands import as_distributed, common_grid, gather_wh
 from distconv.tensor.dispatch import RULES
 from distconv.tensor.nested import tensors_in
 
+_NAMES = """
+    block_diag cartesian_prod combinations corrcoef cov histc histogram kron meshgrid nonzero_static
+    unique unique_consecutive
+""".split()
 
-def _on_whole(function: Callable[..., Any], checked: bool) -> Callable[..., Any]:
-    """Return the rule of a function; `checked` says that its result's shape follows from shapes."""
+
+def _on_whole(function: Callable[..., Any]) -> Callable[..., Any]:
     name = function.__name__.removeprefix("linalg_")
 
     def rule(*args: Any, **named: Any) -> Any:
         grid = common_grid(name, tensors_in(args, named))
-        if checked:
+        with suppress(NotImplementedError):  # where shapes of results depend on elements
             check_on_meta(function, *args, **named)
         wholes = [gather_whole(x, name) for x in args]
         result = function(*wholes, **{key: gather_whole(x, name) for key, x in named.items()})
@@ -31,12 +36,8 @@ def _on_whole(function: Callable[..., Any], checked: bool) -> Callable[..., Any]
     return rule
 
 
-for _name in "histc kron".split():
-    for _home in (torch, Tensor):
-        RULES[getattr(_home, _name)] = _on_whole(getattr(_home, _name), checked=True)
-for _name in "corrcoef cov histogram nonzero_static unique unique_consecutive".split():
-    for _home in (torch, Tensor):
+_OF_LINALG = ("tensorinv", "tensorsolve", "vander")
+for _home, _names in ((torch, _NAMES), (Tensor, _NAMES), (torch.linalg, _OF_LINALG)):
+    for _name in _names:
         if hasattr(_home, _name):
-            RULES[getattr(_home, _name)] = _on_whole(getattr(_home, _name), checked=False)
-for _name in "tensorinv tensorsolve vander".split():
-    RULES[getattr(torch.linalg, _name)] = _on_whole(getattr(torch.linalg, _name), checked=True)
+            RULES[getattr(_home, _name)] = _on_whole(getattr(_home, _name))

@@ -16,7 +16,7 @@ from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.conv.transposed_convolution import TransposedConvolution
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
 from distconv.ops.support.merged import treats_samples_alone
-from distconv.ops.support.types import distributed_input
+from distconv.ops.support.operands import distributed_input
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from distconv.ops.math.product import contract
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.metadata_checks import check_on_meta
-from distconv.ops.support.types import check_same_types
+from distconv.ops.support.operands import check_same_types
 from distconv.tensor.dispatch import implements
 
 

@@ -19,8 +19,7 @@ from distconv.ops.shape.reshape import flatten
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.metadata_checks import check_on_meta
-from distconv.ops.support.operands import gather_whole
-from distconv.ops.support.types import accumulation_type
+from distconv.ops.support.operands import accumulation_type, gather_whole
 from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor

@@ -35,11 +35,11 @@ from distconv.ops.support.operands import (
     as_distributed,
     box_on_rank,
     broadcast_shape,
+    check_same_types,
     common_grid,
     local_operand,
     uncut,
 )
-from distconv.ops.support.types import check_same_types
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 

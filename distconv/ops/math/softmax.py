@@ -19,8 +19,7 @@ from distconv.comm.shard_function import ShardFunction
 from distconv.grid.interface import Grid
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.merged import works_along
-from distconv.ops.support.operands import uncut
-from distconv.ops.support.types import to_accumulation_type
+from distconv.ops.support.operands import to_accumulation_type, uncut
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 

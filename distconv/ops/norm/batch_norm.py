@@ -22,9 +22,9 @@ from distconv.ops.support.operands import (
     as_distributed,
     common_grid,
     gather_whole,
+    in_type,
     local_operand,
 )
-from distconv.ops.support.types import in_type
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import without_modes

@@ -16,8 +16,13 @@ from distconv.ops.norm.moments import element_counts_of_peers
 from distconv.ops.norm.normalize import check_parameter_types, normalize
 from distconv.ops.support.merged import works_on_last
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import Placement, as_distributed, common_grid, local_operand
-from distconv.ops.support.types import accumulation_type
+from distconv.ops.support.operands import (
+    Placement,
+    accumulation_type,
+    as_distributed,
+    common_grid,
+    local_operand,
+)
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 

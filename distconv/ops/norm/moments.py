@@ -18,8 +18,7 @@ from distconv.geometry.layout import rank_box
 from distconv.grid.interface import Grid
 from distconv.ops.norm.form import Form, rows_if_small, runs_of
 from distconv.ops.support.constants import remembered
-from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import accumulation_type, to_accumulation_type
+from distconv.ops.support.operands import Placement, accumulation_type, to_accumulation_type
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.norm.form import Form, channels_of, in_format_of, rows_if_small, runs_of
 from distconv.ops.norm.moments import moments
 from distconv.ops.support.constants import remembered
-from distconv.ops.support.types import (
+from distconv.ops.support.operands import (
     accumulation_type,
     check_same_types,
     in_type,

@@ -21,8 +21,7 @@ from distconv.ops.reduce.sums import sum as sum_of
 from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.memory_format import reduce_in_order_of_memory
 from distconv.ops.support.merged import works_along
-from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import to_accumulation_type
+from distconv.ops.support.operands import Placement, to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 

@@ -13,7 +13,7 @@ from distconv.geometry.layout import cutting_axes
 from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.memory_format import reduce_in_order_of_memory
 from distconv.ops.support.merged import works_along
-from distconv.ops.support.types import accumulation_type
+from distconv.ops.support.operands import accumulation_type
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.ops import synonyms  # noqa: F401  registers what is looked up here
+from distconv.ops.shape import rearrange, reshape  # noqa: F401
 from distconv.ops.shape.indexing import slice_of
 from distconv.ops.shape.lookup import index_select
 from distconv.ops.shape.rearrange import flip
@@ -17,8 +19,9 @@ from distconv.ops.support.argument_forms import as_sizes, normalize_dim, takes_s
 from distconv.ops.support.global_positions import unravel
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import gather_whole
-from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import without_torch_dispatch, without_torch_function
 
 
 @implements(torch.Tensor.sum_to_size)
@@ -149,3 +152,33 @@ _copied(torch.expand_copy, _expanded)
 _copied(torch.slice_copy, _sliced)
 _copied(torch.unfold_copy, torch.Tensor.unfold)
 _copied(torch.view_copy, torch.Tensor.view)
+
+
+def _in_place(method: Callable[..., Any], view: Callable[..., Any]) -> None:
+    name = method.__name__
+    rule = RULES[view]
+
+    @implements(method)
+    def reshaped(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
+        hooked = input.is_leaf or input.gradient_hook or not torch.is_grad_enabled()
+        if input.requires_grad and hooked:
+            refuse(
+                name,
+                "the gradient that is kept of the tensor, or its history, would not take part",
+                input,
+                way_out=f"Use the view that x.{name.removesuffix('_')}(...) returns",
+            )
+        made = rule(input, *args, **kwargs)
+        # Below torch's functions, a tensor without elements holds the shape, too.
+        with (
+            torch.no_grad(),
+            without_torch_function(),
+            without_torch_dispatch(),
+        ):
+            method(input, *args, **kwargs)
+        input.become(made)
+        return input
+
+
+for _name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"):
+    _in_place(getattr(torch.Tensor, f"{_name}_"), getattr(torch.Tensor, _name))

@@ -79,25 +79,6 @@ def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -
     return DistTensor(torch.diag_embed(x.shard, offset, *pair), shape, tuple(cuts), x.grid)
 
 
-@implements(torch.diag, torch.Tensor.diag)
-def diag(input: DistTensor, diagonal: int = 0) -> Tensor:
-    """Return the diagonal of a matrix, or a matrix with a vector on the diagonal."""
-    check_on_meta(torch.diag, any_type(input), diagonal)
-    if input.dim() == 1:
-        return diag_embed(input, diagonal)
-    return input.diagonal(diagonal).clone()
-
-
-@implements(torch.trace, torch.Tensor.trace)
-def trace(input: DistTensor) -> Tensor:
-    """Return the sum of the diagonal of a matrix; each rank sums the elements in its block."""
-    if input.dim() != 2:
-        raise RuntimeError(f"trace: expected a matrix, got the shape {tuple(input.shape)}")
-    rows, columns = global_indices(input)
-    shard = torch.where(rows == columns, input.shard, 0)
-    return DistTensor(shard, input.shape, input.cuts, input.grid).sum()
-
-
 @implements(torch.Tensor.fill_diagonal_)
 def fill_diagonal_(input: DistTensor, fill_value: float, wrap: bool = False) -> DistTensor:
     """Write a number to the diagonal; with `wrap` again below the end of a tall matrix."""

@@ -1,16 +1,15 @@
-"""Several tensors brought to one shape, or joined to one tensor, by the rules for `cat`."""
+"""Several tensors brought to one shape, or joined, and tensors divided along a dimension."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.ops.shape.indexing import cat, stack
-from distconv.ops.shape.lookup import index_select
-from distconv.ops.shape.pad import pad
+from distconv.ops.shape.indexing import cat, consecutive, slice_of
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import as_distributed, broadcast_shape, common_grid
 from distconv.tensor.dispatch import implements
@@ -78,50 +77,24 @@ def column_stack(tensors: Sequence[Tensor]) -> DistTensor:
     return cat([x if x.dim() > 1 else _as_vector(x).unsqueeze(1) for x in tensors], 1)
 
 
-@implements(torch.block_diag)
-def block_diag(*tensors: Tensor) -> DistTensor:
-    """Return a matrix of which the tensors, vectors as rows, are the blocks on the diagonal."""
-    if any(x.dim() > 2 for x in tensors):
-        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise RuntimeError(f"block_diag: expected at most 2 dimensions, got {shapes}")
-    blocks = [_as_matrix(x) for x in _distributed("block_diag", tensors)]
-    total, before, rows = sum(x.shape[1] for x in blocks), 0, []
-    for x in blocks:
-        assert isinstance(x, DistTensor)
-        rows.append(pad(x, (before, total - before - x.shape[1])))
-        before += x.shape[1]
-    return cat(rows, 0)
+def _divided(function: Callable[..., Any], along: int | None = None) -> None:
+    """Register a division into a number of pieces, or at positions; along `along`, or `dim`."""
+
+    @implements(function, getattr(Tensor, function.__name__))
+    def rule(input: DistTensor, *args: Any, **named: Any) -> tuple[DistTensor, ...]:
+        dim = named.pop("dim", args[1] if args[1:] else 0)
+        (given,) = (*args[:1], *named.values())  # under any of torch's names
+        given = given.tolist() if isinstance(given, Tensor) else given
+        given = given if isinstance(given, int) else tuple(given)
+        named_dim = () if along is not None else (dim,)
+        shapes = check_on_meta(function, any_type(input), given, *named_dim)
+        dim = dim if along is None else min(along, input.dim() - 1)
+        if isinstance(given, int):
+            return consecutive(input, [shape[dim] for shape in shapes], dim)
+        return tuple(slice_of(input, dim, *bounds) for bounds in pairwise([0, *given, None]))
 
 
-@implements(torch.meshgrid)
-def meshgrid(*tensors: Tensor, indexing: str | None = None) -> tuple[Tensor, ...]:
-    """Return the coordinates of a grid's points, each along a dimension of its own."""
-    shapes = check_on_meta(torch.meshgrid, *tensors, indexing=indexing or "ij")
-    order = list(range(len(tensors)))
-    if indexing == "xy" and len(tensors) > 1:
-        order[:2] = [1, 0]
-    grids = []
-    for x, place in zip(_distributed("meshgrid", tensors), order, strict=True):
-        lead = [1] * len(tensors)
-        lead[place] = x.numel()
-        grids.append(x.reshape(lead).expand(shapes[0]))
-    return tuple(grids)
-
-
-@implements(torch.cartesian_prod)
-def cartesian_prod(*tensors: Tensor) -> Tensor:
-    """Return all tuples of an element of each vector, as rows."""
-    check_on_meta(torch.cartesian_prod, *map(any_type, tensors))
-    if len(tensors) == 1:
-        return tensors[0]
-    return stack([x.flatten() for x in meshgrid(*tensors)], 1)
-
-
-@implements(torch.combinations)
-def combinations(input: DistTensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """Return all combinations of `r` elements of a vector, as rows."""
-    if input.dim() != 1:
-        raise RuntimeError(f"combinations: expected a vector, got the shape {tuple(input.shape)}")
-    places = torch.arange(input.shape[0], device=input.device)
-    chosen = torch.combinations(places, r, with_replacement)
-    return index_select(input, 0, chosen.flatten()).reshape(tuple(chosen.shape))
+_divided(torch.tensor_split)
+_divided(torch.vsplit, 0)
+_divided(torch.hsplit, 1)
+_divided(torch.dsplit, 2)

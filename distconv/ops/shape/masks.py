@@ -6,6 +6,7 @@ number; nothing else moves. Elements that are written need not move at all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -125,3 +126,19 @@ def positions(input: DistTensor, operator: str) -> DistTensor:
         columns.append(place)
     rows = selection.bring(torch.stack(columns, 1)) if columns else chosen.nonzero()
     return as_distributed(rows, x.grid)
+
+
+def _positions(function: Callable[..., Any]) -> None:
+    @implements(function)
+    def rule(input: DistTensor, *, as_tuple: bool = False) -> Any:
+        found = positions(input, "nonzero")
+        if not as_tuple:
+            return found
+        if not input.dim():  # torch treats it as a vector
+            return (as_distributed(found.shard.new_zeros(len(found)), input.grid),)
+        return found.unbind(1)
+
+
+for _home in (torch, torch.Tensor):
+    for _name in ("argwhere", "nonzero"):
+        _positions(getattr(_home, _name))

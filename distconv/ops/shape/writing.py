@@ -6,6 +6,7 @@ Each rank writes to its block; the new values are made whole along that dimensio
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,38 +85,6 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return x.masked_fill(mask.view(-1, *(1,) * (x.dim() - 1 - d)), value)
 
 
-@implements(torch.index_add, torch.Tensor.index_add)
-def index_add(
-    input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
-) -> DistTensor:
-    """Return the tensor plus the slices of `source`, each at its position along a dimension."""
-    check_on_meta(torch.index_add, input, dim, index, source, alpha=alpha)
-    return _placed("index_add", input, dim, index, source, alpha=alpha)
-
-
-@implements(torch.index_copy, torch.Tensor.index_copy)
-def index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> DistTensor:
-    """Return a copy with the slices of `source`, each at its position `index` along a dimension."""
-    check_on_meta(torch.index_copy, input, dim, index, source)
-    return _placed("index_copy", input, dim, index, source)
-
-
-@implements(torch.index_reduce, torch.Tensor.index_reduce)
-def index_reduce(
-    input: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
-) -> DistTensor:
-    """Return products, means or extrema with the slices of `source` at their positions `index`."""
-    options: Any = dict(reduce=reduce, include_self=include_self)
-    check_on_meta(torch.index_reduce, input, dim, index, source, **options)
-    return _placed("index_reduce", input, dim, index, source, **options)
-
-
 def _places(
     name: str, input: Tensor, dim: int, index: Tensor, *others: Tensor
 ) -> tuple[DistTensor, int, Tensor]:
@@ -132,9 +101,17 @@ def _places(
 
 
 def _placed(
-    name: str, input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
+    name: str,
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    *reduce: str,
+    **options: Any,
 ) -> DistTensor:
     """Return the function `name` of this rank's block, and the positions and slices in it."""
+    function: Callable[..., Tensor] = getattr(torch, name)
+    check_on_meta(function, input, dim, index, source, *reduce, **options)
     x, d, places = _places(name, input, dim, index, source)
     shape = (*x.shape[:d], len(places), *x.shape[d + 1 :])
     cuts = (*x.cuts[:d], (), *x.cuts[d + 1 :])
@@ -143,10 +120,8 @@ def _placed(
     # Values for other blocks go to an extra slice, so that nobody waits to count them.
     here = torch.where((places >= start) & (places < stop), places - start, stop - start)
     spare = x.shard.new_ones([1 if i == d else m for i, m in enumerate(x.shard.shape)])
-    function: Callable[..., Tensor] = getattr(torch, name)
-    written = function(
-        torch.cat([x.shard, spare], d), d, here.to(index.dtype), source=slices, **options
-    )
+    block = torch.cat([x.shard, spare], d)
+    written = function(block, d, here.to(index.dtype), slices, *reduce, **options)
     return DistTensor(written.narrow(d, 0, stop - start), x.shape, x.cuts, x.grid)
 
 
@@ -160,7 +135,7 @@ def take(input: Tensor, index: Tensor) -> DistTensor:
     return DistTensor(whole.take(places.shard), shape, places.cuts, grid)
 
 
-implements_in_place(torch.Tensor.index_add_, index_add)
-implements_in_place(torch.Tensor.index_copy_, index_copy)
-implements_in_place(torch.Tensor.index_fill_, index_fill)
-implements_in_place(torch.Tensor.index_reduce_, index_reduce)
+implements_in_place(Tensor.index_fill_, index_fill)
+for _name in ("index_add", "index_copy", "index_reduce"):
+    _rule = implements(getattr(torch, _name), getattr(Tensor, _name))(partial(_placed, _name))
+    implements_in_place(getattr(Tensor, f"{_name}_"), _rule)
