@@ -14,6 +14,7 @@ from distconv.lbann.strategy import ParallelStrategy, ReplicaGrid
 from distconv.lbann.sums import add_up, summands_of
 from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.module_call import innermost_call
+from distconv.tensor.validation import check_plain
 
 
 class DCTensor(DistTensor):
@@ -38,6 +39,7 @@ class DCTensor(DistTensor):
         gradient of `tensor` is that of the block. Raises `ValueError` on all of them where a block
         is off.
         """
+        _check(tensor, parallel_strategy, "from_shard")
         ps = parallel_strategy
         return cls.from_local(tensor, ps.grid, ps.layout(tensor.dim()))
 
@@ -45,16 +47,17 @@ class DCTensor(DistTensor):
     def distribute(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:
         """Cut the tensor of a replica's first rank; the ranks of the replica call it together.
 
-        The result is a leaf of autograd, with the `requires_grad` of `tensor`. Raises `ValueError`
-        on all of them where their tensors have different shapes or types.
+        The result is a leaf of autograd, with the `requires_grad` and memory format of `tensor`.
+        Raises `ValueError` on all of them where their tensors have different shapes or types.
         """
+        _check(tensor, parallel_strategy, "distribute")
         grid, layout = parallel_strategy.grid, parallel_strategy.layout(tensor.dim())
         kinds = grid.all_gather_object((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
         if len(set(kinds)) > 1:
             raise ValueError(f"DCTensor.distribute: the ranks of a replica pass different {kinds}")
         whole = tensor.detach().to(grid.device, copy=True)
         broadcast(whole, grid)
-        own = whole[local_box(whole.shape, grid, layout).slices].contiguous()
+        own = whole[local_box(whole.shape, grid, layout).slices].clone()
         x = cls.from_local(own, grid, layout, shape=whole.shape)
         return x.requires_grad_() if tensor.requires_grad else x
 
@@ -105,6 +108,14 @@ class DCTensor(DistTensor):
 
 
 ReplicaGrid.tensor_type = DCTensor
+
+
+def _check(tensor: Tensor, parallel_strategy: ParallelStrategy, method: str) -> None:
+    """Raise TypeError where a method of the class was given something else."""
+    check_plain(tensor, f"DCTensor.{method}: tensor")
+    if not isinstance(parallel_strategy, ParallelStrategy):
+        kind = type(parallel_strategy).__name__
+        raise TypeError(f"DCTensor.{method}: {kind} is no ParallelStrategy")
 
 
 def _chunks(n: int, *parts: int) -> list[int]:

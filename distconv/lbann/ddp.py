@@ -15,7 +15,7 @@ from distconv.model.parallelize import no_sync, parallelize
 
 _OPTIONS = frozenset(
     (
-        *("device_ids", "output_device", "dim", "broadcast_buffers", "init_sync"),
+        *("dim", "broadcast_buffers", "init_sync"),
         *("bucket_cap_mb", "find_unused_parameters", "check_reduction", "static_graph"),
         *("gradient_as_bucket_view", "skip_all_reduce_unused_params"),
     )
@@ -35,7 +35,8 @@ class DistConvDDP(nn.Module):
     module: any module; it becomes `.module`, and keys of the state_dict begin so.
     grad_reduction_factor: the number of replicas when not given.
     parallel_strategy: how the ranks are arranged.
-    options: options of DistributedDataParallel without effect on numbers; they are not used.
+    device_ids, output_device, options: options of DistributedDataParallel without effect on
+        numbers; they are not used.
 
     Raises
     ------
@@ -48,6 +49,8 @@ class DistConvDDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
+        device_ids: object = None,
+        output_device: object = None,
         *,
         grad_reduction_factor: float | None = None,
         parallel_strategy: ParallelStrategy | None = None,

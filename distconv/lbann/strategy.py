@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distconv.geometry.layout import Layout, dimension_names
 from distconv.grid.process_grid import ProcessGrid
+from distconv.tensor.whole_numbers import whole_numbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,11 +54,11 @@ class ParallelStrategy:
         shard_dim: int | Sequence[int] = (2,),
         device_type: str = "cuda",
     ):
-        self.num_shards = _as_tuple(num_shards)
-        if not 1 <= len(self.num_shards) <= len(_AXES):
+        self.num_shards = whole_numbers(num_shards, "ParallelStrategy: num_shards")
+        if not 1 <= len(self.num_shards) <= len(_AXES) or min(self.num_shards) < 1:
             raise ValueError(
-                f"ParallelStrategy: num_shards={num_shards!r} has {len(self.num_shards)} entries; "
-                f"give 1 to {len(_AXES)}"
+                f"ParallelStrategy: num_shards={num_shards!r}; give 1 to {len(_AXES)} numbers of "
+                "parts, from 1 on"
             )
         self.shard_dim = shard_dim
         extents: dict[str, Any] = dict(zip(_AXES, self.num_shards, strict=False))
@@ -80,13 +81,24 @@ class ParallelStrategy:
 
     @shard_dim.setter
     def shard_dim(self, value: int | Sequence[int]) -> None:
-        dims = _as_tuple(value)
+        dims = whole_numbers(value, "ParallelStrategy: shard_dim")
         if len(dims) != len(self.num_shards) or len(set(dims)) < len(dims) or min(dims) < 2:
             raise ValueError(
                 f"ParallelStrategy: shard_dim={value!r} does not fit num_shards={self.num_shards}; "
                 "give as many different dimensions, from 2 on"
             )
         self._shard_dim = dims
+
+    def shard_to_rank(self, shard_ind: int | Sequence[int]) -> int:
+        """Return the rank in the job that has a part of each dimension, in this rank's replica.
+
+        Part -1 is the last one, and the part behind the last one is the first.
+        """
+        parts = whole_numbers(shard_ind, "ParallelStrategy.shard_to_rank: shard_ind")
+        place = 0
+        for part, n in zip(parts, self.num_shards, strict=True):
+            place = place * n + part % n
+        return self.grid.ranks[place]
 
     def layout(self, ndim: int) -> Layout:
         """Return the layout of tensors of `ndim` dimensions; raise `ValueError` for too few."""
@@ -104,13 +116,3 @@ class ParallelStrategy:
         kind = self.job.device_mesh.device_type  # with the default group, where there is none
         shape, names = (self.ddp_ranks, *self.num_shards), ("ddp", *self.distconv_dim_names)
         return init_device_mesh(kind, shape, mesh_dim_names=names)
-
-
-def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,)
-    if not isinstance(value, (tuple, list)) or not all(isinstance(n, int) for n in value):
-        raise TypeError(
-            f"ParallelStrategy: {value!r} is no number; give an integer, or a tuple of them"
-        )
-    return tuple(value)

@@ -43,7 +43,7 @@ from distconv.tensor.recording import check_brought, check_recorded, gradient_se
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
 from distconv.tensor.sample_format import channels_last
 from distconv.tensor.shard_node import ShardNode
-from distconv.tensor.validation import check_block, check_out, global_shape
+from distconv.tensor.validation import check_block, check_out, check_plain, global_shape
 from distconv.tensor.whole_numbers import whole_numbers
 from distconv.torch_private import (
     autocast_is_on,
@@ -157,9 +157,7 @@ class DistTensor(DistTensorBase):
             On every rank, naming the rank whose block does not fit and the shape it should have.
         """
         check_untraced("DistTensor.from_local")
-        if not isinstance(local, Tensor):
-            kind = type(local).__name__
-            raise TypeError(f"from_local: local is a {kind}; pass torch.as_tensor(local)")
+        check_plain(local, "from_local: local")
         cuts = cuts_of_layout(layout, grid, local.dim())
         with running("DistTensor.from_local"):
             if shape is not None:
@@ -399,10 +397,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     ValueError
         On every rank, when the ranks' shapes or types differ.
     """
-    if isinstance(x, DistTensor):
-        raise TypeError("distribute_tensor: x is distributed already; use x.redistribute(layout)")
-    if not isinstance(x, Tensor):
-        raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
+    check_plain(x, "distribute_tensor: x")
     check_untraced("distribute_tensor")
     cuts = cuts_of_layout(layout, grid, x.dim())
     if layout is None and x.dim() > 3 and grid.size > 1 and not any(cuts):

@@ -78,6 +78,14 @@ def global_shape(
     return shape
 
 
+def check_plain(x: object, what: str) -> None:
+    """Raise TypeError where `x`, which errors call `what`, is no plain tensor."""
+    if isinstance(x, DistTensorBase):
+        raise TypeError(f"{what} is distributed already; use x.redistribute(layout)")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what} is a {type(x).__name__}; pass torch.as_tensor(x)")
+
+
 def check_block(local: Tensor, grid: Grid, cuts: Cuts, shape: tuple[int, ...]) -> None:
     """Raise `ValueError` on this rank where its block is not that of a tensor of this shape.
 

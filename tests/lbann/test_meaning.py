@@ -178,10 +178,14 @@ def test_misuse_raises_on_every_rank_and_the_program_goes_on() -> None:
     wrong: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (ValueError, "does not divide", lambda: strategy(3)),
         (ValueError, "1 to 3", lambda: strategy((1, 1, 1, 1), (2, 3, 4, 5))),
+        (ValueError, "from 1 on", lambda: strategy(-1)),
         (ValueError, "does not fit", lambda: strategy((2, 1), 2)),
         (ValueError, "does not fit", lambda: strategy((2, 1), (2, 2))),
         (ValueError, "does not fit", lambda: strategy(2, 1)),
-        (TypeError, "no number", lambda: strategy("2")),  # type: ignore[arg-type]
+        (TypeError, "whole number", lambda: strategy("2")),  # type: ignore[arg-type]
+        (TypeError, "no ParallelStrategy", lambda: DCTensor.distribute(x, ps.grid)),  # type: ignore[arg-type]
+        (TypeError, "as_tensor", lambda: DCTensor.from_shard([1.0], ps)),  # type: ignore[arg-type]
+        (TypeError, "already", lambda: DCTensor.from_shard(DCTensor.distribute(x, ps), ps)),
         (ValueError, "unsqueeze", lambda: DCTensor.from_shard(torch.ones(4, 4), ps)),
         (ValueError, "different", lambda: DCTensor.distribute(x[..., WORLD.rank :], ps)),
         (ValueError, "blocks|block", lambda: DCTensor.from_shard(x[..., WORLD.rank % 2 :], ps)),
