@@ -24,6 +24,7 @@ from distconv.compiling.program import Existing, TracedCall, Value
 from distconv.device.kinds import random_states
 from distconv.grid.communicators import carried_by
 from distconv.grid.whereabouts import user_line
+from distconv.ops.support.in_place import noted_in
 from distconv.tensor.eager import own_mode
 from distconv.tensor.nested import shards_of
 from distconv.torch_private import DispatchMode, Operator
@@ -104,6 +105,7 @@ class Trace:
         reached it.
     optimizers: the optimizers, each with its settings when it stepped.
     obstacle: the reason why the step cannot be replayed; "" if it can.
+    notes: the mappings in which tensors are looked up, which refer to them weakly.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -117,6 +119,7 @@ class Trace:
         """The value or constant that stands for each tensor."""
         self._apart = WeakTensorKeyDictionary()
         """The tensors that were made while the trace was paused."""
+        self.notes = self._seen, self._apart
         self._count = 0
         self._random = random_states()
         self.inputs = [self.new(x) for x in inputs]
@@ -349,6 +352,7 @@ def traced(trace: Trace) -> Iterator[None]:
     _under_way += 1
     with ExitStack() as left:
         left.callback(_leave)
+        left.enter_context(noted_in(*trace.notes))
         left.enter_context(carried_by(lambda transport: _TracedCarrier(transport, trace)))
         for handle in (
             register_optimizer_step_pre_hook(trace.before_optimizer),

@@ -161,10 +161,11 @@ def verify(
     layouts: layouts for the inputs of submodules, by patterns of names, as for `parallelize`.
     tolerance: the largest relative difference that is treated as rounding. By default 1e-10 in
         float64, 1e-4 in float32, and 64 times the rounding of shorter types; the coarsest type
-        decides. Wrong results stand out best in float64. By default, a tensor that amplifies
-        rounding (behind a batch norm over a few elements, say) may also differ by a hundred times
-        the difference that the serial program shows when its input and parameters are changed in
-        their last place.
+        decides. Types within layers are not seen: a Fourier layer in complex64, say, needs 1e-4 in
+        a float64 network, too. Wrong results stand out best in float64. By default, a tensor that
+        amplifies rounding (behind a batch norm over a few elements, say) may also differ by a
+        hundred times the difference that the serial program shows when its input and parameters are
+        changed in their last place.
     backward: whether to compare gradients. Differences in the gradients of a layer's parameters are
         relative to the largest of these gradients, because a bias before a norm has a gradient that
         is zero up to rounding. Buffers are treated likewise: the running mean of values that a norm

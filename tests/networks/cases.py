@@ -22,12 +22,18 @@ for _name in ("nms", "qnms"):
 
 @dataclass(frozen=True)
 class Case:
-    """A network, a loss or a metric, to be compared with its serial run."""
+    """A network, a loss or a metric, to be compared with its serial run.
+
+    Attributes
+    ----------
+    tolerance: the tolerance of `verify`, for a case that computes in shorter types within.
+    """
 
     package: str
     name: str
     build: Callable[[], nn.Module]
     inputs: tuple[Input, ...]
+    tolerance: float | None = None
 
     @property
     def key(self) -> str:

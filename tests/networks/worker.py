@@ -81,7 +81,9 @@ def outcome(case: Case) -> dict[str, Any]:
     arranged = layouts(inputs, grid)
     try:
         module = in_double(case.build())
-        verification = dc.verify(module, inputs, grid, layout=arranged, show=False)
+        verification = dc.verify(
+            module, inputs, grid, layout=arranged, tolerance=case.tolerance, show=False
+        )
     except Exception as error:
         return {"result": "error", "why": f"{type(error).__name__}: {error}"}
     first = verification.first_deviation
@@ -128,7 +130,7 @@ def difference_of_replays(
             if roots:
                 sum(roots[1:], roots[0]).backward()
         found = {f"result {i}": x for i, x in enumerate(results)}
-        found |= model.state_dict()
+        found |= {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
         found |= {
             f"gradient of {name}": p.grad
             for name, p in model.named_parameters()

@@ -6,7 +6,8 @@ the Python object stays the same one. Outside autograd it stays plain, and gets 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import getweakrefcount
 
@@ -66,6 +67,22 @@ def is_recorded(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
+_NOTES: list[MutableMapping[Tensor, Any]] = []
+
+
+@contextmanager
+def noted_in(*notes: MutableMapping[Tensor, Any]) -> Iterator[None]:
+    """Let tensors become distributed in the context although these mappings refer to them weakly.
+
+    They drop a tensor that does.
+    """
+    _NOTES.extend(notes)
+    try:
+        yield
+    finally:
+        del _NOTES[-len(notes) :]
+
+
 def become_distributed(
     operator: str,
     plain: Tensor,
@@ -114,6 +131,8 @@ def become_distributed(
     if result is NotImplemented:  # Python then asks the other operand
         return result
     target.__dict__.update(plain.__dict__)
+    for notes in _NOTES:
+        notes.pop(plain, None)
     swap_tensors(plain, target)
     return plain if result is target else result
 
@@ -134,7 +153,7 @@ def _hindrance(x: Tensor, device: torch.device) -> str | None:
     # A tensor without other users has three: itself, its storage object, and the Python object.
     if torch_private.users_of_memory(x) > 2 or torch_private.users_of(x) > 1:
         return "views of it are in use, or autograd has saved it for the backward pass"
-    if x.retains_grad or getweakrefcount(x):
+    if x.retains_grad or getweakrefcount(x) > sum(x in notes for notes in _NOTES):
         return "it retains its gradient, or a weak reference to it is in use"
     if type(x) is not Tensor:
         return f"it is a {type(x).__name__}, which would not be one any more"
