@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def axes_of_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> tuple[str, ...]:
-    """Return the grid axis of each dimension of a mesh.
-
-    Parameters
-    ----------
-    axes: grid axes by names of the mesh; a missing name is itself an axis.
-    """
+    """Return the grid axis of each dimension of a mesh; `axes` has those whose names differ."""
     named = tuple((axes or {}).get(name, name) for name in mesh.mesh_dim_names or ())
     if len(named) != mesh.ndim or len(set(named)) < len(named) or not set(named) <= set(AXES):
         raise ValueError(
@@ -60,19 +55,11 @@ def mesh_axes(grid: Grid) -> tuple[str, ...]:
 
 
 def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh with the ranks of a grid. All of them call it.
+    """Return a mesh with the ranks of a grid, by their numbers in the job. All of them call it. It
+    initialises a default group of torch.distributed where there is none.
 
-    Initialises a default group of torch.distributed where there is none.
-
-    Parameters
-    ----------
-    ranks: the ranks of the grid by their numbers in the job.
-
-    Raises
-    ------
-    ValueError
-        On every rank, where the grid has not all ranks of the job, they do not ascend along its
-        axes, or the program's own default group numbers them in another order.
+    Raises ValueError on every rank, where the grid has not all ranks of the job, they do not ascend
+    along its axes, or the program's own default group numbers them in another order.
     """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh

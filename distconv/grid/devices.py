@@ -63,13 +63,8 @@ def make_offer(
     kept: torch.device | None,
     by_mpi: bool = True,
 ) -> Offer:
-    """Return the offer of this rank; no communication.
-
-    Parameters
-    ----------
-    device, transport: the program's arguments to the grid.
-    kept: the GPU of this rank on another grid, which it keeps.
-    by_mpi: whether MPI has started the ranks.
+    """Return the offer of this rank for the program's arguments; no communication. The rank keeps a
+    GPU that it has on another grid, `kept`.
     """
     given, transport = transport, transport or os.environ.get(_VARIABLE) or None
     if transport not in (None, *_ON_ACCELERATORS):
@@ -112,10 +107,8 @@ def choose(offers: Sequence[Offer]) -> Choice:
     has a GPU of its own, and by MPI where ranks share GPUs; those between CPUs by MPI, or by
     torch's gloo where MPI has not started the ranks.
 
-    Raises
-    ------
-    ValueError
-        When a requested device or transport is not available, or requests of ranks contradict.
+    Raises ValueError when a requested device or transport is not available, or requests of ranks
+    contradict.
     """
     transport = offers[0].transport
     kinds = [_kind(o) for o in offers]
@@ -133,26 +126,18 @@ def choose(offers: Sequence[Offer]) -> Choice:
     devices = tuple(f"{kinds[0]}:{number}" for number in numbers)
     sharing = None if all(o.may_share for o in offers) else _sharing(gpus)
     chosen = _transport(transport, _ON_ACCELERATORS, offers, sharing)
-    staged = transport is None and chosen == "mpi" and sharing is None
-    notice = _staging(offers) if staged else _notice(offers, gpus)
-    return Choice(devices, chosen, notice)
-
-
-def _staging(offers: Sequence[Offer]) -> str:
-    """Return a message that says why messages between GPUs go by MPI."""
-    why = _obstacle([o.missing.get("torch") for o in offers])
-    return f"messages between GPUs go by MPI, mostly through the host: {why}"
+    if transport is None and chosen == "mpi" and sharing is None:
+        why = _obstacle([o.missing.get("torch") for o in offers])
+        notice = f"messages between GPUs go by MPI, mostly through the host: {why}"
+        return Choice(devices, chosen, notice)
+    return Choice(devices, chosen, _notice(offers, gpus))
 
 
 def _transport(
     asked: str | None, names: Sequence[str], offers: Sequence[Offer], sharing: str | None = None
 ) -> str:
-    """Return the transport that is asked for, or the first that all ranks can use.
-
-    Parameters
-    ----------
-    names: the transports between such devices, by preference.
-    sharing: a message that names ranks sharing a GPU, which NCCL does not allow; None if none do.
+    """Return the transport that is asked for, or the first of `names` that all ranks can use.
+    `sharing` names ranks that share a GPU, which NCCL does not allow.
     """
     obstacles = {
         name: _obstacle([o.missing.get(name) for o in offers])

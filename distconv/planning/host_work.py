@@ -107,12 +107,7 @@ def measure_host_work(layers: int = 16) -> dict[str, Table]:
 
 
 class _Others:
-    """Functions that run between two calls of a timed function.
-
-    Attributes
-    ----------
-    memory: the memory of the operands of local operators.
-    """
+    """Functions that run between two calls of a timed function."""
 
     def __init__(self, grid: DryRunGrid):
         self._network = nn.Sequential(
@@ -210,9 +205,7 @@ def _passes(
 
 
 def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
-    """Return the seconds of a parameter's gradient and update, after other functions and each
-    number of bytes of `STREAMED`.
-    """
+    """Return the seconds of a parameter's gradient and update, for each number of `STREAMED`."""
     others = _Others(DryRunGrid({}, 0))
     trained, frozen = _Chain(layers, others), _Chain(layers, others)
     for p in list(frozen.parameters())[1:]:

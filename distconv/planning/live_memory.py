@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,12 +14,8 @@ from distconv.transport.buffers import KEPT_BYTES, SMALL_BYTES
 
 
 class LiveMemory:
-    """The live tensors by kind, and the moment of the highest total.
-
-    Parameters
-    ----------
-    pools: whether messages come from a pool, which keeps unused ones for later ones of the same
-        size, as on CPUs (`transport.buffers`).
+    """The live tensors by kind, their total, and the kinds at the highest total. Where it `pools`,
+    messages come from memory that is kept for later ones of the same size, as on CPUs.
     """
 
     def __init__(self, pools: bool = True) -> None:
@@ -27,15 +23,10 @@ class LiveMemory:
         self._live: dict[int, tuple[int, str, weakref.ref[Any], str]] = {}
         self._kept: set[int] = set()
         self._bytes: Counter[str] = Counter()
-        self._total = self._most = 0
+        self.total = self._most = 0
         self.at_most: dict[str, int] = {}
         self._idle: Counter[int] = Counter()
         self._idle_bytes = 0
-
-    @property
-    def total(self) -> int:
-        """Return the bytes of live tensors now."""
-        return self._total
 
     def hold(self, tensors: Any, kind: str, layer: str = "") -> None:
         """Count tensors whose memory is not counted yet."""
@@ -45,16 +36,16 @@ class LiveMemory:
                 continue
             size = storage.nbytes()
             # The object of the storage lives as long as its memory.
-            reference = weakref.ref(storage, self._releasing(key))
+            reference = weakref.ref(storage, partial(self._release, key))
             self._live[key] = size, kind, reference, layer
             if kind == "halos" and self._idle[size]:
                 self._idle[size] -= 1
                 self._idle_bytes -= size
                 continue
             self._bytes[kind] += size
-            self._total += size
-            if self._total > self._most:
-                self._most, self.at_most = self._total, dict(self._bytes)
+            self.total += size
+            if self.total > self._most:
+                self._most, self.at_most = self.total, dict(self._bytes)
 
     def turn_into(self, tensor: Tensor, kind: str) -> None:
         """Change the kind of a live tensor."""
@@ -85,20 +76,17 @@ class LiveMemory:
                 self._bytes["other"] -= size
                 self._bytes["activations"] += size
 
-    def _releasing(self, key: int) -> Callable[[object], None]:
-        return lambda _: self._release(key)
-
-    def _release(self, key: int) -> None:
+    def _release(self, key: int, _: object) -> None:
         size, kind, _, _ = self._live.pop(key)
         self._kept.discard(key)
         if self._pools and kind == "halos" and SMALL_BYTES < size <= KEPT_BYTES:
             if self._idle_bytes + size > KEPT_BYTES:
                 self._bytes[kind] -= self._idle_bytes
-                self._total -= self._idle_bytes
+                self.total -= self._idle_bytes
                 self._idle.clear()
                 self._idle_bytes = 0
             self._idle[size] += 1
             self._idle_bytes += size
             return
         self._bytes[kind] -= size
-        self._total -= size
+        self.total -= size

@@ -46,11 +46,8 @@ def is_layer(module: nn.Module) -> bool:
 
 
 class ModuleCalls:
-    """Hooks on a module and all its submodules; a subclass overrides `entered` and `left`.
-
-    Attributes
-    ----------
-    stack: the names and modules of the active calls, outermost first.
+    """Hooks on a module and all its submodules; a subclass overrides `entered` and `left`. `stack`
+    has the names and modules of the active calls, outermost first.
     """
 
     def __init__(self, module: nn.Module):
@@ -124,12 +121,7 @@ def _first_of(result: Any) -> _Output:
 
 
 class Recorder(ModuleCalls, torch_private.DispatchMode):
-    """A context that notes everything a rank of a dry grid does.
-
-    Attributes
-    ----------
-    movements: the list that `trace_movements` fills.
-    """
+    """A context that notes all that a rank does; `trace_movements` fills `movements`."""
 
     def __init__(
         self,

@@ -172,12 +172,8 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> Study:
-        """Return the study in a file that `save` wrote.
-
-        Raises
-        ------
-        ValueError
-            For a file that holds no study, naming the missing entry.
+        """Return the study in a file; raise ValueError where it holds none, and say what is
+        missing.
         """
         try:
             given = json.loads(path.read_text())
@@ -194,12 +190,8 @@ class Study:
             raise ValueError(f"{str(path)!r} is no scaling study: {what}") from None
 
     def resumed_from(self, earlier: Study) -> Study:
-        """Return this study with the rounds and predictions of an earlier one with the same cases.
-
-        Raises
-        ------
-        ValueError
-            Where the earlier one is of other cases, or was measured elsewhere.
+        """Return this study with the rounds and predictions of an earlier one; raise ValueError
+        where that one is of other cases, or was measured elsewhere.
         """
         mine, theirs = self._identity(), earlier._identity()
         for what, value in mine.items():
@@ -240,17 +232,10 @@ def cases_of(
     grids: Iterable[Mapping[str, int]],
     measured: bool = True,
 ) -> list[Case]:
-    """Return a case for each grid.
-
-    Parameters
-    ----------
-    shapes: the global shape of each input. For weak scaling the shape on one rank: each dimension
-        is multiplied by the ranks along the axis of its name.
-
-    Raises
-    ------
-    ValueError
-        For a grid that appears twice, an unknown axis, and one whose dimension cannot grow.
+    """Return a case for each grid, with these shapes of inputs. For weak scaling they are those on
+    one rank: each dimension is multiplied by the ranks along the axis of its name. Raises
+    ValueError for a grid that appears twice, an unknown axis, and one whose dimension cannot
+    grow.
     """
     found: dict[str, Case] = {}
     for grid in grids:
@@ -308,27 +293,21 @@ def measure(
     step: Mapping[str, Any] | None = None,
     finished: Callable[[int], object] = lambda rounds: None,
 ) -> None:
-    """Run the measured cases until each has `rounds` rounds. All ranks of `comm` call it.
+    """Run the measured cases until each has `rounds` rounds. All ranks of `comm`, of the job, call
+    it.
 
     A case runs on the first ranks, on a communicator of their own, while the others sleep. In each
     round every case is timed once, every second round in reverse; a case that takes less than 10 ms
     is repeated. A step is forward, loss, backward and optimizer, on random numbers. Parameters and
-    inputs of all cases are in memory at once.
+    inputs of all cases are in memory at once. Raises ValueError on every rank, where a case has
+    more ranks than `comm`.
 
     Parameters
     ----------
     study: the same on all ranks; the times are added to it on all of them.
     make: makes the module, the same on every rank and each time.
-    comm: all ranks of the job.
-    threads: the threads of each rank.
-    step: options of `predict` for the step: dtype, layout, loss, optimizer, and options of
-        `parallelize`.
+    step: options of `predict` and `parallelize` for the step.
     finished: called on every rank after each round, with the number of complete rounds.
-
-    Raises
-    ------
-    ValueError
-        On every rank, where a case has more ranks than `comm`.
     """
     cases = study.measured
     most = max((case.ranks for case in cases), default=1)
@@ -342,7 +321,7 @@ def measure(
     sides = []
     for case in cases:
         mine = comm.rank < case.ranks
-        run = training_step(case, make, **(step or {})) if mine else _sleep
+        run = training_step(case, make, **(step or {})) if mine else lambda: None
         sides.append(Contender(run, threads, ranks=case.ranks))
     repeats = [ceil(SHORTEST / seconds) for seconds in warm_up(comm, sides)]
     for number in range(study.rounds, rounds):
@@ -391,10 +370,6 @@ def training_step(
         synchronize(grid.device)
 
     return step
-
-
-def _sleep() -> None:
-    """Sleep until the next case: the step of a rank that takes no part in a case."""
 
 
 def predict_all(

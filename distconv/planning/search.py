@@ -108,13 +108,7 @@ class GridPlan:
 
     @property
     def best(self) -> Prediction:
-        """Return the best grid's prediction.
-
-        Raises
-        ------
-        ValueError
-            Where no grid fits; the message names the ways out.
-        """
+        """Return the best grid's prediction; raise ValueError, with ways out, where none fits."""
         fitting = self.fitting
         if not fitting:
             raise ValueError(self.nothing_fits)
@@ -186,12 +180,8 @@ def grids_of(
     ranks: int, shape: Sequence[int], axes: Sequence[str] | None = None
 ) -> Iterator[dict[str, int]]:
     """Yield all grids of `ranks` ranks that cut no dimension of an input into more parts than it
-    has elements.
-
-    Parameters
-    ----------
-    axes: the axes that may have several ranks; by default the dimensions of the input, and `filter`
-        beside `channel`.
+    has elements. The axes that may have several ranks are the dimensions of the input, and
+    `filter` beside `channel`, if not given.
     """
     names = dimension_names(len(shape))
     most = {name: n for name, n in zip(names, shape, strict=True) if name in AXES}
@@ -233,6 +223,9 @@ def plan(
 
     One process calls it; where local operators are to be timed, on the machine itself.
 
+    Raises ValueError for numbers of ranks without any grid, for wrong axes, and for a machine
+    without the times that are needed.
+
     Parameters
     ----------
     module, shape, options: as for `predict`.
@@ -240,12 +233,6 @@ def plan(
     axes: the grid axes that may have several ranks; by default all axes of the input, without
         `filter` beyond `MOST_WITH_FILTER` ranks.
     progress: called with a line for each step of the search.
-
-    Raises
-    ------
-    ValueError
-        For numbers of ranks without any grid, for wrong axes, and for a machine without the times
-        that are needed.
     """
     shapes = shapes_of(shape)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
@@ -290,7 +277,9 @@ def plan(
     out.sort(key=lambda c: (c.prediction is None, c.prediction.peak if c.prediction else 0))
     ways: tuple[WayOut, ...] = ()
     if not best and limit is not None and recorded:
-        ways = tuple(search.ways_out(min(recorded, key=search.peak_known)[0], ranks, axes))
+        peaks = [sum(memory_of(recording, times).values()) for _, recording in recorded]
+        smallest, _ = recorded[peaks.index(min(peaks))]
+        ways = tuple(search.ways_out(smallest, ranks, axes))
     name = type(module).__name__
     return GridPlan(
         name, machine.name, machine.assumed, ranks, limit, (*best, *fitting, *out), ways
@@ -336,10 +325,6 @@ class _Search:
         over = self.limit is not None and p.peak > self.limit
         return Candidate(grid, p, f"needs {byte_size(p.peak)}" if over else None)
 
-    def peak_known(self, pair: tuple[dict[str, int], Recording]) -> int:
-        """Return the peak bytes of a recorded grid, with the workspaces known so far."""
-        return sum(memory_of(pair[1], self.times).values())
-
     def ways_out(
         self, grid: dict[str, int], ranks: int, axes: Sequence[str] | None
     ) -> Iterator[WayOut]:
@@ -382,9 +367,7 @@ class _Search:
 
 
 def with_checkpoints(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with a checkpoint around each child of the outermost module that
-    has three or more children.
-    """
+    """Return a copy with checkpoints around the children of the first module that has three."""
     copied = copy.deepcopy(module)
     blocks = [copied]
     while 0 < len(blocks) < 3:

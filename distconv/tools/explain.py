@@ -59,7 +59,7 @@ class Explanation:
         total = "total", *("",) * 5, *sums, *memory
         lines = [
             f"{self.module} on rank {self.rank} of {self.grid}, forward",
-            layer_table(self.layers, total),
+            table([HEADING, *map(cells_of_layer, self.layers), total]),
         ]
         if self.refusal is not None:
             lines.append(f"{self.layers[-1].name} is refused: {self.refusal}")
@@ -95,6 +95,11 @@ def explain(
     process suffices for any grid. Under `torch.no_grad()` layers keep no memory for a backward
     pass.
 
+    Raises TypeError or ValueError for arguments that do not fit: no Module, no shape, or not one
+    type or layout for each input. Raises RuntimeError where the forward pass raises, naming the
+    layer; also where it reads the elements of a tensor. A layer that is refused raises nothing: it
+    is the last row of the table.
+
     Parameters
     ----------
     module: any torch.nn.Module, before `parallelize`.
@@ -107,15 +112,6 @@ def explain(
     rank: the rank to show; by default the rank in the middle of every axis.
     show: whether to print the table, on rank 0.
     progress: called with each line of the table as it is ready.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For arguments that do not fit: no Module, no shape, or not one type or layout for each
-        input.
-    RuntimeError
-        Where the forward pass raises, naming the layer; also where it reads the elements of a
-        tensor. A layer that is refused raises nothing: it is the last row of the table.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"explain: {type(module).__name__} is not a torch.nn.Module")
@@ -149,18 +145,13 @@ HEADING = (
 )
 
 
-def layer_table(layers: Sequence[LayerPlan], *more: tuple[Cell, ...]) -> str:
-    """Return layers as a table, with `more` rows below them."""
-    return table([HEADING, *map(cells_of_layer, layers), *more])
-
-
 def cells_of_layer(layer: LayerPlan) -> tuple[Cell, ...]:
     """Return the row of the table for a layer."""
-    moved = [
-        f"{_cut(r.source)} -> {_cut(r.target)}" + (f" by {how}" if how else "")
-        for r in layer.redistributions
-        for how in (_operator_suffix(layer.kind.lower(), r.operator),)
-    ]
+    kind, moved = layer.kind.lower(), []
+    for r in layer.redistributions:
+        # An operator is named where it is not in the name of the layer's type.
+        how = "" if r.operator in kind else f" by {r.operator.removeprefix(f'{kind}, ')}"
+        moved.append(f"{_cut(r.source)} -> {_cut(r.target)}{how}")
     halos = [
         " ".join(f"{name} {before}+{after}" for name, (before, after) in widths if before + after)
         for widths in (halo.widths.items() for halo in layer.halos)
@@ -179,11 +170,6 @@ def cells_of_layer(layer: LayerPlan) -> tuple[Cell, ...]:
         size_cell(layer.kept_bytes),
         size_cell(layer.parameter_bytes),
     )
-
-
-def _operator_suffix(kind: str, operator: str) -> str:
-    """Return the part of an operator's name that is not in the name of its layer's type."""
-    return "" if operator in kind else operator.removeprefix(f"{kind}, ")
 
 
 def layout_in_words(layer: LayerPlan) -> str:

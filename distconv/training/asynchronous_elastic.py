@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from distconv.training.checks import check_count
-from distconv.training.requests import Asking, Kind
+from distconv.training.requests import Connection, Kind
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,13 @@ class AsynchronousElastic:
     alpha (x - center), and the worker moves by -d, before its optimizer's step. The center is the
     result of the training.
 
+    Raises ValueError where a value is out of its range.
+
     Parameters
     ----------
     period: the steps of a worker between two pulls.
     alpha: the strength of the springs, above 0 and below 1; by default 0.9 divided by the number of
         clients of a server.
-
-    Raises
-    ------
-    ValueError
-        Where a value is out of its range.
     """
 
     period: int = 1
@@ -54,7 +51,7 @@ class AsynchronousElastic:
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
         clients: int,
-        above: Asking | None,
+        above: Connection | None,
     ) -> ElasticRule:
         alpha = 0.9 / clients if self.alpha is None else self.alpha
         client = self.client(parameters, buffers, None, above, 0) if above else None
@@ -65,7 +62,7 @@ class AsynchronousElastic:
         parameters: Sequence[Any],
         buffers: Sequence[Tensor],
         optimizer: Optimizer | None,
-        server: Asking,
+        server: Connection,
         steps: int,
     ) -> ElasticClient:
         return ElasticClient(self, parameters, buffers, optimizer, server, steps)
@@ -80,7 +77,7 @@ class ElasticClient:
         parameters: Sequence[Any],
         buffers: Sequence[Tensor],
         optimizer: Optimizer | None,
-        server: Asking,
+        server: Connection,
         steps: int,
     ):
         self._period, self._server, self._optimizer = method.period, server, optimizer

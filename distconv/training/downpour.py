@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from distconv.training.checks import check_count
-from distconv.training.requests import Asking, Kind
+from distconv.training.requests import Connection, Kind
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -27,6 +27,8 @@ class Downpour:
     that acts as a momentum of 1 - 1/n (Mitliagkas et al., "Asynchrony begets momentum",
     arXiv:1605.09774), so choose less momentum.
 
+    Raises ValueError where a period is out of its range.
+
     Parameters
     ----------
     optimizer: makes the server's optimizer of its parameters, such as `partial(torch.optim.SGD,
@@ -36,11 +38,6 @@ class Downpour:
     synchronous: whether the server waits for all active workers, and steps with the mean of their
         gradients, weighted by their samples. `push` and `fetch` must be equal then.
     schedule: makes a scheduler of the server's optimizer, which steps with it.
-
-    Raises
-    ------
-    ValueError
-        Where a period is out of its range.
     """
 
     optimizer: MakeOptimizer = field(repr=False)
@@ -63,7 +60,7 @@ class Downpour:
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
         clients: int,
-        above: Asking | None,
+        above: Connection | None,
     ) -> DownpourRule:
         return DownpourRule(self, parameters, buffers, above)
 
@@ -72,22 +69,16 @@ class Downpour:
         parameters: Sequence[Any],
         buffers: Sequence[Tensor],
         optimizer: Optimizer | None,
-        server: Asking,
+        server: Connection,
         steps: int,
     ) -> DownpourClient:
         return DownpourClient(self, parameters, buffers, optimizer, server, steps)
 
 
 class DownpourClient:
-    """The steps of a client, which starts with the server's parameters.
-
-    Parameters
-    ----------
-    parameters, buffers: the client's own; gradients are taken from the parameters.
-    optimizer: steps with the client's own gradients between fetches. Without one, the parameters
-        change only by fetches.
-    server: receives gradients, and sends parameters.
-    steps: the steps that the client took before.
+    """The steps of a client, which starts with the server's parameters. An optimizer steps with the
+    client's own gradients between fetches; without one, the parameters change only by fetches.
+    `steps` were taken before.
     """
 
     def __init__(
@@ -96,7 +87,7 @@ class DownpourClient:
         parameters: Sequence[Any],
         buffers: Sequence[Tensor],
         optimizer: Optimizer | None,
-        server: Asking,
+        server: Connection,
         steps: int,
     ):
         self._method, self._server, self._optimizer = method, server, optimizer
@@ -162,7 +153,7 @@ class DownpourRule:
         method: Downpour,
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
-        above: Asking | None,
+        above: Connection | None,
     ):
         self.waits = method.synchronous
         self._parameters = parameters

@@ -15,10 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from distconv.comm.collectives import all_reduce_coalesced, broadcast
+from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.nested import shards_of
 from distconv.training.checks import check_count
+
+_WITHIN_A_SAMPLE = tuple(axis for axis in AXES if axis != "sample")
+"""The grid axes that cut a sample."""
+
+
+def worker_grid(grid: ProcessGrid) -> ProcessGrid:
+    """Return the grid of this rank's replica alone: the ranks of `grid` that share its samples.
+
+    All ranks of `grid` call it together. A model parallelized on it is trained by these ranks
+    alone, on their own samples.
+    """
+    extents: dict[str, Any] = {axis: grid.shape[axis] for axis in _WITHIN_A_SAMPLE}
+    peers = grid.topology.peers(grid.rank, _WITHIN_A_SAMPLE)
+    ranks = [grid.ranks[peer] for peer in peers]
+    return ProcessGrid(ranks, device=grid.device, **extents)
 
 
 class ElasticAveraging:
@@ -33,6 +49,9 @@ class ElasticAveraging:
     nesterov=True the pull is taken at the weights that torch holds, which include the velocity).
     Buffers, such as running statistics, stay each worker's own.
 
+    Raises ValueError on every rank, where the model is not parallelized on the grid of its worker,
+    a value is out of its range, or the ranks pass different ones.
+
     Parameters
     ----------
     model: parallelized on `worker_grid(grid)`. Every worker begins with the parameters and buffers
@@ -41,12 +60,6 @@ class ElasticAveraging:
     alpha: the strength of the springs, at most 1 / P_N, beyond which the center would overshoot; by
         default 0.9 / P_N, as published.
     period: the number of steps from one pull to the next.
-
-    Raises
-    ------
-    ValueError
-        On every rank, where the model is not parallelized on the grid of its worker, a value is out
-        of its range, or the ranks pass different ones.
     """
 
     def __init__(
@@ -129,10 +142,7 @@ class ElasticAveraging:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the center, and the number of steps, that this rank saved.
 
-        Raises
-        ------
-        ValueError
-            Where the saved parameters have other names.
+        Raises ValueError where the saved parameters have other names.
         """
         if list(state["center"]) != self._names:
             raise ValueError(

@@ -35,13 +35,7 @@ class Packing:
         return message
 
     def unpack(self, message: Tensor) -> list[Tensor | None]:
-        """Return the tensors in a message, as views of its memory.
-
-        Raises
-        ------
-        ValueError
-            Where the message has not the size of such tensors.
-        """
+        """Return the tensors in a message, views of it; raise ValueError for a wrong size."""
         there = message[: len(self._kinds)].tolist()
         tensors: list[Tensor | None] = []
         place = self._begin

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from distconv.training.parcel import Packing
-from distconv.training.requests import Asking, Kind
+from distconv.training.requests import Connection, Kind
 from distconv.transport.link import Message, message
 
 Due = list[tuple[int, Message]]
@@ -76,17 +76,9 @@ class Rule(Protocol):
 
 
 class Server:
-    """One shard of a server.
-
-    Parameters
-    ----------
-    parameters, buffers: the tensors of this shard, in the order of the model.
-    places: the positions of these in the messages of this shard, where they are mixed.
-    rule: the server's part of the method.
-    clients: the number of clients, which are numbered from 0.
-    agreed: the description that a client must send in its HELLO.
-    above: the server of which this one is a client, if there is one.
-    save: saves the state of this shard under a number that the clients choose.
+    """One shard of a server, for clients numbered from 0, each of which must send the text `agreed`
+    in its HELLO. `above` leads to the server of which this one is a client; `save` saves the
+    state of this shard under a number that the clients choose.
     """
 
     def __init__(
@@ -97,7 +89,7 @@ class Server:
         clients: int,
         *,
         agreed: str = "",
-        above: Asking | None = None,
+        above: Connection | None = None,
         save: Callable[[int], object] = lambda number: None,
     ):
         self._parameters, self._buffers = parameters, buffers
@@ -115,13 +107,8 @@ class Server:
         self.report = Report()
 
     def handle(self, client: int, request: Message) -> Due:
-        """Handle a request, and return the answers that are due.
-
-        Raises
-        ------
-        ValueError
-            Where a client trains another model, or by another method, or where clients want the
-            state to be saved under different numbers.
+        """Handle a request, and return the answers that are due; raise ValueError where a client
+        trains another model or by another method, or clients save under different numbers.
         """
         kind = Kind(request.numbers[0])
         if kind in self._rule.kinds:

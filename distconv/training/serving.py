@@ -20,7 +20,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import time_limit
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
-from distconv.training.requests import Asking, Connection, Kind, ServerLost, Shards
+from distconv.training.requests import Connection, Kind, ServerLost, Shards
 from distconv.training.server import Due, Report, Rule, Server
 from distconv.training.server_checkpoints import ServerCheckpoints
 from distconv.training.team import Team
@@ -35,7 +35,7 @@ class Method(Protocol):
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
         clients: int,
-        above: Asking | None,
+        above: Connection | None,
     ) -> Rule:
         """Return the server's part of the method."""
 
@@ -44,7 +44,7 @@ class Method(Protocol):
         parameters: Sequence[Any],
         buffers: Sequence[Tensor],
         optimizer: Optimizer | None,
-        server: Asking,
+        server: Connection,
         steps: int,
     ) -> Any:
         """Return the client's part of the method."""
@@ -70,6 +70,12 @@ def serve(
     is dropped with a warning, and the others continue; where ranks are started by MPI, their
     launcher ends the job instead. A lost server ends the job.
 
+    Raises AllWorkersLost when the last worker is gone, and none has finished; the state is saved
+    before. Raises FileExistsError where `folder` holds the state of another run and `resume` is not
+    given; clients raise ServerLost with the same words. Raises ServerLost where the server above
+    has ended. Raises ValueError where the ranks have different models or methods; clients raise
+    ServerLost with the same words.
+
     Parameters
     ----------
     model: the same as the workers', which start with its parameters; it is not changed.
@@ -80,19 +86,6 @@ def serve(
     keep: the largest number of checkpoints.
     resume: whether to load the last checkpoint in `folder`, if there is one; or the path of a
         checkpoint, from `Team.last_saved`.
-
-    Raises
-    ------
-    AllWorkersLost
-        When the last worker is gone, and none has finished; the state is saved before.
-    FileExistsError
-        Where `folder` holds the state of another run and `resume` is not given; clients raise
-        ServerLost with the same words.
-    ServerLost
-        Where the server above has ended.
-    ValueError
-        Where the ranks have different models or methods; clients raise ServerLost with the same
-        words.
     """
     if not team.serves:
         raise ValueError(
@@ -172,6 +165,15 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
         warnings.warn(f"serve: client {client} is dropped: {why}", stacklevel=3)
         return server.drop(client, why)
 
+    def deliver(due: Due) -> None:
+        while due:
+            client, answer = due.pop(0)
+            if client in open_links:
+                try:
+                    open_links[client].send(answer)
+                except LinkLost as error:
+                    due += lose(client, str(error))
+
     while server.active:
         heard = False
         for client in list(open_links):
@@ -180,27 +182,16 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
             try:
                 request = open_links[client].poll()
             except LinkLost as error:
-                request, due = None, lose(client, str(error))
+                deliver(lose(client, str(error)))
+                continue
+            if request is None:
+                continue
+            heard = True
+            if request.numbers[0] == Kind.LEAVE:
+                deliver(lose(client, "its program has failed"))
             else:
-                due = []
-                if request is not None:
-                    failed_there = request.numbers[0] == Kind.LEAVE
-                    due = (
-                        lose(client, "its program has failed")
-                        if failed_there
-                        else server.handle(client, request)
-                    )
-            heard |= request is not None
-            while due:
-                receiver, answer = due.pop(0)
-                if receiver not in open_links:
-                    continue
-                try:
-                    open_links[receiver].send(answer)
-                except LinkLost as error:
-                    due += lose(receiver, str(error))
-            if request is not None:
-                state.save_if_due()
+                deliver(server.handle(client, request))
+            state.save_if_due()
         if not heard:
             rest(open_links.values())
     until = time.monotonic() + time_limit()

@@ -33,23 +33,10 @@ SERVER_FOLDER = "server-{rank}"
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The roles of the ranks of a job. No communication.
-
-    The first ranks are the servers, one for each shard of the parameters. With several groups, the
-    servers of each group follow. The last ranks are the workers, group by group, each with
-    consecutive ranks.
-
-    Parameters
-    ----------
-    ranks: the number of ranks of the job.
-    shards: the number of ranks of each server.
-    groups: the number of groups of workers. With several, each has a server of its own.
-    of_worker: the number of ranks of a worker.
-
-    Raises
-    ------
-    ValueError
-        Where the ranks cannot be arranged so.
+    """The roles of the ranks of a job; no communication. The first ranks are the servers, one for
+    each shard of the parameters. With several groups of workers, the servers of each group
+    follow. The last ranks are the workers, group by group, each with consecutive ranks. Raises
+    ValueError where the ranks cannot be arranged so.
     """
 
     ranks: int
@@ -118,6 +105,9 @@ class Team:
     A worker is a replica, or several that run in step, on a grid of its own. Workers do not run in
     step with each other: each trains with the parameters of its server (`serve`, `Worker`).
 
+    Raises ValueError on every rank, where the number of ranks does not fit, or the ranks pass
+    different arguments.
+
     Parameters
     ----------
     servers: the number of ranks of the server. Each holds some of the parameters, so that no link
@@ -134,12 +124,6 @@ class Team:
     workers: the number of workers.
     worker: the number of this rank's worker; None for a server.
     grid: the grid of this rank's worker; None for a server.
-
-    Raises
-    ------
-    ValueError
-        On every rank, where the number of ranks does not fit, or the ranks pass different
-        arguments.
     """
 
     def __init__(

@@ -58,13 +58,7 @@ def message(numbers: Sequence[int], payload: Tensor | None = None) -> Message:
 
 
 class Link:
-    """One end of a link. Messages arrive whole and in the order in which they were sent.
-
-    Parameters
-    ----------
-    peer: the rank at the other end.
-    connection: the connection to it.
-    """
+    """One end of a link to the rank `peer`. Messages arrive whole, and in their order."""
 
     def __init__(self, peer: int, connection: socket.socket):
         self.peer, self._connection = peer, connection
@@ -107,11 +101,8 @@ class Link:
         return arrived
 
     def receive(self, until: float) -> Message:
-        """Return the next message; raises LinkLost, and LinkSilent where none comes in time.
-
-        Parameters
-        ----------
-        until: the time of `time.monotonic` to wait to, or inf.
+        """Return the next message; raises LinkLost, and LinkSilent where none comes until a time of
+        `time.monotonic`, or inf.
         """
         while (arrived := self.poll()) is None:
             if time.monotonic() > until:
@@ -172,20 +163,11 @@ def _memory(payload: Tensor) -> memoryview:
 def open_links(
     comm: ObjectCommunicator, called: Sequence[int], calling: Sequence[int], limit: float
 ) -> dict[int, Link]:
-    """Return a link for each rank that this one talks to. All ranks of `comm` call it.
+    """Return a link for each rank that this one calls, or that calls it. All ranks of the job call
+    it.
 
-    Parameters
-    ----------
-    comm: all ranks of the job.
-    called: the ranks that this one calls, such as servers.
-    calling: the ranks that call this one, such as clients. A link to a rank that has not called in
-        time is lost from the beginning.
-    limit: seconds allowed for connecting.
-
-    Raises
-    ------
-    LinkLost
-        Where a rank that this one calls cannot be reached.
+    A link to a rank that has not called in time is lost from the beginning. Raises LinkLost where a
+    rank that this one calls cannot be reached.
     """
     limit = min(limit, 1e7)  # a socket takes no infinite time
     token, host = secrets.token_hex(16), socket.gethostname()

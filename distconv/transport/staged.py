@@ -139,7 +139,6 @@ class StagedRequest:
         self._copies, self._requests, self._arriving = copies, requests, arriving
 
     def wait(self) -> None:
-        """Return when MPI is done; the current stream waits for the copies."""
         for request in self._requests:
             request.wait()
         if self._arriving:
@@ -147,15 +146,8 @@ class StagedRequest:
 
 
 class StagedTransport:
-    """Messages over MPI between tensors on GPUs; see `Transport`.
-
-    Parameters
-    ----------
-    mpi: the transport of messages on the host.
-    copies: copies from and to the GPU.
-    queue: messages and reductions not passed to MPI yet, of all transports of this process.
-    direct: whether MPI reads and writes the memory of GPUs. Reductions go through the host in any
-        case, where MPI sums.
+    """Messages over MPI between tensors on GPUs; see `Transport`. Where it is `direct`, MPI reads
+    and writes the memory of GPUs; reductions go through the host in any case, where MPI sums.
     """
 
     name, ordered = "mpi", False
@@ -169,7 +161,6 @@ class StagedTransport:
         return self._mpi.next_tag()
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return uninitialised memory for a message; torch caches it."""
         return like.new_empty(shape)
 
     def exchange(

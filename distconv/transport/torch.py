@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.device.groups import close_group, error_of, make_group
+from distconv.device.groups import error_of, make_group
 from distconv.device.kinds import library_of
 from distconv.device.streams import SideStream, StreamRequest, using
-from distconv.torch_private import end_batch, gather_flat, start_batch
+from distconv.torch_private import end_batch, end_group, gather_flat, start_batch
 from distconv.transport.buffers import BufferPool
 from distconv.transport.interface import Communicator, Message, Request, Tags
 from distconv.transport.sums import Summand
@@ -39,19 +39,12 @@ from distconv.transport.torch_groups import (
 
 
 class TorchRequest:
-    """Messages or a reduction of gloo under way; it keeps the memory alive that torch uses.
-
-    Parameters
-    ----------
-    works: the `Work` objects of torch.distributed.
-    memory: the tensors that are read and written.
-    """
+    """Messages or a reduction of gloo under way, with the memory that torch reads and writes."""
 
     def __init__(self, works: list[Any], memory: Any):
         self.works, self._memory = works, memory
 
     def wait(self) -> None:
-        """Return when all has arrived, and the sent tensors may be overwritten."""
         try:
             for work in self.works:
                 work.wait()
@@ -77,12 +70,8 @@ def _outlive(request: TorchRequest) -> None:
 
 
 class TorchTransport:
-    """Messages between hosts by process groups of gloo; see `Transport`.
-
-    Parameters
-    ----------
-    comm: the ranks; all of them call it.
-    store: the store over which they and their groups meet; None for a single rank.
+    """Messages between hosts by process groups of gloo; see `Transport`. All ranks of `comm` make
+    it; they and their groups meet over the store, which is None for a single rank.
     """
 
     name, ordered = "torch", False
@@ -158,14 +147,8 @@ class TorchTransport:
 
 
 class TorchStreamTransport(TorchTransport):
-    """Messages between accelerators that each belong to one rank; see `StreamTransport`.
-
-    Parameters
-    ----------
-    comm, store: as for `TorchTransport`.
-    device: the device of this rank.
-    limit: the time after which torch gives up on a message.
-    side: the stream on which the process starts all its messages.
+    """Messages between accelerators that each belong to one rank; see `StreamTransport`. Torch
+    gives up on a message after `limit`; all messages of the process start on the `side` stream.
     """
 
     ordered = True
@@ -193,15 +176,13 @@ class TorchStreamTransport(TorchTransport):
                 raise RuntimeError(f"torch.distributed reports {error} of {self._library}")
 
     def close(self, abort: bool) -> None:
-        """Close all groups: when their work is done, or at once. Errors are left to the waits."""
         while self._groups:
             with suppress(RuntimeError):
-                close_group(self._groups.popitem()[1], abort)
+                end_group(self._groups.popitem()[1], abort)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange, all at once, sends first."""
         receives, sends = self._to_others(arriving, leaving)
         if not (receives or sends):
             return TorchRequest([], None)

@@ -72,12 +72,8 @@ def open_store(comm: Communicator) -> Store:
 
 
 def common_store(comm: Communicator) -> Store:
-    """Return a store for the groups of the ranks of `comm`, which all call it.
-
-    Raises
-    ------
-    RuntimeError
-        On every rank, where one of them cannot reach it.
+    """Return a store for the groups of the ranks of `comm`, which all call it; raises RuntimeError
+    on every rank, where one of them cannot reach it.
     """
     store = open_store(comm)
     hosts = comm.allgather((socket.gethostname(), store is not None))
@@ -155,12 +151,8 @@ def explained(error: RuntimeError) -> RuntimeError:
 
 
 class TorchCommunicator:
-    """Some ranks of a job that share a store of torch.distributed.
-
-    Parameters
-    ----------
-    store: the store of all ranks of the job; None where this rank is the only one.
-    me, ranks: this rank's number in the job, and the numbers of all members.
+    """Some ranks of a job that share a store of torch.distributed, which is None for a rank alone;
+    `me` is this rank's number in the job.
     """
 
     def __init__(self, store: Store | None, me: int, ranks: tuple[int, ...], purpose: str):

@@ -10,9 +10,6 @@ from typing import NamedTuple, TypeAlias
 from distconv.geometry.topology import AXES, Topology
 from distconv.tools.reports.document import COLOURS, legend, section
 
-MOST_BARS = 40
-"""The most bars of a chart; the longest are drawn."""
-
 
 class Bar(NamedTuple):
     """A stretch of time of a lane."""
@@ -38,50 +35,7 @@ class Curve(NamedTuple):
     marks: bool = True
 
 
-def bars(
-    rows: Iterable[tuple[str, Mapping[str, float]]],
-    text: Callable[[float], str],
-    colours: Mapping[str, str],
-) -> str:
-    """Return a bar chart with its legend; of many bars only the longest, in their order.
-
-    Parameters
-    ----------
-    rows: for each bar its name, and amounts by kind. Bars without length are left out.
-    text: returns the text for an amount.
-    colours: the kinds of amounts that are drawn, each with its colour.
-    """
-    totals = [(sum(amounts[what] for what in colours), name, amounts) for name, amounts in rows]
-    lengths = sorted((total for total, _, _ in totals if total > 0), reverse=True)
-    if not lengths:
-        return ""
-    least, drawn = lengths[:MOST_BARS][-1], []
-    for total, name, amounts in [row for row in totals if row[0] >= least][:MOST_BARS]:
-        place, rects = 0.0, []
-        for what, colour in colours.items():
-            width = 100 * amounts[what] / lengths[0]
-            if width > 0:
-                rects.append(_rect(place, width, colour, f"{what}: {text(amounts[what])}"))
-            place += width
-        drawn.append(_row(name, "".join(rects), text(total)))
-    if len(lengths) > MOST_BARS:
-        drawn.append(f'<p class="quiet">the {len(drawn)} longest of {len(lengths)}</p>')
-    return "".join(drawn) + (legend(colours) if len(colours) > 1 else "")
-
-
-def _row(name: str, drawn: str, text: str | None = None) -> str:
-    """Return a name, a strip of rectangles, and a text after it; a higher strip without a text."""
-    height, lane = (16, " lane") if text is None else (12, "")
-    return (
-        f'<div class="row{lane}"><span title="{escape(name)}">{escape(name)}</span>'
-        f'<svg height="{height}" role="img" aria-label="{escape(text or name)}">'
-        f'<rect class="track" width="100%" height="{height}"/>{drawn}</svg>'
-        + ("" if text is None else f"<span>{escape(text)}</span>")
-        + "</div>"
-    )
-
-
-def _rect(x: float, width: float, colour: str, title: str, height: float = 12) -> str:
+def _rect(x: float, width: float, colour: str, title: str, height: float) -> str:
     return (
         f'<rect class="edge" x="{x:.4g}%" width="{max(width, 0.15):.4g}%" height="{height:g}" '
         f'fill="{colour}"><title>{escape(title)}</title></rect>'
@@ -115,7 +69,11 @@ def lanes(rows: Mapping[str, Sequence[Bar]], begin: float, end: float) -> str:
             _rect(100 * (s.begin - begin) / length, 100 * (s.end - s.begin) / length, *s[2:], 16)
             for s in _joined(spans, length / 1500)
         )
-        drawn.append(_row(name, rects))
+        drawn.append(
+            f'<div class="lane"><span title="{escape(name)}">{escape(name)}</span>'
+            f'<svg height="16" role="img" aria-label="{escape(name)}">'
+            f'<rect class="track" width="100%" height="16"/>{rects}</svg></div>'
+        )
     marks = []
     for mark in ticks(1e3 * begin, 1e3 * end, 6):
         place = 100 * (mark / 1e3 - begin) / length
@@ -124,9 +82,7 @@ def lanes(rows: Mapping[str, Sequence[Bar]], begin: float, end: float) -> str:
             f'<line class="axis" x1="{place:.4g}%" x2="{place:.4g}%" y1="0" y2="4"/>'
             f'<text class="quiet" x="{place:.4g}%" y="15" text-anchor="{anchor}">{mark:g}</text>'
         )
-    drawn.append(
-        f'<div class="row lane"><span>ms</span><svg height="18">{"".join(marks)}</svg></div>'
-    )
+    drawn.append(f'<div class="lane"><span>ms</span><svg height="18">{"".join(marks)}</svg></div>')
     return "".join(drawn)
 
 
@@ -212,53 +168,36 @@ MOST_RANKS = 32
 
 
 def grid_section(grid: Mapping[str, int], ranks_per_node: int | None) -> str:
-    """Return the ranks of a grid on their nodes."""
+    """Return the ranks of a grid, node by node; those of each sample where nodes are not known."""
     topology = Topology(tuple(int(grid.get(axis, 1)) for axis in AXES))
     if topology.size == 1:
         return ""
     note = "A colour for each replica. Letters and numbers are the place of a rank along the axes."
-    return section("The grid", _ranks_on_nodes(topology, ranks_per_node), note)
-
-
-def _ranks_on_nodes(topology: Topology, ranks_per_node: int | None) -> str:
-    """Return the ranks of a grid, node by node, with their coordinates; a colour for each replica.
-
-    Where the number of ranks per node is not known, the ranks of each sample are grouped.
-    """
-    axes = [axis for axis in AXES if topology.extent(axis) > 1]
-    spatial = [axis for axis in axes if axis != "sample"]
+    cut = [axis for axis in AXES if axis != "sample" and topology.extent(axis) > 1]
     within = ranks_per_node or topology.size // topology.extent("sample")
-    name = "node" if ranks_per_node else "replica"
-    groups = -(-topology.size // within)
+    name, groups = "node" if ranks_per_node else "replica", -(-topology.size // within)
+    # A row has the ranks along the last cut axis, where they are few.
+    last = topology.extent(cut[-1]) if len(cut) > 1 else topology.size
+    columns = last if last <= 5 else 4
     drawn = []
     for group in range(min(groups, MOST_NODES)):
         ranks = range(group * within, min((group + 1) * within, topology.size))
-        shown = ranks[:MOST_RANKS]
-        columns = min(len(shown), _columns(topology, spatial))
-        cells = []
-        for place, rank in enumerate(shown):
-            at = topology.coordinates(rank)
-            x, y = 62 * (place % columns), 38 * (place // columns)
-            short = " ".join(f"{axis[0]}{at[axis]}" for axis in spatial)
-            words = ", ".join(f"{axis} {at[axis]}" for axis in axes)
-            colour = COLOURS[at["sample"] % (len(COLOURS) - 1)]
-            cells.append(
-                f'<g><title>rank {rank}: {words}</title><rect x="{x}" y="{y}" width="58" '
-                f'height="34" rx="4" fill="{colour}"/><text class="on" x="{x + 29}" y="{y + 15}" '
-                f'text-anchor="middle">{rank}</text><text class="on" x="{x + 29}" y="{y + 28}" '
-                f'text-anchor="middle">{short}</text></g>'
-            )
-        width, height = 62 * columns - 4, 38 * -(-len(shown) // columns) - 4
-        more = f", {len(ranks) - len(shown)} more ranks" if len(ranks) > len(shown) else ""
+        cells = "".join(_rank(topology, rank, cut) for rank in ranks[:MOST_RANKS])
+        more = f", {len(ranks) - MOST_RANKS} more ranks" if len(ranks) > MOST_RANKS else ""
         drawn.append(
-            f'<figure><svg style="width:{width}px" viewBox="0 0 {width} {height}" role="img">'
-            f"{''.join(cells)}</svg><figcaption>{name} {group}{more}</figcaption></figure>"
+            f'<figure><div style="grid-template-columns:repeat({min(len(ranks), columns)},3.6rem)">'
+            f"{cells}</div><figcaption>{name} {group}{more}</figcaption></figure>"
         )
     rest = f'<p class="quiet">and {groups - MOST_NODES} more</p>' if groups > MOST_NODES else ""
-    return f'<div class="nodes">{"".join(drawn)}</div>{rest}'
+    return section("The grid", f'<div class="nodes">{"".join(drawn)}</div>{rest}', note)
 
 
-def _columns(topology: Topology, axes: Sequence[str]) -> int:
-    """Return the number of ranks in a row of a drawing: those along the last cut axis."""
-    last = topology.extent(axes[-1]) if axes else topology.size
-    return last if len(axes) > 1 and last <= 5 else min(4, topology.size)
+def _rank(topology: Topology, rank: int, cut: Sequence[str]) -> str:
+    at = topology.coordinates(rank)
+    axes = ("sample", *cut) if topology.extent("sample") > 1 else cut
+    words = ", ".join(f"{axis} {at[axis]}" for axis in axes)
+    short = " ".join(f"{axis[0]}{at[axis]}" for axis in cut)
+    colour = COLOURS[at["sample"] % (len(COLOURS) - 1)]
+    return (
+        f'<span title="rank {rank}: {words}" style="background:{colour}">{rank}<br/>{short}</span>'
+    )

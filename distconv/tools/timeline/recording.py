@@ -25,7 +25,14 @@ from distconv.data.durable import write_atomically
 from distconv.device.kinds import profiler_activities
 from distconv.grid.communicators import carried_by
 from distconv.grid.process_grid import ProcessGrid
-from distconv.tools.timeline.messages import Event, Kinds, RecordedTransport, events_of, named_rows
+from distconv.tools.timeline.messages import (
+    Event,
+    Kinds,
+    Passage,
+    RecordedTransport,
+    events_of,
+    named_rows,
+)
 from distconv.torch_private import is_profiling, profiler_refused
 
 
@@ -43,21 +50,18 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     wait for them. Times of all ranks are on the clock of rank 0, from round trips of messages at
     the beginning and at the end.
 
+    Raises OSError on every rank, where rank 0 cannot write the file. Raises RuntimeError on every
+    rank, where torch's profiler is recording on one of them already; and within the context, where
+    the program starts it.
+
     Parameters
     ----------
     path: the path of the file; a file ending with .gz is compressed.
     grid: the ranks that take part; all of the job when not given.
-
-    Raises
-    ------
-    OSError
-        On every rank, where rank 0 cannot write the file.
-    RuntimeError
-        On every rank, where torch's profiler is recording on one of them already. Within the
-        context, where the program starts it.
     """
     path = Path(path)
-    grid = _on_hosts(grid)
+    # Of the same ranks, with messages between hosts.
+    grid = ProcessGrid(None if grid is None else grid.ranks, sample=-1, device="cpu")
     missing = None if grid.rank or path.absolute().parent.is_dir() else str(path.absolute().parent)
     everyone = grid.all_gather_object((missing, is_profiling()))
     if any(profiled for _, profiled in everyone):
@@ -66,16 +70,17 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     if missing:
         raise FileNotFoundError(f"timeline: there is no folder {missing}; make it before")
     before = measure_offsets(grid)[grid.rank]
-    kinds = Kinds()
+    kinds, passed = Kinds(), list[Passage]()
     with (
         profile(activities=profiler_activities()) as recorded,
         profiler_refused(_refuse_profiler),
         trace_movements(kinds),
-        carried_by(lambda transport: RecordedTransport(transport.carrier, kinds.of)),
+        carried_by(lambda transport: RecordedTransport(transport.carrier, kinds.of, passed)),
     ):
         yield
     after = measure_offsets(grid)[grid.rank]
-    _write(path, grid, on_clock_of_rank_0(_exported(recorded, grid.rank), before, after), after)
+    events = _exported(recorded, passed, grid.rank)
+    _write(path, grid, on_clock_of_rank_0(events, before, after), after)
 
 
 _ONE_AT_A_TIME = (
@@ -88,16 +93,11 @@ def _refuse_profiler(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(f"torch.profiler within dc.timeline(). {_ONE_AT_A_TIME}")
 
 
-def _on_hosts(grid: ProcessGrid | None) -> ProcessGrid:
-    """Return a grid of the same ranks with messages between hosts."""
-    return ProcessGrid(None if grid is None else grid.ranks, sample=-1, device="cpu")
-
-
-def _exported(recorded: Any, rank: int) -> list[Event]:
+def _exported(recorded: Any, passed: list[Passage], rank: int) -> list[Event]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         recorded.export_chrome_trace(str(file))
-        return events_of(json.loads(file.read_text()), rank)
+        return events_of(json.loads(file.read_text()), passed, rank)
 
 
 def _write(path: Path, grid: ProcessGrid, events: list[Event], offset: Offset) -> None:
@@ -146,13 +146,8 @@ _ROUNDS = 10
 
 
 class Offset(NamedTuple):
-    """The difference of a rank's clock from that of rank 0, in nanoseconds.
-
-    Attributes
-    ----------
-    ahead: the difference.
-    error: the largest error of `ahead`.
-    at: the time of the measurement, by the rank's own clock.
+    """The difference of a rank's clock from that of rank 0, and its largest error, in nanoseconds,
+    measured at a time by the rank's own clock.
     """
 
     ahead: float
@@ -161,12 +156,8 @@ class Offset(NamedTuple):
 
 
 def measure_offsets(grid: ProcessGrid, now: Callable[[], int] = time.time_ns) -> list[Offset]:
-    """Return the offset of every rank, in rank order. All ranks of the grid call it together.
-
-    Parameters
-    ----------
-    grid: a grid of CPUs.
-    now: returns the time of this rank's clock in nanoseconds.
+    """Return the offset of every rank of a grid of CPUs, in rank order. All of them call it
+    together. `now` returns the time of this rank's clock in nanoseconds.
     """
     mine = Offset(0.0, 0.0, now())
     for other in range(1, grid.size):
