@@ -32,13 +32,7 @@ from distconv.data.durable import (
     unseen,
     write_checksummed,
 )
-from distconv.data.errors import (
-    DataError,
-    bytes_of_rank_zero,
-    check_call,
-    on_rank_zero,
-    together,
-)
+from distconv.data.errors import DataError, bytes_of_rank_zero, check_call, on_rank_zero, together
 from distconv.data.shards import divide, for_module, for_optimizer, restored
 from distconv.grid.interface import Grid
 from distconv.model.consistency import check_in_sync, not_finite
@@ -317,9 +311,7 @@ def last_in_common(folder: Path, comm: ObjectCommunicator, *, looks: bool = True
 
     All ranks of `comm` call it together, each with its own folder.
 
-    Parameters
-    ----------
-    looks: whether this rank looks into its folder; otherwise it relies on the ranks that do.
+    `looks` says whether this rank looks into its folder; otherwise it relies on the ranks that do.
     """
     found = [set(map(step_of, checkpoints_in(folder)))] if looks else []
     steps = [own for theirs in comm.allgather(found) for own in theirs]
@@ -442,13 +434,10 @@ def _examined(grid: Grid, path: Path, content: bytes) -> tuple[dict[str, Any], s
 def _check_shards(grid: Grid, path: Path, state: dict[str, Any]) -> None:
     """Check the shards of a checkpoint, each by one rank. Collective.
 
-    Raises
-    ------
-    DamagedFile, FileNotFoundError
-        Where a shard is damaged, missing, or was written for another checkpoint or rank.
-    OSError
-        Where a shard cannot be read now, or this rank does not see the checkpoint itself. The
-        checkpoint may be whole, so the caller must not fall back to the one before.
+    Raises DamagedFile or FileNotFoundError where a shard is damaged, missing, or was written for
+    another checkpoint or rank. Raises OSError where a shard cannot be read now, or this rank does
+    not see the checkpoint itself. The checkpoint may be whole, so the caller must not fall back to
+    the one before.
     """
     if state["format"] != SHARDED:
         return
@@ -578,9 +567,7 @@ def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> 
 
 
 def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where the optimizer's state, saved by an earlier version, does not fit its
-    parameters.
-    """
+    """Raise where a state, saved by an earlier version, does not fit the optimizer's parameters."""
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:

@@ -80,16 +80,9 @@ def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> str:
 def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
     """Return the content of a file that `write_checksummed` wrote, without the checksum.
 
-    Parameters
-    ----------
-    checksum: the checksum that `write_checksummed` returned, where it is known.
-
-    Raises
-    ------
-    DamagedFile
-        If the content is truncated or changed, or its checksum is not `checksum`.
-    OSError
-        If the file cannot be read.
+    `checksum` is the checksum that `write_checksummed` returned, where it is known. Raises
+    DamagedFile if the content is truncated or changed, or its checksum is not `checksum`. Raises
+    OSError if the file cannot be read.
     """
     content, trailer = _read(path)
     if trailer != _trailer(hashlib.sha256(content).hexdigest()):
@@ -169,38 +162,6 @@ def sync(path: Path) -> None:
     """Bring the content of a file to the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def reserve(file: BinaryIO, size: int) -> None:
-    """Reserve `size` bytes of the disk and of the writer's quota for a new file, on systems that
-    can.
-
-    A later write then does not find the disk full. Raises OSError where it is full now.
-    """
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        # A file system that cannot reserve space reports a full disk later.
-        if error.errno != errno.EOPNOTSUPP:
-            raise
-
-
-def check_room(path: Path, size: int) -> None:
-    """Raise `OSError` unless `size` bytes can be written beside `path` now.
-
-    The bytes are allocated and given back, so quotas and limits are found as well as a full disk.
-    """
-    partial = fresh_name(path)
-    try:
-        try:
-            with open(partial, "xb") as file:
-                reserve(file, size)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise unwritable(path, error, size) from error
 
 
 class _Summing:

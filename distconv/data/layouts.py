@@ -13,9 +13,7 @@ Name = TypeVar("Name")
 
 
 def batch_cuts(
-    shapes: Mapping[Name, tuple[int, ...]],
-    layout: Layout | Mapping[Any, Layout] | None,
-    grid: Grid,
+    shapes: Mapping[Name, tuple[int, ...]], layout: Layout | Mapping[Any, Layout] | None, grid: Grid
 ) -> dict[Name, Cuts]:
     """Return the grid axes over which each dimension of each field of a mini-batch is cut.
 
@@ -28,10 +26,7 @@ def batch_cuts(
     layout: the layout of the first field, or by field; every dimension over the axis of its own
         name when not given.
 
-    Raises
-    ------
-    ValueError
-        For names that are no fields, and dimensions that a field does not have.
+    Raises ValueError for names that are no fields, and dimensions that a field does not have.
     """
     by_name = layout if isinstance(layout, Mapping) else {}
     check_names(shapes, layout=layout)

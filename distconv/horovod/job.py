@@ -83,10 +83,8 @@ JOINED, _WAITING = Announcement("join"), Announcement("synchronize")
 class Pending:
     """A collective that this rank has named; it starts when all ranks have.
 
-    Parameters
-    ----------
-    start: takes the announcements of all ranks, None for a rank that has joined, and starts the
-        collective; returns a function that waits for the result and returns it.
+    `start` takes the announcements of all ranks, None for a rank that has joined, and starts the
+    collective; returns a function that waits for the result and returns it.
     """
 
     def __init__(self, job: Job, start: Callable[[list[Announcement | None]], Callable[[], Any]]):
@@ -107,9 +105,7 @@ class Pending:
 class Job:
     """The ranks of a process set, each with samples of its own.
 
-    Parameters
-    ----------
-    comm: the ranks, as `ProcessGrid` takes them. All of them make it together.
+    `comm` are the ranks, as `ProcessGrid` takes them. All of them make it together.
     """
 
     def __init__(self, comm: Any = None):
@@ -144,19 +140,14 @@ class Job:
         return self._grids[key]
 
     def start(
-        self,
-        mine: Announcement,
-        start: Callable[[list[Announcement | None]], Callable[[], Any]],
+        self, mine: Announcement, start: Callable[[list[Announcement | None]], Callable[[], Any]]
     ) -> Pending:
         """Name a collective; it starts in this round or a later one, when all ranks have named it.
 
         All ranks call it, except those that have joined.
 
-        Raises
-        ------
-        HorovodInternalError
-            On every rank, where the ranks named collectives that do not match, or one that a rank
-            without samples cannot take part in.
+        Raises HorovodInternalError on every rank, where the ranks named collectives that do not
+        match, or one that a rank without samples cannot take part in.
         """
         pending = Pending(self, start)
         self.round(mine, pending)

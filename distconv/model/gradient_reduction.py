@@ -50,9 +50,7 @@ def reductions_noted_in(modules: Iterable[nn.Module]) -> list[GradientReduction]
 def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
     """Return the `GradientReduction` of a module; raise `ValueError` where it is not parallelized.
 
-    Parameters
-    ----------
-    caller: the name of the calling function, for the message.
+    `caller` is the name of the calling function, for the message.
     """
     reduction = reduction_of(module)
     if reduction is None:
@@ -239,8 +237,7 @@ class GradientReduction:
         """Return whether sums start in one order on all ranks, after the backward pass.
 
         A parameter may have no gradient on some ranks. These ranks start its bucket at the end, so
-        all
-        ranks must: within the backward pass it would come at another place among the exchanges.
+        all ranks must: within the backward pass it would come at another place among the exchanges.
         """
         return self._grid.transport.ordered or self._wire is not None
 

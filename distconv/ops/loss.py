@@ -39,10 +39,7 @@ def reduction_name(
 ) -> str:
     """Return the name of a loss's reduction, given also by torch's deprecated arguments.
 
-    Raises
-    ------
-    ValueError
-        For a reduction other than "none", "mean" and "sum".
+    Raises ValueError for a reduction other than "none", "mean" and "sum".
     """
     if size_average is not None or reduce is not None:
         reduction = reduction_of_flags(size_average, reduce)
@@ -260,7 +257,6 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Tensor:
-    """Return the Kullback-Leibler divergence of log-probabilities from a target."""
     by_batch = reduction == "batchmean"
     name = "sum" if by_batch else reduction
     found = _reduced_divergence(input, target, size_average, reduce, name, log_target)

@@ -14,10 +14,6 @@ from torch import Tensor
 from distconv.ops.loss import terms_of
 from distconv.ops.support.operands import gather_whole
 from distconv.ops.support.whole_dimensions import apply_to_batches
-from distconv.tensor.dispatch import implements
-
-REDUCTIONS = ("none", "mean", "sum")
-"""Reductions in the order of the numbers for them below torch.nn.functional."""
 
 
 def _check_dimensions(name: str, *tensors: Tensor) -> None:
@@ -28,10 +24,7 @@ def _check_dimensions(name: str, *tensors: Tensor) -> None:
 
 @terms_of(F.cosine_embedding_loss)
 def cosine_embedding_loss(
-    input1: Tensor,
-    input2: Tensor,
-    target: Tensor,
-    margin: float = 0,
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0
 ) -> Tensor:
     """Return 1 - cos of pairs of vectors where the target is 1, max(0, cos - margin) where -1."""
     name = "cosine_embedding_loss"
@@ -49,11 +42,7 @@ def cosine_embedding_loss(
 
 
 @terms_of(F.hinge_embedding_loss)
-def hinge_embedding_loss(
-    input: Tensor,
-    target: Tensor,
-    margin: float = 1.0,
-) -> Tensor:
+def hinge_embedding_loss(input: Tensor, target: Tensor, margin: float = 1.0) -> Tensor:
     """Return the distance where the target is 1, max(0, margin - distance) where it is -1."""
     lacking = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
     return lacking + torch.where(target != -1, input, 0.0)
@@ -61,10 +50,7 @@ def hinge_embedding_loss(
 
 @terms_of(F.margin_ranking_loss)
 def margin_ranking_loss(
-    input1: Tensor,
-    input2: Tensor,
-    target: Tensor,
-    margin: float = 0,
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0
 ) -> Tensor:
     """Return max(0, margin - target * (input1 - input2))."""
     _check_dimensions("margin_ranking_loss", input1, input2, target)
@@ -73,11 +59,7 @@ def margin_ranking_loss(
 
 @terms_of(F.poisson_nll_loss)
 def poisson_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    log_input: bool = True,
-    full: bool = False,
-    eps: float = 1e-8,
+    input: Tensor, target: Tensor, log_input: bool = True, full: bool = False, eps: float = 1e-8
 ) -> Tensor:
     """Return the negative logarithm of Poisson densities; `input` is the mean, or its logarithm."""
     if log_input:
@@ -91,19 +73,14 @@ def poisson_nll_loss(
 
 
 @terms_of(F.soft_margin_loss)
-def soft_margin_loss(
-    input: Tensor,
-    target: Tensor,
-) -> Tensor:
+def soft_margin_loss(input: Tensor, target: Tensor) -> Tensor:
     """Return the logistic loss of classes 1 and -1."""
     return (-target * input).exp().log1p()
 
 
 @terms_of(F.multilabel_soft_margin_loss)
 def multilabel_soft_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
+    input: Tensor, target: Tensor, weight: Tensor | None = None
 ) -> Tensor:
     """Return the mean over the classes, the last dimension, of their logistic losses."""
     terms = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
@@ -114,11 +91,7 @@ def multilabel_soft_margin_loss(
 
 @terms_of(F.multi_margin_loss)
 def multi_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    p: int = 1,
-    margin: float = 1.0,
-    weight: Tensor | None = None,
+    input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
     """Return the sum of max(0, margin - right score + other score)^p over the last dimension's
     classes.
@@ -130,10 +103,7 @@ def multi_margin_loss(
 
 
 @terms_of(F.multilabel_margin_loss)
-def multilabel_margin_loss(
-    input: Tensor,
-    target: Tensor,
-) -> Tensor:
+def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
     """Return the sum of max(0, 1 - right score + other score) over the last dimension's classes.
 
     The classes are made whole on every rank.
@@ -201,30 +171,3 @@ def _triplet(
     if swap:
         far = torch.minimum(far, distance(positive, negative))
     return (margin + near - far).clamp_min(0)
-
-
-def _numbered(function: Any, loss: Callable[..., Tensor], names: str) -> None:
-    """Register the form of a loss below torch.nn.functional, whose reduction is a number.
-
-    `names` are its parameters by position, before the reduction, which is 0 unless given.
-    """
-
-    @implements(function)
-    def rule(*args: Any, **options: Any) -> Tensor:
-        options |= zip((*names.split(), "reduction"), args, strict=False)
-        return loss(**options | {"reduction": REDUCTIONS[options.get("reduction", 0)]})
-
-
-_numbered(torch.cosine_embedding_loss, F.cosine_embedding_loss, "input1 input2 target margin")
-_numbered(torch.hinge_embedding_loss, F.hinge_embedding_loss, "input target margin")
-_numbered(torch.margin_ranking_loss, F.margin_ranking_loss, "input1 input2 target margin")
-_numbered(
-    torch.triplet_margin_loss, F.triplet_margin_loss, "anchor positive negative margin p eps swap"
-)
-_numbered(torch.poisson_nll_loss, F.poisson_nll_loss, "input target log_input full eps")
-_numbered(torch.kl_div, F.kl_div, "input target")
-_numbered(
-    torch.binary_cross_entropy_with_logits,
-    F.binary_cross_entropy_with_logits,
-    "input target weight pos_weight",
-)

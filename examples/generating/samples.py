@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 import distconv as dc
 from distconv.data import on_rank_zero, together
 from distconv.data.durable import (
-    check_room,
     fresh_name,
     move_into_place,
     remove,
@@ -28,6 +27,7 @@ from distconv.data.durable import (
 )
 from distconv.data.sources.hdf5 import open_hdf5
 from distconv.data.writing.contiguous import Description, create_hdf5, write_box
+from examples.generating.room import check_room
 
 _OVERHEAD = 2**16
 """An upper bound for the bytes of HDF5's metadata for a few arrays."""

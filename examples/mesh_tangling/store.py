@@ -30,8 +30,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from distconv.data.durable import check_room, replacing, reserve
+from distconv.data.durable import replacing
 from distconv.data.sources.hdf5 import damaged, dataset_in, open_hdf5
+from examples.generating.room import check_room, reserve
 
 Field = NDArray[np.floating[Any]]
 

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from distconv.data.checkpoint import checkpoints_in
-from distconv.data.durable import check_room, remove_partial
+from distconv.data.durable import remove_partial
+from examples.generating.room import check_room
 
 KEPT = 2
 """The number of checkpoints that are kept."""

@@ -20,12 +20,12 @@ import torch
 from distconv.data import durable
 from distconv.data.durable import (
     DamagedFile,
-    check_room,
     read_checksummed,
     remove_partial,
     write_atomically,
     write_checksummed,
 )
+from examples.generating.room import check_room
 from examples.mesh_tangling import store
 from examples.mesh_tangling.generate import generate
 from tests.support.mesh_runs import REPOSITORY, files_up_to

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distconv.data.cache.boxes import Boxes, BoxesInFolder, BoxesInMemory
-from distconv.data.cache.exchange import CachedBox, parts_of, receivers
-from distconv.data.cache.homes import Arrivals, Homes
+from distconv.data.cache.boxes import BoxesInFolder, BoxesInMemory
+from distconv.data.cache.exchange import Arrivals, CachedBox, Homes, parts_of, receivers
 from distconv.data.fields import FieldOnGrid, Values
 from distconv.data.sources.interface import Source
 from distconv.geometry.layout import Box
@@ -58,7 +57,7 @@ class Cache:
             raise ValueError(f"cache_limit={limit} is no number of bytes; choose 1 or more")
         self._fields, self._grid, self._read, self._limit = fields, grid, read, limit
         self._where = where
-        self._boxes: Boxes = BoxesInMemory() if where == "memory" else BoxesInFolder(Path(where))
+        self._boxes: Any = BoxesInMemory() if where == "memory" else BoxesInFolder(Path(where))
         self._homes = Homes(grid.topology, [own.cuts[0] for own in fields])
         self._kept: Loaded = {}
         self.bytes_received = 0
@@ -68,9 +67,7 @@ class Cache:
 
         No communication. Raises ValueError where this rank would keep more than the limit.
 
-        Parameters
-        ----------
-        others: further samples, to be read with the last of the mini-batches.
+        `others` are further samples, to be read with the last of the mini-batches.
         """
         arrivals = self._homes.plan(batches, others)
         if self._limit is not None:

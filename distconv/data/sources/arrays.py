@@ -30,11 +30,7 @@ class ArraySource(Source):
     """
 
     def __init__(
-        self,
-        array: Any,
-        name: str,
-        single: bool = False,
-        check: Callable[[], None] | None = None,
+        self, array: Any, name: str, single: bool = False, check: Callable[[], None] | None = None
     ) -> None:
         self.name = name
         self._array, self._single, self._check = array, single, check
@@ -107,9 +103,7 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
 
     Missing chunks hold zeros, or the array's own fill value, as in zarr.
 
-    Parameters
-    ----------
-    name: the array in the group; None where the folder is an array, or a group of a single one.
+    `name` is the array in the group; None where the folder is an array, or a group of a single one.
     """
     try:
         import zarr

@@ -26,10 +26,7 @@ class ScaleAndOffset:
     attributes: the attributes of the array in the file.
     name: the name of the array for error messages.
 
-    Raises
-    ------
-    ValueError
-        For attributes that are no numbers, and `_Unsigned`, which is not supported.
+    Raises ValueError for attributes that are no numbers, and `_Unsigned`, which is not supported.
     """
 
     def __init__(self, attributes: Mapping[str, Any], name: str) -> None:
@@ -96,9 +93,8 @@ class ScaleAndOffset:
 def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
     """Copy values of the same shape into `out`. Raises ValueError for types `out` cannot hold.
 
-    Parameters
-    ----------
-    casting: the permitted conversions, by numpy's names; integers must be in range in any case.
+    `casting` are the permitted conversions, by numpy's names; integers must be in range in any
+    case.
     """
     values = np.asarray(values)
     if values.shape != out.shape or not np.can_cast(values.dtype, out.dtype, casting):

@@ -24,7 +24,6 @@ from distconv.ops.support.operands import (
     common_grid,
     local_operand,
 )
-from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -118,7 +117,6 @@ def norm(
 
 @implements(F.cosine_similarity)
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Return the cosine of the angle between vectors along one dimension."""
     shape = broadcast_shape("cosine_similarity", (x1, x2))
     directions = []
     for x in (x1.expand(shape), x2.expand(shape)):
@@ -168,10 +166,3 @@ def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
         compute_mode in (None, "use_mm_for_euclid_dist_if_necessary") and max(vectors) > 25
     )
     return "use_mm_for_euclid_dist" if by_product else "donot_use_mm_for_euclid_dist"
-
-
-@implements(F.pdist, torch.pdist)
-def pdist(input: DistTensor, p: float = 2.0) -> DistTensor:
-    """Return the distances of all pairs of rows of a matrix. Both are whole on every rank."""
-    result: DistTensor = apply_along(F.pdist, "pdist", input, [0, 1], p, dropped=[0, 1])
-    return result

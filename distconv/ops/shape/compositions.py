@@ -16,9 +16,8 @@ from distconv.ops.shape.lookup import index_select
 from distconv.ops.shape.rearrange import flip
 from distconv.ops.shape.reshape import expand
 from distconv.ops.support.argument_forms import as_sizes, normalize_dim, takes_sequence
-from distconv.ops.support.global_positions import unravel
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import gather_whole
+from distconv.ops.support.operands import gather_whole, unravel
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import without_torch_dispatch, without_torch_function
@@ -27,7 +26,6 @@ from distconv.torch_private import without_torch_dispatch, without_torch_functio
 @implements(torch.Tensor.sum_to_size)
 @takes_sequence("size")
 def sum_to_size(input: DistTensor, *size: Any) -> Tensor:
-    """Return the sum over the dimensions along which a tensor of this size would be repeated."""
     sizes = as_sizes(size)
     check_on_meta(torch.Tensor.sum_to_size, any_type(input), *sizes)
     lead = input.dim() - len(sizes)
@@ -37,7 +35,6 @@ def sum_to_size(input: DistTensor, *size: Any) -> Tensor:
 
 @implements(torch.adjoint, torch.Tensor.adjoint, torch.Tensor.mH.__get__)  # type: ignore[attr-defined]
 def adjoint(input: Tensor) -> Tensor:
-    """Return the last two dimensions exchanged, and the elements conjugated."""
     if input.dim() < 2:
         raise RuntimeError(f"adjoint: expected 2 dimensions or more, got {tuple(input.shape)}")
     transposed = input.transpose(-2, -1)
@@ -46,7 +43,6 @@ def adjoint(input: Tensor) -> Tensor:
 
 @implements(torch.Tensor.H.__get__)  # type: ignore[attr-defined]
 def hermitian(input: Tensor) -> Tensor:
-    """Return the adjoint of a matrix; of a scalar its conjugate."""
     if input.dim() not in (0, 2):
         raise RuntimeError(f"H: expected a matrix, got the shape {tuple(input.shape)}; use mH")
     return adjoint(input) if input.dim() else input.conj()
@@ -54,7 +50,6 @@ def hermitian(input: Tensor) -> Tensor:
 
 @implements(torch.rot90, torch.Tensor.rot90)
 def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    """Return the plane of two dimensions rotated by `k` times 90 degrees, first to second."""
     check_on_meta(torch.rot90, any_type(input), k, tuple(dims))
     first, second = dims
     turns = k % 4
@@ -67,7 +62,6 @@ def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor
 
 @implements(F.channel_shuffle, torch.channel_shuffle, torch.native_channel_shuffle)
 def channel_shuffle(input: DistTensor, groups: int) -> DistTensor:
-    """Return the channels reordered: the first of every group, then the second, ..."""
     check_on_meta(torch.channel_shuffle, any_type(input), groups)
     places = torch.arange(input.shape[1], device=input.device)
     return index_select(input, 1, places.view(groups, -1).t().flatten())
@@ -81,7 +75,6 @@ def repeat_interleave(
     *,
     output_size: int | None = None,
 ) -> DistTensor:
-    """Repeat every position along one dimension `repeats` times, or each its own number."""
     if repeats is None:
         refuse(
             "repeat_interleave",
@@ -101,7 +94,6 @@ def repeat_interleave(
 
 @implements(torch.unravel_index)
 def unravel_index(indices: Tensor, shape: Any) -> tuple[Tensor, ...]:
-    """Return the coordinates, in a tensor of this shape, of positions in row-major order."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     check_on_meta(_unraveled, indices, sizes)
     return tuple(unravel(indices, sizes))
@@ -128,11 +120,7 @@ def _copied(function: Callable[..., Any], view: Callable[..., Any]) -> None:
 
 
 def _sliced(
-    input: DistTensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
+    input: DistTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> DistTensor:
     return slice_of(input, dim, start, end, step)
 
@@ -170,11 +158,7 @@ def _in_place(method: Callable[..., Any], view: Callable[..., Any]) -> None:
             )
         made = rule(input, *args, **kwargs)
         # Below torch's functions, a tensor without elements holds the shape, too.
-        with (
-            torch.no_grad(),
-            without_torch_function(),
-            without_torch_dispatch(),
-        ):
+        with torch.no_grad(), without_torch_function(), without_torch_dispatch():
             method(input, *args, **kwargs)
         input.become(made)
         return input

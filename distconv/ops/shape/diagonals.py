@@ -9,9 +9,8 @@ from torch import Tensor
 
 from distconv.ops.shape.writing import diagonal_scatter
 from distconv.ops.support.argument_forms import normalize_dims
-from distconv.ops.support.global_positions import global_indices
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import uncut
+from distconv.ops.support.operands import global_indices, uncut
 from distconv.tensor.aliasing import finish_write, make_view, prepare_write
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -48,7 +47,6 @@ _triangle("triu")
 
 @implements(torch.diagonal, torch.Tensor.diagonal)
 def diagonal(input: DistTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> DistTensor:
-    """Return a diagonal of the matrices in two dimensions, as the last dimension."""
     shape = check_on_meta(torch.diagonal, any_type(input), offset, dim1, dim2)
     pair = normalize_dims((dim1, dim2), input.dim())
     x = uncut(input, pair, "diagonal")
@@ -69,7 +67,6 @@ def diagonal(input: DistTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -
 
 @implements(torch.diag_embed, torch.Tensor.diag_embed)
 def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> DistTensor:
-    """Return matrices, in two dimensions, with the last one on a diagonal, and 0 elsewhere."""
     shape = check_on_meta(torch.diag_embed, any_type(input), offset, dim1, dim2)
     pair = normalize_dims((dim1, dim2), len(shape))
     x = uncut(input, [input.dim() - 1], "diag_embed")
@@ -81,7 +78,6 @@ def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -
 
 @implements(torch.Tensor.fill_diagonal_)
 def fill_diagonal_(input: DistTensor, fill_value: float, wrap: bool = False) -> DistTensor:
-    """Write a number to the diagonal; with `wrap` again below the end of a tall matrix."""
     check_on_meta(torch.Tensor.fill_diagonal_, input, fill_value, wrap)
     prepare_write(input, "fill_diagonal_")
     first, *others = global_indices(input)

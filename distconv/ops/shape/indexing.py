@@ -21,13 +21,7 @@ from distconv.ops.shape.lookup import index_select, rows_of, wrap_negative
 from distconv.ops.shape.masks import picked_by_mask
 from distconv.ops.shape.reshape import unflatten, unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim
-from distconv.ops.support.merged import (
-    factors_of,
-    fitting_factors,
-    is_merged,
-    merge_as,
-    unmerge,
-)
+from distconv.ops.support.merged import factors_of, fitting_factors, is_merged, merge_as, unmerge
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.aliasing import make_view
@@ -284,7 +278,6 @@ def slice_of(
 
 @implements(torch.narrow, torch.Tensor.narrow)
 def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> DistTensor:
-    """Return `length` positions along one dimension."""
     if isinstance(start, Tensor):
         if not _is_integer(start):
             raise RuntimeError(
@@ -304,7 +297,6 @@ def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> Dis
 
 @implements(torch.select, torch.Tensor.select)
 def select(input: DistTensor, dim: int, index: int) -> DistTensor:
-    """Return one position along one dimension, which disappears."""
     d = normalize_dim(dim, input.dim())
     return getitem(input, (*(slice(None),) * d, index))
 
@@ -313,14 +305,12 @@ def select(input: DistTensor, dim: int, index: int) -> DistTensor:
 def split(
     tensor: DistTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
 ) -> tuple[DistTensor, ...]:
-    """Return consecutive pieces of given sizes along one dimension."""
     shapes = check_on_meta(torch.split, any_type(tensor), split_size_or_sections, dim)
     return consecutive(tensor, [shape[dim] for shape in shapes], dim)
 
 
 @implements(torch.chunk, torch.Tensor.chunk)
 def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...]:
-    """Return at most `chunks` pieces of equal size, the last one perhaps smaller."""
     shapes = check_on_meta(torch.chunk, any_type(input), chunks, dim)
     return consecutive(input, [shape[dim] for shape in shapes], dim)
 
@@ -334,7 +324,6 @@ def consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTe
 
 @implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
 def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
-    """Return every position along one dimension, which disappears."""
     d = normalize_dim(dim, input.dim())
     return tuple(select(input, d, i) for i in range(input.shape[d]))
 
@@ -343,6 +332,9 @@ def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     """Concatenate along one dimension, in the layout of the largest tensor that is cut."""
     grid = common_grid("cat", tensors)
+    if not all(t.dim() for t in tensors):
+        raise RuntimeError("cat: tensors without dimensions cannot be concatenated; use stack")
+    check_on_meta(torch.cat, tuple(map(any_type, tensors)), dim)
     # torch skips tensors of shape (0,), whatever the other shapes, but not in the backward pass.
     pieces = [as_distributed(t, grid) for t in tensors]
     skipped = [x for x in pieces if tuple(x.shape) == (0,)]
@@ -353,12 +345,6 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     # Cutting a whole tensor moves nothing.
     largest = max(given, key=lambda x: (any(x.cuts), x.numel()))
     d = normalize_dim(dim, largest.dim())
-    rest = {tuple(n for i, n in enumerate(x.shape) if i != d) for x in pieces}
-    if len(rest) > 1:
-        shapes = ", ".join(str(tuple(x.shape)) for x in pieces)
-        raise RuntimeError(f"cat: the shapes {shapes} have to agree except in dimension {d}")
-    if not largest.dim():
-        raise RuntimeError("cat: tensors without dimensions cannot be concatenated; use stack")
     total = sum(x.shape[d] for x in pieces)
     if any(map(is_merged, pieces)) and (joined := _cat_unmerged(pieces, d, total)) is not None:
         return joined
@@ -395,7 +381,5 @@ def _cat_unmerged(pieces: Sequence[DistTensor], d: int, total: int) -> DistTenso
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     """Return tensors of one shape along a new dimension, which is whole on every rank."""
     grid = common_grid("stack", tensors)
-    if len({tuple(t.shape) for t in tensors}) > 1:
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-        raise RuntimeError(f"stack expects each tensor to be equal size, but got {shapes}")
+    check_on_meta(torch.stack, tuple(map(any_type, tensors)), dim)
     return cat([unsqueeze(as_distributed(t, grid), dim) for t in tensors], dim)

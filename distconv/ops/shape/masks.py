@@ -40,11 +40,7 @@ def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
     behind = x.dim() - chosen.dim()
     shape = tuple(x.shape)
     cuts = cuts_of_broadcast(
-        (
-            (shape, x.cuts),
-            ((*chosen.shape, *(1,) * behind), (*chosen.cuts, *((),) * behind)),
-        ),
-        shape,
+        ((shape, x.cuts), ((*chosen.shape, *(1,) * behind), (*chosen.cuts, *((),) * behind))), shape
     )
     over, along = cuts[: chosen.dim()], cuts[chosen.dim() :]
     here = local_operand(chosen, shape[: chosen.dim()], over, grid, operator)
@@ -103,7 +99,6 @@ def _check_mask(mask: Tensor, shape: Shape, input: Tensor) -> None:
 
 @implements(torch.masked_select, torch.Tensor.masked_select)
 def masked_select(input: Tensor, mask: Tensor) -> DistTensor:
-    """Return the elements where a mask is true, as a vector."""
     if mask.dtype != torch.bool:
         raise RuntimeError(f"masked_select: a mask of {mask.dtype}; expected torch.bool")
     shape = broadcast_shape("masked_select", (input, mask))

@@ -33,10 +33,8 @@ def implements_in_place(
 ) -> None:
     """Register `method` as the in-place form of `rule`: it writes the result of `rule`.
 
-    Parameters
-    ----------
-    into_plain: writes to a plain tensor outside autograd; all operands are made whole if not given,
-        or where it returns `NotImplemented`.
+    `into_plain` writes to a plain tensor outside autograd; all operands are made whole if not
+    given, or where it returns `NotImplemented`.
     """
     name = method.__name__
 
@@ -100,10 +98,8 @@ def become_distributed(
     operands: the written values, and their positions; some of them are distributed.
     cuts: the cuts of the distributed tensor; by default those of the operands, the largest first.
 
-    Raises
-    ------
-    UnsupportedOperation
-        On every rank, before any message, where something else refers to the plain tensor.
+    Raises UnsupportedOperation on every rank, before any message, where something else refers to
+    the plain tensor.
     """
     distributed = [x for x in operands if isinstance(x, DistTensor)]
     grid, shape = common_grid(operator, distributed), tuple(plain.shape)

@@ -1,4 +1,4 @@
-"""Decompositions, solvers and functions of matrices, whose dimensions are the last two.
+"""Functions of matrices, whose dimensions are the last two, and products of vectors and tensors.
 
 Matrices are made whole on every rank; the dimensions in front of them, a batch, stay cut.
 """
@@ -6,17 +6,16 @@ Matrices are made whole on every rank; the dimensions in front of them, a batch,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from string import ascii_letters
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.math.product import contract
+from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
 from distconv.ops.support.metadata_checks import check_on_meta
-from distconv.ops.support.whole_dimensions import (
-    apply_along,
-    apply_to_batches,
-)
+from distconv.ops.support.whole_dimensions import apply_along, apply_to_batches
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.torch_private import only_raises
 
@@ -99,7 +98,6 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
 
 @implements(torch.linalg.solve_ex)
 def solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
-    """Return `solve`, and for each matrix whether it could be solved."""
     options: Any = dict(left=left, check_errors=check_errors)
     check_on_meta(torch.linalg.solve_ex, A, B, **options)
     columns, vectors = _aligned(A, B)
@@ -116,7 +114,6 @@ def matrix_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the norm of matrices in the two dimensions `dim`."""
     check_on_meta(torch.linalg.matrix_norm, A, ord, tuple(dim), keepdim, dtype=dtype)
     over = normalize_dims(dim, A.dim())
     return apply_along(
@@ -141,7 +138,6 @@ def norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the norm of vectors or of matrices, by the number of dimensions that are named."""
     check_on_meta(torch.linalg.norm, A, ord, dim, keepdim, dtype=dtype)
     count = A.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
     if ord is None or count == 1:
@@ -149,3 +145,22 @@ def norm(
         return torch.linalg.vector_norm(A, ord, dim, keepdim, dtype=dtype)
     pair: Any = (-2, -1) if dim is None else dim
     return matrix_norm(A, ord, pair, keepdim, dtype=dtype)
+
+
+@implements(torch.tensordot)
+def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    if not isinstance(dims, int):
+        dims = tuple((d,) if isinstance(d, int) else tuple(d) for d in dims)
+    check_on_meta(torch.tensordot, a, b, dims)
+    if isinstance(dims, int):
+        dims = range(a.dim() - dims, a.dim()), range(dims)
+    letters = iter(ascii_letters)
+    left, right = ([next(letters) for _ in range(x.dim())] for x in (a, b))
+    summed = ""
+    for i, j in zip(*dims, strict=True):
+        right[normalize_dim(j, b.dim())] = left[normalize_dim(i, a.dim())]
+        summed += left[normalize_dim(i, a.dim())]
+    kept = [c for c in (*left, *right) if c not in summed]
+    return contract("tensordot", ["".join(left), "".join(right)], "".join(kept), [a, b])
