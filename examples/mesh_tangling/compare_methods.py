@@ -15,33 +15,22 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from distconv.data.durable import write_atomically
-from examples.trainer.arguments import positive
-from examples.trainer.launch import mpiexec, words
+from distconv.planning.table import markdown
+from examples.trainer.arguments import command_line, positive
+from examples.trainer.launch import generated, mpiexec, words
 
-from .generate import generate
+from . import generate
 
-PICTURE = Path("docs/reference/training_methods.png")
-
-
-@dataclass(frozen=True)
-class Method:
-    """A run of the comparison: a number of ranks, and options."""
-
-    ranks: int
-    options: dict[str, str] = field(default_factory=dict)
-
-
-METHODS = {
-    "in step": Method(4),
-    "in step, batch 32": Method(4, {"batch-size": "32"}),
-    "in step, batch 32, recipe": Method(
+METHODS: dict[str, tuple[int, dict[str, str]]] = {
+    "in step": (4, {}),
+    "in step, batch 32": (4, {"batch-size": "32"}),
+    "in step, batch 32, recipe": (
         4,
         {
             "batch-size": "32",
@@ -50,48 +39,42 @@ METHODS = {
             "warmup-epochs": "2",
         },
     ),
-    "LARS, batch 32": Method(
-        4, {"batch-size": "32", "optimizer": "lars", "learning-rate": "8", "recipe": "polynomial"}
+    "LARS, batch 32": (
+        4,
+        {"batch-size": "32", "optimizer": "lars", "learning-rate": "8", "recipe": "polynomial"},
     ),
-    "lag 1": Method(4, {"lag": "1"}),
-    "halves": Method(4, {"wire": "bfloat16"}),
-    "elastic": Method(4, {"method": "easgd"}),
-    "Downpour": Method(5, {"method": "downpour"}),
-    "hybrid": Method(5, {"method": "hybrid", "grid": "sample=4"}),
+    "lag 1": (4, {"lag": "1"}),
+    "halves": (4, {"wire": "bfloat16"}),
+    "elastic": (4, {"method": "easgd"}),
+    "Downpour": (5, {"method": "downpour"}),
+    "hybrid": (5, {"method": "hybrid", "grid": "sample=4"}),
 }
-"""All methods train on four ranks: two replicas of two ranks, or for the hybrid method two groups
-of two replicas of one. Downpour and hybrid have a server as well."""
+"""Ranks and options of each. All methods train on four ranks: two replicas of two ranks, or for the
+hybrid method two groups of two replicas of one. Downpour and hybrid have a server as well."""
 
 
 def main() -> None:
     """Run the jobs that are not finished, draw and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.mesh_tangling.compare_methods",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    def add(option: str, text: str, default: Any, kind: Any) -> None:
-        parser.add_argument(
-            option, help=f"{text} (default %(default)s)", default=default, type=kind
-        )
-
-    add("--output", "folder of data and runs", Path("runs/methods"), Path)
-    add("--picture", "file that is drawn", PICTURE, Path)
-    add("--epochs", "of each run", 8, positive(int))
-    add("--samples", "to train on", 192, positive(int))
-    add("--size", "zones a side of the mesh", 128, positive(int))
-    add("--width", "of the network, as a part of the published one", 0.125, positive(float))
-    parser.add_argument("--only", help="methods to run, by name", nargs="*", choices=METHODS)
+    parser, add = command_line("mesh_tangling.compare_methods", __doc__ or "")
+    add("--output", "folder of data and runs", type=Path, default="runs/methods")
+    add("--picture", "file that is drawn", type=Path, default="docs/reference/training_methods.png")
+    add("--epochs", "of each run", type=positive(int), default=8)
+    add("--samples", "to train on", type=positive(int), default=192)
+    add("--size", "zones a side of the mesh", type=positive(int), default=128)
+    add("--width", "a part of the published network's", type=positive(float), default=0.125)
+    add("--only", "methods to run, by name", nargs="*", choices=METHODS)
     args = parser.parse_args()
-    files = {"data": (args.samples, 0), "validation": (max(4, args.samples // 6), 1)}
-    for name, (samples, seed) in files.items():
-        path = args.output / f"{name}.h5"
-        if not path.exists():
-            print(f"generating {samples} samples of {args.size} x {args.size} zones in {path}")
-            generate(path, samples, args.size, seed)
+    samples = {"data": (args.samples, "0"), "validation": (max(4, args.samples // 6), "1")}
+    files = generated(
+        args.output,
+        generate.main,
+        {
+            name: {"samples": str(count), "size": str(args.size), "seed": seed}
+            for name, (count, seed) in samples.items()
+        },
+    )
     for name in args.only or METHODS:
-        run(args, name)
+        run(args, name, files)
     found = {name: read(folder_of(args, name)) for name in METHODS if done(args, name)}
     args.picture.parent.mkdir(parents=True, exist_ok=True)
     draw(args.picture, found)
@@ -109,12 +92,12 @@ def done(args: argparse.Namespace, name: str) -> bool:
     return (folder_of(args, name) / "metrics.json").exists()
 
 
-def run(args: argparse.Namespace, name: str) -> None:
+def run(args: argparse.Namespace, name: str, files: dict[str, str]) -> None:
     """Run a method, or continue its run, unless it is finished."""
     if done(args, name):
         print(f"{name}: there already")
         return
-    method, folder = METHODS[name], folder_of(args, name)
+    (ranks, own), folder = METHODS[name], folder_of(args, name)
     options = {
         "network": "2k",
         "width": str(args.width),
@@ -123,14 +106,14 @@ def run(args: argparse.Namespace, name: str) -> None:
         "batch-size": "8",
         "learning-rate": "0.003",
         "output": str(folder),
-        **{file: str(args.output / f"{file}.h5") for file in ("data", "validation")},
-    } | method.options
+    }
+    options |= files | own
     if options.get("method", "sync") == "sync" and list(folder.glob("checkpoint-*.pt")):
         options["resume"] = str(folder)
     else:
         for part in folder.glob("server-*/checkpoint-*.pt"):
             part.unlink()  # of a run that was interrupted, which begins again
-    command = [mpiexec(), "-n", str(method.ranks), sys.executable, "-m"]
+    command = [mpiexec(), "-n", str(ranks), sys.executable, "-m"]
     command += ["examples.mesh_tangling.train", *words(options)]
     print(f"{name}: {' '.join(command)}", flush=True)
     shared = {
@@ -191,19 +174,15 @@ def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Return the results as a table of Markdown."""
-    lines = [
-        "| method | samples | seconds | loss | intersection over union | mean staleness |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    scores = ("loss", "intersection over union", "mean staleness")
+    rows = [["method", "samples", "seconds", *scores]]
     for name, course in found.items():
-        stale = course["staleness"]
+        stale, last = course["staleness"], {n: course[n][-1] for n in ("samples", "seconds")}
         mean = sum(int(n) * k for n, k in stale.items()) / max(1, sum(stale.values()))
-        lines.append(
-            f"| {name} | {course['samples'][-1]:.0f} | {course['seconds'][-1]:.0f} | "
-            f"{course['loss'][-1]:.4f} | {course['iou'][-1]:.3f} | "
-            f"{f'{mean:.2f}' if stale else ''} |"
-        )
-    return "\n".join(lines)
+        numbers = (f"{course['loss'][-1]:.4f}", f"{course['iou'][-1]:.3f}")
+        counts = (f"{number:.0f}" for number in last.values())
+        rows.append([name, *counts, *numbers, f"{mean:.2f}" if stale else ""])
+    return markdown(rows, right=range(1, 6))
 
 
 if __name__ == "__main__":

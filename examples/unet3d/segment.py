@@ -10,26 +10,20 @@ by its suffix.
 
 from __future__ import annotations
 
-import argparse
-import io
-import sys
+import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import distconv as dc
-from distconv.data import Checkpoint, DataError, on_rank_zero
-from distconv.data.checkpoint import checkpoints_in
-from distconv.data.durable import DamagedFile, read_checksummed
-from distconv.tools.arguments import RankParser, grid_axes
+from distconv.data import on_rank_zero
 from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.world import world
 from examples.segmenting.dice import count, dice_coefficients
-from examples.trainer.arguments import natural
+from examples.trainer.arguments import add_grid, command_line, errors_in_one_line, natural
+from examples.trainer.building import make_grid
 from examples.trainer.ranks import boxes_of
 
 from .data import Volumes, made_volume
@@ -44,7 +38,7 @@ LARGEST_PICTURE = 2**24
 
 
 def segment(
-    checkpoint: Path,
+    run: Path,
     volume: dc.data.Dataset,
     output: Path,
     picture: Path | None = None,
@@ -52,7 +46,7 @@ def segment(
     """Segment the first volume of a dataset and write the labels, one box a rank. Collective.
 
     Args:
-        checkpoint: a checkpoint written by `train`.
+        run: the folder of a training run.
         volume: an image (1, D, H, W) and its labels (D, H, W).
         output: the file or folder of the labels, (1, D, H, W) in 8 bits.
         picture: a file for slices of the result, for volumes that rank 0 can hold.
@@ -61,7 +55,7 @@ def segment(
     cannot be read, or the output cannot be written.
     """
     grid = volume.grid
-    model = load_network(checkpoint, grid)
+    model = load_network(run, grid)
     with torch.no_grad():
         image, truth = volume.batch([0])
         predicted = model(image).argmax(1)
@@ -77,88 +71,43 @@ def segment(
     return dict(zip(CLASSES, coefficients, strict=True))
 
 
-def load_network(checkpoint: Path, grid: dc.ProcessGrid) -> nn.Module:
+def load_network(run: Path, grid: dc.ProcessGrid) -> nn.Module:
     """Return the network of a training run, with its weights, in evaluation mode. Collective."""
-    width = on_rank_zero(grid, lambda: saved_width(checkpoint))
-    model = dc.parallelize(UNet3d(1, len(CLASSES), width), grid)
 
-    def check(found: Checkpoint) -> None:
-        if found.extra.get("settings", {}).get("width") != width:
-            raise ValueError(f"{found.path} is the checkpoint of another run; name one file")
+    def width() -> float:
+        path = run / "metrics.json"
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file; train first, or name another folder")
+        return float(json.loads(path.read_text())["width"])
 
-    dc.load_checkpoint(checkpoint, model, check=check)
+    model = dc.parallelize(UNet3d(1, len(CLASSES), on_rank_zero(grid, width)), grid)
+    dc.load_checkpoint(run, model)
     return model.eval()
-
-
-def saved_width(checkpoint: Path) -> float:
-    """Return the width of the network in the newest whole checkpoint of a folder, or in a file."""
-    for path in checkpoints_in(checkpoint) if checkpoint.is_dir() else [checkpoint]:
-        try:
-            content = read_checksummed(path)
-        except DamagedFile:
-            continue
-        try:
-            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            return float(state["extra"]["settings"]["width"])
-        except Exception as error:  # torch raises any error of its unpickler
-            raise ValueError(
-                f"{path} is not a checkpoint of examples.unet3d.train: it has no width"
-            ) from error
-    raise FileNotFoundError(
-        f"{checkpoint}: there is no whole checkpoint; train first, or name another folder"
-    )
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
     """Run the command line; errors are one line on rank 0, with exit status 2."""
     if comm is None:
         comm = world().for_program()
-    parser = RankParser(
-        comm,
-        prog="python -m examples.unet3d.segment",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    def add(option: str, text: str, **keywords: Any) -> None:
-        parser.add_argument(option, help=text, **keywords)
-
+    parser, add = command_line("unet3d.segment", __doc__ or "", comm)
     add("--checkpoint", "folder of a training run", type=Path, required=True)
     add("--output", "zarr folder, HDF5 or npy file to write", type=Path, required=True)
     add("--volume", "file of `generate`, whose first volume is taken", type=Path)
     add("--size", "voxels of a volume that is made", type=side_lengths, default="65")
-    add("--seed", "of the volume that is made (default %(default)s)", type=natural, default=2)
+    add("--seed", "of the volume that is made", type=natural, default=2)
     add("--picture", "PNG file for slices of the result", type=Path)
-    add(
-        "--grid",
-        "ranks along the axes of the process grid (default %(default)s)",
-        type=partial(grid_axes, axes=Segmentation.axes),
-        default="depth=-1",
-        metavar="AXIS=RANKS,...",
-    )
+    add_grid(add, Segmentation.axes, "depth=-1")
     args = parser.parse_args(arguments)
-    try:
-        found = run(args, comm)
-    except DataError as error:
-        if comm.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with errors_in_one_line(comm):
+        grid = make_grid(args, comm)
+        if args.volume is not None:
+            volume: dc.data.Dataset = Volumes(args.volume, grid, torch.float32)
+        else:
+            volume = made_volume(args.seed, 0, args.size, grid, torch.float32)
+        found = segment(args.checkpoint, volume, args.output, args.picture)
     if comm.rank == 0:
         listed = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         print(f"{args.output}: Dice of {listed}", flush=True)
-
-
-def run(args: argparse.Namespace, comm: ObjectCommunicator) -> dict[str, float]:
-    """Segment the volume of the command line. Collective."""
-    try:
-        grid = dc.ProcessGrid(comm, **args.grid)
-    except ValueError as error:
-        raise DataError(str(error)) from error
-    if args.volume is not None:
-        volume: dc.data.Dataset = Volumes(args.volume, grid, torch.float32)
-    else:
-        volume = made_volume(args.seed, 0, args.size, grid, torch.float32)
-    return segment(args.checkpoint, volume, args.output, args.picture)
 
 
 if __name__ == "__main__":

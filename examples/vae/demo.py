@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from distconv.data.durable import write_atomically
-from distconv.planning.table import byte_size, table
+from distconv.planning.table import byte_size, markdown, table
 from distconv.transport.world import world
-from examples.trainer.launch import demo_output
+from examples.trainer.launch import demo
 
 from .measure import Half, compare
 from .networks import AUTOENCODERS
@@ -27,15 +27,9 @@ SIZES = {"images": 256, "videos": 128}
 _HEADS = ("network", "call", "images", "way", "seconds", "memory", "error")
 
 
-def main() -> None:
-    """Measure all networks; write the table as a page, and a picture of the seams."""
-    output = demo_output("examples.vae.demo", __doc__ or "", Path("runs/demo-vae"))
-    torch.set_num_threads(1)
-    run(output)
-
-
 def run(output: Path) -> None:
-    """Run the demo on all ranks. Collective."""
+    """Measure all networks; write the table as a page, and a picture of the seams. Collective."""
+    torch.set_num_threads(1)
     comm = world().for_program()
     if comm.rank == 0:
         output.mkdir(parents=True, exist_ok=True)
@@ -50,8 +44,7 @@ def run(output: Path) -> None:
                 if half.call == "decode":
                     plot_seams(output / f"{autoencoder.name}.png", half)
     if comm.rank == 0:
-        lines = [_HEADS, ["---"] * 4 + ["---:"] * 3, *rows]
-        page = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        page = markdown([_HEADS, *rows], right=(4, 5, 6)) + "\n"
         write_atomically(output / "vae.md", lambda file: file.write(page.encode()))
         print(f"Look at {output / 'vae.md'} and at the pictures beside it")
 
@@ -72,4 +65,4 @@ def rows_of(half: Half) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    main()
+    demo("vae", __doc__ or "", run)
