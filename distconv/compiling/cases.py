@@ -22,6 +22,9 @@ from distconv.torch_private import buffers_of, parts_and_parameters
 MOST_CASES = 16
 """The most cases, such as shapes of a last mini-batch, that are traced."""
 
+AS_IT_IS, TRACED = -1, -2
+"""Numbers of calls that run as they are, and of the first trace of a case; see `Calls`."""
+
 CAPTURE = "graph"
 """The backend that captures a step as graphs of its device."""
 
@@ -186,6 +189,42 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 def grid_of(tensors: Iterable[Tensor]) -> Grid:
     """Return the grid of the first DistTensor."""
     return next(x.grid for x in tensors if isinstance(x, DistTensor))
+
+
+class Calls:
+    """The calls of a program, which ranks only trace or replay where all do.
+
+    A call has a number: of the case that is replayed, from 0 in the order in which all ranks have
+    made them; `AS_IT_IS`; `TRACED` for the first trace of a case, and lower ones for later traces.
+
+    Parameters
+    ----------
+    name: the name of the program, for the warning.
+
+    Attributes
+    ----------
+    made: the number of replayed cases.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._warned = name, False
+        self.made = 0
+
+    def agree(self, number: int, grid: Grid) -> bool:
+        """Return whether this call has the same number on all ranks, which all call it; warn once
+        where it has not.
+        """
+        if grid.journal.agrees(f"compiled {self._name}", number):
+            return True
+        if grid.rank == 0 and not self._warned:
+            warnings.warn(
+                f"compile: the {self._name} is called in different cases on different ranks, and "
+                "runs as it is then; call it with the same arguments, modes and gradients on every "
+                "rank",
+                stacklevel=3,
+            )
+        self._warned = True
+        return False
 
 
 def warn_of_many(name: str, stacklevel: int) -> None:

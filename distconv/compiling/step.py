@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 from torch import Tensor, nn
 
 from distconv.compiling import cases
-from distconv.compiling.cases import MOST_CASES, Results
+from distconv.compiling.cases import MOST_CASES, Calls, Results
 from distconv.compiling.module import CompiledModule
 from distconv.compiling.program import TracedStep
 from distconv.compiling.tracing import Trace, modules_called, traced
@@ -104,6 +104,7 @@ class CompiledStep(Generic[Given, Result]):
         self._seen: set[Any] = set()
         self._eager: set[Any] = set()
         """The cases that are not replayed."""
+        self._calls = Calls("step")
         self.replays = 0
         update_wrapper(self, step)
 
@@ -111,16 +112,19 @@ class CompiledStep(Generic[Given, Result]):
         """Run the step."""
         tensors = tensors_in(args, kwargs)
         key = cases.key_of_call(args, kwargs, tensors), _circumstances(self._called)
-        for case in self._cases.get(key, ()):
-            if case.fits():
+        case = next((x for x in self._cases.get(key, ()) if x.fits()), None)
+        grid = cases.grid_of(tensors)
+        number = self._number(key) if case is None else case.number
+        if self._calls.agree(number, grid):
+            if case is not None:
                 self.replays += 1
                 result: Result = case.replay(tensors)
                 return result
-        if key in self._eager:
-            return _without_gradients(self._step(*args, **kwargs))
-        if key in self._seen:
-            return self._trace(key, tensors, args, kwargs)
-        if len(self._seen) >= MOST_CASES:
+            if number != cases.AS_IT_IS:
+                return self._trace(key, tensors, args, kwargs)
+            if key in self._eager:
+                return _without_gradients(self._step(*args, **kwargs))
+        if key not in self._seen and len(self._seen) >= MOST_CASES:
             self._eager.add(key)
             cases.warn_of_many("the step", stacklevel=2)
         with modules_called(self._called):
@@ -134,16 +138,23 @@ class CompiledStep(Generic[Given, Result]):
         """Return the replayed functions, in Python."""
         return "\n\n".join(case.source for cases in self._cases.values() for case in cases)
 
+    def _number(self, key: Any) -> int:
+        """Return the number by which ranks tell apart cases that are not replayed."""
+        if key in self._eager or key not in self._seen:
+            return cases.AS_IT_IS
+        return cases.TRACED - (key in self._last)
+
     def _trace(self, key: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Result:
         before = self._last.pop(key, None)
         case = _TracedCase(tensors)
         if obstacle := cases.why_not_replayed(args, kwargs, tensors):
             case.trace.hinder(obstacle)
-        with traced(case.trace), modules_called(self._called):
+        grid = cases.grid_of(tensors)
+        with traced(case.trace, grid), modules_called(self._called):
             result = self._step(*args, **kwargs)
         case.finish(tensors, result)
         why = case.trace.obstacle or (before.difference(case) if before else "")
-        if cases.obstacle_on_any_rank(why, cases.grid_of(tensors), "the step", stacklevel=3):
+        if cases.obstacle_on_any_rank(why, grid, "the step", stacklevel=3):
             self._eager.add(key)
         elif before is None:
             self._last[key] = case
@@ -151,8 +162,9 @@ class CompiledStep(Generic[Given, Result]):
             backend = self._backend
             if backend == cases.CAPTURE:
                 backend = None
-                case.step = _captured(case.step, cases.grid_of(tensors))
-            self._cases.setdefault(key, []).append(_Replayed(case, backend))
+                case.step = _captured(case.step, grid)
+            self._cases.setdefault(key, []).append(_Replayed(case, backend, self._calls.made))
+            self._calls.made += 1
         return _without_gradients(result)
 
 
@@ -217,9 +229,15 @@ class _TracedCase:
 
 
 class _Replayed:
-    """A step in its replayed form."""
+    """A step in its replayed form.
 
-    def __init__(self, case: _TracedCase, backend: str | None) -> None:
+    Parameters
+    ----------
+    number: the number of the case, the same on all ranks.
+    """
+
+    def __init__(self, case: _TracedCase, backend: str | None, number: int) -> None:
+        self.number = number
         program = cases.program_of(case.step, backend)
         self._run, self.source = program.run, program.source
         self._results, self._strides = case.results, case.strides

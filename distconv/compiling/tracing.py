@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distconv.compiling.program import Existing, TracedCall, Value
 from distconv.device.kinds import random_states
 from distconv.grid.communicators import carried_by
+from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import user_line
 from distconv.ops.support.in_place import noted_in
 from distconv.tensor.eager import own_mode
@@ -346,15 +347,29 @@ def _leave() -> None:
 
 
 @contextmanager
-def traced(trace: Trace) -> Iterator[None]:
-    """Trace the calls and messages of this thread in the context."""
+def traced(trace: Trace, grid: Grid) -> Iterator[None]:
+    """Trace the calls and messages of this thread in the context.
+
+    All ranks of the grid enter it together. They compare messages, before each, and optimizers.
+
+    Raises
+    ------
+    DivergenceError
+        On every rank, where they differ.
+    """
     global _under_way
     _under_way += 1
+
+    def compare(optimizer: Optimizer, *_: Any) -> None:
+        grid.journal.take(f"{type(optimizer).__name__}.step")
+
     with ExitStack() as left:
         left.callback(_leave)
         left.enter_context(noted_in(*trace.notes))
+        left.enter_context(grid.journal.comparing_all("traced pass"))
         left.enter_context(carried_by(lambda transport: _TracedCarrier(transport, trace)))
         for handle in (
+            register_optimizer_step_pre_hook(compare),
             register_optimizer_step_pre_hook(trace.before_optimizer),
             register_optimizer_step_post_hook(trace.after_optimizer),
         ):
