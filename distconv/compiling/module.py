@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from distconv.comm.shard_function import ShardFunction
 from distconv.compiling import cases, tracing
-from distconv.compiling.cases import MOST_CASES, Calls, Results
+from distconv.compiling.cases import Calls, Results
 from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
 from distconv.compiling.tracing import Trace, modules_called, traced
 from distconv.grid.interface import Grid
@@ -68,9 +68,8 @@ class CompiledModule:
                 return self._module(*args, **kwargs)
             self.replays += 1
             return self._replay(case, tensors)
-        if len(self._traces) >= MOST_CASES:
-            self._cases[key] = None
-            cases.warn_of_many("the module", stacklevel=2)
+        if not self._calls.take_another(len(self._traces)):
+            return self._module(*args, **kwargs)
         with modules_called(self._called):
             result = self._module(*args, **kwargs)
         # As it will be the next time, with the modules that are known now.
@@ -283,6 +282,13 @@ class _Live:
             return torch.autograd.grad(
                 roots, self._ends, given, retain_graph=True, allow_unused=True
             )
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise RuntimeError(
+                "compile: torch.utils.checkpoint with use_reentrant=True does not work within a "
+                "compiled module; pass use_reentrant=False, or compile the whole step"
+            ) from error
         finally:
             for of, before in hooks:
                 of.update(before)

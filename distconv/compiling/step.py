@@ -7,9 +7,10 @@ from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from distconv.compiling import cases
-from distconv.compiling.cases import MOST_CASES, Calls, Results
+from distconv.compiling.cases import MOST_CASES, Calls, Results, check_backend
 from distconv.compiling.module import CompiledModule
 from distconv.compiling.program import TracedStep
 from distconv.compiling.tracing import Trace, modules_called, traced
@@ -74,8 +75,9 @@ def compile(
     Raises
     ------
     ValueError
-        For a module and "graph".
+        For an unknown backend, and for a module and "graph".
     """
+    check_backend(backend)
     if isinstance(step, nn.Module):
         if backend == cases.CAPTURE:
             raise ValueError(
@@ -102,6 +104,7 @@ class CompiledStep(Generic[Given, Result]):
         self._cases: dict[Any, list[_Replayed]] = {}
         self._last: dict[Any, _TracedCase] = {}
         self._seen: set[Any] = set()
+        """The cases that have run, whichever gradients existed."""
         self._eager: set[Any] = set()
         """The cases that are not replayed."""
         self._calls = Calls("step")
@@ -111,7 +114,7 @@ class CompiledStep(Generic[Given, Result]):
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Run the step."""
         tensors = tensors_in(args, kwargs)
-        key = cases.key_of_call(args, kwargs, tensors), _circumstances(self._called)
+        key = cases.key_of_call(args, kwargs, tensors), *_circumstances(self._called)
         case = next((x for x in self._cases.get(key, ()) if x.fits()), None)
         grid = cases.grid_of(tensors)
         number = self._number(key) if case is None else case.number
@@ -124,13 +127,12 @@ class CompiledStep(Generic[Given, Result]):
                 return self._trace(key, tensors, args, kwargs)
             if key in self._eager:
                 return _without_gradients(self._step(*args, **kwargs))
-        if key not in self._seen and len(self._seen) >= MOST_CASES:
-            self._eager.add(key)
-            cases.warn_of_many("the step", stacklevel=2)
+        if key[:2] not in self._seen and not self._calls.take_another(len(self._seen)):
+            return _without_gradients(self._step(*args, **kwargs))
         with modules_called(self._called):
             result = _without_gradients(self._step(*args, **kwargs))
         # As it will be the next time, with the modules that are known now.
-        self._seen.add((key[0], _circumstances(self._called)))
+        self._seen.add((key[0], _circumstances(self._called)[0]))
         return result
 
     @property
@@ -140,7 +142,9 @@ class CompiledStep(Generic[Given, Result]):
 
     def _number(self, key: Any) -> int:
         """Return the number by which ranks tell apart cases that are not replayed."""
-        if key in self._eager or key not in self._seen:
+        if key in self._eager or key[:2] not in self._seen:
+            return cases.AS_IT_IS
+        if key not in self._last and len(self._last) + len(self._cases) >= 2 * MOST_CASES:
             return cases.AS_IT_IS
         return cases.TRACED - (key in self._last)
 
@@ -183,14 +187,11 @@ def _captured(step: TracedStep, grid: Grid) -> TracedStep:
 
 
 def _circumstances(modules: Iterable[nn.Module]) -> Any:
-    """Return the part of a case's key that follows from the state of modules and gradients."""
+    """Return two parts of a case's key: of the state of modules, and of which gradients exist."""
     parameters = cases.parameters_of(modules)
     reductions = reductions_noted_in(modules)
-    return (
-        cases.key_of_modules(modules, parameters),
-        tuple(x.grad is None for x in shards_of(parameters)),
-        tuple(r.enabled for r in reductions),
-    )
+    state = cases.key_of_modules(modules, parameters), tuple(r.enabled for r in reductions)
+    return state, tuple(x.grad is None for x in shards_of(parameters))
 
 
 def _without_gradients(result: Any) -> Any:
@@ -228,6 +229,10 @@ class _TracedCase:
         return cases.difference(self.step, later.step)
 
 
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
 class _Replayed:
     """A step in its replayed form.
 
@@ -245,10 +250,15 @@ class _Replayed:
         self._gradients = [
             (leaf, first) for leaf, first in case.trace.leaves.values() if id(first) in used
         ]
+        self._optimizers = [(x, _sizes(x)) for x in case.trace.optimizers]
 
     def fits(self) -> bool:
-        """Return whether the gradients that the step adds to are the same tensors."""
-        return all(leaf.grad is gradient for leaf, gradient in self._gradients)
+        """Return whether the gradients that the step adds to are the same tensors, and optimizers
+        have no other parameters.
+        """
+        return all(leaf.grad is gradient for leaf, gradient in self._gradients) and all(
+            _sizes(x) == sizes for x, sizes in self._optimizers
+        )
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Return the result of the step for these tensors."""

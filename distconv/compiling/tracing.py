@@ -116,6 +116,8 @@ class Trace:
         self.optimizers: dict[Optimizer, list[dict[str, Any]]] = {}
         self.obstacle = ""
         self.paused = False
+        self._steps = 0
+        """The number of optimizers' steps under way, one within the other."""
         self._seen = WeakTensorKeyDictionary()
         """The value or constant that stands for each tensor."""
         self._apart = WeakTensorKeyDictionary()
@@ -167,12 +169,24 @@ class Trace:
         """Note that the step cannot be replayed."""
         self.obstacle = self.obstacle or f"{why}, at {user_line()}"
 
-    def note(self, function: Operator, args: Any, options: dict[str, Any], result: Any) -> None:
-        """Record a call of torch's dispatcher; its arguments have no tensors any more."""
+    def note(
+        self,
+        function: Operator,
+        args: Any,
+        options: dict[str, Any],
+        result: Any,
+        by_positions: bool = False,
+    ) -> None:
+        """Record a call of torch's dispatcher; its arguments have no tensors any more.
+
+        Parameters
+        ----------
+        by_positions: whether it is an indexing whose shape follows from shapes alone.
+        """
         if function.namespace in _COLLECTIVES:
             self.hinder(f"it sends by torch.distributed itself ({function})")
         tags = function.tags
-        if any(tag in tags for tag in _READS):
+        if any(tag in tags for tag in _READS) and not by_positions:
             self.hinder(f"it reads elements of a tensor ({function})")
         if function in _ALIASES:
             self._seen.setdefault(result, args[0])
@@ -220,6 +234,9 @@ class Trace:
 
     def before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Pause where an optimizer is about to step: in replays it steps itself."""
+        self._steps += 1
+        if self._steps > 1:
+            return  # the step of a base class, as part of the step of its subclass
         if any(map(callable, (*args[1:], *kwargs.values()))):
             self.hinder("an optimizer evaluates a closure")
         self.optimizers.setdefault(optimizer, _settings(optimizer))
@@ -230,12 +247,19 @@ class Trace:
 
     def after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Continue after an optimizer's step."""
+        self._steps -= 1
+        if self._steps:
+            return
         self.paused = False
         self.calls.append(TracedCall(step, (optimizer, tuple(args[1:]), dict(kwargs))))
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 class _Dispatcher(DispatchMode):
@@ -256,7 +280,8 @@ class _Dispatcher(DispatchMode):
         stood_for = trace.standing_for(args)
         options = {name: trace.standing_for(x) for name, x in kwargs.items()}
         result = func(*args, **kwargs)
-        trace.note(func, stood_for, options, result)
+        by_positions = func is aten.index.Tensor and not any(map(_is_mask, args[1]))
+        trace.note(func, stood_for, options, result, by_positions)
         return result
 
 
