@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,12 @@ class CompiledModule:
     def source(self) -> str:
         """Return the replayed functions, in Python."""
         return "\n\n".join(case.source for case in self._cases.values() if case is not None)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"compile: a compiled module has no attribute {name!r}; use the module that was "
+            "compiled for parameters, states and modes"
+        )
 
     def _key(self, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         parameters = cases.parameters_of(self._called)

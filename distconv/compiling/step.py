@@ -13,7 +13,7 @@ from distconv.compiling import cases
 from distconv.compiling.cases import MOST_CASES, Calls, Results, check_backend
 from distconv.compiling.module import CompiledModule
 from distconv.compiling.program import TracedStep
-from distconv.compiling.tracing import Trace, modules_called, traced
+from distconv.compiling.tracing import Trace, is_under_way, modules_called, traced
 from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import reductions_noted_in
 from distconv.tensor.nested import replaced, shards_of, tensors_in
@@ -113,6 +113,8 @@ class CompiledStep(Generic[Given, Result]):
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Run the step."""
+        if is_under_way():
+            return _without_gradients(self._step(*args, **kwargs))
         tensors = tensors_in(args, kwargs)
         key = cases.key_of_call(args, kwargs, tensors), *_circumstances(self._called)
         case = next((x for x in self._cases.get(key, ()) if x.fits()), None)

@@ -355,7 +355,7 @@ def test_a_backward_pass_does_not_use_what_has_changed() -> None:
 
 
 @pytest.mark.parallel([2])
-def test_a_compiled_module_within_a_compiled_step_is_part_of_it() -> None:
+def test_compiled_modules_and_steps_within_a_compiled_step_are_part_of_it() -> None:
     grid = dc.ProcessGrid(height=2)
 
     def run(compiled: bool) -> list[Any]:
@@ -368,8 +368,9 @@ def test_a_compiled_module_within_a_compiled_step_is_part_of_it() -> None:
             loss.backward()
             return loss
 
-        whole: Any = dc.compile(step) if compiled else step
-        found = [whole(x) for x, _ in batches(grid)]
+        inner: Any = dc.compile(step) if compiled else step
+        whole: Any = dc.compile(lambda x: inner(x) * 2) if compiled else lambda x: step(x) * 2
+        found = [whole(x).detach() for x, _ in batches(grid)]
         assert not compiled or whole.replays == CALLS - 3
         return [*found, *(p.grad for p in model.parameters())]
 
@@ -402,6 +403,11 @@ def test_checkpoints_within_a_module_are_without_reentry(reentrant: bool) -> Non
         call(x)
     assert f.replays == CALLS - 3
     assert all(map(identical, found[::2], found[1::2]))
+
+
+def test_parameters_belong_to_the_module_itself() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'parameters'; use the module"):
+        dc.compile(nn.ReLU()).parameters()
 
 
 # Modules that go on as they are
