@@ -15,7 +15,7 @@ from distconv.compiling.module import CompiledModule
 from distconv.compiling.program import TracedStep
 from distconv.compiling.tracing import Trace, is_under_way, modules_called, traced
 from distconv.grid.interface import Grid
-from distconv.model.gradient_reduction import reductions_noted_in
+from distconv.model.gradient_reduction import GradientReduction, reductions_noted_in
 from distconv.tensor.nested import replaced, shards_of, tensors_in
 
 Given = ParamSpec("Given")
@@ -158,7 +158,7 @@ class CompiledStep(Generic[Given, Result]):
         grid = cases.grid_of(tensors)
         with traced(case.trace, grid), modules_called(self._called):
             result = self._step(*args, **kwargs)
-        case.finish(tensors, result)
+        case.finish(tensors, result, reductions_noted_in(self._called))
         why = case.trace.obstacle or (before.difference(case) if before else "")
         if cases.obstacle_on_any_rank(why, grid, "the step", stacklevel=3):
             self._eager.add(key)
@@ -189,11 +189,14 @@ def _captured(step: TracedStep, grid: Grid) -> TracedStep:
 
 
 def _circumstances(modules: Iterable[nn.Module]) -> Any:
-    """Return two parts of a case's key: of the state of modules, and of which gradients exist."""
+    """Return two parts of a case's key: of the state of modules, and of gradients: which exist, and
+    which are parts of sums.
+    """
     parameters = cases.parameters_of(modules)
     reductions = reductions_noted_in(modules)
     state = cases.key_of_modules(modules, parameters), tuple(r.enabled for r in reductions)
-    return state, tuple(x.grad is None for x in shards_of(parameters))
+    exist = tuple(x.grad is None for x in shards_of(parameters))
+    return state, (exist, tuple(r.parts for r in reductions))
 
 
 def _without_gradients(result: Any) -> Any:
@@ -213,9 +216,20 @@ class _TracedCase:
         self.strides = [x.stride() for x in shards_of(tensors)]
         self.results = Results(())
         self.step = TracedStep([], [], [], {}, [])
+        self.parts: list[tuple[GradientReduction, tuple[bool, ...]]] = []
+        """The gradients that are parts of sums in the end."""
 
-    def finish(self, arguments: Iterable[Tensor], result: Any) -> None:
-        """Note the result of the step, which was traced with these tensors among its arguments."""
+    def finish(
+        self, arguments: Iterable[Tensor], result: Any, reductions: Iterable[GradientReduction]
+    ) -> None:
+        """Note the result of the step.
+
+        Parameters
+        ----------
+        arguments: the tensors among its arguments.
+        reductions: the reductions of the modules that it has called.
+        """
+        self.parts = [(r, r.parts) for r in reductions]
         trace, self.results = self.trace, Results(result)
         if any(x.requires_grad for x in arguments):
             trace.hinder("a tensor among its arguments requires gradients")
@@ -247,7 +261,7 @@ class _Replayed:
         self.number = number
         program = cases.program_of(case.step, backend)
         self._run, self.source = program.run, program.source
-        self._results, self._strides = case.results, case.strides
+        self._results, self._strides, self._parts = case.results, case.strides, case.parts
         used = set(map(id, case.step.constants.values()))
         self._gradients = [
             (leaf, first) for leaf, first in case.trace.leaves.values() if id(first) in used
@@ -271,4 +285,6 @@ class _Replayed:
             for x, block in zip(given, blocks, strict=True):
                 if x.data_ptr() != block.data_ptr():
                     x.copy_(block)  # which the step may have written to
+        for reduction, parts in self._parts:
+            reduction.give_parts(parts)
         return self._results.of(made)

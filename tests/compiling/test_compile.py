@@ -598,6 +598,35 @@ def test_gradients_that_are_there_are_a_case_of_their_own() -> None:
     assert identical(run(True), run(False))
 
 
+@pytest.mark.parallel([2])
+def test_parts_of_gradients_stay_parts_until_they_are_summed() -> None:
+    """A mini-batch in no_sync around the step, and one without, make one sum."""
+
+    def run(compiled: bool) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        grid = dc.ProcessGrid(height=-1)
+        model = dc.parallelize(nn.Conv2d(3, 2, 3, padding=1), grid)
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        f: Any = dc.compile(step) if compiled else step
+        found = []
+        for x, _ in batches(grid):
+            with dc.no_sync(model):
+                f(x)
+            f(x * 0.5)
+            found += [p.grad for p in model.parameters()]
+            model.zero_grad()
+        return found, f
+
+    actual, f = run(True)
+    assert identical(actual, run(False)[0])
+    assert f.replays >= CALLS - 3
+
+
 @pytest.mark.parallel(2)
 def test_a_replay_makes_no_call_of_a_module_and_shows_what_it_does() -> None:
     grid = dc.ProcessGrid(height=2)
