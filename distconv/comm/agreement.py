@@ -9,7 +9,7 @@ from zlib import crc32
 from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import ranks_in_words
-from distconv.transport.interface import Comparison
+from distconv.transport.interface import Communicator, Comparison
 
 
 def fingerprint(state: object) -> int:
@@ -17,6 +17,19 @@ def fingerprint(state: object) -> int:
     and lists, and differs for others with high probability.
     """
     return crc32(repr(state).encode())
+
+
+def for_checks(grid: Grid) -> Communicator:
+    """Return the communicator of a grid for comparisons.
+
+    Where an error has interrupted all ranks, those that had asked less catch up.
+    """
+    comm: Communicator = grid.communicator(AXES, "checks")
+    missed, grid.journal.missed = grid.journal.missed, 0
+    for _ in range(missed):
+        with grid.waiting():
+            comm.compare((0, 0)).wait()
+    return comm
 
 
 class Agreement:
@@ -30,17 +43,18 @@ class Agreement:
         self._grid = grid
         # On the meta device there are no other ranks that could answer.
         self._size = 1 if grid.device.type == "meta" else grid.size
-        self._comm = grid.communicator(AXES, "checks")
+        grid.communicator(AXES, "checks")  # made now, and not in the middle of an operator
         self._asked: Comparison | None = None
 
-    def ask(self, *numbers: int) -> None:
-        """Start to compare numbers with those of the other ranks."""
+    def ask(self, one: int, other: int) -> None:
+        """Start to compare two numbers with those of the other ranks."""
         if self._size == 1:
             return
         if self._asked is not None:
             # Nobody has taken the answer: the program was interrupted, and so were the others.
             self.answer()
-        self._asked = self._comm.compare(numbers)
+        self._grid.journal.count_elsewhere()
+        self._asked = for_checks(self._grid).compare((one, other))
 
     def answer(self) -> list[bool]:
         """Return for each number that was last asked about whether all ranks have the same."""

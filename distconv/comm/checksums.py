@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distconv.comm.agreement import for_checks
 from distconv.device.kinds import is_accelerator
 from distconv.device.streams import is_capturing
-from distconv.geometry.topology import AXES, Topology
+from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
 
 CURE = (
@@ -121,9 +122,8 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
     kinds: dict[tuple[str, ...], int] = defaultdict(int)
     for (name, number), (_, _, axes) in zip(mine, checked, strict=True):
         kinds[axes] = crc32(f"{name} {number}".encode(), kinds[axes])
-    comm = grid.communicator(AXES, "checks")
     with grid.collective("checksums"):
-        together = comm.all_gather_numbers(list(kinds.values()))
+        together = for_checks(grid).all_gather_numbers(list(kinds.values()))
     if not any(
         _odd(column, axes, grid.topology)
         for column, axes in zip(together.T.tolist(), kinds, strict=True)

@@ -22,11 +22,17 @@ from distconv.torch_private import buffers_of, parts_and_parameters
 MOST_CASES = 16
 """The most cases, such as shapes of a last mini-batch, that are traced."""
 
+AS_IT_IS, TRACED = -1, -2
+"""Numbers of calls that run as they are, and of the first trace of a case; see `Calls`."""
+
 CAPTURE = "graph"
 """The backend that captures a step as graphs of its device."""
 
 _DEVICES = ("cpu", *KINDS)
 """The kinds of devices on which a program may run by autocast."""
+
+_SETTINGS = {bool, float, str}
+"""The types of attributes that distinguish cases, such as a module's mode, or a rate of dropout."""
 
 _PLACE: Any = ...
 """Marks a tensor among the arguments that distinguish cases."""
@@ -39,6 +45,17 @@ _TOLD = {
 
 _FEW = 4096
 """The largest number of elements of a constant that is compared by its elements."""
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise ValueError where neither the library nor torch.compile knows a backend."""
+    if backend in (None, CAPTURE) or backend in torch.compiler.list_backends(exclude_tags=()):
+        return
+    known = ", ".join(map(repr, (CAPTURE, *torch.compiler.list_backends())))
+    raise ValueError(
+        f"compile: backend={backend!r} is unknown; give None to replay the calls as they are, one "
+        f"of {known}, or another one registered with torch.compile"
+    )
 
 
 def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
@@ -105,10 +122,13 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def key_of_modules(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Any:
-    """Return the part of a case's key that follows from the state of modules."""
+    """Return the part of a case's key that follows from the state and settings of modules.
+
+    Whole numbers are left out, which many modules count calls in.
+    """
     tables = [table for m in modules for table in (parts_and_parameters(m)[1], buffers_of(m))]
     return (
-        tuple(m.training for m in modules),
+        tuple(x for m in modules for x in vars(m).values() if type(x) in _SETTINGS),
         tuple((id(p), p.dtype, p.requires_grad) for p in parameters),
         tuple(id(x) for table in tables for x in table.values()),
     )
@@ -188,13 +208,53 @@ def grid_of(tensors: Iterable[Tensor]) -> Grid:
     return next(x.grid for x in tensors if isinstance(x, DistTensor))
 
 
-def warn_of_many(name: str, stacklevel: int) -> None:
-    """Warn that the program has too many cases for traces to be worth while."""
-    warnings.warn(
-        f"compile: {name} is called in more than {MOST_CASES} cases, and runs as it is in others; "
-        "pass numbers that change as tensors",
-        stacklevel=stacklevel + 1,
-    )
+class Calls:
+    """The calls of a program, which ranks only trace or replay where all do.
+
+    A call has a number: of the case that is replayed, from 0 in the order in which all ranks have
+    made them; `AS_IT_IS`; `TRACED` for the first trace of a case, and lower ones for later traces.
+
+    Parameters
+    ----------
+    name: the name of the program, for the warning.
+
+    Attributes
+    ----------
+    made: the number of replayed cases.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._warned, self._full = name, False, False
+        self.made = 0
+
+    def agree(self, number: int, grid: Grid) -> bool:
+        """Return whether this call has the same number on all ranks, which all call it; warn once
+        where it has not.
+        """
+        if grid.journal.agrees(f"compiled {self._name}", number):
+            return True
+        if grid.rank == 0 and not self._warned:
+            warnings.warn(
+                f"compile: the {self._name} is called in different cases on different ranks, and "
+                "runs as it is then; call it with the same arguments, modes and gradients on every "
+                "rank",
+                stacklevel=3,
+            )
+        self._warned = True
+        return False
+
+    def take_another(self, known: int) -> bool:
+        """Return whether another case is worth a trace beside the known ones; warn once if not."""
+        if known < MOST_CASES:
+            return True
+        if not self._full:
+            warnings.warn(
+                f"compile: the {self._name} is called in more than {MOST_CASES} cases, and runs as "
+                "it is in others; pass numbers that change as tensors",
+                stacklevel=3,
+            )
+        self._full = True
+        return False
 
 
 def obstacle_on_any_rank(

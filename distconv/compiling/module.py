@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from distconv.comm.shard_function import ShardFunction
 from distconv.compiling import cases, tracing
-from distconv.compiling.cases import MOST_CASES, Results
+from distconv.compiling.cases import Calls, Results
 from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
 from distconv.compiling.tracing import Trace, modules_called, traced
 from distconv.grid.interface import Grid
@@ -43,6 +43,7 @@ class CompiledModule:
         self._cases: dict[Any, _Replayed | None] = {}
         """The decided cases: None for those that are not replayed."""
         self._traces: dict[Any, list[_Traced]] = {}
+        self._calls = Calls("module")
         self.replays = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,20 +54,22 @@ class CompiledModule:
             return self._evaluated(*args, **kwargs)
         tensors = tensors_in(args, kwargs)
         key = self._key(args, kwargs, tensors)
-        if key not in self._cases and key in self._traces:
-            why = cases.why_not_replayed(args, kwargs, tensors)
-            self._decide(key, why, cases.grid_of(tensors))
+        grid = cases.grid_of(tensors)
+        if not self._calls.agree(self._number(key), grid):
+            if key in self._cases or key in self._traces:
+                return self._module(*args, **kwargs)
+        elif key not in self._cases and key in self._traces:
+            self._decide(key, cases.why_not_replayed(args, kwargs, tensors), grid)
+            if key not in self._cases:
+                return self._trace(self._traces[key], tensors, args, kwargs)
         if key in self._cases:
             case = self._cases[key]
             if case is None:
                 return self._module(*args, **kwargs)
             self.replays += 1
             return self._replay(case, tensors)
-        if key in self._traces:
-            return self._trace(self._traces[key], tensors, args, kwargs)
-        if len(self._traces) >= MOST_CASES:
-            self._cases[key] = None
-            cases.warn_of_many("the module", stacklevel=2)
+        if not self._calls.take_another(len(self._traces)):
+            return self._module(*args, **kwargs)
         with modules_called(self._called):
             result = self._module(*args, **kwargs)
         # As it will be the next time, with the modules that are known now.
@@ -78,12 +81,27 @@ class CompiledModule:
         """Return the replayed functions, in Python."""
         return "\n\n".join(case.source for case in self._cases.values() if case is not None)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"compile: a compiled module has no attribute {name!r}; use the module that was "
+            "compiled for parameters, states and modes"
+        )
+
     def _key(self, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         parameters = cases.parameters_of(self._called)
         return (
             cases.key_of_call(args, kwargs, tensors),
             cases.key_of_modules(self._called, parameters),
         )
+
+    def _number(self, key: Any) -> int:
+        """Return the number of a call, for ranks to compare."""
+        case = self._cases.get(key)
+        if case is not None:
+            return case.number
+        if key in self._cases or key not in self._traces:
+            return cases.AS_IT_IS
+        return cases.TRACED - len(self._traces[key])
 
     def _decide(self, key: Any, why: str, grid: Grid) -> None:
         """Decide with all ranks whether a case is replayed, once two of its calls are traced.
@@ -103,7 +121,8 @@ class CompiledModule:
         if cases.obstacle_on_any_rank(why, grid, "the module", stacklevel=3):
             self._cases[key] = None
         elif number == 2:
-            self._cases[key] = _Replayed(complete[1], self._backend)
+            self._cases[key] = _Replayed(complete[1], self._backend, self._calls.made)
+            self._calls.made += 1
         if key in self._cases:
             traces.clear()
 
@@ -111,10 +130,10 @@ class CompiledModule:
         """Return the result of the module, computed as one function of autograd."""
         # The graph within begins at these, and ends at what the module returns.
         inner = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-        call = _Traced(inner)
+        call = _Traced(inner, cases.grid_of(tensors))
         traces.append(call)
         args, kw = replaced((args, kw), dict(zip(map(id, tensors), inner, strict=True)))
-        with traced(call.trace), modules_called(self._called):
+        with traced(call.trace, call.grid), modules_called(self._called):
             returned = self._module(*args, **kw)
         call.finish_forward(returned)
         live = _Live(call, shards_of(inner))
@@ -176,9 +195,11 @@ class _Traced:
     Parameters
     ----------
     tensors: the tensors among the arguments.
+    grid: their grid.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], grid: Grid) -> None:
+        self.grid = grid
         self._given = shards_of(tensors)
         self._versions = [x._version for x in self._given]
         self.trace = Trace(self._given)
@@ -250,7 +271,7 @@ class _Live:
         if call.complete:
             return self._gradients(roots, given)
         call.reached = reached
-        with traced(trace):
+        with traced(trace, call.grid):
             trace.go_on(given)
             found = self._gradients(roots, given)
         call.finish_backward(given, found)
@@ -267,15 +288,28 @@ class _Live:
             return torch.autograd.grad(
                 roots, self._ends, given, retain_graph=True, allow_unused=True
             )
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise RuntimeError(
+                "compile: torch.utils.checkpoint with use_reentrant=True does not work within a "
+                "compiled module; pass use_reentrant=False, or compile the whole step"
+            ) from error
         finally:
             for of, before in hooks:
                 of.update(before)
 
 
 class _Replayed:
-    """A module in its replayed form."""
+    """A module in its replayed form.
 
-    def __init__(self, call: _Traced, backend: str | None) -> None:
+    Parameters
+    ----------
+    number: the number of the case, the same on all ranks.
+    """
+
+    def __init__(self, call: _Traced, backend: str | None, number: int) -> None:
+        self.number = number
         self.results, self.strides = call.results, call.strides
         self.differentiable, self.reached = call.differentiable, call.reached
         self.gradient_strides = call.gradient_strides

@@ -7,14 +7,15 @@ from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from distconv.compiling import cases
-from distconv.compiling.cases import MOST_CASES, Results
+from distconv.compiling.cases import MOST_CASES, Calls, Results, check_backend
 from distconv.compiling.module import CompiledModule
 from distconv.compiling.program import TracedStep
-from distconv.compiling.tracing import Trace, modules_called, traced
+from distconv.compiling.tracing import Trace, is_under_way, modules_called, traced
 from distconv.grid.interface import Grid
-from distconv.model.gradient_reduction import reductions_noted_in
+from distconv.model.gradient_reduction import GradientReduction, reductions_noted_in
 from distconv.tensor.nested import replaced, shards_of, tensors_in
 
 Given = ParamSpec("Given")
@@ -74,8 +75,9 @@ def compile(
     Raises
     ------
     ValueError
-        For a module and "graph".
+        For an unknown backend, and for a module and "graph".
     """
+    check_backend(backend)
     if isinstance(step, nn.Module):
         if backend == cases.CAPTURE:
             raise ValueError(
@@ -102,31 +104,37 @@ class CompiledStep(Generic[Given, Result]):
         self._cases: dict[Any, list[_Replayed]] = {}
         self._last: dict[Any, _TracedCase] = {}
         self._seen: set[Any] = set()
+        """The cases that have run, whichever gradients existed."""
         self._eager: set[Any] = set()
         """The cases that are not replayed."""
+        self._calls = Calls("step")
         self.replays = 0
         update_wrapper(self, step)
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Run the step."""
+        if is_under_way():
+            return _without_gradients(self._step(*args, **kwargs))
         tensors = tensors_in(args, kwargs)
-        key = cases.key_of_call(args, kwargs, tensors), _circumstances(self._called)
-        for case in self._cases.get(key, ()):
-            if case.fits():
+        key = cases.key_of_call(args, kwargs, tensors), *_circumstances(self._called)
+        case = next((x for x in self._cases.get(key, ()) if x.fits()), None)
+        grid = cases.grid_of(tensors)
+        number = self._number(key) if case is None else case.number
+        if self._calls.agree(number, grid):
+            if case is not None:
                 self.replays += 1
                 result: Result = case.replay(tensors)
                 return result
-        if key in self._eager:
+            if number != cases.AS_IT_IS:
+                return self._trace(key, tensors, args, kwargs)
+            if key in self._eager:
+                return _without_gradients(self._step(*args, **kwargs))
+        if key[:2] not in self._seen and not self._calls.take_another(len(self._seen)):
             return _without_gradients(self._step(*args, **kwargs))
-        if key in self._seen:
-            return self._trace(key, tensors, args, kwargs)
-        if len(self._seen) >= MOST_CASES:
-            self._eager.add(key)
-            cases.warn_of_many("the step", stacklevel=2)
         with modules_called(self._called):
             result = _without_gradients(self._step(*args, **kwargs))
         # As it will be the next time, with the modules that are known now.
-        self._seen.add((key[0], _circumstances(self._called)))
+        self._seen.add((key[0], _circumstances(self._called)[0]))
         return result
 
     @property
@@ -134,16 +142,25 @@ class CompiledStep(Generic[Given, Result]):
         """Return the replayed functions, in Python."""
         return "\n\n".join(case.source for cases in self._cases.values() for case in cases)
 
+    def _number(self, key: Any) -> int:
+        """Return the number by which ranks tell apart cases that are not replayed."""
+        if key in self._eager or key[:2] not in self._seen:
+            return cases.AS_IT_IS
+        if key not in self._last and len(self._last) + len(self._cases) >= 2 * MOST_CASES:
+            return cases.AS_IT_IS
+        return cases.TRACED - (key in self._last)
+
     def _trace(self, key: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Result:
         before = self._last.pop(key, None)
         case = _TracedCase(tensors)
         if obstacle := cases.why_not_replayed(args, kwargs, tensors):
             case.trace.hinder(obstacle)
-        with traced(case.trace), modules_called(self._called):
+        grid = cases.grid_of(tensors)
+        with traced(case.trace, grid), modules_called(self._called):
             result = self._step(*args, **kwargs)
-        case.finish(tensors, result)
+        case.finish(tensors, result, reductions_noted_in(self._called))
         why = case.trace.obstacle or (before.difference(case) if before else "")
-        if cases.obstacle_on_any_rank(why, cases.grid_of(tensors), "the step", stacklevel=3):
+        if cases.obstacle_on_any_rank(why, grid, "the step", stacklevel=3):
             self._eager.add(key)
         elif before is None:
             self._last[key] = case
@@ -151,8 +168,9 @@ class CompiledStep(Generic[Given, Result]):
             backend = self._backend
             if backend == cases.CAPTURE:
                 backend = None
-                case.step = _captured(case.step, cases.grid_of(tensors))
-            self._cases.setdefault(key, []).append(_Replayed(case, backend))
+                case.step = _captured(case.step, grid)
+            self._cases.setdefault(key, []).append(_Replayed(case, backend, self._calls.made))
+            self._calls.made += 1
         return _without_gradients(result)
 
 
@@ -171,14 +189,14 @@ def _captured(step: TracedStep, grid: Grid) -> TracedStep:
 
 
 def _circumstances(modules: Iterable[nn.Module]) -> Any:
-    """Return the part of a case's key that follows from the state of modules and gradients."""
+    """Return two parts of a case's key: of the state of modules, and of gradients: which exist, and
+    which are parts of sums.
+    """
     parameters = cases.parameters_of(modules)
     reductions = reductions_noted_in(modules)
-    return (
-        cases.key_of_modules(modules, parameters),
-        tuple(x.grad is None for x in shards_of(parameters)),
-        tuple(r.enabled for r in reductions),
-    )
+    state = cases.key_of_modules(modules, parameters), tuple(r.enabled for r in reductions)
+    exist = tuple(x.grad is None for x in shards_of(parameters))
+    return state, (exist, tuple(r.parts for r in reductions))
 
 
 def _without_gradients(result: Any) -> Any:
@@ -198,9 +216,20 @@ class _TracedCase:
         self.strides = [x.stride() for x in shards_of(tensors)]
         self.results = Results(())
         self.step = TracedStep([], [], [], {}, [])
+        self.parts: list[tuple[GradientReduction, tuple[bool, ...]]] = []
+        """The gradients that are parts of sums in the end."""
 
-    def finish(self, arguments: Iterable[Tensor], result: Any) -> None:
-        """Note the result of the step, which was traced with these tensors among its arguments."""
+    def finish(
+        self, arguments: Iterable[Tensor], result: Any, reductions: Iterable[GradientReduction]
+    ) -> None:
+        """Note the result of the step.
+
+        Parameters
+        ----------
+        arguments: the tensors among its arguments.
+        reductions: the reductions of the modules that it has called.
+        """
+        self.parts = [(r, r.parts) for r in reductions]
         trace, self.results = self.trace, Results(result)
         if any(x.requires_grad for x in arguments):
             trace.hinder("a tensor among its arguments requires gradients")
@@ -216,21 +245,36 @@ class _TracedCase:
         return cases.difference(self.step, later.step)
 
 
-class _Replayed:
-    """A step in its replayed form."""
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
-    def __init__(self, case: _TracedCase, backend: str | None) -> None:
+
+class _Replayed:
+    """A step in its replayed form.
+
+    Parameters
+    ----------
+    number: the number of the case, the same on all ranks.
+    """
+
+    def __init__(self, case: _TracedCase, backend: str | None, number: int) -> None:
+        self.number = number
         program = cases.program_of(case.step, backend)
         self._run, self.source = program.run, program.source
-        self._results, self._strides = case.results, case.strides
+        self._results, self._strides, self._parts = case.results, case.strides, case.parts
         used = set(map(id, case.step.constants.values()))
         self._gradients = [
             (leaf, first) for leaf, first in case.trace.leaves.values() if id(first) in used
         ]
+        self._optimizers = [(x, _sizes(x)) for x in case.trace.optimizers]
 
     def fits(self) -> bool:
-        """Return whether the gradients that the step adds to are the same tensors."""
-        return all(leaf.grad is gradient for leaf, gradient in self._gradients)
+        """Return whether the gradients that the step adds to are the same tensors, and optimizers
+        have no other parameters.
+        """
+        return all(leaf.grad is gradient for leaf, gradient in self._gradients) and all(
+            _sizes(x) == sizes for x, sizes in self._optimizers
+        )
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Return the result of the step for these tensors."""
@@ -241,4 +285,6 @@ class _Replayed:
             for x, block in zip(given, blocks, strict=True):
                 if x.data_ptr() != block.data_ptr():
                     x.copy_(block)  # which the step may have written to
+        for reduction, parts in self._parts:
+            reduction.give_parts(parts)
         return self._results.of(made)

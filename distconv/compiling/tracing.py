@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distconv.compiling.program import Existing, TracedCall, Value
 from distconv.device.kinds import random_states
 from distconv.grid.communicators import carried_by
+from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import user_line
 from distconv.ops.support.in_place import noted_in
 from distconv.tensor.eager import own_mode
@@ -115,6 +116,8 @@ class Trace:
         self.optimizers: dict[Optimizer, list[dict[str, Any]]] = {}
         self.obstacle = ""
         self.paused = False
+        self._steps = 0
+        """The number of optimizers' steps under way, one within the other."""
         self._seen = WeakTensorKeyDictionary()
         """The value or constant that stands for each tensor."""
         self._apart = WeakTensorKeyDictionary()
@@ -166,12 +169,24 @@ class Trace:
         """Note that the step cannot be replayed."""
         self.obstacle = self.obstacle or f"{why}, at {user_line()}"
 
-    def note(self, function: Operator, args: Any, options: dict[str, Any], result: Any) -> None:
-        """Record a call of torch's dispatcher; its arguments have no tensors any more."""
+    def note(
+        self,
+        function: Operator,
+        args: Any,
+        options: dict[str, Any],
+        result: Any,
+        by_positions: bool = False,
+    ) -> None:
+        """Record a call of torch's dispatcher; its arguments have no tensors any more.
+
+        Parameters
+        ----------
+        by_positions: whether it is an indexing whose shape follows from shapes alone.
+        """
         if function.namespace in _COLLECTIVES:
             self.hinder(f"it sends by torch.distributed itself ({function})")
         tags = function.tags
-        if any(tag in tags for tag in _READS):
+        if any(tag in tags for tag in _READS) and not by_positions:
             self.hinder(f"it reads elements of a tensor ({function})")
         if function in _ALIASES:
             self._seen.setdefault(result, args[0])
@@ -219,6 +234,9 @@ class Trace:
 
     def before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Pause where an optimizer is about to step: in replays it steps itself."""
+        self._steps += 1
+        if self._steps > 1:
+            return  # the step of a base class, as part of the step of its subclass
         if any(map(callable, (*args[1:], *kwargs.values()))):
             self.hinder("an optimizer evaluates a closure")
         self.optimizers.setdefault(optimizer, _settings(optimizer))
@@ -229,12 +247,19 @@ class Trace:
 
     def after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Continue after an optimizer's step."""
+        self._steps -= 1
+        if self._steps:
+            return
         self.paused = False
         self.calls.append(TracedCall(step, (optimizer, tuple(args[1:]), dict(kwargs))))
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 class _Dispatcher(DispatchMode):
@@ -255,7 +280,8 @@ class _Dispatcher(DispatchMode):
         stood_for = trace.standing_for(args)
         options = {name: trace.standing_for(x) for name, x in kwargs.items()}
         result = func(*args, **kwargs)
-        trace.note(func, stood_for, options, result)
+        by_positions = func is aten.index.Tensor and not any(map(_is_mask, args[1]))
+        trace.note(func, stood_for, options, result, by_positions)
         return result
 
 
@@ -346,15 +372,29 @@ def _leave() -> None:
 
 
 @contextmanager
-def traced(trace: Trace) -> Iterator[None]:
-    """Trace the calls and messages of this thread in the context."""
+def traced(trace: Trace, grid: Grid) -> Iterator[None]:
+    """Trace the calls and messages of this thread in the context.
+
+    All ranks of the grid enter it together. They compare messages, before each, and optimizers.
+
+    Raises
+    ------
+    DivergenceError
+        On every rank, where they differ.
+    """
     global _under_way
     _under_way += 1
+
+    def compare(optimizer: Optimizer, *_: Any) -> None:
+        grid.journal.take(f"{type(optimizer).__name__}.step")
+
     with ExitStack() as left:
         left.callback(_leave)
         left.enter_context(noted_in(*trace.notes))
+        left.enter_context(grid.journal.comparing_all("traced pass"))
         left.enter_context(carried_by(lambda transport: _TracedCarrier(transport, trace)))
         for handle in (
+            register_optimizer_step_pre_hook(compare),
             register_optimizer_step_pre_hook(trace.before_optimizer),
             register_optimizer_step_post_hook(trace.after_optimizer),
         ):

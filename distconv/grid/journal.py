@@ -13,7 +13,8 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -27,7 +28,7 @@ from distconv.grid.call_keys import (
     full_key,
     short_key,
 )
-from distconv.grid.whereabouts import CURRENT, by_ranks, is_parked, place_of, user_line
+from distconv.grid.whereabouts import CURRENT, NO_CALL, by_ranks, is_parked, place_of, user_line
 from distconv.torch_private import backward_pass
 from distconv.transport.interface import Comparison, Tags
 from distconv.transport.launch import switched_on
@@ -61,6 +62,8 @@ class Journal:
     number: the number of steps of this rank, reductions of gradients among them.
     place: the number of the latest entry, if it has arguments; else None.
     written: the number of entries.
+    missed: the number of comparisons elsewhere that other ranks had started, and this one had not,
+        when the ranks were found to differ.
 
     Parameters
     ----------
@@ -72,7 +75,11 @@ class Journal:
         self._comm, self.waiting = comm, waiting
         self.compares = comm is not None
         self.debug = self.compares and switched_on(_VARIABLE)
-        self.number = self.written = 0
+        self._all = False
+        """Whether every step is compared for now."""
+        self.number = self.written = self.missed = 0
+        self._elsewhere = 0
+        """The number of comparisons elsewhere."""
         self.place: int | None = None
         self._folded = self._summed = 0
         """The number of entries in the running checksum, and the checksum."""
@@ -114,10 +121,17 @@ class Journal:
             return
         self.place = None
         count = self._calls[function] = self._calls.get(function, 0) + 1
-        if count > _FIRST and count % _EVERY and not self.debug:
+        if count > _FIRST and count % _EVERY and not self._compares_all:
             return
-        if function not in _BACKWARD and backward_pass() == -1:
+        if backward_pass() != -1:
+            return
+        if function not in _BACKWARD:
             self._write("call", 0, full_key(CURRENT.call, self._known_from), user_line())
+            return
+        # Arguments of autograd's functions may be blocks, which differ between ranks.
+        self._write("call", 0, short_key(CURRENT.call), user_line())
+        if self._compares_all:
+            self.compare()  # before sums of gradients, which are not entered
 
     def take(self, kind: str, tag: int = 0) -> None:
         """Begin the next step.
@@ -136,20 +150,58 @@ class Journal:
         # Only the count decides, as it is the same on all ranks: a key that is new to one rank may
         # be known to another, which would send its messages while the first waits to compare.
         count = self._steps[function] = self._steps.get(function, 0) + 1
-        compared = self.debug or count <= _FIRST
+        compared = self._compares_all or count <= _FIRST
         if not outside and (compared or not count % _EVERY):
             key = full_key(CURRENT.call, self._known_from)
         else:
-            # Arguments of autograd's functions may be blocks, which differ between ranks.
             key = short_key(CURRENT.call)
             backward = function is not None or backward_pass() != -1
-            compared = self.debug or (compared and not backward)
-        self._write(kind, tag, key, user_line() if self.debug else None)
+            compared = self._compares_all or (compared and not backward)
+        self._write(kind, tag, key, user_line() if self._compares_all else None)
         self._since += 1
         if compared:
             self.compare()
         elif self._since >= _EVERY:
             self._start()
+
+    @property
+    def _compares_all(self) -> bool:
+        return self._all or self.debug
+
+    @contextmanager
+    def comparing_all(self, event: str) -> Iterator[None]:
+        """Enter an event, and compare every step within the context, at its beginning and its end.
+
+        All ranks enter it together.
+        """
+        before, self._all = self._all, self.compares
+        try:
+            self.agrees(event, 0)
+            yield
+            self.compare()
+        finally:
+            self._all = before
+
+    def agrees(self, event: str, number: int) -> bool:
+        """Enter an event, compare all entries up to now, and wait for the result. Collective.
+
+        Returns
+        -------
+        Whether `number` is the same on all ranks.
+
+        Raises
+        ------
+        DivergenceError
+            On every rank, where the entries differ.
+        """
+        if not self.compares:
+            return True
+        if threading.get_ident() != self.thread:
+            self._change_thread()
+        self.number += 1
+        self._write(event, 0, short_key(NO_CALL), None)
+        self._start(number)
+        return self._settle()
 
     def latest(self) -> int | None:
         """Return the entry for a tensor that is made now; None on other threads and in a backward
@@ -164,6 +216,12 @@ class Journal:
         if self.compares:
             self._start()
             self._settle()
+
+    def count_elsewhere(self) -> None:
+        """Count a comparison that begins elsewhere, without an entry."""
+        if self._compares_all:
+            self.compare()
+        self._elsewhere += 1
 
     def _write(self, kind: str, tag: int, key: Key, line: str | None) -> None:
         if self.written - self._folded == _KEPT:
@@ -193,32 +251,40 @@ class Journal:
         self._summed = crc32(array("q", codes).tobytes(), self._summed)
         self._folded = self.written
 
-    def _start(self) -> None:
-        """Start to compare the running checksum, once the comparison under way has ended."""
+    def _start(self, number: int = 0) -> None:
+        """Start to compare the running checksum, and a number, once the comparison under way has
+        ended.
+        """
         self._settle()
         self._fold()
         self._since = 0
-        self._under_way = self._comm.compare([self._summed])
+        self._under_way = self._comm.compare([self._summed, number])
 
-    def _settle(self) -> None:
-        """Wait for the comparison under way, if there is one, and raise where the ranks differ."""
+    def _settle(self) -> bool:
+        """Wait for the comparison under way, if there is one, and raise where entries differ.
+
+        Return whether its number is the same on all ranks.
+        """
         if self._under_way is None:
-            return
+            return True
         comparison, self._under_way = self._under_way, None
         with Wait(self.waiting):
-            alike = all(comparison.wait())
+            alike, number_alike = comparison.wait()
         if not alike:
             raise DivergenceError(self._differences())
+        return number_alike
 
     def _differences(self) -> str:
         """Return each rank's first entry that differs, in words. Collective."""
         with Wait(self.waiting):
             ranks = self._comm.allgather(self.latest_codes())
             number = first_difference(ranks)
-            told = (self.entry(number), place_of(self.thread), self._tags.last)
-            steps, places, tags = zip(*self._comm.allgather(told), strict=True)
+            told = self.entry(number), place_of(self.thread), self._tags.last, self._elsewhere
+            steps, places, tags, elsewhere = zip(*self._comm.allgather(told), strict=True)
         # A program that catches the error continues with the same numbers on all ranks.
         self._tags.last = max(tags)
+        self.missed += max(elsewhere) - self._elsewhere
+        self._elsewhere = max(elsewhere)
         self._summed = self._since = 0
         for known in (self._calls, self._steps, self._counts, self._last):
             known.clear()

@@ -207,6 +207,15 @@ class GradientReduction:
         if self._grid.size > 1:
             self._start_rest()
 
+    @property
+    def parts(self) -> tuple[bool, ...]:
+        """Return for each parameter whether its gradient is this rank's part of a sum."""
+        return tuple(self._is_part)
+
+    def give_parts(self, parts: Iterable[bool]) -> None:
+        """Note for each parameter whether its gradient, made elsewhere, is a part of a sum."""
+        self._is_part = list(parts)
+
     def settle(self) -> None:
         """Wait for all sums under way, and set them as gradients."""
         self._pass = -1

@@ -360,6 +360,7 @@ class DistTensor(DistTensorBase):
             tensor equal on all ranks; 1 when not given, for a tensor of one element only.
         """
         with running("backward", self), started_at([self.shard]):
+            self.grid.journal.enter_call("backward")
             seed = gradient_seed(self, gradient, "backward")
             leaves = None if inputs is None else shards_of(inputs)
             torch.autograd.backward(self.shard, seed, retain_graph, create_graph, inputs=leaves)

@@ -240,6 +240,56 @@ def predicting(model: nn.Module, grid: dc.ProcessGrid) -> Step:
     return step
 
 
+def with_weights(model: nn.Module, grid: dc.ProcessGrid) -> Step:
+    """Return a step whose loss looks up a weight for each class, which change in place."""
+    weights = torch.ones(2)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, weight=weights)
+
+    step: Any = gradients_of(model, loss)
+    step.after = lambda: weights[0].mul_(1.5)
+    return step
+
+
+def stepping_outside(model: nn.Module, grid: dc.ProcessGrid) -> Step:
+    """Return the passes of a step; the optimizer steps outside, and gradients end there."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    step.after = lambda: (optimizer.step(), optimizer.zero_grad())
+    return step
+
+
+class Doubled(torch.optim.SGD):
+    """An optimizer whose step calls the step of its base class, which torch hooks as well."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(2.0)
+        return super().step(closure)
+
+
+def with_subclass(model: nn.Module, grid: dc.ProcessGrid) -> Step:
+    """Return a step of an optimizer that is derived from another one in use."""
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Doubled(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 STEPS = {
     f.__name__: f
     for f in (
@@ -249,6 +299,9 @@ STEPS = {
         with_autocast,
         of_halves,
         with_average,
+        with_weights,
+        stepping_outside,
+        with_subclass,
         predicting,
     )
 }
@@ -371,6 +424,34 @@ def test_cases_are_traced_apart() -> None:
     expected, (actual, f) = run(False)[0], run(True)
     assert identical(actual, expected)
     assert f.replays > 10
+
+
+def sets_rates(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model[3].p, model[1].eps = 0.6, 0.1
+
+
+def trains_more(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.2})
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("change", [sets_rates, trains_more], ids=lambda f: f.__name__)
+def test_a_change_of_a_setting_is_another_case(change: Callable[..., None]) -> None:
+    def make_step(model: Any, grid: dc.ProcessGrid) -> Step:
+        optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.1)
+        calls = iter(range(CALLS))
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+            return loss
+
+        step.after = lambda: change(model, optimizer) if next(calls) == 3 else None
+        return step
+
+    assert 0 < check(make_step).replays < CALLS - 3
 
 
 # Steps that go on as they are
@@ -515,6 +596,35 @@ def test_gradients_that_are_there_are_a_case_of_their_own() -> None:
         return found
 
     assert identical(run(True), run(False))
+
+
+@pytest.mark.parallel([2])
+def test_parts_of_gradients_stay_parts_until_they_are_summed() -> None:
+    """A mini-batch in no_sync around the step, and one without, make one sum."""
+
+    def run(compiled: bool) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        grid = dc.ProcessGrid(height=-1)
+        model = dc.parallelize(nn.Conv2d(3, 2, 3, padding=1), grid)
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        f: Any = dc.compile(step) if compiled else step
+        found = []
+        for x, _ in batches(grid):
+            with dc.no_sync(model):
+                f(x)
+            f(x * 0.5)
+            found += [p.grad for p in model.parameters()]
+            model.zero_grad()
+        return found, f
+
+    actual, f = run(True)
+    assert identical(actual, run(False)[0])
+    assert f.replays >= CALLS - 3
 
 
 @pytest.mark.parallel(2)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
 from distconv.compiling.cases import MOST_CASES
@@ -354,7 +355,7 @@ def test_a_backward_pass_does_not_use_what_has_changed() -> None:
 
 
 @pytest.mark.parallel([2])
-def test_a_compiled_module_within_a_compiled_step_is_part_of_it() -> None:
+def test_compiled_modules_and_steps_within_a_compiled_step_are_part_of_it() -> None:
     grid = dc.ProcessGrid(height=2)
 
     def run(compiled: bool) -> list[Any]:
@@ -367,12 +368,46 @@ def test_a_compiled_module_within_a_compiled_step_is_part_of_it() -> None:
             loss.backward()
             return loss
 
-        whole: Any = dc.compile(step) if compiled else step
-        found = [whole(x) for x, _ in batches(grid)]
+        inner: Any = dc.compile(step) if compiled else step
+        whole: Any = dc.compile(lambda x: inner(x) * 2) if compiled else lambda x: step(x) * 2
+        found = [whole(x).detach() for x, _ in batches(grid)]
         assert not compiled or whole.replays == CALLS - 3
         return [*found, *(p.grad for p in model.parameters())]
 
     assert identical(run(True), run(False))
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_within_a_module_are_without_reentry(reentrant: bool) -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            part, rest = self[0], self[1]
+            options: Any = {"use_reentrant": reentrant, "preserve_rng_state": False}
+            return rest(checkpoint(part, x, **options))
+
+    grid = dc.ProcessGrid(height=2)
+    model = dc.parallelize(Checkpointed(nn.Conv2d(3, 2, 3), nn.Conv2d(2, 2, 3)), grid)
+    f, found = dc.compile(model), []
+
+    def call(x: Tensor) -> None:
+        for g in (f, model):
+            model.zero_grad()
+            g(x.requires_grad_()).square().mean().backward()
+            found.append([p.grad for p in model.parameters()])
+
+    for x, _ in batches(grid):
+        if reentrant and len(found) == 2:
+            assert "use_reentrant=False" in raised_everywhere(RuntimeError, call, x)
+            return
+        call(x)
+    assert f.replays == CALLS - 3
+    assert all(map(identical, found[::2], found[1::2]))
+
+
+def test_parameters_belong_to_the_module_itself() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'parameters'; use the module"):
+        dc.compile(nn.ReLU()).parameters()
 
 
 # Modules that go on as they are

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,8 +89,8 @@ def test_layouts_of_onednn_stay_out_of_graphs(monkeypatch: pytest.MonkeyPatch) -
         assert deviation(mine, theirs) < 1e-4
 
 
-@pytest.mark.parallel(2)
-def test_an_unknown_backend_is_an_error_that_names_it() -> None:
-    grid = dc.ProcessGrid(height=2)
-    with pytest.raises(Exception, match="nonesuch"):
-        trained(STEPS["plain"], True, grid, classifier, "nonesuch")
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("what", [nn.ReLU(), lambda x: x])
+def test_an_unknown_backend_is_an_error_that_names_it(what: Any) -> None:
+    with pytest.raises(ValueError, match="backend='nonesuch' is unknown.*'graph', .*'inductor'"):
+        dc.compile(what, backend="nonesuch")

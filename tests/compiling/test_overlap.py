@@ -1,0 +1,109 @@
+"""Replayed and compiled steps start messages before the work that hides them, in one order."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+import distconv as dc
+from distconv.compiling import graph
+from tests.compiling.test_compile import CALLS, batches
+
+Call = tuple[str, list[int]]
+"""The name of a call of a replayed step, and the values among its arguments."""
+
+
+def trained(backend: str | None = None) -> Any:
+    """Return a compiled step, after some replays, of overlapped layers with a sum for each."""
+    grid = dc.ProcessGrid(height=2)
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, 2, 1), nn.BatchNorm2d(4)]
+    model = dc.parallelize(
+        nn.Sequential(*layers, nn.Conv2d(4, 2, 5, padding=2)), grid, bucket_bytes=1
+    )
+
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    compiled = dc.compile(step, backend=backend)
+    with dc.method("overlapped"):
+        for x, _ in batches(grid):
+            compiled(x)
+    assert compiled.replays == CALLS - 3
+    return compiled
+
+
+def calls_of(source: str) -> list[tuple[int | None, Call]]:
+    """Return the calls of a replayed function, each with the number of its first result."""
+    found: list[tuple[int | None, Call]] = []
+    for line in source.splitlines():
+        if match := re.fullmatch(r" +(?:v(\d+)\b.* = )?([a-z]\w*?)_\d+\((.*)\)", line):
+            made, name, arguments = match.groups()
+            values = [int(n) for n in re.findall(r"\bv(\d+)", arguments)]
+            found.append((made and int(made), (name, values)))
+    return found
+
+
+@pytest.mark.parallel(2)
+def test_a_trace_starts_halos_before_and_waits_behind_the_block_of_a_convolution() -> None:
+    calls = calls_of(trained().source)
+    names = [name for _, (name, _) in calls]
+    between = []
+    for i, (made, (name, _)) in enumerate(calls):
+        if name == "start_exchange":
+            end = next(j for j, (_, call) in enumerate(calls) if call == ("wait", [made]))
+            between.append([x for x in names[i:end] if x.startswith("convolution")])
+    # Three layers forward, and two backward: nobody asks for the gradient of the images.
+    assert [set(x) for x in between] == [{"convolution_default"}] * 3 + [
+        {"convolution_backward_default"}
+    ] * 2
+
+
+@pytest.mark.parallel(2)
+def test_a_trace_starts_sums_of_gradients_before_the_backward_pass_ends() -> None:
+    names = [name for _, (name, _) in calls_of(trained().source)]
+    passes = [i for i, name in enumerate(names) if name == "convolution_backward_default"]
+    sums = [i for i, name in enumerate(names) if name == "start_sum" and i > passes[0]]
+    waits = [i for i, name in enumerate(names) if name == "wait" and i > passes[-1]]
+    early = [i for i in sums if i < passes[-1]]
+    # Weight and bias of the last layer and the norm; those of the second follow its own pass.
+    assert len(early) >= 4 and len(waits) >= len(early)
+
+
+@pytest.mark.parallel(2)
+def test_compiled_code_keeps_messages_in_the_order_of_the_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    for name in ("start", "wait", "gather"):
+        run = getattr(graph._Posted, name)
+
+        def noted(self: Any, *given: Any, run: Any = run, name: str = name) -> Any:
+            made.append((name, self))
+            return run(self, *given)
+
+        monkeypatch.setattr(graph._Posted, name, noted)
+    orders = []
+    for backend in ("eager", "inductor"):
+        made.clear()
+        trained(backend)
+        replay = made[: len(made) // (CALLS - 3)]
+        assert len(replay) * (CALLS - 3) == len(made)
+        messages = list(dict.fromkeys(message for _, message in replay))
+        orders.append([(name, messages.index(message)) for name, message in replay])
+    assert orders[0] == orders[1] and len(orders[0]) > 20
+    assert MPI.COMM_WORLD.allgather(orders[1]) == [orders[1]] * 2
+    placed = [
+        orders[1].index(("wait", i)) - orders[1].index(("start", i))
+        for name, i in orders[1]
+        if name == "start"
+    ]
+    assert max(placed) > 1  # some wait while others start
