@@ -20,6 +20,7 @@ from examples.trainer.launch import words
 from tests.support.example_grids import GRIDS, axes
 
 WORLD = MPI.COMM_WORLD
+LABELS = dc.Layout.of(((), ("depth",), ("height",), ("width",)))
 
 
 @pytest.mark.parametrize(("scale", "levels"), [(3, 1), (5, 2), (7, 4)])
@@ -51,6 +52,30 @@ def test_local_statistics_are_not_those_of_the_serial_network() -> None:
         torch.testing.assert_close(local(x), expected)
         torch.testing.assert_close(exact(cut).full_tensor(), expected, rtol=1e-4, atol=1e-4)
         assert (local(cut).full_tensor() - expected).abs().max() > 0.1
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_deep_levels_that_are_cut_by_channels_train_as_the_serial_network(recompute: bool) -> None:
+    torch.manual_seed(0)
+    serial = UNet(3, 5, 8).double()
+    model = UNet(3, 5, 8, recompute=recompute).double()
+    model.load_state_dict(serial.state_dict())
+    layouts = model.channel_layouts(2)
+    grid = dc.ProcessGrid(depth=2, height=WORLD.size // 2)
+    dc.parallelize(model, grid, layouts=layouts, shard_parameters=True)
+    x, labels = torch.randn(1, 3, 16, 16, 16).double(), torch.randint(3, (1, 16, 16, 16))
+    cut = [dc.distribute_tensor(x, grid), dc.distribute_tensor(labels, grid, LABELS)]
+    optimizers = [torch.optim.Adam(m.parameters()) for m in (serial, model)]
+    for _ in range(2):
+        fractal_loss(serial(x), labels, torch.ones(3)).backward()
+        fractal_loss(model(cut[0]), cut[1], torch.ones(3)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(dc.full_state_dict(model), serial.state_dict())
+    kept = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, dc.DistTensor))
+    assert kept > 0.9 * sum(p.numel() for p in serial.parameters()) / 2
 
 
 def test_channels_that_groups_do_not_divide_are_refused() -> None:
@@ -159,7 +184,7 @@ def test_the_figure_of_merit_counts_until_the_target(data: Path, folder: Path) -
 
 
 @pytest.mark.parallel([1, 2])
-def test_samples_of_other_classes_are_refused(
+def test_samples_of_other_classes_and_a_target_in_percent_are_refused(
     data: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = folder / "other.h5"
@@ -170,6 +195,9 @@ def test_samples_of_other_classes_are_refused(
         train.main(arguments)
     assert caught.value.code == 2
     assert ("other.h5 has seed 1" in capsys.readouterr().err) == (WORLD.rank == 0)
+    with pytest.raises(SystemExit):
+        train.main([*options(data, folder / "run", GRIDS[WORLD.size][0]), "--target", "95"])
+    assert ("--target 95 is no Dice" in capsys.readouterr().err) == (WORLD.rank == 0)
 
 
 @pytest.mark.parallel(2)
