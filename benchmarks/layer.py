@@ -1,5 +1,4 @@
-"""One convolution on a cut plane or volume, against plain torch on the block and on the whole, and
-against a rival written by hand.
+"""One convolution on a cut plane or volume, against plain torch on the block and on the whole.
 
 A step is forward, backward to input and weights, and the sum of weight gradients over the ranks.
 Plain torch on the block does not communicate.
@@ -9,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.by_hand import BY_HAND, by_hand, with_sums
 from benchmarks.measuring.own_step import OVER_DEFAULT, OVER_PLAIN
 from benchmarks.measuring.plain import best, plain_forms
 from benchmarks.measuring.report import Row, over, speedup
@@ -93,31 +90,22 @@ def _rows(case: Case, settings: Settings) -> Iterator[Row]:
             f"{case.name}: without communication a rank makes {by(made)}, cut over {grid} "
             f"{by(dy_cut.shard.shape)}; choose a grid on which they are equal"
         )
-    tensors = block, dy_cut.to_local()
-    plain = plain_forms(case.make, tensors, step_of).values()
-    rivals = plain_forms(lambda: by_hand(case.make()), tensors, _step_by_hand).values()
+    plain = plain_forms(case.make, (block, dy_cut.to_local()), step_of).values()
     serial = plain_forms(case.make, (x, dy), step_of).values()
     threads = settings.threads * grid.size
-    here = [step_of(distributed, cut, dy_cut), *plain, *rivals]
+    here = [step_of(distributed, cut, dy_cut), *plain]
     sides = [
         *(Contender(run, settings.threads) for run in here),
         *(Contender(run, threads, ranks=1) for run in serial),
     ]
-    times = iter(alternate(grid.comm, sides, settings.seconds))
-    subject = next(times)
-    of_block, of_rivals, of_whole = (list(islice(times, len(f))) for f in (plain, rivals, serial))
-    bound = best(of_block)
+    subject, *others = alternate(grid.comm, sides, settings.seconds)
+    of_block, of_whole = others[: len(plain)], others[len(plain) :]
     where = by(case.shape), f"{by(block.shape)} on rank 0"
     row = "layer", case.name, settings.configuration(grid, *where)
-    yield over(row, OVER_PLAIN, subject, bound, case.over_plain)
+    yield over(row, OVER_PLAIN, subject, best(of_block), case.over_plain)
     yield over(row, OVER_DEFAULT, subject, of_block[0], None)
-    yield over(row, BY_HAND, best(of_rivals), bound, None)
     measure = f"speed-up over the best serial torch, {threads} threads"
     yield speedup(row, measure, subject, best(of_whole), case.speedup)
-
-
-def _step_by_hand(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
-    return with_sums(layer, step_of(layer, x, dy))
 
 
 def step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:

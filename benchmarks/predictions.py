@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,25 +20,28 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.measuring.memory import peak_of
-from benchmarks.measuring.network import Network, sgd_step
+from benchmarks.measuring.network import (
+    Network,
+    cut_sample,
+    result_on_meta,
+    sgd_step,
+    target_cuts,
+)
 from benchmarks.measuring.settings import by
-from benchmarks.networks import classes, cosmoflow
+from benchmarks.networks import COSMOFLOW, MESH, UNET3D, cosmoflow
 from benchmarks.record import machine as describe_machine
 from benchmarks.resnet import resnet50
-from distconv.geometry.layout import Layout, default_cuts
-from distconv.grid.interface import Grid
+from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning import Machine, calibrate, predict
 from distconv.planning.prediction import in_words
 from distconv.planning.table import byte_size, table
 from distconv.planning.timing import sleep_until_all_are_here, spread
-from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
-from examples.unet3d.network import UNet3d
+from examples.mesh_tangling.network import mesh_tangling_2k
 
 MACHINE = "predictions-machine.json"
 """The file of the machine on which all is measured."""
@@ -58,65 +62,41 @@ class Case(NamedTuple):
     grids: tuple[dict[str, int], ...]
 
 
-def mesh(make: Callable[..., nn.Module], name: str, samples: int, extent: int) -> Network:
-    """Return a mesh-tangling network at a quarter of its width, on smaller meshes."""
-    return Network(
-        f"mesh {name}, {extent}^2",
-        lambda spatial: make(width=0.25, size=extent),
-        (samples, 18, extent, extent),
-        torch.rand,
-        F.mse_loss,
-    )
+def sized(network: Network, name: str, samples: int, extent: int) -> Network:
+    """Return a network for so many samples of other sides, under a name that tells these."""
+    _, channels, *sides = network.shape
+    shape = (samples, channels, *len(sides) * (extent,))
+    return network._replace(name=f"{name}, {extent}^{len(sides)}", shape=shape)
 
 
-def flow(extent: int, samples: int, form: str = "average") -> Network:
-    """Return CosmoFlow at a quarter of its width."""
-    return Network(
-        f"CosmoFlow, {form} pooling, {extent}^3",
-        # The head is that of the whole volume, also where a rank has a part.
-        lambda spatial: cosmoflow((extent,) * 3, form),
-        (samples, 4, extent, extent, extent),
-        lambda made: torch.rand(made[0], 4),
-        F.mse_loss,
-    )
-
-
-def unet(extent: int, samples: int) -> Network:
-    """Return the 3-D U-Net at a quarter of its width."""
-    return Network(
-        f"3-D U-Net, {extent}^3",
-        lambda spatial: UNet3d(classes=3, width=0.25),
-        (samples, 1, extent, extent, extent),
-        classes,
-        F.cross_entropy,
-    )
-
-
-def resnet(extent: int, samples: int, divisor: int) -> Network:
+def resnet(divisor: int) -> Network:
     """Return ResNet-50, whose channels are divided by `divisor`."""
     return Network(
-        f"ResNet-50 / {divisor}, {extent}^2",
+        "ResNet-50",
         lambda spatial: resnet50(100, divisor),
-        (samples, 3, extent, extent),
+        (1, 3, 224, 224),
         lambda made: torch.randint(100, (made[0],)),
         F.cross_entropy,
     )
 
+
+MESH_2K = MESH._replace(make=lambda spatial: mesh_tangling_2k(0.25, max(spatial)))
+MAXIMUM = COSMOFLOW._replace(make=partial(cosmoflow, form="maximum"))
 
 ONE: dict[str, int] = {}
 _PLANE = ({"sample": 2}, {"height": 2}, {"width": 2})
 _VOLUME = (*_PLANE, {"depth": 2})
 
 CASES = (
-    Case(mesh(mesh_tangling_1k, "1K", 2, 256), (ONE, *_PLANE)),
-    Case(mesh(mesh_tangling_1k, "1K", 1, 512), (ONE, {"height": 2})),
-    Case(mesh(mesh_tangling_2k, "2K", 2, 512), (ONE, *_PLANE)),
-    Case(flow(64, 2), (ONE, *_VOLUME)),
-    Case(flow(32, 4, "maximum"), (ONE, {"sample": 2}, {"depth": 2})),
-    Case(unet(32, 4), (ONE, *_VOLUME)),
-    Case(unet(64, 1), (ONE, {"depth": 2})),
-    Case(resnet(128, 8, 2), (ONE, *_PLANE)),
-    Case(resnet(224, 2, 4), (ONE, {"sample": 2}, {"height": 2})),
+    Case(sized(MESH, "mesh 1K", 2, 256), (ONE, *_PLANE)),
+    Case(sized(MESH, "mesh 1K", 1, 512), (ONE, {"height": 2})),
+    Case(sized(MESH_2K, "mesh 2K", 2, 512), (ONE, *_PLANE)),
+    Case(sized(COSMOFLOW, "CosmoFlow, average pooling", 2, 64), (ONE, *_VOLUME)),
+    Case(sized(MAXIMUM, "CosmoFlow, maximum pooling", 4, 32), (ONE, {"sample": 2}, {"depth": 2})),
+    Case(sized(UNET3D, "3-D U-Net", 4, 32), (ONE, *_VOLUME)),
+    Case(sized(UNET3D, "3-D U-Net", 1, 64), (ONE, {"depth": 2})),
+    Case(sized(resnet(2), "ResNet-50 / 2", 8, 128), (ONE, *_PLANE)),
+    Case(sized(resnet(4), "ResNet-50 / 4", 2, 224), (ONE, {"sample": 2}, {"height": 2})),
 )
 
 
@@ -167,7 +147,7 @@ def on_grid(
         def make() -> Callable[[], None]:
             torch.manual_seed(0)
             module = parallelize(network.make(network.shape[2:]), grid)
-            return sgd_step(network, module, *cut(network, grid))
+            return sgd_step(network, module, *cut_sample(network, grid))
 
         result = measure(make, comm)
     sleep_until_all_are_here(world)
@@ -198,36 +178,14 @@ def times(make: Make, comm: MPI.Intracomm) -> list[float]:
     return taken
 
 
-def cut(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTensor]:
-    """Return a random input and its target, cut."""
-    made = output_shape(network)
-    y = network.target(made)
-    layout = layout_of_target(y.dim(), made, grid)
-    return distribute_tensor(torch.rand(network.shape), grid), distribute_tensor(y, grid, layout)
-
-
-def output_shape(network: Network) -> tuple[int, ...]:
-    """Return the global shape of what the network makes."""
-    with torch.device("meta"), torch.no_grad():
-        return tuple(network.make(network.shape[2:])(torch.empty(network.shape)).shape)
-
-
-def layout_of_target(ndim: int, made: tuple[int, ...], grid: Grid) -> Layout:
-    """Return the layout of a target as what the network makes has it; labels have no channels."""
-    cuts = default_cuts(len(made), grid.topology)
-    return Layout.of(cuts if ndim == len(made) else (cuts[0], *cuts[2:]))
-
-
 def loss_of(network: Network) -> Callable[[Any], Tensor]:
     """Return the loss for a prediction, whose target has no elements."""
-    made = output_shape(network)
-    target = network.target(made)
+    target = network.target(tuple(result_on_meta(network, network.shape).shape))
 
     def loss(output: Any) -> Tensor:
         grid = output.grid
-        layout = layout_of_target(target.dim(), made, grid)
-        y = grid.tensor(tuple(target.shape), layout, target.dtype)
-        return network.loss(output, y)
+        layout = Layout.of(target_cuts(target.dim(), output.dim(), grid))
+        return network.loss(output, grid.tensor(tuple(target.shape), layout, target.dtype))
 
     return loss
 
@@ -295,28 +253,20 @@ def told(r: Result) -> str:
     )
 
 
-class Errors(NamedTuple):
-    """Shares by which predictions of one kind are wrong, and what they should be at most."""
-
-    kind: str
-    values: Sequence[float]
-    middle: float
-    most: float
-
-
-def table_of(kinds: Sequence[Errors]) -> str:
-    """Return the quartiles of errors, and whether they are what they should be."""
+def errors(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """Return the quartiles of errors as rows, and whether they are what they should be."""
     rows: list[tuple[str, ...]] = [
         ("", "lower quartile", "median", "upper quartile", "worst", "target", "verdict")
     ]
-    for kind, values, middle, most in kinds:
-        sizes = [abs(value) for value in values]
-        s = spread(sizes)
-        met = s.median <= middle and max(sizes) <= most
-        target = f"median {middle:.0%}, worst {most:.0%}"
-        quartiles = [f"{x:.1%}" for x in (s.low, s.median, s.high, max(sizes))]
-        rows.append((kind, *quartiles, target, "met" if met else "missed"))
-    return table(rows, right=(1, 2, 3, 4))
+    for kind, values, middle, most in (
+        ("time", [abs(r.error) for r in results], MEDIAN_ERROR, WORST_ERROR),
+        ("memory", [abs(r.memory_error) for r in results], MEMORY_ERROR, MEMORY_ERROR),
+    ):
+        s, worst = spread(values), max(values)
+        quartiles = [f"{x:.1%}" for x in (s.low, s.median, s.high, worst)]
+        verdict = "met" if s.median <= middle and worst <= most else "missed"
+        rows.append((kind, *quartiles, f"median {middle:.0%}, worst {most:.0%}", verdict))
+    return rows
 
 
 def page(results: Sequence[Result]) -> str:
@@ -332,17 +282,13 @@ def page(results: Sequence[Result]) -> str:
                 f"{r.memory_error:+.2%}",
             )
         )
-    errors = (
-        Errors("time", [r.error for r in results], MEDIAN_ERROR, WORST_ERROR),
-        Errors("memory", [r.memory_error for r in results], MEMORY_ERROR, MEMORY_ERROR),
-    )
     return "\n".join(
         (
             "# Predicted and measured training steps\n",
             "Written by `python -m benchmarks.predictions`; times in ms of a step on the slowest "
             "rank, one core a rank, memory of the fullest.\n",
             f"```\n{describe_machine()}\n```\n",
-            f"```\n{table_of(errors)}\n```\n",
+            f"```\n{table(errors(results), right=(1, 2, 3, 4))}\n```\n",
             f"```\n{table(rows, right=(3, 4, 5, 6, 7, 8, 9))}\n```\n",
             "## The planner's choice on 2 ranks\n",
             f"```\n{table(choices(results), right=(2, 4, 5))}\n```\n",

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import distconv as dc
-from benchmarks.measuring.report import Row, as_table, over
+from benchmarks.measuring.report import Row, as_table, of_bytes, over
 from benchmarks.measuring.settings import Settings, by, chain
 from benchmarks.measuring.turns import alternate
 from distconv.data import Dataset, Loader
@@ -79,8 +79,7 @@ def reading(path: Path, folder: Path, settings: Settings, batch: int) -> Iterato
         for name, read in of_epoch.items():
             whole = of_epoch["whole samples"]
             measure = f"bytes that an epoch fetches, {name} over whole samples"
-            ratio = read / whole
-            yield Row(*row, measure, "", ratio, ratio, ratio, 1, read, whole, in_bytes=True)
+            yield of_bytes(row, measure, read, whole)
 
 
 def _bytes_of_epoch(loader: Loader) -> int:

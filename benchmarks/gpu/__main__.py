@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
-from benchmarks.gpu import packing
 from benchmarks.gpu.alone import alone, formats, on_grid
 from benchmarks.gpu.cases import (
     COSMOFLOW_512,
@@ -59,10 +58,6 @@ def on_one_rank(grid: ProcessGrid) -> dict[str, list[Part]]:
             Part(case.name, partial(formats, case, grid, SECONDS)) for case in (MESH_1K_HALF, UNET)
         ],
         "Where the host waits": [Part("1 rank", partial(_waits, grid))],
-        "Packing": [
-            Part(str(shape), partial(packing.packings, shape, cut, device, of_layer))
-            for shape, cut in packing.CASES
-        ],
         "Shards": [
             *(Part(c.name, partial(shards, c, cuts, device, SECONDS / 2)) for c, cuts in scalings),
             *(Part(c.name, partial(shards, c, PLANE, device, of_layer)) for c in LAYERS[:2]),

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import alternate, peak_of
-from benchmarks.measuring.report import Row, over
+from benchmarks.measuring.report import Row, of_bytes, over
 from benchmarks.measuring.settings import by
 from distconv import ProcessGrid, parallelize
 
@@ -28,9 +28,7 @@ def alone(case: Case, grid: ProcessGrid, seconds: float) -> Iterator[Row]:
     row = "alone", case.name, f"1 rank, {by(case.shape)}, {grid.transport.name}"
     yield over(row, "over plain torch", mine, bound, case.target)
     yield over(row, "host, over plain torch", mine_host, bound_host, None)
-    most, bound_most = (float(peak_of(grid.device, make)) for make in makes)
-    ratio = most / bound_most
-    yield Row(*row, "peak memory", "", ratio, ratio, ratio, 1, most, bound_most, in_bytes=True)
+    yield of_bytes(row, "peak memory", *(peak_of(grid.device, make) for make in makes))
 
 
 def formats(case: Case, grid: ProcessGrid, seconds: float) -> Iterator[Row]:

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import layer
+from benchmarks.measuring.network import cut_blocks
 from benchmarks.networks import classes
 from distconv import DistTensor
-from distconv.geometry.layout import default_cuts
 from distconv.grid.interface import Grid
-from distconv.tensor.dist_tensor import local_box
 from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 from examples.unet3d.network import UNet3d
@@ -125,19 +124,9 @@ COSMOFLOW_512 = Case(
 def cut(case: Case, grid: Grid, device: torch.device) -> tuple[DistTensor, DistTensor]:
     """Return the input of a case and its target or gradient; only this rank's blocks are made."""
     with torch.device("meta"), torch.no_grad():
-        made = tuple(case.make()(torch.empty(case.shape)).shape)
-        whole = case.like(made).shape
-    cuts = default_cuts(len(made), grid.topology)
-    if len(whole) < len(made):
-        # One class for each position, without a dimension of channels.
-        cuts = (cuts[0], *cuts[2:])
+        made = case.make()(torch.empty(case.shape)).shape
     with device:
-        x = torch.randn(local_box(case.shape, grid).shape)
-        y = case.like(local_box(made, grid).shape)
-    return (
-        DistTensor(x, case.shape, default_cuts(len(case.shape), grid.topology), grid),
-        DistTensor(y, whole, cuts, grid),
-    )
+        return cut_blocks(case.shape, made, case.like, grid)
 
 
 def module(case: Case, device: torch.device) -> nn.Module:

@@ -70,7 +70,7 @@ def left_out(kind: str, count: int) -> Iterator[str]:
             "send by MPI"
         )
     if why := cupy_nccl.why_unavailable(kind):
-        yield f"transport nccl, and packing by one kernel: {why}"
+        yield f"transport nccl: {why}"
     if kind != "cuda":
         yield "streams that sleep, and errors where the host waits: torch has both for CUDA and HIP"
         yield "where the host waits: torch's profiler names no such calls"

@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import Run, alternate, peak_of
-from benchmarks.measuring.report import Row, over
+from benchmarks.measuring.report import Row, of_bytes, over
 from benchmarks.measuring.settings import by
 from distconv import method
 from distconv.comm.ledger import Movement, trace_movements, without_counting
@@ -78,10 +78,7 @@ def shards(
         if grid.size == 1:
             serial = peak
         elif serial:
-            share = serial / grid.size
-            ratio = peak / share
-            measure = "peak memory over the share"
-            yield Row(*row, measure, "", ratio, ratio, ratio, 1, peak, share, in_bytes=True)
+            yield of_bytes(row, "peak memory over the share", peak, serial / grid.size)
     for path in sorted(MACHINES.glob("*.json")):
         yield predictions(case, Machine.load(path), known)
 

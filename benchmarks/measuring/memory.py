@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.measuring.network import Network, cut_sample, sample, sgd_step
-from benchmarks.measuring.report import Row
+from benchmarks.measuring.report import Row, of_bytes
 from benchmarks.measuring.settings import Settings, by
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
@@ -58,22 +58,8 @@ def memory(settings: Settings, networks: Sequence[Network]) -> Iterator[Row]:
             ("the same, without what lives all through the step", ranks.step, serial.step),
         ):
             share = whole / grid.size
-            ratio = subject / share
-            yield Row(
-                "memory",
-                network.name,
-                settings.configuration(grid, *where),
-                measure,
-                "",
-                ratio,
-                ratio,
-                ratio,
-                rounds=1,
-                subject=subject,
-                bound=share,
-                target=OVER_SHARE + halos / share,
-                in_bytes=True,
-            )
+            row = "memory", network.name, settings.configuration(grid, *where)
+            yield of_bytes(row, measure, subject, share, OVER_SHARE + halos / share)
 
 
 def _distributed(network: Network, grid: ProcessGrid) -> Callable[[], None]:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from benchmarks.measuring.settings import Settings, by
 from distconv.compiling.step import compile
-from distconv.geometry.layout import Layout, default_cuts
+from distconv.geometry.layout import Cuts, default_cuts
+from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.sample_format import in_sample_format
@@ -53,23 +54,47 @@ def result_on_meta(network: Network, shape: tuple[int, ...]) -> Any:
 
 
 def cut_sample(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTensor]:
-    """Return input and target as DistTensors, of which a rank never holds more than its block."""
-    ndim = len(network.shape)
+    """Return input and target as DistTensors in memory as a loader leaves them."""
+    made = result_on_meta(network, network.shape).shape
+    x, y = (
+        DistTensor(in_sample_format(t.shard, t.shape, t.cuts, grid), t.shape, t.cuts, grid)
+        for t in cut_blocks(network.shape, made, network.target, grid)
+    )
+    return x, y
+
+
+def cut_blocks(
+    shape: Sequence[int],
+    made: Sequence[int],
+    target: Callable[[tuple[int, ...]], Tensor],
+    grid: Grid,
+) -> tuple[DistTensor, DistTensor]:
+    """Return a random input of a shape, and a target for what is made of it; a rank makes no more
+    than its blocks.
+
+    Parameters
+    ----------
+    made: the global shape of the output.
+    target: makes the target from the shape of an output.
+    """
+    with torch.device("meta"):
+        whole = target(tuple(made)).shape
+    cuts = target_cuts(len(whole), len(made), grid)
     # A target that is not cut has to be the same on all ranks.
     torch.manual_seed(0)
-    x, y = sample(network, local_box(network.shape, grid).shape)
-    layout = None
-    if y.dim() == ndim - 1:
-        # One class for each position, without a dimension of channels.
-        samples, _, *spatial = default_cuts(ndim, grid.topology)
-        layout = Layout.of((samples, *spatial))
-    return _cut(x, grid, None), _cut(y, grid, layout)
+    x = torch.randn(local_box(shape, grid).shape)
+    y = target(tuple(local_box(made, grid).shape))
+    return (
+        DistTensor(x, shape, default_cuts(len(shape), grid.topology), grid),
+        DistTensor(y, whole, cuts, grid),
+    )
 
 
-def _cut(block: Tensor, grid: ProcessGrid, layout: Layout | None) -> DistTensor:
-    """Return the DistTensor of a rank's block, which lies in memory as a loader leaves it."""
-    x = DistTensor.from_local(block, grid, layout)
-    return DistTensor(in_sample_format(block, x.shape, x.cuts, grid), x.shape, x.cuts, grid)
+def target_cuts(ndim: int, made: int, grid: Grid) -> Cuts:
+    """Return how a target of `ndim` dimensions is cut, as an output of `made` dimensions is; labels
+    have no channels."""
+    cuts = default_cuts(made, grid.topology)
+    return cuts if ndim == made else (cuts[0], *cuts[2:])
 
 
 def sgd_step(

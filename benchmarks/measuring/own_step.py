@@ -8,9 +8,9 @@ differences add up to the loss.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -31,127 +31,73 @@ from distconv.transport.launch import mpi
 
 Step = Callable[[], None]
 
-HALOS = "halos and redistributions: messages and waiting"
-REDUCTIONS = "reductions and gathers: messages and waiting"
-CUT = "other work of a cut network"
-ONE_RANK = "Python and kernels of one rank"
+PARTS = (
+    "halos and redistributions: messages and waiting",
+    "reductions and gathers: messages and waiting",
+    "other work of a cut network",
+    "Python and kernels of one rank",
+)
+"""What is left out of the step, one after the other, until plain torch remains."""
 
-COMPILED = "compiled step"
 OVER_PLAIN = "over the best plain torch on the block"
 OVER_DEFAULT = "over torch by default on the block"
 
 
-class Variants(NamedTuple):
-    """A step, and the same with less and less of it, down to plain torch."""
-
-    cut: Step
-    """The step as it is; what is left out of it first is in the first of `without`."""
-    without: Mapping[str, Step]
-    """By the name of what the step before has and this one has not, the steps that follow."""
-    plain: Mapping[str, Step]
-    """By their names, the forms of plain torch on the block."""
-
-
-def variants(network: Network, grid: ProcessGrid) -> Variants:
-    """Return the training step of a network taken apart; all ranks of the grid call it."""
-    alone = ProcessGrid(mpi().COMM_SELF, device="cpu")
-    torch.manual_seed(0)
-    block = tuple(local_box(network.shape, grid).shape)
-    on_block = network._replace(shape=block)
-    cut = unchanging_step(
-        network, parallelize(with_fixed_statistics(network), grid), *cut_sample(network, grid)
-    )
-    of_one_rank = unchanging_step(
-        network, parallelize(with_fixed_statistics(on_block), alone), *cut_sample(on_block, alone)
-    )
-    without = {
-        HALOS: silenced(cut, collectives=False),
-        REDUCTIONS: silenced(cut, collectives=True),
-        CUT: of_one_rank,
-    }
-
-    plain = plain_forms(
-        partial(with_fixed_statistics, on_block),
-        sample(network, block),
-        partial(unchanging_step, network),
-    )
-    return Variants(cut, without, plain)
-
-
-def loss_rows(
-    name: str, network: Network, grid: ProcessGrid, apart: Variants, settings: Settings
-) -> Iterator[Row]:
-    """Yield how long a step takes over plain torch, and the parts that add up to its loss.
-
-    All ranks call it.
-
-    Parameters
-    ----------
-    name: of the benchmark, for the rows.
-    """
-    runs = [apart.cut, *apart.without.values(), *apart.plain.values()]
-    sides = [Contender(run, settings.threads) for run in runs]
-    times = alternate(grid.comm, sides, settings.seconds)
-    of_cut, of_plain = times[: 1 + len(apart.without)], times[1 + len(apart.without) :]
-    bound = best(of_plain)
-    block = by(local_box(network.shape, grid).shape)
-    where = *network.remarks, by(network.shape), f"{block} on rank 0"
-    row = name, network.name, settings.configuration(grid, *where)
-    yield over(row, OVER_PLAIN, times[0], bound, network.over_plain)
-    yield over(row, OVER_DEFAULT, times[0], of_plain[0], None)
-    parts = [*apart.without, ONE_RANK]
-    for part, with_it, without in zip(parts, of_cut, [*of_cut[1:], bound], strict=True):
-        yield share(row, part, with_it, without, bound)
-
-
-def replayed(name: str, network: Network, grid: ProcessGrid, settings: Settings) -> Iterator[Row]:
-    """Yield how long a compiled step takes over the best plain torch; all ranks call it."""
-    block = tuple(local_box(network.shape, grid).shape)
-    on_block = network._replace(shape=block)
-    torch.manual_seed(0)
-    module = parallelize(with_fixed_statistics(network), grid)
-    cut = sgd_step(network, module, *cut_sample(network, grid), rate=0.0, compiled=True)
-    plain = plain_forms(
-        partial(with_fixed_statistics, on_block),
-        sample(network, block),
-        partial(unchanging_step, network),
-    ).values()
-    for _ in range(3):
-        cut()
-    sides = [Contender(run, settings.threads) for run in (cut, *plain)]
-    times = alternate(grid.comm, sides, settings.seconds)
-    row = name, network.name, settings.configuration(grid, *network.remarks, by(network.shape))
-    yield over(row, f"{COMPILED}, {OVER_PLAIN}", times[0], best(times[1:]), network.over_plain)
-
-
 def own_step(settings: Settings, network: Network) -> Iterator[Row]:
     """Yield all rows of a user's network; all ranks of MPI call it."""
-    grid = settings.grid(len(network.shape))
-    yield from loss_rows("own", network, grid, variants(network, grid), settings)
-    yield from replayed("own", network, grid, settings)
-    yield from against_serial("own", network, grid, settings)
+    yield from step_rows("own", network, settings)
     yield from memory(settings, [network])
 
 
-def against_serial(
-    name: str, network: Network, grid: ProcessGrid, settings: Settings
-) -> Iterator[Row]:
-    """Yield how many times as fast as serial torch a step is; all ranks call it.
+def step_rows(name: str, network: Network, settings: Settings) -> Iterator[Row]:
+    """Yield how long a step takes over plain torch, the parts that add up to its loss, and how long
+    it takes compiled and over serial torch, as rows of the benchmark `name`; all ranks of MPI call
+    it.
 
     Serial torch has as many threads as all ranks together, and runs on rank 0 while the others
     sleep.
     """
+    grid = settings.grid(len(network.shape))
     torch.manual_seed(0)
-    make = partial(network.make, network.shape[2:])
-    cut = sgd_step(network, parallelize(make(), grid), *cut_sample(network, grid))
-    whole = sample(network, network.shape)
-    serial = plain_forms(make, whole, partial(sgd_step, network)).values()
+    block = tuple(local_box(network.shape, grid).shape)
+    on_block = network._replace(shape=block)
+    cut = distributed(network, grid)
+    alone = distributed(on_block, ProcessGrid(mpi().COMM_SELF, device="cpu"))
+    variants = [cut, silenced(cut, collectives=False), silenced(cut, collectives=True), alone]
+    compiled = distributed(network, grid, compiled=True)
+    for _ in range(3):
+        compiled()
+    plain, serial = (
+        plain_forms(
+            partial(with_fixed_statistics, shaped),
+            sample(network, shaped.shape),
+            partial(unchanging_step, network),
+        ).values()
+        for shaped in (on_block, network)
+    )
     threads = settings.threads * grid.size
-    sides = [Contender(cut, settings.threads), *(Contender(s, threads, ranks=1) for s in serial)]
-    times = alternate(grid.comm, sides, settings.seconds)
-    row = name, network.name, settings.configuration(grid, *network.remarks, by(network.shape))
+    sides = [Contender(run, settings.threads) for run in (*variants, compiled, *plain)]
+    sides += [Contender(run, threads, ranks=1) for run in serial]
+    times = iter(alternate(grid.comm, sides, 3 * settings.seconds))
+    of_variants, [of_compiled], of_plain, of_serial = (
+        list(islice(times, n)) for n in (len(variants), 1, len(plain), len(serial))
+    )
+    bound = best(of_plain)
+    where = *network.remarks, by(network.shape), f"{by(block)} on rank 0"
+    row = name, network.name, settings.configuration(grid, *where)
+    yield over(row, OVER_PLAIN, of_variants[0], bound, network.over_plain)
+    yield over(row, OVER_DEFAULT, of_variants[0], of_plain[0], None)
+    for part, (having, lacking) in zip(PARTS, pairwise([*of_variants, bound]), strict=True):
+        yield share(row, part, having, lacking, bound)
+    yield over(row, f"compiled step, {OVER_PLAIN}", of_compiled, bound, network.over_plain)
     measure = f"speed-up over the best serial torch, {threads} threads"
-    yield speedup(row, measure, times[0], best(times[1:]), 1.0)
+    yield speedup(row, measure, of_variants[0], best(of_serial), 1.0)
+
+
+def distributed(network: Network, grid: ProcessGrid, compiled: bool = False) -> Step:
+    """Return the step of a network on a grid, whose ranks all call it."""
+    module = parallelize(with_fixed_statistics(network), grid)
+    return unchanging_step(network, module, *cut_sample(network, grid), compiled=compiled)
 
 
 def with_fixed_statistics(network: Network) -> nn.Module:
@@ -163,10 +109,12 @@ def with_fixed_statistics(network: Network) -> nn.Module:
     return module
 
 
-def unchanging_step(network: Network, module: nn.Module, x: Tensor, y: Tensor) -> Step:
+def unchanging_step(
+    network: Network, module: nn.Module, x: Tensor, y: Tensor, compiled: bool = False
+) -> Step:
     """Return a step that computes everything and changes nothing: without sums, ranks would drift
     apart, which a parallelized module takes for an error."""
-    return sgd_step(network, module, x, y, rate=0.0)
+    return sgd_step(network, module, x, y, rate=0.0, compiled=compiled)
 
 
 def silenced(step: Step, collectives: bool) -> Step:

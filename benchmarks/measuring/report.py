@@ -85,6 +85,14 @@ def share(row: Name, measure: str, subject: Times, bound: Times, whole: Times) -
     return _row(row, measure, "%", shares, subject, bound, None)
 
 
+def of_bytes(
+    row: Name, measure: str, subject: float, bound: float, target: float | None = None
+) -> Row:
+    """Return the row of the subject's bytes over the bound's, which are counted once."""
+    ratio = subject / bound
+    return Row(*(*row, measure, "", ratio, ratio, ratio), 1, subject, bound, target, in_bytes=True)
+
+
 def _row(
     row: Name,
     measure: str,

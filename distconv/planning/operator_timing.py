@@ -90,8 +90,8 @@ class Operands:
             memory = memory.clone() if own else memory
         else:
             per_plane = max(prod(spec.shape[2:]), 1)
-            memory = torch.arange(elements, dtype=spec.dtype).remainder_(per_plane)
-            memory = memory.mul_(places).div_(per_plane, rounding_mode="floor")
+            memory = torch.arange(elements).remainder_(per_plane).mul_(places)
+            memory = memory.div_(per_plane, rounding_mode="floor").to(spec.dtype)
         return memory.as_strided(spec.shape, spec.stride, memory.storage_offset())
 
 

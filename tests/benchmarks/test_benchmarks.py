@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -17,18 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import distconv as dc
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.by_hand import BY_HAND, by_hand, with_sums
 from benchmarks.halo import exchange, halos, plan_of, sendrecv
-from benchmarks.layer import Case, layers, step_of
+from benchmarks.layer import Case, layers
 from benchmarks.measuring.memory import peak_of
 from benchmarks.measuring.network import Network, cut_sample
 from benchmarks.measuring.own_step import (
-    CUT,
-    HALOS,
-    ONE_RANK,
     OVER_DEFAULT,
     OVER_PLAIN,
-    REDUCTIONS,
+    PARTS,
     own_step,
     silenced,
     unchanging_step,
@@ -38,11 +33,9 @@ from benchmarks.measuring.plain import ONEDNN, best, plain_forms
 from benchmarks.measuring.report import Row, as_table, minus, over, plot, speedup
 from benchmarks.measuring.settings import Settings
 from benchmarks.measuring.turns import alternate
-from benchmarks.networks import NETWORKS, UNET3D
-from benchmarks.operators import operators
+from benchmarks.networks import NETWORKS
 from benchmarks.overhead import cut_convolution, kernels, overheads
 from benchmarks.record import record
-from benchmarks.step import BOUNDARIES, BUCKETS, NORM, steps
 from distconv.planning.timing import Contender
 from tests.support.everywhere import on_rank_zero
 
@@ -88,7 +81,6 @@ def test_layers_are_told_over_all_bounds_with_their_shapes() -> None:
     assert [(row.measure, row.target, row.at_least) for row in rows] == [
         (OVER_PLAIN, 1.03, False),
         (OVER_DEFAULT, None, False),
-        (BY_HAND, None, False),
         ("speed-up over the best serial torch, 2 threads", 1.3, True),
     ]
     assert rows[0].configuration == "height=2, 1 thread a rank, 1x2x8x6, 1x2x4x6 on rank 0"
@@ -154,47 +146,15 @@ def test_a_network_without_communication_makes_blocks_of_the_same_shape(network)
 
 @pytest.mark.parallel(2)
 def test_the_loss_of_a_step_is_the_sum_of_its_parts() -> None:
-    coarse = [HALOS, REDUCTIONS, CUT, ONE_RANK]
-    fine = [HALOS, REDUCTIONS, NORM, BOUNDARIES, BUCKETS, CUT, ONE_RANK]
-    network = tiny(NETWORKS[0])
-    for name, parts, rows in (
-        ("own", coarse, list(own_step(QUICK, network))),
-        ("step", fine, list(steps(QUICK, [network]))),
-    ):
-        check([row for row in rows if row.benchmark != "memory"], name)
-        total, by_default, *rest = rows
-        assert (total.measure, by_default.measure) == (OVER_PLAIN, OVER_DEFAULT)
-        taken = rest[: len(parts)]
-        assert [row.measure for row in taken] == parts
-        assert taken[0].subject == total.subject and taken[-1].bound == total.bound
-        assert all(a.bound == b.subject for a, b in pairwise(taken)), "each goes on from the last"
-
-
-@pytest.mark.parallel(2)
-@pytest.mark.parametrize("network", [*map(tiny, (NETWORKS[0], UNET3D))])
-def test_a_network_written_by_hand_computes_what_the_serial_one_does(network: Network) -> None:
-    torch.manual_seed(0)
-    serial, x = network.make(network.shape[2:]).double(), torch.randn(network.shape).double()
-    module = by_hand(copy.deepcopy(serial))
-    half = slice(0, x.shape[2] // 2) if MPI.COMM_WORLD.rank == 0 else slice(x.shape[2] // 2, None)
-    y = serial(x.requires_grad_())
-    dy = torch.randn(y.shape).double()
-    y.backward(dy)
-    block = x.detach()[:, :, half].clone()
-    with_sums(module, step_of(module, block, dy[:, :, half]))()
-    torch.testing.assert_close(module(block), y[:, :, half])
-    torch.testing.assert_close(block.grad, x.grad[:, :, half])
-    for mine, whole in zip(module.parameters(), serial.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, whole.grad)
-
-
-@pytest.mark.parallel(2)
-def test_the_operators_of_a_step_are_told() -> None:
-    with dc.method("overlapped"):
-        heads, total, *rows = operators(tiny(NETWORKS[3]), steps=1, rows=100).splitlines()
-    assert heads.startswith("operator") and total.startswith("all")
-    named = {row.split("  ")[0].strip() for row in rows}
-    assert {"aten::convolution_backward", "_Normalize", "_OverlappedConvolution"} <= named
+    rows = list(own_step(QUICK, tiny(NETWORKS[0])))
+    check([row for row in rows if row.benchmark != "memory"], "own")
+    total, by_default, *rest = rows
+    assert (total.measure, by_default.measure) == (OVER_PLAIN, OVER_DEFAULT)
+    taken, others = rest[: len(PARTS)], rest[len(PARTS) :]
+    assert tuple(row.measure for row in taken) == PARTS
+    assert taken[0].subject == total.subject and taken[-1].bound == total.bound
+    assert all(a.bound == b.subject for a, b in pairwise(taken)), "each goes on from the last"
+    assert [row.measure.split()[0] for row in others] == ["compiled", "speed-up", "peak", "the"]
 
 
 OWN = """
@@ -359,7 +319,7 @@ def test_the_command_prints_a_line_of_json_for_every_row(monkeypatch, capsys) ->
     monkeypatch.setitem(BENCHMARKS, "layer", lambda settings: layers(settings, [case]))
     main(["layer", "--json", "--seconds", "0"])
     lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["case"] for line in lines] == ["tiny"] * 4
+    assert [json.loads(line)["case"] for line in lines] == ["tiny"] * 3
 
 
 @pytest.mark.parallel(2)

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 import benchmarks.gpu.__main__ as command
 import distconv as dc
-from benchmarks.gpu import cases, clock, needs, packing
+from benchmarks.gpu import cases, clock, needs
 from benchmarks.gpu.alone import on_grid
 from benchmarks.gpu.cases import Case, cut, module, plain, trained
 from benchmarks.gpu.messages import messages
@@ -211,8 +211,8 @@ def test_what_is_missing_is_named_by_its_wheel(monkeypatch, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "count", "said"),
     [
-        ("cuda", 1, ["NCCL on more than one GPU", "transport nccl, and packing"]),
-        ("cuda", 4, ["transport nccl, and packing"]),
+        ("cuda", 1, ["NCCL on more than one GPU", "transport nccl"]),
+        ("cuda", 4, ["transport nccl"]),
         ("xpu", 4, ["transport nccl", "streams that sleep", "where the host waits"]),
     ],
 )
@@ -248,11 +248,9 @@ def test_all_of_one_rank_is_recorded(tmp_path: Path, grid, monkeypatch) -> None:
         monkeypatch.setattr(command, name, value)
     # Each profile takes its time.
     monkeypatch.setattr(clock, "peak_on_cpu", lambda make: Peak(2**20, 2**20))
-    shapes = [((1, 4, *(16,) * (len(s) - 2)), extents) for s, extents in packing.CASES]
-    monkeypatch.setattr(packing, "CASES", shapes)
     assert not command.record(tmp_path, CPU, command.on_one_rank(grid))
     text = (tmp_path / "gpu-cpu.md").read_text()
-    assert text.count("\n## ") == 5 and "IEEE in convolutions" in text
+    assert text.count("\n## ") == 4 and "IEEE in convolutions" in text
     assert "layer, plain torch: the host waits nowhere; 1 calls in all" in text
     assert "published: much" in text
     assert text.count("channels last over first") == 2

@@ -58,10 +58,11 @@ def test_operands_have_their_shapes_types_and_places_of_maxima() -> None:
 
 @pytest.mark.parametrize("stride", [(1, 6), (8, 1), (0, 1)])
 @pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
 def test_operands_have_their_strides_also_in_memory_of_their_own(
-    stride: tuple[int, int], own: bool
+    stride: tuple[int, int], own: bool, dtype: torch.dtype
 ) -> None:
-    given = TensorSpec((6, 4), stride, torch.float64)
+    given = TensorSpec((6, 4), stride, dtype)
     made = Operands([]).tensor(given, own=own)
     assert (tuple(made.shape), made.stride(), made.dtype) == given
 
