@@ -24,7 +24,7 @@ from distconv.data.checkpoint import checkpoints_in
 from distconv.data.durable import write_atomically
 from distconv.transport.world import world
 from examples.trainer.arguments import natural, positive
-from examples.trainer.launch import become_ranks, words
+from examples.trainer.launch import become_ranks, generated, words
 from examples.trainer.plots import BLUE, RED
 
 from . import generate, train
@@ -39,19 +39,17 @@ def run(args: argparse.Namespace) -> None:
     comm = world().for_program()
     output: Path = args.output
     universes = {"size": str(args.size), "cell": str(args.cell), "grid": "sample=-1"}
-    files = {"data": (args.universes, "0"), "validation": (args.validation, "1")}
-    for name, (samples, draw) in files.items():
-        path = output / f"{name}.h5"
-        if not comm.bcast(path.exists()):
-            options = universes | {"samples": str(samples), "seed": draw, "output": str(path)}
-            generate.main(words(options), comm)
+    drawn = {
+        "data": universes | {"samples": str(args.universes), "seed": "0"},
+        "validation": universes | {"samples": str(args.validation), "seed": "1"},
+    }
+    files = generated(output, generate.main, drawn)
     for seed in range(args.seeds):
         for parts in parts_of(args.size):
             folder = run_folder(output, args.size // parts, seed)
             if comm.bcast((folder / "metrics.json").exists()):
                 continue
-            options = {name: str(output / f"{name}.h5") for name in files}
-            options |= {
+            options = files | {
                 "output": str(folder),
                 "grid": "sample=-1",
                 "network": args.network,

@@ -9,39 +9,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distconv.data.checkpoint import checkpoints_in
-from distconv.transport.world import world
-from examples.trainer.launch import demo_output, words
+from examples.trainer.launch import demo, generated, start_anew, words
 
 from . import generate, train
 
 VOLUMES = {"scale": "5", "categories": "3", "seed": "4", "grid": "sample=2,depth=2"}
-TRAINING = "100"
-VALIDATION = "30"
+SAMPLES = {
+    "data": {**VOLUMES, "samples": "100", "first": "0"},
+    "validation": {**VOLUMES, "samples": "30", "first": "100"},
+}
 TRAIN = {"channels": "16", "grid": "depth=2,height=2", "epochs": "20"}
 
 
-def main() -> None:
-    """Generate missing files in the output folder, and train there from the start."""
-    run(demo_output("examples.fractals.demo", __doc__ or "", Path("runs/demo-fractals")))
-
-
 def run(output: Path) -> None:
-    """Run the demo on all ranks. Collective."""
-    comm = world().for_program()
-    files = {"data": (TRAINING, "0"), "validation": (VALIDATION, TRAINING)}
-    for name, (samples, first) in files.items():
-        path = output / f"{name}.h5"
-        if not comm.bcast(path.exists()):
-            own = {"samples": samples, "first": first, "output": str(path)}
-            generate.main(words(VOLUMES | own), comm)
-    if comm.rank == 0:
-        for path in checkpoints_in(output):
-            path.unlink()
-    comm.bcast(None)
-    options = TRAIN | {name: str(output / f"{name}.h5") for name in files} | {"output": str(output)}
-    train.main(words(options), comm)
+    """Generate missing files in a folder, and train there from the start. Collective."""
+    files = generated(output, generate.main, SAMPLES)
+    start_anew(output)
+    train.main(words(TRAIN | files | {"output": str(output)}))
 
 
 if __name__ == "__main__":
-    main()
+    demo("examples.fractals.demo", __doc__ or "", Path("runs/demo-fractals"), run)

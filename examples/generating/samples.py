@@ -7,11 +7,11 @@ when everything is on the disk, the file takes its name. So a file under its nam
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -25,9 +25,12 @@ from distconv.data.durable import (
     move_into_place,
     remove,
     remove_partial,
+    sync,
 )
 from distconv.data.sources.hdf5 import open_hdf5
 from distconv.data.writing.contiguous import Description, create_hdf5, write_box
+
+Made = TypeVar("Made")
 
 _OVERHEAD = 2**16
 """An upper bound for the bytes of HDF5's metadata for a few arrays."""
@@ -65,17 +68,52 @@ def create_samples(
     """Make a file in a `with` block, in which all ranks write. Collective.
 
     Args:
-        path: must not exist; folders above it are made. Unfinished files of killed processes are
-            removed.
+        path: as for `new_file`.
         arrays: shape, samples first, and type of each field by name.
         facts: the properties of the samples: attributes of the file.
 
     Raises:
-        DataError: on every rank, where the file exists, or the disk has no room for it.
+        DataError: as `new_file` does.
     """
     described = {n: Description(tuple(shape), np.dtype(d)) for n, (shape, d) in arrays.items()}
+    size = sum(prod(array.shape) * array.dtype.itemsize for array in described.values())
 
-    def make() -> tuple[Path, dict[str, int]]:
+    def finish(partial: Path) -> None:
+        with h5py.File(partial, "r+") as file:
+            file.attrs.update(opened.facts)
+
+    def make(partial: Path) -> dict[str, int]:
+        return create_hdf5(partial, described)
+
+    with new_file(grid, path, size + _OVERHEAD, make, finish) as (partial, offsets):
+        opened = SampleFile(partial, described, offsets)
+        opened.facts |= facts
+        yield opened
+
+
+@contextmanager
+def new_file(
+    grid: dc.ProcessGrid,
+    path: Path,
+    size: int,
+    make: Callable[[Path], Made],
+    finish: Callable[[Path], None],
+) -> Iterator[tuple[Path, Made]]:
+    """Give a `with` block the path of an unfinished file, in which all ranks write, and what `make`
+    has returned; after the block the file takes its name. Collective.
+
+    Args:
+        path: must not exist; folders above it are made. Unfinished files of killed processes are
+            removed.
+        size: an upper bound for the bytes of the file.
+        make: makes a file of this path, on rank 0.
+        finish: completes it on rank 0, when all ranks have written.
+
+    Raises:
+        DataError: on every rank, where the file exists, or the disk has no room for it.
+    """
+
+    def prepare() -> Path:
         if path.suffix != ".h5":
             raise ValueError(f"{path} is made as an HDF5 file; give it a name that ends with .h5")
         if path.exists():
@@ -87,25 +125,20 @@ def create_samples(
                 f"{path.parent} cannot be made: {error.strerror}; choose another --output"
             ) from error
         remove_partial(path.parent, glob.escape(path.name))
-        sizes = (prod(array.shape) * array.dtype.itemsize for array in described.values())
-        check_room(path, sum(sizes) + _OVERHEAD)
-        partial = fresh_name(path)
-        return partial, create_hdf5(partial, described)
+        check_room(path, size)
+        return fresh_name(path)
 
-    partial, offsets = on_rank_zero(grid, make)
+    def complete() -> None:
+        finish(partial)
+        sync(partial)
+        move_into_place(partial, path)
+
+    partial = on_rank_zero(grid, prepare)
     try:
-        opened = SampleFile(partial, described, offsets)
-        opened.facts |= facts
-        yield opened
-
-        def finish() -> None:
-            with h5py.File(partial, "r+") as file:
-                file.attrs.update(opened.facts)
-            move_into_place(partial, path)
-
+        yield partial, on_rank_zero(grid, lambda: make(partial))
         # Nobody writes any longer when rank 0 gives the file its name.
         together(grid, lambda: None)
-        on_rank_zero(grid, finish)
+        on_rank_zero(grid, complete)
     except BaseException:
         if grid.rank == 0:
             remove(partial)

@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 
 from distconv.data.durable import write_atomically
 from examples.trainer.arguments import positive
-from examples.trainer.launch import mpiexec, words
+from examples.trainer.launch import generated, mpiexec, words
 
-from .generate import generate
+from . import generate
 
 PICTURE = Path("docs/reference/training_methods.png")
 
@@ -84,14 +84,17 @@ def main() -> None:
     add("--width", "of the network, as a part of the published one", 0.125, positive(float))
     parser.add_argument("--only", help="methods to run, by name", nargs="*", choices=METHODS)
     args = parser.parse_args()
-    files = {"data": (args.samples, 0), "validation": (max(4, args.samples // 6), 1)}
-    for name, (samples, seed) in files.items():
-        path = args.output / f"{name}.h5"
-        if not path.exists():
-            print(f"generating {samples} samples of {args.size} x {args.size} zones in {path}")
-            generate(path, samples, args.size, seed)
+    samples = {"data": (args.samples, "0"), "validation": (max(4, args.samples // 6), "1")}
+    files = generated(
+        args.output,
+        generate.main,
+        {
+            name: {"samples": str(count), "size": str(args.size), "seed": seed}
+            for name, (count, seed) in samples.items()
+        },
+    )
     for name in args.only or METHODS:
-        run(args, name)
+        run(args, name, files)
     found = {name: read(folder_of(args, name)) for name in METHODS if done(args, name)}
     args.picture.parent.mkdir(parents=True, exist_ok=True)
     draw(args.picture, found)
@@ -109,7 +112,7 @@ def done(args: argparse.Namespace, name: str) -> bool:
     return (folder_of(args, name) / "metrics.json").exists()
 
 
-def run(args: argparse.Namespace, name: str) -> None:
+def run(args: argparse.Namespace, name: str, files: dict[str, str]) -> None:
     """Run a method, or continue its run, unless it is finished."""
     if done(args, name):
         print(f"{name}: there already")
@@ -123,8 +126,8 @@ def run(args: argparse.Namespace, name: str) -> None:
         "batch-size": "8",
         "learning-rate": "0.003",
         "output": str(folder),
-        **{file: str(args.output / f"{file}.h5") for file in ("data", "validation")},
-    } | method.options
+    }
+    options |= files | method.options
     if options.get("method", "sync") == "sync" and list(folder.glob("checkpoint-*.pt")):
         options["resume"] = str(folder)
     else:

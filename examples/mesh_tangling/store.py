@@ -19,8 +19,8 @@ damaged is an error where the damage is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,8 +30,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from distconv.data.durable import check_room, replacing, reserve
+import distconv as dc
 from distconv.data.sources.hdf5 import damaged, dataset_in, open_hdf5
+from examples.generating.samples import new_file
 
 Field = NDArray[np.floating[Any]]
 
@@ -131,8 +132,8 @@ def describe(path: Path) -> Description:
 class Writer:
     """Writes samples of a file that `create` has made, each once; not collective.
 
-    Every writing process has one, and writes other samples: the chunks already have their places in
-    the file, and are written by the operating system. HDF5 needs no support of MPI for that.
+    Every rank has one, and writes other samples: the chunks already have their places in the file,
+    and are written by the operating system. HDF5 needs no support of MPI for that.
 
     Args:
         path: the path of the unfinished file.
@@ -140,109 +141,81 @@ class Writer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = h5py.File(path, "r")
-        self._descriptor = os.open(path, os.O_WRONLY)
-        # A sample of its own in memory, from which HDF5 makes chunks of values, with checksums.
-        self._sample = h5py.File(f"{path}.sample", "w", driver="core", backing_store=False)
-        samples, _, size, _ = self._file["state"].shape
-        _create_datasets(self._sample, 1, size)
-        self.means = np.full((samples, len(CHANNELS)), np.nan)
-        self.variances = np.full((samples, len(CHANNELS)), np.nan)
+        self.moments: dict[int, tuple[Field, Field]] = {}
+        """By the number of a sample, mean and variance of each channel."""
 
     def write(self, index: int, fields: Mapping[str, Field], tangled: NDArray[np.bool_]) -> None:
         """Store sample `index`: its fields by channel name and its label, each of shape (S, S)."""
+        own = [fields[channel.name] for channel in CHANNELS]
+        self.moments[index] = np.array([f.mean() for f in own]), np.array([f.var() for f in own])
         # All channels at once: a chunk holds them all, and its checksum is computed at every write.
-        state = np.empty(self._sample["state"].shape[1:], np.float32)
-        for place, channel in enumerate(CHANNELS):
-            field = fields[channel.name]
-            state[place] = field
-            self.means[index, place] = field.mean()
-            self.variances[index, place] = field.var()
-        self._write("state", index, state)
-        self._write("tangled", index, tangled[np.newaxis])
-
-    def merge(self, others: Iterable[tuple[Field, Field]]) -> None:
-        """Merge the means and variances of the samples that others have written."""
-        for means, variances in others:
-            written = ~np.isnan(means).any(axis=1)
-            self.means[written], self.variances[written] = means[written], variances[written]
-
-    def statistics(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return mean and standard deviation of every channel over all samples and zones."""
-        missing = np.flatnonzero(np.isnan(self.means).any(axis=1))
-        if missing.size:
-            raise ValueError(
-                f"samples {missing.tolist()} were never written, of {len(self.means)}; "
-                "write every index before leaving create()"
-            )
-        # Samples are of one size, so the variance is the mean within plus that of the means.
-        variance = self.variances.mean(axis=0) + self.means.var(axis=0)
-        deviation = np.sqrt(variance)
-        return self.means.mean(axis=0), np.where(deviation > 0.0, deviation, 1.0)
-
-    def close(self) -> None:
-        """Bring the written samples to the disk."""
-        self._file.close()
-        self._sample.close()
-        try:
-            os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
-
-    def _write(self, name: str, index: int, values: NDArray[Any]) -> None:
-        scratch, dataset = self._sample[name], self._file[name]
-        scratch[0] = values
-        for _, *tile in _chunk_corners(scratch):
-            mask, content = scratch.id.read_direct_chunk((0, *tile))
-            place = dataset.id.get_chunk_info_by_coord((index, *tile))
-            if (place.size, place.filter_mask) != (len(content), mask):
-                raise ValueError(f"{self.path}: chunks have other sizes than they were made with")
-            written = os.pwrite(self._descriptor, content, place.byte_offset)
-            if written != len(content):
-                raise OSError(f"{self.path}: only {written} bytes of a chunk could be written")
+        sample = {"state": np.stack(own, dtype=np.float32), "tangled": tangled[np.newaxis]}
+        # HDF5 makes chunks of values, with checksums, for a file in memory.
+        with (
+            h5py.File(self.path) as file,
+            h5py.File(f"{self.path}.sample", "w", driver="core", backing_store=False) as scratch,
+            open(self.path, "r+b", buffering=0) as output,
+        ):
+            _create_datasets(scratch, 1, len(tangled))
+            for name, values in sample.items():
+                scratch[name][0] = values
+                for _, *tile in _chunk_corners(scratch[name]):
+                    mask, content = scratch[name].id.read_direct_chunk((0, *tile))
+                    place = file[name].id.get_chunk_info_by_coord((index, *tile))
+                    if (place.size, place.filter_mask) != (len(content), mask):
+                        raise ValueError(
+                            f"{self.path}: chunks have other sizes than they were made with"
+                        )
+                    os.pwrite(output.fileno(), content, place.byte_offset)
+            os.fsync(output.fileno())
 
 
 @contextmanager
 def create(
-    path: str | os.PathLike[str], samples: int, size: int, *, seed: int, horizon: float
+    grid: dc.ProcessGrid, path: Path, samples: int, size: int, *, seed: int, horizon: float
 ) -> Iterator[Writer]:
-    """Make the file at `path`, of `samples` samples of `size` x `size` zones, in a `with` block.
-
-    The file gets its name, replacing an earlier one, when the block ends without an error; an error
-    removes the unfinished file (see `durable.replacing`). Within the block, others may write
-    samples by a `Writer` of their own, whose means and variances are then merged into this.
+    """Make the file at `path`, of `samples` samples of `size` x `size` zones, in a `with` block, in
+    which all ranks write. Collective.
 
     Raises:
-        OSError: if the folder cannot be written to, or the disk has no room for the file.
+        DataError: on every rank, where the file exists, samples are missing at the end, or the disk
+            has no room for the file.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file in it: {path / 'data.h5'}")
-    # HDF5 may crash where it finds the disk full, so this must not happen.
-    needed = _bytes_at_most(samples, size)
-    check_room(path, needed)
     version = (HDF5_VERSION, HDF5_VERSION)
-    with replacing(path) as partial:
-        with h5py.File(partial.name, "w", libver=version) as file:
-            reserve(partial, needed)
-            file.attrs.update(
-                format_version=FORMAT_VERSION,
-                samples=samples,
-                size=size,
-                seed=seed,
-                horizon=horizon,
-            )
+    moments: dict[int, tuple[Field, Field]] = {}
+
+    def make(partial: Path) -> None:
+        with h5py.File(partial, "x", libver=version) as file:
+            facts = {"samples": samples, "size": size, "seed": seed, "horizon": horizon}
+            file.attrs.update({"format_version": FORMAT_VERSION, **facts})
             _create_datasets(file, samples, size)
             _allocate(file, samples)
-        with closing(Writer(Path(partial.name))) as writer:
-            yield writer
-        reserve(partial, needed)
-        with h5py.File(partial.name, "r+", libver=version) as file:
-            for name, values in zip(_STATISTICS, writer.statistics(), strict=True):
+
+    def finish(partial: Path) -> None:
+        with h5py.File(partial, "r+", libver=version) as file:
+            statistics = _statistics(moments, samples)
+            for name, values in zip(_STATISTICS, statistics, strict=True):
                 file.create_dataset(name, data=values, chunks=values.shape, fletcher32=True)
-            file.flush()
-            used = file.id.get_filesize()
-        partial.truncate(used)
+
+    with new_file(grid, path, _bytes_at_most(samples, size), make, finish) as (partial, _):
+        writer = Writer(partial)
+        yield writer
+        for of_rank in grid.all_gather_object(writer.moments):
+            moments |= of_rank
+
+
+def _statistics(moments: Mapping[int, tuple[Field, Field]], samples: int) -> tuple[Field, Field]:
+    """Return mean and standard deviation of every channel over all samples and zones."""
+    missing = sorted(set(range(samples)) - moments.keys())
+    if missing:
+        raise ValueError(
+            f"samples {missing} were never written, of {samples}; write every index before leaving "
+            "create()"
+        )
+    means, variances = np.array([moments[index] for index in range(samples)]).swapaxes(0, 1)
+    # Samples are of one size, so the variance is the mean within plus that of the means.
+    deviation = np.sqrt(variances.mean(axis=0) + means.var(axis=0))
+    return means.mean(axis=0), np.where(deviation > 0.0, deviation, 1.0)
 
 
 def _create_datasets(file: h5py.File, samples: int, size: int) -> None:

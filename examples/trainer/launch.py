@@ -1,4 +1,4 @@
-"""Starting ranks from a program that runs alone, as demos do."""
+"""Demos and studies: starting ranks from a program that runs alone, and making samples once."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
+
+from distconv.data.checkpoint import checkpoints_in
+from distconv.transport.world import world
 
 RANKS = 4
 """The number of ranks of a demo."""
 
 
-def demo_output(module: str, description: str, output: Path) -> Path:
-    """Return the output folder of a demo, on each of its ranks.
-
-    A process that is started alone is replaced by these ranks, through a launcher.
+def demo(module: str, description: str, output: Path, run: Callable[[Path], None]) -> None:
+    """Run a demo on its ranks, by which a process that is started alone is replaced.
 
     Args:
         module: the demo's module.
         description: the beginning of `--help`.
         output: the default of `--output`.
+        run: runs the demo on all ranks, given its folder.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
@@ -39,8 +41,34 @@ def demo_output(module: str, description: str, output: Path) -> Path:
     args = parser.parse_args()
     if args.ranks:
         become_ranks(args.ranks, module, ["--ranks", "0", "--output", str(args.output)])
-    chosen: Path = args.output
-    return chosen
+    run(args.output)
+
+
+def generated(
+    output: Path, generate: Callable[..., None], files: Mapping[str, Mapping[str, str]]
+) -> dict[str, str]:
+    """Generate the files of samples that are missing in a folder, and return all paths as options.
+    Collective.
+
+    Args:
+        generate: the `main` of the generator.
+        files: by the name of the training's option, the generator's options.
+    """
+    comm = world().for_program()
+    paths = {name: str(output / f"{name}.h5") for name in files}
+    for name, options in files.items():
+        if not comm.bcast(Path(paths[name]).exists()):
+            generate(words({**options, "output": paths[name]}), comm)
+    return paths
+
+
+def start_anew(output: Path) -> None:
+    """Remove the checkpoints of an earlier run from a folder. Collective."""
+    comm = world().for_program()
+    if comm.rank == 0:
+        for path in checkpoints_in(output):
+            path.unlink()
+    comm.bcast(None)
 
 
 def become_ranks(ranks: int, module: str, arguments: Sequence[str]) -> NoReturn:
@@ -55,7 +83,7 @@ def become_ranks(ranks: int, module: str, arguments: Sequence[str]) -> NoReturn:
     os.execve(command[0], command, environment | os.environ)
 
 
-def words(options: dict[str, str]) -> list[str]:
+def words(options: Mapping[str, str]) -> list[str]:
     """Return options by name as words of a command line."""
     return [word for name, value in options.items() for word in (f"--{name}", value)]
 

@@ -15,7 +15,7 @@ import torch
 from distconv.data.durable import write_atomically
 from distconv.planning.table import byte_size, table
 from distconv.transport.world import world
-from examples.trainer.launch import demo_output
+from examples.trainer.launch import demo
 
 from .measure import Half, compare
 from .networks import AUTOENCODERS
@@ -27,15 +27,9 @@ SIZES = {"images": 256, "videos": 128}
 _HEADS = ("network", "call", "images", "way", "seconds", "memory", "error")
 
 
-def main() -> None:
-    """Measure all networks; write the table as a page, and a picture of the seams."""
-    output = demo_output("examples.vae.demo", __doc__ or "", Path("runs/demo-vae"))
-    torch.set_num_threads(1)
-    run(output)
-
-
 def run(output: Path) -> None:
-    """Run the demo on all ranks. Collective."""
+    """Measure all networks; write the table as a page, and a picture of the seams. Collective."""
+    torch.set_num_threads(1)
     comm = world().for_program()
     if comm.rank == 0:
         output.mkdir(parents=True, exist_ok=True)
@@ -72,4 +66,4 @@ def rows_of(half: Half) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    main()
+    demo("examples.vae.demo", __doc__ or "", Path("runs/demo-vae"), run)

@@ -16,8 +16,10 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 
-from distconv.data import durable
+import distconv as dc
+from distconv.data import DataError, durable
 from distconv.data.durable import (
     DamagedFile,
     check_room,
@@ -27,8 +29,7 @@ from distconv.data.durable import (
     write_checksummed,
 )
 from examples.mesh_tangling import store
-from examples.mesh_tangling.generate import generate
-from tests.support.mesh_runs import REPOSITORY, files_up_to
+from tests.support.mesh_runs import REPOSITORY, files_up_to, generate_alone
 
 
 def write(path: Path, content: bytes) -> None:
@@ -93,7 +94,7 @@ def test_planted_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a.pt.partial").symlink_to(victim)
     (tmp_path / "data.h5.partial").symlink_to(victim)
     write(tmp_path / "a.pt", b"content")
-    generate(tmp_path / "data.h5", 1, 8)
+    generate_alone(tmp_path / "data.h5", 1, 8)
     assert victim.read_text() == "precious"
     # Nor when the fresh name is guessed.
     monkeypatch.setattr(durable.secrets, "token_hex", lambda length: "guessed")
@@ -152,8 +153,8 @@ def test_a_disk_that_is_really_full_leaves_the_old_file_and_nothing_else(small_d
         check_room(path, 200_000)
     with pytest.raises(OSError, match="a.pt cannot be written.*No space left on device.*free"):
         write(path, bytes(200_000))
-    with pytest.raises(OSError, match="data.h5 cannot be written.*No space left on device.*free"):
-        generate(small_disk / "data.h5", 3, 32)
+    with pytest.raises(DataError, match="data.h5 cannot be written.*No space left on device.*free"):
+        generate_alone(small_disk / "data.h5", 3, 32)
     check_room(path, 50_000)
     write_atomically(small_disk / "metrics.json", lambda file: file.write(b"{}"))
     assert read_checksummed(path) == b"old"
@@ -166,10 +167,11 @@ def test_the_room_for_samples_is_made_sure_of_before_the_first(
 ) -> None:
     path = tmp_path / "data.h5"
     shape = size, size
+    grid = dc.ProcessGrid(MPI.COMM_SELF, device="cpu")
     fields = {channel.name: np.ones(shape) for channel in store.CHANNELS}
 
     def write_all() -> None:
-        with store.create(path, samples, size, seed=0, horizon=1.0) as writer:
+        with store.create(grid, path, samples, size, seed=0, horizon=1.0) as writer:
             nonlocal begun
             begun = True
             for index in range(samples):
@@ -180,7 +182,7 @@ def test_the_room_for_samples_is_made_sure_of_before_the_first(
     used = path.stat().st_size
     path.unlink()
     begun = False
-    with files_up_to(used - 1), pytest.raises(OSError, match="data.h5 cannot be written"):
+    with files_up_to(used - 1), pytest.raises(DataError, match="data.h5 cannot be written"):
         write_all()
     assert not begun and not list(tmp_path.iterdir())
 

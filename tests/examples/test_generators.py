@@ -21,7 +21,7 @@ DRAWN: dict[str, tuple[ModuleType, str, Callable[[Path, dc.ProcessGrid], Any]]] 
     "mesh_tangling": (
         mesh_tangling,
         "draw_flow",
-        lambda p, grid: mesh_tangling.generate_together(grid, p, 2, 16),
+        lambda p, grid: mesh_tangling.generate(p, 2, 16, 0, grid),
     ),
     "unet3d": (unet3d, "draw_scene", lambda p, grid: unet3d.generate(p, 2, (9, 9, 9), 0, grid)),
 }
@@ -56,7 +56,6 @@ def test_a_rank_that_fails_leaves_no_file(
         (fractals, ["--output", "train.npz"], "give it a name that ends with .h5"),
         (mesh_tangling, ["--samples", "0"], "'0' is not a positive int"),
         (mesh_tangling, ["--size", "7"], "size=7 zones a side cannot resolve the bubble; choose 8"),
-        (mesh_tangling, ["--samples", "1", "--size", "16", "--output", "."], "is a folder"),
         (unet3d, ["--size", "7"], "is too small for the levels"),
         (unet3d, ["--size", "8,9"], "is no size; write D,H,W"),
     ],

@@ -19,13 +19,12 @@ from distconv.data import Checkpoint, HDF5Source
 from distconv.data.checkpoint import checkpoints_in
 from examples.mesh_tangling import train
 from examples.mesh_tangling.data import MeshTanglingData
-from examples.mesh_tangling.generate import generate
 from examples.mesh_tangling.store import describe
 from examples.mesh_tangling.train import MeshTangling, main
 from examples.trainer.checkpoint import check_checkpoint, check_finite_state
 from examples.trainer.progress import Progress
 from tests.support.everywhere import fails_everywhere, on_rank_zero
-from tests.support.mesh_runs import SIZE, arguments, files_up_to, write_file
+from tests.support.mesh_runs import SIZE, arguments, files_up_to, generate_alone, write_file
 
 WORLD = MPI.COMM_WORLD
 both = pytest.mark.parallel([1, 2])
@@ -221,7 +220,7 @@ def test_a_foreign_data_file_is_refused_on_every_rank_in_one_line(folder: Path, 
 
 def test_a_flipped_bit_of_the_data_is_refused_by_name_or_changes_no_value(tmp_path: Path) -> None:
     path = tmp_path / "data.h5"
-    generate(path, 2, 16)
+    generate_alone(path, 2, 16)
     whole, draw = path.read_bytes(), random.Random(0)
 
     def values() -> list[bytes]:
@@ -257,7 +256,7 @@ def test_a_flipped_bit_of_the_data_ends_the_run_with_one_line(
     file = folder / "data.h5"
 
     def damaged() -> None:
-        generate(file, 4, 64)
+        generate_alone(file, 4, 64)
         with h5py.File(file) as whole:
             chunk = whole["state"].id.get_chunk_info(9)
         stored = bytearray(file.read_bytes())
@@ -274,7 +273,7 @@ def test_data_without_checksums_are_told_of(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = folder / "plain.h5", folder / "summed.h5"
-    on_rank_zero(lambda: [write_file(files[0]), generate(files[1], 1, 8)])
+    on_rank_zero(lambda: [write_file(files[0]), generate_alone(files[1], 1, 8)])
     grid = dc.ProcessGrid(sample=-1)
     train.tell_of_unchecked(WORLD.rank, *(MeshTanglingData(path, grid) for path in files))
     told = capsys.readouterr().out

@@ -19,11 +19,18 @@ from tests.support.jobs import LIMIT, start
 from tests.support.mesh_runs import REPOSITORY
 
 SCRIPT = """
-from examples.mesh_tangling import demo
+import sys
+from pathlib import Path
 
-demo.RANKS, demo.SIZE, demo.TRAINING, demo.VALIDATION = 2, 64, 8, 8
-demo.TRAIN |= {"network": "1k", "width": "0.02", "grid": "height=2", "epochs": "10000"}
-demo.main()
+from examples.mesh_tangling import demo, generate
+from examples.trainer.launch import become_ranks, generated, words
+
+output = Path(sys.argv[1])
+samples = {"samples": "8", "size": "64"}
+files = generated(output, generate.main, {"data": samples, "validation": samples})
+small = {"network": "1k", "width": "0.02", "grid": "height=2", "epochs": "10000"}
+options = demo.TRAIN | small | files | {"output": str(output)}
+become_ranks(2, "examples.mesh_tangling.train", words(options))
 """
 RANKS = 2
 
@@ -65,7 +72,7 @@ def test_what_ends_the_demo_ends_its_ranks_and_leaves_a_whole_checkpoint(
 ) -> None:
     script, output = tmp_path / "demo.py", tmp_path / "run"
     script.write_text(SCRIPT)
-    demo = start(script, 0, "--output", str(output), PYTHONPATH=str(REPOSITORY))
+    demo = start(script, 0, str(output), PYTHONPATH=str(REPOSITORY))
     try:
         limit = time.monotonic() + LIMIT
         while not moment(tmp_path):

@@ -13,7 +13,8 @@ from mpi4py import MPI
 
 import distconv as dc
 from examples.mesh_tangling import quality, simulation, store
-from examples.mesh_tangling.generate import generate, generate_together
+from examples.mesh_tangling.generate import generate
+from tests.support.mesh_runs import generate_alone
 
 SIZE = 24
 SCALE_FREE = [name for name in quality.METRICS if name not in ("Jacobian", "volume")]
@@ -211,8 +212,8 @@ def read(path):
 
 def test_a_sample_depends_on_seed_and_index_alone(tmp_path):
     for name, samples, seed in (("two", 2, 5), ("three", 3, 5), ("other", 2, 6)):
-        generate(tmp_path / name, samples, 16, seed)
-    two, three, other = (read(tmp_path / name) for name in ("two", "three", "other"))
+        generate_alone(tmp_path / f"{name}.h5", samples, 16, seed)
+    two, three, other = (read(tmp_path / f"{name}.h5") for name in ("two", "three", "other"))
     for name in ("state", "tangled"):
         np.testing.assert_array_equal(two[name], three[name][:2])
     assert not np.array_equal(two["state"], other["state"])
@@ -221,7 +222,7 @@ def test_a_sample_depends_on_seed_and_index_alone(tmp_path):
 
 def test_file_holds_the_samples_with_names_units_and_statistics(tmp_path):
     path = tmp_path / "folder" / "train.h5"
-    fraction = generate(path, 2, 40, seed=1)
+    fraction = generate_alone(path, 2, 40, seed=1)
     sample = simulation.simulate(simulation.draw_flow(1, 1), 40)
     with h5py.File(path) as file:
         state, tangled = file["state"], file["tangled"]
@@ -259,9 +260,9 @@ def test_ranks_together_write_the_bytes_of_one(folder: Path) -> None:
     # Chunks of full and of partial tiles, and fewer samples than ranks.
     for samples, size in ((5, 16), (2, 40)):
         path = folder / f"{size}.h5"
-        generate_together(dc.ProcessGrid(sample=-1), path, samples, size, seed=3)
+        generate(path, samples, size, 3, dc.ProcessGrid(sample=-1))
         if MPI.COMM_WORLD.rank == 0:
-            generate(folder / "alone.h5", samples, size, seed=3)
+            generate_alone(folder / "alone.h5", samples, size, seed=3)
             assert path.read_bytes() == (folder / "alone.h5").read_bytes()
             assert store.describe(path).samples == samples
             (folder / "alone.h5").unlink()
@@ -269,20 +270,18 @@ def test_ranks_together_write_the_bytes_of_one(folder: Path) -> None:
     assert sorted(found.name for found in folder.iterdir()) == ["16.h5", "40.h5"]
 
 
-def test_an_interrupted_generation_keeps_the_file_that_was_there(tmp_path):
+def test_an_interrupted_generation_leaves_nothing(tmp_path):
     def interrupt(done):
         raise KeyboardInterrupt
 
-    path = tmp_path / "train.h5"
-    generate(path, 1, 16, seed=0)
-    before = path.read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        generate(path, 2, 16, seed=1, progress=interrupt)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+        generate(tmp_path / "train.h5", 2, 16, 1, dc.ProcessGrid(MPI.COMM_SELF), interrupt)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_with_samples_missing_is_refused_and_not_left(tmp_path):
-    with pytest.raises(ValueError, match=r"samples \[0, 1\] were never written"):
-        with store.create(tmp_path / "train.h5", 2, 16, seed=0, horizon=1.0):
+    grid = dc.ProcessGrid(MPI.COMM_SELF)
+    with pytest.raises(dc.data.DataError, match=r"samples \[0, 1\] were never written"):
+        with store.create(grid, tmp_path / "train.h5", 2, 16, seed=0, horizon=1.0):
             pass
     assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,9 @@ import h5py
 import numpy as np
 from mpi4py import MPI
 
+import distconv as dc
+from examples.mesh_tangling.generate import generate
+
 WORLD = MPI.COMM_WORLD
 REPOSITORY = Path(__file__).parents[2]
 SAMPLES, SIZE = 5, 64
@@ -31,6 +34,11 @@ def write_file(path: Path, samples: int = SAMPLES, seed: int = 0, **replaced: An
         for name, values in datasets.items():
             if values is not None:
                 file[name] = values
+
+
+def generate_alone(path: Path, samples: int, size: int, seed: int = 0) -> float:
+    """Generate samples on one rank; not collective."""
+    return generate(path, samples, size, seed, dc.ProcessGrid(MPI.COMM_SELF, device="cpu"))
 
 
 def arguments(file: Path, output: Path, grid: dict[str, int], epochs: int, *more: str) -> list[str]:

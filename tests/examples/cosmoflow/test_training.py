@@ -221,9 +221,9 @@ def test_every_grid_trains_like_one_rank(
 def test_the_demo_goes_from_nothing_to_estimates_and_on_from_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "UNIVERSES", {"size": "8", "cell": "8", "grid": "depth=2"})
-    monkeypatch.setattr(demo, "TRAINING", "3")
-    monkeypatch.setattr(demo, "VALIDATION", "2")
+    universes = {"size": "8", "cell": "8", "grid": "depth=2"}
+    samples = {"data": universes | {"samples": "3"}, "validation": universes | {"samples": "2"}}
+    monkeypatch.setattr(demo, "SAMPLES", samples)
     small = {"grid": "depth=2", "epochs": "1", "batch-size": "2", "width": "0.1"}
     monkeypatch.setattr(demo, "TRAIN", demo.TRAIN | small)
     demo.run(folder)

@@ -188,9 +188,8 @@ def test_samples_of_other_classes_are_refused(
 def test_the_demo_goes_from_nothing_to_pictures(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "VOLUMES", demo.VOLUMES | {"scale": "3", "grid": "depth=2"})
-    monkeypatch.setattr(demo, "TRAINING", "2")
-    monkeypatch.setattr(demo, "VALIDATION", "1")
+    samples = demo.VOLUMES | {"scale": "3", "grid": "depth=2", "samples": "2"}
+    monkeypatch.setattr(demo, "SAMPLES", {"data": samples, "validation": samples})
     monkeypatch.setattr(demo, "TRAIN", {"channels": "8", "grid": "depth=2", "epochs": "1"})
     for _ in range(2):  # it begins anew, with the samples that there are
         demo.run(folder)

@@ -127,9 +127,8 @@ def test_every_grid_trains_and_segments_like_one_rank(data: Path, folder: Path) 
 def test_the_demo_goes_from_nothing_to_a_segmentation(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "SIZE", "9,8,11")
-    monkeypatch.setattr(demo, "TRAINING", "2")
-    monkeypatch.setattr(demo, "VALIDATION", "1")
+    samples = {"size": "9,8,11", "samples": "2"}
+    monkeypatch.setattr(demo, "SAMPLES", {"data": samples, "validation": samples})
     small = {"grid": "depth=2", "epochs": "1", "batch-size": "2", "width": "0.07"}
     monkeypatch.setattr(demo, "TRAIN", demo.TRAIN | small)
     monkeypatch.setattr(demo, "SEGMENT", {"size": "13", "grid": "depth=2"})
