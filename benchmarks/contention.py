@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 from distconv.geometry.topology import Topology
 from distconv.planning.links import collective_cost, messages_cost
 from distconv.planning.machine import Machine
-from distconv.planning.table import byte_size as bytes_in_words
+from distconv.planning.table import byte_size, markdown
 
 Step: TypeAlias = list[tuple[int, int, float]]
 """Messages that start at the same time: from and to which rank, and their bytes."""
@@ -86,7 +86,7 @@ class Trace:
             step += [(peer, rank, size) for peer, size in arriving]
             slowest = max(slowest, messages_cost(rank, arriving, leaving, machine).total)
             most = max(most, sum(size for _, size in arriving))
-        return Movement(f"halos of up to {bytes_in_words(most)} a rank", times, [step], slowest)
+        return Movement(f"halos of up to {byte_size(most)} a rank", times, [step], slowest)
 
     def _peers(self, rank: int, side: Sequence[Any]) -> list[tuple[int, int]]:
         here = self.topology.coordinates(rank)
@@ -102,7 +102,7 @@ class Trace:
         rounds = [steps_of(group, size, machine.ranks_per_node) for group in groups]
         steps = [[m for of in at_once for m in of] for at_once in zip(*rounds, strict=True)]
         planned = max(collective_cost(kind, group, size, machine).total for group in groups)
-        name = f"{kind.replace('_', '-')} of {bytes_in_words(size)} among {len(groups[0]):,}"
+        name = f"{kind.replace('_', '-')} of {byte_size(size)} among {len(groups[0]):,}"
         return Movement(name, times, steps, planned)
 
     def _groups(self, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
@@ -207,23 +207,16 @@ def section(trace: Trace, machine: Machine) -> str:
     """Return the comparison of a trace as a table."""
     movements = list(trace.movements(machine))
     took = simulated(movements, trace.ranks, machine)
-    lines = [
-        f"## {trace.name} on ({trace.topology}), {trace.ranks:,} ranks\n",
-        "| movement | in a step | planner | SimGrid | SimGrid over planner |",
-        "|---|---|---|---|---|",
-    ]
+    rows = [["movement", "in a step", "planner", "SimGrid", "SimGrid over planner"]]
     for m, seconds in zip(movements, took, strict=True):
-        lines.append(
-            f"| {m.name} | {m.times} | {m.planned * 1e6:,.0f} us | {seconds * 1e6:,.0f} us | "
-            f"{seconds / m.planned:.2f} |"
-        )
+        times = (f"{x * 1e6:,.0f} us" for x in (m.planned, seconds))
+        rows.append([m.name, str(m.times), *times, f"{seconds / m.planned:.2f}"])
     planned = sum(m.times * m.planned for m in movements)
     found = sum(m.times * seconds for m, seconds in zip(movements, took, strict=True))
-    lines.append(
-        f"| all, one after another | | {planned * 1e3:.2f} ms | {found * 1e3:.2f} ms | "
-        f"{found / planned:.2f} |"
-    )
-    return "\n".join(lines) + "\n"
+    times = (f"{x * 1e3:.2f} ms" for x in (planned, found))
+    rows.append(["all, one after another", "", *times, f"{found / planned:.2f}"])
+    title = f"## {trace.name} on ({trace.topology}), {trace.ranks:,} ranks"
+    return f"{title}\n\n{markdown(rows)}\n"
 
 
 def main(machine: Path, traces: Sequence[Path]) -> None:

@@ -30,6 +30,7 @@ from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import Prediction, predicted, record_ranks
 from distconv.planning.recorded_step import record_step
 from distconv.planning.recording import Compute, Recording
+from distconv.planning.table import markdown
 from examples.fractals.network import UNet
 
 MACHINE = Path(__file__).parents[1] / "machines" / "el-capitan.json"
@@ -147,8 +148,6 @@ def page(machine: Machine, runs: Sequence[Run], bands: Sequence[tuple[str, ...]]
         "## Beside what is published\n",
         "LLNL, ScaFFold (2026), on one MI300A. The first, third, ... of these convolutions have",
         "set the efficiency of the machine's file. In milliseconds.\n",
-        "| channels | block | forward: published | predicted | gradients: published | predicted |",
-        "|---" * 6 + "|",
         *_convolutions(machine),
         "",
     ]
@@ -161,39 +160,43 @@ def page(machine: Machine, runs: Sequence[Run], bands: Sequence[tuple[str, ...]]
             "reason. It has a Dice loss beside the cross entropy, too.\n"
         )
     weak = [r for r in runs if 2**r.scale // r.ways == 128]
-    lines += ["## Weak scaling: 128^3 voxels a rank\n", *_table(machine, weak, "scale")]
+    lines += ["## Weak scaling: 128^3 voxels a rank\n", _table(machine, weak, "scale")]
     for scale in sorted({run.scale for run in runs}):
         own = [run for run in runs if run.scale == scale]
-        lines += [f"\n## Scale {scale}: {2**scale}^3 voxels\n", *_table(machine, own, "")]
+        lines += [f"\n## Scale {scale}: {2**scale}^3 voxels\n", _table(machine, own, "")]
     lines += [
         "\n## By assumed number\n",
         "Milliseconds of a step in weak scaling without recomputation, with each assumed number "
         "at its least and its most:\n",
-        *_grid_of(bands),
+        markdown(bands),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _convolutions(machine: Machine) -> Iterator[str]:
+    sides = ("published", "predicted")
+    rows = [["channels", "block", *(f"{n}: {s}" for n in ("forward", "gradients") for s in sides)]]
     errors = []
     for channels, block, (forward, *gradients) in PUBLISHED:
         expected = convolution_times(machine, channels, block)
         published = forward, sum(gradients)
         errors += [abs(e / p - 1) for e, p in zip(expected, published, strict=True)]
-        sides = " x ".join(map(str, block))
         numbers = (x for pair in zip(published, expected, strict=True) for x in pair)
-        yield (
-            f"| {channels[0]} to {channels[1]} | {sides} | "
-            + " | ".join(f"{x:.2f}" for x in numbers)
-            + " |"
+        rows.append(
+            [
+                f"{channels[0]} to {channels[1]}",
+                " x ".join(map(str, block)),
+                *(f"{x:.2f}" for x in numbers),
+            ]
         )
+    yield markdown(rows)
     yield f"\nMedian error {median(errors):.0%}, largest {max(errors):.0%}."
 
 
-def _table(machine: Machine, runs: Sequence[Run], first: str) -> Iterator[str]:
+def _table(machine: Machine, runs: Sequence[Run], first: str) -> str:
     heads = ["ranks", "step", "compute", "exposed messages", "memory a rank", "fits"]
     heads += ["recomputed: step", "memory a rank", "fits"]
-    yield from _grid_of([tuple([first, *heads] if first else heads), *_rows(machine, runs, first)])
+    return markdown([[first, *heads] if first else heads, *_rows(machine, runs, first)])
 
 
 def _rows(machine: Machine, runs: Sequence[Run], first: str) -> Iterator[tuple[str, ...]]:
@@ -212,14 +215,6 @@ def _memory(machine: Machine, prediction: Prediction) -> tuple[str, str]:
     assert machine.memory is not None
     fits = "yes" if prediction.peak <= machine.memory else "no"
     return f"{prediction.peak / 2**30:.1f} GiB", fits
-
-
-def _grid_of(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown, whose first row is the heading."""
-    for place, row in enumerate(rows):
-        yield f"| {' | '.join(row)} |"
-        if not place:
-            yield "|---" * len(row) + "|"
 
 
 def bands_of(machine: Machine, runs: Sequence[Run]) -> list[tuple[str, ...]]:

@@ -31,6 +31,7 @@ from distconv.geometry.plan import make_plan
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.devices import choose, make_offer
 from distconv.planning.dry_run import DryRunGrid
+from distconv.planning.table import markdown
 from distconv.tensor.dist_tensor import DistTensor, local_box
 
 RANKS = 16, 256, 4096, 65536
@@ -183,25 +184,19 @@ devices then takes
 """
 
 
-def heading() -> str:
-    """Return the first two lines of a table with a column for each size."""
-    columns = " | ".join(f"{ranks:,} ranks" for ranks in RANKS)
-    return f"| | {columns} |\n|---|{'---|' * len(RANKS)}"
-
-
 def page() -> str:
     """Return the results as a page."""
+    heading = ["", *(f"{ranks:,} ranks" for ranks in RANKS)]
     parts = [HEADING]
     for title, grid in (("Along one axis", chain), ("As many in height as in width", square)):
-        parts += [f"## {title}\n", heading()]
+        rows = [heading]
         for row in zip(*(cases(grid(ranks)) for ranks in RANKS), strict=True):
             costs = [cost(case.run) for case in row]
-            cells = " | ".join(f"{c.seconds * 1e6:.0f} us, {c.functions}" for c in costs)
-            parts.append(f"| {row[0].name} | {cells} |")
-        parts.append("")
-    made = " | ".join(f"{agreement(ranks) * 1e3:.2f} ms" for ranks in RANKS)
-    parts += [MAKING.lstrip(), heading(), f"| once a grid | {made} |", ""]
-    return "\n".join(parts)
+            times = (f"{c.seconds * 1e6:.0f} us, {c.functions}" for c in costs)
+            rows.append([row[0].name, *times])
+        parts.append(f"## {title}\n\n{markdown(rows)}\n")
+    made = ["once a grid", *(f"{agreement(ranks) * 1e3:.2f} ms" for ranks in RANKS)]
+    return "\n".join([*parts, MAKING.lstrip(), markdown([heading, made]), ""])
 
 
 if __name__ == "__main__":

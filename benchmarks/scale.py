@@ -25,6 +25,7 @@ from distconv.planning.machine import LinkTimes, Machine, Table
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import Prediction, predicted, record_ranks
 from distconv.planning.recording import Recording
+from distconv.planning.table import markdown
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 
 MACHINE = Path(__file__).parents[1] / "machines" / "lassen.json"
@@ -267,38 +268,23 @@ def page(machine: Machine, found: Outcome) -> str:
         "predictions and publications differ.\n",
     ]
     lines += [f"![{e.measure}](scale-{e.name}.png)\n", f"Published: {e.source}.\n"]
-    lines += [
-        f"| {e.per} | all GPUs | step | compute | exposed messages | hidden messages | "
-        f"memory a GPU | {e.measure} | published |",
-        "|---" * 9 + "|",
-    ]
+    heads = ("step", "compute", "exposed messages", "hidden messages", "memory a GPU")
+    rows = [[e.per, "all GPUs", *heads, e.measure, "published"]]
     for grid, place, p, value in zip(
         e.grids, found.places, found.predictions, found.values, strict=True
     ):
         said = e.published.get(place)
-        cells = [
-            f"{place:,}",
-            f"{prod(grid.values()):,}",
-            *(f"{1e3 * s:.1f} ms" for s in (p.seconds, p.compute, p.exposed, p.hidden)),
-            f"{p.peak / 2**30:.1f} GiB",
-            f"{value:.2f}",
-            "" if said is None else f"{said:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        f"{e.measure.capitalize()} at {found.places[-1]:,} {e.per} by assumed number:",
-        "",
-        "| assumed | from | to | predicted |",
-        "|---|---|---|---|",
-    ]
+        times = (f"{1e3 * s:.1f} ms" for s in (p.seconds, p.compute, p.exposed, p.hidden))
+        sizes = f"{place:,}", f"{prod(grid.values()):,}"
+        last = f"{value:.2f}", "" if said is None else f"{said:.1f}"
+        rows.append([*sizes, *times, f"{p.peak / 2**30:.1f} GiB", *last])
+    bands = [["assumed", "from", "to", "predicted"]]
     for number in ASSUMPTIONS:
         low, high = (band[-1] for band in found.bands[number.name])
-        lines.append(
-            f"| {number.name} | {number.low:.3g} {number.unit} | {number.high:.3g} {number.unit} | "
-            f"{low:.2f} to {high:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+        ends = (f"{end:.3g} {number.unit}" for end in (number.low, number.high))
+        bands.append([number.name, *ends, f"{low:.2f} to {high:.2f}"])
+    by_number = f"{e.measure.capitalize()} at {found.places[-1]:,} {e.per} by assumed number:"
+    return "\n".join([*lines, markdown(rows), "", by_number, "", markdown(bands)]) + "\n"
 
 
 def picture(found: Outcome, path: Path) -> None:

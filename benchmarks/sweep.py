@@ -26,7 +26,7 @@ from benchmarks.measuring.turns import alternate
 from benchmarks.record import machine
 from benchmarks.sweep_cases import CASES, OF_FORMAT, OF_PLANES, REASONS, SHAPES, Case
 from distconv.model.parallelize import parallelize
-from distconv.planning.table import table
+from distconv.planning.table import markdown, table
 from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -127,9 +127,7 @@ def _page(families: list[tuple[str, list[list[str]]]], seconds: float) -> str:
         f"```\n{machine()}\ntime      {seconds:.0f} s\n```\n",
     ]
     for family, rows in families:
-        lines = [list(_HEADS), ["---", *["---:"] * 4, "---"], *rows]
-        parts.append(f"## {family}\n")
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+        parts.append(f"## {family}\n\n{markdown([_HEADS, *rows], right=(1, 2, 3, 4))}\n")
     return "\n".join(parts)
 
 

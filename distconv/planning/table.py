@@ -38,6 +38,15 @@ def table(rows: Sequence[Sequence[Cell]], right: Sequence[int] = ()) -> str:
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
+def markdown(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return rows as a table of Markdown, the first one as headings.
+
+    Columns in `right` are aligned to the right.
+    """
+    ends = ["---:" if i in right else "---" for i in range(len(rows[0]))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (rows[0], ends, *rows[1:]))
+
+
 def byte_size(count: float) -> str:
     """Return a number of bytes with its unit, a power of 1024."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]

@@ -35,4 +35,4 @@ def run(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    demo("examples.cosmoflow.demo", __doc__ or "", Path("runs/demo-cosmoflow"), run)
+    demo("cosmoflow", __doc__ or "", run)

@@ -22,9 +22,11 @@ from matplotlib.figure import Figure
 
 from distconv.data.checkpoint import checkpoints_in
 from distconv.data.durable import write_atomically
+from distconv.planning.table import markdown
 from distconv.transport.world import world
-from examples.trainer.arguments import natural, positive
+from examples.trainer.arguments import command_line, natural, positive
 from examples.trainer.launch import become_ranks, generated, words
+from examples.trainer.logs import write_json
 from examples.trainer.plots import BLUE, RED
 
 from . import generate, train
@@ -100,8 +102,7 @@ def compare(args: argparse.Namespace) -> None:
         name: getattr(args, name)
         for name in ("size", "cell", "universes", "validation", "epochs", "batch_size", "network")
     }
-    content = json.dumps(facts | {"rows": rows}, indent=1).encode()
-    write_atomically(args.output / "study.json", lambda file: file.write(content))
+    write_json(args.output / "study.json", facts | {"rows": rows})
     page = table(rows)
     write_atomically(args.output / "study.md", lambda file: file.write(page.encode()))
     plot(args.output / "study.png", rows)
@@ -113,14 +114,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return the comparison as a table in Markdown, of means over seeds."""
     heads = ["cells of a sample", "samples", "error of a sample", "of a universe", "trivial"]
     heads += [f"error of {name}" for name in RANGES]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    lines = [heads]
     for row in rows:
         numbers = [np.mean(row[name]) for name in ("loss", "universe_loss", "trivial_loss")]
         errors = [np.mean(row[f"error_{name}"]) for name in RANGES]
-        texts = [f"{row['side']}^3", str(row["samples"])]
-        texts += [f"{number:.4f}" for number in numbers] + [f"{error:.3g}" for error in errors]
-        lines.append(f"| {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n"
+        texts = [f"{row['side']}^3", str(row["samples"]), *(f"{n:.4f}" for n in numbers)]
+        lines.append(texts + [f"{error:.3g}" for error in errors])
+    return markdown(lines) + "\n"
 
 
 def plot(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -149,27 +149,19 @@ def plot(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run the command line: a process that is started alone becomes ranks."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.cosmoflow.study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    def add(option: str, text: str, kind: Any, default: Any) -> None:
-        parser.add_argument(option, type=kind, default=default, help=f"{text} (default {default})")
-
-    add("--output", "folder for data, runs and the comparison", Path, Path("runs/study"))
-    add("--size", "cells along a side of a universe", int, 32)
-    add("--cell", "the side of a cell, in Mpc/h", positive(float), 8.0)
-    add("--universes", "to train on", positive(int), 384)
-    add("--validation", "universes to validate on", positive(int), 96)
-    add("--epochs", "how often to go through the data", positive(int), 20)
-    add("--batch-size", "whole universes of a mini-batch, or all of their parts", positive(int), 8)
-    add("--learning-rate", "how far to step", positive(float), 1e-3)
-    add("--network", "form of the network", str, "average")
-    add("--width", "multiplies the channels of the network", positive(float), 0.5)
-    add("--seeds", "runs for each size, with other initial weights", positive(int), 2)
-    add("--ranks", "how many to start; 0 on ranks that a launcher has started", natural, 2)
+    parser, add = command_line("cosmoflow.study", __doc__ or "")
+    add("--output", "folder for data, runs and the comparison", type=Path, default="runs/study")
+    add("--size", "cells along a side of a universe", type=int, default=32)
+    add("--cell", "the side of a cell, in Mpc/h", type=positive(float), default=8.0)
+    add("--universes", "to train on", type=positive(int), default=384)
+    add("--validation", "universes to validate on", type=positive(int), default=96)
+    add("--epochs", "how often to go through the data", type=positive(int), default=20)
+    add("--batch-size", "universes of a mini-batch, or their parts", type=positive(int), default=8)
+    add("--learning-rate", "how far to step", type=positive(float), default=1e-3)
+    add("--network", "form of the network", default="average")
+    add("--width", "multiplies the channels of the network", type=positive(float), default=0.5)
+    add("--seeds", "runs for each size, with other initial weights", type=positive(int), default=2)
+    add("--ranks", "to start; 0 on ranks that a launcher has started", type=natural, default=2)
     args = parser.parse_args()
     if not args.ranks:
         run(args)

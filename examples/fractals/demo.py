@@ -29,4 +29,4 @@ def run(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    demo("examples.fractals.demo", __doc__ or "", Path("runs/demo-fractals"), run)
+    demo("fractals", __doc__ or "", run)

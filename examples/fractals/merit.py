@@ -12,7 +12,6 @@ Stopped at any moment, the same command continues: complete runs are kept, and o
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +20,11 @@ from typing import Any
 
 from distconv.data.checkpoint import checkpoints_in
 from distconv.data.durable import write_atomically
-from distconv.tools.arguments import RankParser
+from distconv.planning.table import markdown
 from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.world import world
-from examples.trainer.arguments import positive
+from examples.trainer.arguments import command_line, positive
+from examples.trainer.logs import write_json
 
 from . import train
 
@@ -49,8 +49,7 @@ def run(
         metrics = json.loads((folder / "metrics.json").read_text())
         rows.append({"seed": seed} | merit_of(metrics))
     if comm.rank == 0:
-        text = json.dumps(rows, indent=1).encode()
-        write_atomically(output / "merit.json", lambda file: file.write(text))
+        write_json(output / "merit.json", rows)
         page = table(rows)
         write_atomically(output / "merit.md", lambda file: file.write(page.encode()))
         print(page, flush=True)
@@ -74,41 +73,27 @@ def merit_of(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the runs and their median as a table in Markdown."""
-    lines = [
-        "| seed | seconds to the target | epochs | steps | loss | Dice |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(_line(str(row["seed"]), row))
     middle = {
         name: median(float("inf") if row[name] is None else row[name] for row in rows)
         for name in ("seconds", "epochs", "steps", "loss", "dice")
     }
-    return "\n".join([*lines, _line("median", middle)]) + "\n"
-
-
-def _line(name: str, row: dict[str, Any]) -> str:
-    never = row["seconds"] in (None, float("inf"))
-    seconds = "never" if never else f"{row['seconds']:.0f}"
-    counts = f"{row['epochs']:g} | {row['steps']:g}"
-    return f"| {name} | {seconds} | {counts} | {row['loss']:.3f} | {row['dice']:.4f} |"
+    lines = [["seed", "seconds to the target", "epochs", "steps", "loss", "Dice"]]
+    for row in (*rows, {"seed": "median"} | middle):
+        never = row["seconds"] in (None, float("inf"))
+        seconds = "never" if never else f"{row['seconds']:.0f}"
+        counts = (f"{row[name]:g}" for name in ("epochs", "steps"))
+        scores = f"{row['loss']:.3f}", f"{row['dice']:.4f}"
+        lines.append([str(row["seed"]), seconds, *counts, *scores])
+    return markdown(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
     """Run the command line; unknown options are passed to `examples.fractals.train`."""
     if comm is None:
         comm = world().for_program()
-    parser = RankParser(
-        comm,
-        prog="python -m examples.fractals.merit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
-    parser.add_argument(
-        "--seeds", type=positive(int), default=3, help="number of runs (default %(default)s)"
-    )
+    parser, add = command_line("fractals.merit", __doc__ or "", comm)
+    add("--output", "folder for runs and results", type=Path, required=True)
+    add("--seeds", "number of runs", type=positive(int), default=3)
     args, options = parser.parse_known_args(arguments)
     run(args.output, args.seeds, options, comm)
 

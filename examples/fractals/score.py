@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.segmenting.dice import count, dice_coefficients, dice_loss
+from examples.segmenting.dice import dice_loss
 from examples.trainer.example import Score
 
 
@@ -52,22 +52,3 @@ def fractal_loss(scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """
     weights = weights.to(device=scores.device, dtype=scores.dtype)
     return F.cross_entropy(scores, labels, weights) + dice_loss(scores, labels, first=1)
-
-
-def evaluate(
-    predict: Callable[[Tensor], Tensor],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    batches: Iterable[Sequence[Tensor]],
-    classes: int,
-) -> FractalScore:
-    """Score the predictions for all voxels of all `batches`, without gradients. Collective."""
-    samples = total = 0.0
-    counts = torch.zeros(classes, 3, dtype=torch.float64)
-    with torch.no_grad():
-        for images, labels in batches:
-            scores = predict(images)
-            total += loss(scores, labels).item() * len(images)
-            samples += len(images)
-            counts += count(scores.argmax(1), labels, classes)
-    of_fractals = dice_coefficients(counts)[1:]
-    return FractalScore(total / samples, sum(of_fractals) / len(of_fractals), min(of_fractals))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import distconv as dc
 from distconv.data import on_rank_zero
 from distconv.transport.interface import ObjectCommunicator
+from examples.segmenting.dice import evaluate
 from examples.trainer.arguments import Add, positive
 from examples.trainer.example import PRECISIONS, Example
 from examples.trainer.ranks import boxes_of, on_one_rank
@@ -30,7 +31,7 @@ from examples.trainer.training import run
 from .data import Fractals
 from .network import STATISTICS, UNet
 from .plots import plot_loss, plot_volume
-from .score import FractalScore, class_weights, evaluate, fractal_loss
+from .score import FractalScore, class_weights, fractal_loss
 
 USAGE = __doc__ or ""
 
@@ -96,7 +97,9 @@ class FractalSegmentation(Example[Fractals, UNet]):
     def evaluate(self, model: nn.Module, batches: Iterable[Sequence[Any]]) -> FractalScore:
         model.eval()
         loss = partial(fractal_loss, weights=self._weights)
-        return evaluate(partial(self._predict, model), loss, batches, len(self._weights))
+        predict = partial(self._predict, model)
+        total, (_, *of_fractals) = evaluate(predict, loss, batches, len(self._weights))
+        return FractalScore(total, sum(of_fractals) / len(of_fractals), min(of_fractals))
 
     def is_done(self, args: argparse.Namespace, record: Mapping[str, Any]) -> bool:
         return bool(record["dice"] >= args.target)

@@ -22,12 +22,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from distconv.data.durable import write_atomically
-from examples.trainer.arguments import positive
+from distconv.planning.table import markdown
+from examples.trainer.arguments import command_line, positive
 from examples.trainer.launch import generated, mpiexec, words
 
 from . import generate
-
-PICTURE = Path("docs/reference/training_methods.png")
 
 
 @dataclass(frozen=True)
@@ -65,24 +64,14 @@ of two replicas of one. Downpour and hybrid have a server as well."""
 
 def main() -> None:
     """Run the jobs that are not finished, draw and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.mesh_tangling.compare_methods",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    def add(option: str, text: str, default: Any, kind: Any) -> None:
-        parser.add_argument(
-            option, help=f"{text} (default %(default)s)", default=default, type=kind
-        )
-
-    add("--output", "folder of data and runs", Path("runs/methods"), Path)
-    add("--picture", "file that is drawn", PICTURE, Path)
-    add("--epochs", "of each run", 8, positive(int))
-    add("--samples", "to train on", 192, positive(int))
-    add("--size", "zones a side of the mesh", 128, positive(int))
-    add("--width", "of the network, as a part of the published one", 0.125, positive(float))
-    parser.add_argument("--only", help="methods to run, by name", nargs="*", choices=METHODS)
+    parser, add = command_line("mesh_tangling.compare_methods", __doc__ or "")
+    add("--output", "folder of data and runs", type=Path, default="runs/methods")
+    add("--picture", "file that is drawn", type=Path, default="docs/reference/training_methods.png")
+    add("--epochs", "of each run", type=positive(int), default=8)
+    add("--samples", "to train on", type=positive(int), default=192)
+    add("--size", "zones a side of the mesh", type=positive(int), default=128)
+    add("--width", "a part of the published network's", type=positive(float), default=0.125)
+    add("--only", "methods to run, by name", nargs="*", choices=METHODS)
     args = parser.parse_args()
     samples = {"data": (args.samples, "0"), "validation": (max(4, args.samples // 6), "1")}
     files = generated(
@@ -194,19 +183,15 @@ def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Return the results as a table of Markdown."""
-    lines = [
-        "| method | samples | seconds | loss | intersection over union | mean staleness |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    scores = ("loss", "intersection over union", "mean staleness")
+    rows = [["method", "samples", "seconds", *scores]]
     for name, course in found.items():
-        stale = course["staleness"]
+        stale, last = course["staleness"], {n: course[n][-1] for n in ("samples", "seconds")}
         mean = sum(int(n) * k for n, k in stale.items()) / max(1, sum(stale.values()))
-        lines.append(
-            f"| {name} | {course['samples'][-1]:.0f} | {course['seconds'][-1]:.0f} | "
-            f"{course['loss'][-1]:.4f} | {course['iou'][-1]:.3f} | "
-            f"{f'{mean:.2f}' if stale else ''} |"
-        )
-    return "\n".join(lines)
+        numbers = (f"{course['loss'][-1]:.4f}", f"{course['iou'][-1]:.3f}")
+        counts = (f"{number:.0f}" for number in last.values())
+        rows.append([name, *counts, *numbers, f"{mean:.2f}" if stale else ""])
+    return markdown(rows, right=range(1, 6))
 
 
 if __name__ == "__main__":

@@ -33,4 +33,4 @@ def run(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    demo("examples.mesh_tangling.demo", __doc__ or "", Path("runs/demo"), run)
+    demo("mesh_tangling", __doc__ or "", run)

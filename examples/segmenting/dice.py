@@ -1,6 +1,9 @@
-"""Dice coefficients of segmentations, counted on all ranks together."""
+"""Losses and Dice coefficients of segmentations, counted on all ranks together."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +30,30 @@ def dice_loss(scores: Tensor, labels: Tensor, first: int = 0) -> Tensor:
     overlap = 2 * (predicted * true).sum(of_a_class) + SMOOTHING
     both = predicted.sum(of_a_class) + true.sum(of_a_class) + SMOOTHING
     return 1 - (overlap / both).mean()
+
+
+def evaluate(
+    predict: Callable[[Tensor], Tensor],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    batches: Iterable[Sequence[Any]],
+    classes: int,
+) -> tuple[float, list[float]]:
+    """Return the mean loss of samples, and the Dice coefficient of each class over all voxels of
+    all `batches`. Without gradients; collective.
+
+    Args:
+        predict: returns the scores of all classes for images.
+        loss: returns the loss of scores and labels.
+    """
+    samples = total = 0.0
+    counts = torch.zeros(classes, 3, dtype=torch.float64)
+    with torch.no_grad():
+        for images, labels in batches:
+            scores = predict(images)
+            total += loss(scores, labels).item() * len(images)
+            samples += len(images)
+            counts += count(scores.argmax(1), labels, classes)
+    return total / samples, dice_coefficients(counts)
 
 
 def dice_coefficients(counts: Tensor) -> list[float]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,12 +20,10 @@ import distconv as dc
 from distconv.comm.collectives import all_reduce_coalesced
 from distconv.data import Checkpoint, DataError, Loader, Sampler, on_rank_zero, together
 from distconv.data.checkpoint import last_in_common
-from distconv.data.durable import write_atomically
 from distconv.training import (
     AllWorkersLost,
     Downpour,
     ElasticAveraging,
-    Report,
     ServerLost,
     Team,
     Worker,
@@ -37,7 +35,7 @@ from distconv.transport.interface import ObjectCommunicator
 from .building import OPTIMIZERS, Diverged, build_model, build_optimizer, check_finite, make_grid
 from .checkpoint import DECISIVE, check_checkpoint
 from .example import Example, check_batch_size
-from .logs import write_table
+from .logs import write_json, write_table
 from .methods import DECISIVE_APART, recipe_of
 from .output import KEPT, is_restart, prepare_output
 from .progress import Progress
@@ -58,28 +56,8 @@ class Share(Sampler):
         return [batch[self.worker :: self.workers] for batch in super().batches(epoch)]
 
 
-class Learner(Protocol):
-    """The interface of a worker that trains with others."""
-
-    def step(self, samples: int = 1) -> None:
-        """Take a step after `backward()`. Gradients are None afterwards."""
-
-    def meet(self) -> None:
-        """Wait for all workers."""
-
-    def center(self) -> AbstractContextManager[None]:
-        """Give the model the common parameters of all workers within the context."""
-
-    def save(self, within: Path, number: int, *, loader: Loader, extra: Mapping[str, Any]) -> None:
-        """Save this worker's state, in a folder of its own, together with all workers."""
-
-    def load(
-        self, path: Path, *, loader: Loader, check: Callable[[Checkpoint], object]
-    ) -> Checkpoint:
-        """Load a state written by `save`."""
-
-    def finish(self) -> None:
-        """Say that this worker has finished."""
+Learner: TypeAlias = "Worker | _Elastic"
+"""How a worker learns with others."""
 
 
 def train_apart(
@@ -198,7 +176,10 @@ def _by_servers(
             keep=KEPT,
             resume=saved or False,
         )
-        _write_report(args, report, team.rank)
+        print(report, flush=True)
+        staleness = {str(n): report.staleness[n] for n in sorted(report.staleness)}
+        facts = {"updates": report.updates, "samples": report.samples, "staleness": staleness}
+        write_json(args.output / f"server-{team.rank}.json", facts)
     except Exception as error:
         team.leave(error)
         raise
@@ -207,10 +188,7 @@ def _by_servers(
 def _groups(args: argparse.Namespace, comm: ObjectCommunicator) -> tuple[dict[str, int], int]:
     """Return the grid of a worker, and the number of workers; raises DataError on all ranks."""
     extents: dict[str, int] = {"sample": 1} | args.grid
-    replicas = extents["sample"]
-    ranks = 1
-    for extent in extents.values():
-        ranks *= extent
+    replicas, ranks = extents["sample"], prod(extents.values())
     groups = args.groups or (min(2, replicas) if args.method == "hybrid" else replicas)
     if ranks < 1 or comm.size != args.servers + ranks:
         raise DataError(
@@ -238,7 +216,7 @@ def _learn(
     """Train on the ranks of one worker; the first worker validates the common parameters.
 
     Args:
-        make: makes the `Learner`, from the model and the number of steps in an epoch.
+        make: makes the learner, from the model and the number of steps in an epoch.
         folder: the folder for the checkpoints of this worker.
         saved: the checkpoint to resume from.
     """
@@ -301,58 +279,34 @@ def _learn(
             example.draw(args, model, validation, history)
     learner.finish()
     if worker == 0:
-        on_rank_zero(own, lambda: _write_metrics(args, own, workers, history))
+        metrics = {
+            "method": args.method,
+            "workers": workers,
+            "grid": own.shape,
+            "batch_size": args.batch_size,
+            "history": history,
+        }
+        on_rank_zero(own, lambda: write_json(args.output / "metrics.json", metrics))
 
 
-def _write_metrics(
-    args: argparse.Namespace, own: dc.ProcessGrid, workers: int, history: list[dict[str, Any]]
-) -> None:
-    metrics = {
-        "method": args.method,
-        "workers": workers,
-        "grid": own.shape,
-        "batch_size": args.batch_size,
-        "history": history,
-    }
-    _write_json(args, "metrics.json", metrics)
-
-
-def _write_report(args: argparse.Namespace, report: Report, rank: int) -> None:
-    """Write a server's report of staleness, and print it."""
-    print(report, flush=True)
-    staleness = {str(n): report.staleness[n] for n in sorted(report.staleness)}
-    facts = {"updates": report.updates, "samples": report.samples, "staleness": staleness}
-    _write_json(args, f"server-{rank}.json", facts)
-
-
-def _write_json(args: argparse.Namespace, name: str, facts: Mapping[str, Any]) -> None:
-    text = json.dumps(facts, indent=1)
-    write_atomically(args.output / name, lambda file: file.write(text.encode()))
-
-
+@dataclass
 class _Elastic:
-    """Elastic averaging as a `Learner`; all workers take all its steps together."""
+    """Elastic averaging with the methods of a `Worker`; all workers take all its steps together."""
 
-    def __init__(
-        self,
-        elastic: ElasticAveraging,
-        model: nn.Module,
-        grid: dc.ProcessGrid,
-        optimizer: Optimizer,
-        scheduler: Any,
-        folder: str,
-    ):
-        self._elastic, self._model, self._grid = elastic, model, grid
-        self._folder = folder
-        self._optimizer, self._scheduler = optimizer, scheduler
+    elastic: ElasticAveraging
+    model: nn.Module
+    grid: dc.ProcessGrid
+    optimizer: Optimizer
+    scheduler: Any
+    folder: str
 
     def step(self, samples: int = 1) -> None:
         """Pull in every `period`-th step, and take a step."""
-        self._elastic.step()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self.elastic.step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def meet(self) -> None:
         """Do nothing: workers meet in the pulls."""
@@ -360,10 +314,11 @@ class _Elastic:
     @contextmanager
     def center(self) -> Iterator[None]:
         """Give the model the center, with the mean of all workers' running statistics."""
-        buffers = [b for b in self._model.buffers() if b.is_floating_point()]
+        buffers = [b for b in self.model.buffers() if b.is_floating_point()]
         own = [b.clone() for b in buffers]
-        with torch.no_grad(), self._elastic.center():
-            _fill(buffers, [b / self._grid.shape["sample"] for b in self._sums(buffers)])
+        with torch.no_grad(), self.elastic.center():
+            sums = all_reduce_coalesced(buffers, self.grid, ("sample",))
+            _fill(buffers, [total / self.grid.shape["sample"] for total in sums])
             try:
                 yield
             finally:
@@ -372,14 +327,14 @@ class _Elastic:
     def save(self, within: Path, number: int, *, loader: Loader, extra: Mapping[str, Any]) -> None:
         """Save this worker's own parameters, and the center."""
         dc.save_checkpoint(
-            within / self._folder,
-            self._model,
-            self._optimizer,
-            self._scheduler,
+            within / self.folder,
+            self.model,
+            self.optimizer,
+            self.scheduler,
             loader,
             number,
             keep=KEPT,
-            extra={**extra, "elastic": self._elastic.state_dict()},
+            extra={**extra, "elastic": self.elastic.state_dict()},
         )
 
     def load(
@@ -387,17 +342,14 @@ class _Elastic:
     ) -> Checkpoint:
         """Load this worker's own parameters, and the center."""
         found = dc.load_checkpoint(
-            path, self._model, self._optimizer, self._scheduler, loader, check=check
+            path, self.model, self.optimizer, self.scheduler, loader, check=check
         )
         assert found is not None
-        self._elastic.load_state_dict(found.extra["elastic"])
+        self.elastic.load_state_dict(found.extra["elastic"])
         return found
 
     def finish(self) -> None:
         """Do nothing: all workers end together."""
-
-    def _sums(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
-        return all_reduce_coalesced(buffers, self._grid, ("sample",))
 
 
 def _fill(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

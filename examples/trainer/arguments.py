@@ -1,13 +1,15 @@
-"""The command line of a training run."""
+"""Command lines of the examples: options with their defaults, and errors in one line."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
+from distconv.data import DataError
 from distconv.tools.arguments import RankParser, grid_axes
 from distconv.transport.interface import ObjectCommunicator
 
@@ -19,73 +21,61 @@ class Add(Protocol):
         """Add an option; keywords are those of `argparse.ArgumentParser.add_argument`."""
 
 
-def parse_arguments(
-    comm: ObjectCommunicator,
-    arguments: Sequence[str] | None,
-    *,
+def command_line(
     program: str,
     description: str,
-    axes: Sequence[str],
-    add_own: Callable[[Add], None],
-    optimizers: Iterable[str],
-    precisions: Iterable[str],
-    defaults: Mapping[str, Any],
-) -> argparse.Namespace:
-    """Parse the command line on every rank of `comm`: it succeeds on all, or on none. Collective.
+    comm: ObjectCommunicator | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> tuple[RankParser, Add]:
+    """Return a parser for the ranks of `comm`, and a function that adds options to it.
 
     Args:
-        program: the command that starts the program.
+        program: its module, under `examples`.
         description: the beginning of `--help`.
-        axes: the axes that `--grid` may name.
-        add_own: adds the options of one example.
-        optimizers, precisions: the choices.
-        defaults: defaults of the shared options that an example changes.
+        comm: all ranks of the job when not given, or a process that is started alone.
+        defaults: defaults by name that differ from those with which options are added.
     """
     parser = RankParser(
         comm,
-        prog=program,
+        prog=f"python -m examples.{program}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
 
     def add(option: str, text: str, **keywords: Any) -> None:
         name = option.lstrip("-").replace("-", "_")
-        if name in defaults:
+        if defaults and name in defaults:
             keywords["default"] = defaults[name]
         if keywords.get("default") not in (None, False):
             text += " (default %(default)s)"
         parser.add_argument(option, help=text, **keywords)
 
-    add("--data", "samples to train on", type=Path, required=True)
-    add("--validation", "samples to validate on", type=Path, required=True)
-    add("--output", "folder for checkpoint, pictures and metrics", type=Path, required=True)
+    return parser, add
+
+
+def add_grid(add: Add, axes: Sequence[str], default: str) -> None:
+    """Add the option for the process grid, whose axes are some of `axes`."""
     add(
         "--grid",
         "ranks along the axes of the process grid; one may be -1, for all that remain",
         type=partial(grid_axes, axes=axes),
-        default="sample=-1",
+        default=default,
         metavar="AXIS=RANKS,...",
     )
-    add_own(add)
-    add("--epochs", "how often to go through the data", type=positive(int), default=18)
-    add("--batch-size", "samples of a mini-batch, over all ranks", type=positive(int), default=64)
-    add("--optimizer", "how to step", choices=optimizers, default="adam")
-    add("--learning-rate", "how far to step", type=positive(float), default=1e-3)
-    add("--seed", "of the initial weights and the shuffling", type=natural, default=0)
-    add("--precision", "of data, weights and arithmetic", choices=precisions, default="float32")
-    add("--resume", "continue from the last checkpoint in this folder", type=Path, metavar="FOLDER")
-    add(
-        "--compare-serial",
-        "first take N steps on the grid and on one rank alone, and print how far they differ",
-        type=positive(int),
-        metavar="N",
-    )
-    add(
-        "--tensorboard",
-        "also log losses and scores for TensorBoard, in the folder tensorboard of the output",
-        action="store_true",
-    )
-    return parser.parse_args(arguments)
+
+
+@contextmanager
+def errors_in_one_line(
+    comm: ObjectCommunicator, kinds: tuple[type[Exception], ...] = (DataError,)
+) -> Iterator[None]:
+    """Let errors that all ranks raise end the program with one line, and exit status 2."""
+    try:
+        yield
+    except kinds as error:
+        if comm.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def natural(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The objects of a run, made from its command line: the grid, the network, the optimizer."""
+"""The options of a run, and what is made of them: the grid, the network, the optimizer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from distconv.data import DataError
 from distconv.training import LARS
 from distconv.transport.interface import ObjectCommunicator
 
+from .arguments import Add, add_grid, natural, positive
 from .example import PRECISIONS, Example
+from .methods import add_method_arguments
 
 
 def lars(parameters: Iterable[Any], lr: float) -> Optimizer:
@@ -37,10 +40,40 @@ class Diverged(ArithmeticError):
     """Training has produced numbers that are not finite. Raised on every rank."""
 
 
-def make_grid(args: argparse.Namespace, comm: ObjectCommunicator) -> dc.ProcessGrid:
+def add_arguments(add: Add, example: Example[Any, Any]) -> None:
+    """Add the options of a training run: those of the example, of the method, and the shared."""
+    add("--data", "samples to train on", type=Path, required=True)
+    add("--validation", "samples to validate on", type=Path, required=True)
+    add("--output", "folder for checkpoint, pictures and metrics", type=Path, required=True)
+    add_grid(add, example.axes, "sample=-1")
+    example.add_arguments(add)
+    add_method_arguments(add)
+    add("--epochs", "how often to go through the data", type=positive(int), default=18)
+    add("--batch-size", "samples of a mini-batch, over all ranks", type=positive(int), default=64)
+    add("--optimizer", "how to step", choices=OPTIMIZERS, default="adam")
+    add("--learning-rate", "how far to step", type=positive(float), default=1e-3)
+    add("--seed", "of the initial weights and the shuffling", type=natural, default=0)
+    add("--precision", "of data, weights and arithmetic", choices=PRECISIONS, default="float32")
+    add("--resume", "continue from the last checkpoint in this folder", type=Path, metavar="FOLDER")
+    add(
+        "--compare-serial",
+        "first take N steps on the grid and on one rank alone, and print how far they differ",
+        type=positive(int),
+        metavar="N",
+    )
+    add(
+        "--tensorboard",
+        "also log losses and scores for TensorBoard, in the folder tensorboard of the output",
+        action="store_true",
+    )
+
+
+def make_grid(
+    args: argparse.Namespace, comm: ObjectCommunicator, device: str | None = None
+) -> dc.ProcessGrid:
     """Return the grid of the command line. Collective."""
     try:
-        return dc.ProcessGrid(comm, **args.grid)
+        return dc.ProcessGrid(comm, device=device, **args.grid)
     except ValueError as error:
         raise DataError(str(error)) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -13,34 +12,28 @@ from typing import NoReturn
 from distconv.data.checkpoint import checkpoints_in
 from distconv.transport.world import world
 
+from .arguments import command_line, natural
+
 RANKS = 4
 """The number of ranks of a demo."""
 
 
-def demo(module: str, description: str, output: Path, run: Callable[[Path], None]) -> None:
+def demo(name: str, description: str, run: Callable[[Path], None]) -> None:
     """Run a demo on its ranks, by which a process that is started alone is replaced.
 
     Args:
-        module: the demo's module.
+        name: the example's folder.
         description: the beginning of `--help`.
-        output: the default of `--output`.
         run: runs the demo on all ranks, given its folder.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--output", type=Path, default=output, help="folder (default %(default)s)")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=RANKS,
-        help="how many to start; 0 on ranks that a launcher has started (default %(default)s)",
-    )
+    parser, add = command_line(f"{name}.demo", description)
+    add("--output", "folder", type=Path, default=f"runs/demo-{name}")
+    add("--ranks", "to start; 0 on ranks that a launcher has started", type=natural, default=RANKS)
     args = parser.parse_args()
     if args.ranks:
-        become_ranks(args.ranks, module, ["--ranks", "0", "--output", str(args.output)])
+        become_ranks(
+            args.ranks, f"examples.{name}.demo", ["--ranks", "0", "--output", str(args.output)]
+        )
     run(args.output)
 
 

@@ -1,9 +1,10 @@
-"""Logs of a run for other programs: a table of epochs, and events for TensorBoard."""
+"""Logs of a run for other programs: tables of epochs, JSON, and events for TensorBoard."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ def write_table(path: Path, history: Sequence[dict[str, Any]]) -> None:
             table.writeheader()
         table.writerow(row)
     write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def write_json(path: Path, facts: Any) -> None:
+    """Write facts as JSON into a file that is whole at any moment."""
+    text = json.dumps(facts, indent=1)
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 class TensorBoard:

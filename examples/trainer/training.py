@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -18,18 +17,24 @@ from torch import nn
 
 import distconv as dc
 from distconv.data import DataError, Loader, Sampler, on_rank_zero, together
-from distconv.data.durable import write_atomically
 from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.world import world
 
 from .apart import train_apart
-from .arguments import Add, parse_arguments
-from .building import OPTIMIZERS, Diverged, build_model, build_optimizer, check_finite, make_grid
+from .arguments import command_line, errors_in_one_line
+from .building import (
+    Diverged,
+    add_arguments,
+    build_model,
+    build_optimizer,
+    check_finite,
+    make_grid,
+)
 from .checkpoint import DECISIVE, check_checkpoint, check_finite_state, checkpoint_size
 from .compare import compare_with_serial
-from .example import PRECISIONS, Example, check_batch_size
-from .logs import TensorBoard, write_table
-from .methods import Steps, add_method_arguments, check_method
+from .example import Example, check_batch_size
+from .logs import TensorBoard, write_json, write_table
+from .methods import Steps, check_method
 from .output import KEPT, make_room, prepare_output, restarted_from
 from .progress import Progress
 
@@ -48,32 +53,16 @@ def run(
     if comm is None:
         comm = world().for_program()
 
-    def add_own(add: Add) -> None:
-        example.add_arguments(add)
-        add_method_arguments(add)
-
-    try:
-        args = parse_arguments(
-            comm,
-            arguments,
-            program=f"python -m examples.{example.name}.train",
-            description=example.description,
-            axes=example.axes,
-            add_own=add_own,
-            optimizers=OPTIMIZERS,
-            precisions=PRECISIONS,
-            defaults=example.defaults,
-        )
+    parser, add = command_line(f"{example.name}.train", example.description, comm, example.defaults)
+    add_arguments(add, example)
+    with errors_in_one_line(comm, (DataError, Diverged)):
+        args = parser.parse_args(arguments)
         args.words = list(sys.argv[1:] if arguments is None else arguments)
         try:
             check_method(args)
         except ValueError as error:
             raise DataError(str(error)) from error
         (train if args.method == "sync" else train_apart)(example, args, comm)
-    except (DataError, Diverged) as error:
-        if comm.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectCommunicator) -> None:
@@ -262,5 +251,4 @@ def write_metrics(args: argparse.Namespace, metrics: dict[str, Any]) -> None:
         f"read by each rank: {least / 1e6:.1f} to {most / 1e6:.1f} MB; waited for it: at most "
         f"{waited:.1f} s, {metrics['waiting_share']:.1%} of the time of training steps"
     )
-    text = json.dumps(metrics, indent=1)
-    write_atomically(args.output / "metrics.json", lambda file: file.write(text.encode()))
+    write_json(args.output / "metrics.json", metrics)

@@ -40,4 +40,4 @@ def run(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    demo("examples.unet3d.demo", __doc__ or "", Path("runs/demo-unet3d"), run)
+    demo("unet3d", __doc__ or "", run)

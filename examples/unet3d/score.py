@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from examples.segmenting.dice import count, dice_coefficients, dice_loss
+from examples.segmenting.dice import dice_loss
 from examples.trainer.example import Score
 
 from .tomography import CLASSES
@@ -44,17 +41,3 @@ def segmentation_loss(scores: Tensor, labels: Tensor) -> Tensor:
         labels: (samples, D, H, W), integers.
     """
     return F.cross_entropy(scores, labels) + dice_loss(scores, labels)
-
-
-def evaluate(model: nn.Module, batches: Iterable[Sequence[Any]]) -> SegmentationScore:
-    """Score `model` on all voxels of all `batches`, in evaluation mode. Collective."""
-    model.eval()
-    samples = loss = 0.0
-    counts = torch.zeros(len(CLASSES), 3, dtype=torch.float64)
-    with torch.no_grad():
-        for images, labels in batches:
-            scores = model(images)
-            loss += segmentation_loss(scores, labels).item() * len(images)
-            samples += len(images)
-            counts += count(scores.argmax(1), labels, len(CLASSES))
-    return SegmentationScore(loss / samples, *dice_coefficients(counts))

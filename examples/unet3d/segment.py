@@ -10,26 +10,22 @@ by its suffix.
 
 from __future__ import annotations
 
-import argparse
 import io
-import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import distconv as dc
-from distconv.data import Checkpoint, DataError, on_rank_zero
+from distconv.data import Checkpoint, on_rank_zero
 from distconv.data.checkpoint import checkpoints_in
 from distconv.data.durable import DamagedFile, read_checksummed
-from distconv.tools.arguments import RankParser, grid_axes
 from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.world import world
 from examples.segmenting.dice import count, dice_coefficients
-from examples.trainer.arguments import natural
+from examples.trainer.arguments import add_grid, command_line, errors_in_one_line, natural
+from examples.trainer.building import make_grid
 from examples.trainer.ranks import boxes_of
 
 from .data import Volumes, made_volume
@@ -113,52 +109,25 @@ def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None
     """Run the command line; errors are one line on rank 0, with exit status 2."""
     if comm is None:
         comm = world().for_program()
-    parser = RankParser(
-        comm,
-        prog="python -m examples.unet3d.segment",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    def add(option: str, text: str, **keywords: Any) -> None:
-        parser.add_argument(option, help=text, **keywords)
-
+    parser, add = command_line("unet3d.segment", __doc__ or "", comm)
     add("--checkpoint", "folder of a training run", type=Path, required=True)
     add("--output", "zarr folder, HDF5 or npy file to write", type=Path, required=True)
     add("--volume", "file of `generate`, whose first volume is taken", type=Path)
     add("--size", "voxels of a volume that is made", type=side_lengths, default="65")
-    add("--seed", "of the volume that is made (default %(default)s)", type=natural, default=2)
+    add("--seed", "of the volume that is made", type=natural, default=2)
     add("--picture", "PNG file for slices of the result", type=Path)
-    add(
-        "--grid",
-        "ranks along the axes of the process grid (default %(default)s)",
-        type=partial(grid_axes, axes=Segmentation.axes),
-        default="depth=-1",
-        metavar="AXIS=RANKS,...",
-    )
+    add_grid(add, Segmentation.axes, "depth=-1")
     args = parser.parse_args(arguments)
-    try:
-        found = run(args, comm)
-    except DataError as error:
-        if comm.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with errors_in_one_line(comm):
+        grid = make_grid(args, comm)
+        if args.volume is not None:
+            volume: dc.data.Dataset = Volumes(args.volume, grid, torch.float32)
+        else:
+            volume = made_volume(args.seed, 0, args.size, grid, torch.float32)
+        found = segment(args.checkpoint, volume, args.output, args.picture)
     if comm.rank == 0:
         listed = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         print(f"{args.output}: Dice of {listed}", flush=True)
-
-
-def run(args: argparse.Namespace, comm: ObjectCommunicator) -> dict[str, float]:
-    """Segment the volume of the command line. Collective."""
-    try:
-        grid = dc.ProcessGrid(comm, **args.grid)
-    except ValueError as error:
-        raise DataError(str(error)) from error
-    if args.volume is not None:
-        volume: dc.data.Dataset = Volumes(args.volume, grid, torch.float32)
-    else:
-        volume = made_volume(args.seed, 0, args.size, grid, torch.float32)
-    return segment(args.checkpoint, volume, args.output, args.picture)
 
 
 if __name__ == "__main__":

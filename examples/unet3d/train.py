@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import distconv as dc
 from distconv.data import on_rank_zero
 from distconv.transport.interface import ObjectCommunicator
+from examples.segmenting.dice import evaluate
 from examples.trainer.arguments import Add, positive
 from examples.trainer.example import PRECISIONS, Example
 from examples.trainer.ranks import boxes_of, on_one_rank
@@ -28,7 +29,7 @@ from examples.trainer.training import run
 from .data import Volumes
 from .network import UNet3d
 from .plots import plot_loss, plot_slices
-from .score import SegmentationScore, evaluate, segmentation_loss
+from .score import SegmentationScore, segmentation_loss
 from .tomography import CLASSES
 
 USAGE = __doc__ or ""
@@ -72,7 +73,9 @@ class Segmentation(Example[Volumes, UNet3d]):
         return segmentation_loss(model(image), labels)
 
     def evaluate(self, model: nn.Module, batches: Iterable[Sequence[Any]]) -> SegmentationScore:
-        return evaluate(model, batches)
+        model.eval()
+        loss, coefficients = evaluate(model, segmentation_loss, batches, len(CLASSES))
+        return SegmentationScore(loss, *coefficients)
 
     def draw(
         self,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from distconv.data.durable import write_atomically
-from distconv.planning.table import byte_size, table
+from distconv.planning.table import byte_size, markdown, table
 from distconv.transport.world import world
 from examples.trainer.launch import demo
 
@@ -44,8 +44,7 @@ def run(output: Path) -> None:
                 if half.call == "decode":
                     plot_seams(output / f"{autoencoder.name}.png", half)
     if comm.rank == 0:
-        lines = [_HEADS, ["---"] * 4 + ["---:"] * 3, *rows]
-        page = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        page = markdown([_HEADS, *rows], right=(4, 5, 6)) + "\n"
         write_atomically(output / "vae.md", lambda file: file.write(page.encode()))
         print(f"Look at {output / 'vae.md'} and at the pictures beside it")
 
@@ -66,4 +65,4 @@ def rows_of(half: Half) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    demo("examples.vae.demo", __doc__ or "", Path("runs/demo-vae"), run)
+    demo("vae", __doc__ or "", run)
