@@ -1,36 +1,55 @@
 """Messages on a fat tree, by SimGrid with all their contention, beside the planner's links.
 
-    python -m benchmarks.trace trace.json ... --machine machines/lassen.json
-    python -m benchmarks.contention machines/lassen.json trace.json [...] > contention.md
+    python -m benchmarks.contention MODULE:FACTORY --shape ... --grid ... --machine FILE
 
-A trace has the messages of all ranks in a training step. Every different exchange and collective
-in it is simulated with all ranks at once, and compared with what the planner takes for the slowest
-rank. SimGrid is that of the system's Python (Debian: python3-simgrid); PYTHON_WITH_SIMGRID names
-another.
+Other options are those of `python -m distconv predict`. A training step is recorded, and every
+different exchange and collective in it is simulated with all ranks at once, and compared with what
+the planner takes for the slowest rank. SimGrid is that of the system's Python (Debian:
+python3-simgrid); PYTHON_WITH_SIMGRID names another.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
-import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from distconv.geometry.topology import Topology
+from torch import nn
+
+from distconv.geometry.topology import AXES, Topology
 from distconv.planning.links import collective_cost, messages_cost
 from distconv.planning.machine import Machine
+from distconv.planning.recorded_step import record_step, shapes_of
+from distconv.planning.recording import Start
 from distconv.planning.table import byte_size, markdown
+from distconv.tools.commands.options import add_grid_option, add_step_options, loaded, step_options
+from distconv.tools.factories import module_from
 
 Step: TypeAlias = list[tuple[int, int, float]]
 """Messages that start at the same time: from and to which rank, and their bytes."""
 
 LEAF = 18
 """Nodes on a switch of 36 ports, which has as many links upwards."""
+
+
+Away: TypeAlias = tuple[tuple[int, ...], int]
+"""How many ranks away along each axis another rank is, and the bytes that it sends or gets."""
+
+
+class Event(NamedTuple):
+    """An exchange, or a collective, of one kind of ranks."""
+
+    collective: str | None
+    """`all_reduce` or `all_gather`; None for an exchange."""
+    arriving: tuple[Away, ...]
+    leaving: tuple[Away, ...]
 
 
 class Movement(NamedTuple):
@@ -44,60 +63,56 @@ class Movement(NamedTuple):
     """Seconds that the planner takes for the slowest rank."""
 
 
-class Trace:
-    """The messages of a step, as `benchmarks.trace` writes them."""
+class Trace(NamedTuple):
+    """The messages of a step.
 
-    def __init__(self, given: Mapping[str, Any]):
-        self.topology = Topology(tuple(given["extents"]))
-        self.axes: list[str] = given["axes"]
-        self.name: str = given["module"]
-        self._kinds: list[int] = given["kind_of_rank"]
-        self._events: list[list[list[Any]]] = given["events"]
+    Ranks at like places of a grid do alike: there are records of each kind of place (first, last,
+    and between, along each axis), with other ranks told by how far away they are. The middle of an
+    axis is that of all but its ends, and the first samples those of all, so that uneven blocks
+    count so.
+    """
 
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks."""
-        return self.topology.size
+    name: str
+    topology: Topology
+    kinds: Sequence[int]
+    """The kind of each rank."""
+    starts: Sequence[Mapping[int, Event]]
+    """By kind, the exchanges and collectives by their numbers."""
 
     def movements(self, machine: Machine) -> Iterator[Movement]:
         """Yield what is different among the exchanges and collectives of a step."""
-        starts = [
-            {event[1]: event for event in of_kind if event[0] not in ("compute", "wait")}
-            for of_kind in self._events
-        ]
-        found: dict[str, list[int]] = {}
-        for number in sorted(set().union(*starts)):
-            alike = [of[number][:1] + of[number][2:] if number in of else None for of in starts]
-            found.setdefault(json.dumps(alike), []).append(number)
-        for numbers in found.values():
-            events = [of.get(numbers[0]) for of in starts]
-            kind = next(event[0] for event in events if event is not None)
-            if kind == "exchange":
-                yield self._exchange(events, len(numbers), machine)
+        found: dict[tuple[Event | None, ...], int] = Counter()
+        for number in sorted(set().union(*self.starts)):
+            found[tuple(of.get(number) for of in self.starts)] += 1
+        for events, times in found.items():
+            event = next(event for event in events if event is not None)
+            if event.collective is None:
+                yield self._exchange(events, times, machine)
             else:
-                yield self._collective(events[0], len(numbers), machine)
+                yield self._collective(event, times, machine)
 
-    def _exchange(self, events: Sequence[Any], times: int, machine: Machine) -> Movement:
+    def _exchange(self, events: Sequence[Event | None], times: int, machine: Machine) -> Movement:
         step: Step = []
         slowest, most = 0.0, 0
-        for rank, kind in enumerate(self._kinds):
-            event = events[kind] or ("exchange", 0, (), ())
-            arriving, leaving = (self._peers(rank, side) for side in event[2:])
+        for rank, kind in enumerate(self.kinds):
+            event = events[kind] or Event(None, (), ())
+            arriving, leaving = (self._peers(rank, side) for side in event[1:])
             step += [(peer, rank, size) for peer, size in arriving]
             slowest = max(slowest, messages_cost(rank, arriving, leaving, machine).total)
             most = max(most, sum(size for _, size in arriving))
         return Movement(f"halos of up to {byte_size(most)} a rank", times, [step], slowest)
 
-    def _peers(self, rank: int, side: Sequence[Any]) -> list[tuple[int, int]]:
-        here = self.topology.coordinates(rank)
+    def _peers(self, rank: int, side: Sequence[Away]) -> list[tuple[int, int]]:
+        here = _coordinates(self.topology, rank)
         return [
-            (self.topology.rank({a: here[a] + o for a, o in zip(self.axes, by, strict=True)}), size)
+            (_rank_at(self.topology, [a + b for a, b in zip(here, by, strict=True)]), size)
             for by, size in side
         ]
 
-    def _collective(self, event: Any, times: int, machine: Machine) -> Movement:
-        kind, _, axes, size = event
-        groups = [list(group) for group in self._groups(axes)]
+    def _collective(self, event: Event, times: int, machine: Machine) -> Movement:
+        kind, size = event.collective or "", event.arriving[0][1]
+        along = [any(offsets) for offsets in zip(*(by for by, _ in event.arriving), strict=True)]
+        groups = [list(group) for group in self._groups(along)]
         steps_of = all_reduce if kind == "all_reduce" else all_gather
         rounds = [steps_of(group, size, machine.ranks_per_node) for group in groups]
         steps = [[m for of in at_once for m in of] for at_once in zip(*rounds, strict=True)]
@@ -105,12 +120,61 @@ class Trace:
         name = f"{kind.replace('_', '-')} of {byte_size(size)} among {len(groups[0]):,}"
         return Movement(name, times, steps, planned)
 
-    def _groups(self, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    def _groups(self, along: Sequence[bool]) -> Iterator[tuple[int, ...]]:
         """Yield the ranks that differ along some axes only, for each place along the others."""
-        others = [axis for axis in self.axes if axis not in axes]
-        for place in product(*(range(self.topology.extent(axis)) for axis in others)):
-            start = dict.fromkeys(self.axes, 0) | dict(zip(others, place, strict=True))
-            yield self.topology.peers(self.topology.rank(start), axes)
+        extents = zip(self.topology.extents, along, strict=True)
+        axes = [axis for axis, varies in zip(AXES, along, strict=True) if varies]
+        for place in product(*(range(1 if varies else n) for n, varies in extents)):
+            yield self.topology.peers(_rank_at(self.topology, place), axes)
+
+
+def recorded(
+    module: nn.Module,
+    shape: Sequence[int] | Sequence[Sequence[int]],
+    grid: Mapping[str, int],
+    **options: Any,
+) -> Trace:
+    """Return the messages of a step on all ranks of a grid; options are those of `predict`."""
+    topology = Topology(tuple(grid.get(axis, 1) for axis in AXES))
+    places = [_stands_for(topology, rank) for rank in range(topology.size)]
+    kinds = sorted(set(places))
+    starts = []
+    for place in kinds:
+        rank = _rank_at(topology, place)
+        record = record_step(module, shapes_of(shape), grid, rank=rank, **options)
+        starts.append(
+            {e.number: _event(e, rank, topology) for e in record.events if isinstance(e, Start)}
+        )
+    return Trace(type(module).__name__, topology, [kinds.index(place) for place in places], starts)
+
+
+def _event(start: Start, rank: int, topology: Topology) -> Event:
+    me = _coordinates(topology, rank)
+
+    def away(side: Sequence[tuple[int, int]]) -> tuple[Away, ...]:
+        there = ((_coordinates(topology, peer), size) for peer, size in side)
+        return tuple(
+            (tuple(b - a for a, b in zip(me, at, strict=True)), size) for at, size in there
+        )
+
+    return Event(start.collective, away(start.arriving), away(start.leaving))
+
+
+def _coordinates(topology: Topology, rank: int) -> tuple[int, ...]:
+    return tuple(topology.coordinates(rank).values())
+
+
+def _rank_at(topology: Topology, place: Sequence[int]) -> int:
+    return topology.rank(dict(zip(AXES, place, strict=True)))
+
+
+def _stands_for(topology: Topology, rank: int) -> tuple[int, ...]:
+    """Return the coordinates of the rank that stands for this one; samples have no neighbours."""
+    places = zip(AXES, _coordinates(topology, rank), topology.extents, strict=True)
+    return tuple(
+        0 if axis == "sample" else n // 2 if 0 < index < n - 1 else index
+        for axis, index, n in places
+    )
 
 
 def all_reduce(group: Sequence[int], size: float, per_node: int) -> list[Step]:
@@ -206,7 +270,7 @@ def simulated(movements: Sequence[Movement], ranks: int, machine: Machine) -> li
 def section(trace: Trace, machine: Machine) -> str:
     """Return the comparison of a trace as a table."""
     movements = list(trace.movements(machine))
-    took = simulated(movements, trace.ranks, machine)
+    took = simulated(movements, trace.topology.size, machine)
     rows = [["movement", "in a step", "planner", "SimGrid", "SimGrid over planner"]]
     for m, seconds in zip(movements, took, strict=True):
         times = (f"{x * 1e6:,.0f} us" for x in (m.planned, seconds))
@@ -215,18 +279,20 @@ def section(trace: Trace, machine: Machine) -> str:
     found = sum(m.times * seconds for m, seconds in zip(movements, took, strict=True))
     times = (f"{x * 1e3:.2f} ms" for x in (planned, found))
     rows.append(["all, one after another", "", *times, f"{found / planned:.2f}"])
-    title = f"## {trace.name} on ({trace.topology}), {trace.ranks:,} ranks"
+    title = f"## {trace.name} on ({trace.topology}), {trace.topology.size:,} ranks"
     return f"{title}\n\n{markdown(rows)}\n"
 
 
-def main(machine: Path, traces: Sequence[Path]) -> None:
-    """Print the comparison of all traces."""
-    described = Machine.load(machine)
-    print(f"# Messages on a fat tree with contention, and as planned: {described.name}\n")
-    print("Written by `python -m benchmarks.contention`; its meaning: docs/reference/scaling.md.\n")
-    for path in traces:
-        print(section(Trace(json.loads(path.read_text())), described), flush=True)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the comparison of the step that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.contention", description=__doc__)
+    add_step_options(parser)
+    add_grid_option(parser)
+    given = parser.parse_args(arguments)
+    machine, module = loaded(given.machine), module_from(given.factory, given.seed)
+    options = step_options(given) | {"gpu": machine.asynchronous}
+    print(section(recorded(module, given.shape, given.grid, **options), machine))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
+    main()

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.contention import Step, Trace, all_gather, all_reduce, section
+from benchmarks.contention import Event, Step, Trace, all_gather, all_reduce, recorded, section
 from benchmarks.scale import ASSUMPTIONS, Experiment, outcome, page, picture
+from distconv.geometry.topology import Topology
 from distconv.planning import Machine
 from distconv.planning.links import collective_cost, messages_cost
 from tests.planning.machines import described
@@ -109,32 +110,26 @@ def test_ranks_that_cannot_be_halved_are_refused() -> None:
 
 def trace() -> Trace:
     """The trace of two samples, each on two ranks of a node: halos twice, then a sum over all."""
-    by = [0, 0, 0, 0, 1, 0]
-    back = [0, 0, 0, 0, -1, 0]
-    return Trace(
-        {
-            "format": 1,
-            "module": "Net",
-            "axes": ["sample", "channel", "filter", "depth", "height", "width"],
-            "extents": [2, 1, 1, 1, 2, 1],
-            "kind_of_rank": [0, 1, 0, 1],
-            "events": [
-                [
-                    ["compute", 1e-3],
-                    ["exchange", 0, [[by, 1000]], [[by, 1000]]],
-                    ["wait", 0],
-                    ["exchange", 1, [[by, 1000]], [[by, 1000]]],
-                    ["wait", 1],
-                    ["all_reduce", 2, ["sample", "height"], 4096],
-                    ["wait", 2],
-                ],
-                [
-                    ["exchange", 0, [[back, 1000]], [[back, 1000]]],
-                    ["exchange", 1, [[back, 1000]], [[back, 1000]]],
-                    ["all_reduce", 2, ["sample", "height"], 4096],
-                ],
-            ],
-        }
+    others = [(1, 0, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0), (1, 0, 0, 0, 1, 0)]
+    starts = []
+    for direction in (1, -1):
+        halo = (((0, 0, 0, 0, direction, 0), 1000),)
+        total = tuple((by, 4096) for by in others)
+        exchange = Event(None, halo, halo)
+        starts.append({0: exchange, 1: exchange, 2: Event("all_reduce", total, total)})
+    return Trace("Net", Topology((2, 1, 1, 1, 2, 1)), [0, 1, 0, 1], starts)
+
+
+def test_a_step_is_recorded_once_for_each_kind_of_place() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU())
+    found = recorded(module, (2, 1, 16, 16), {"sample": 2, "height": 4})
+    # Kinds are in the order of ranks: first, middle, last.
+    assert found.kinds == [0, 1, 1, 2] * 2 and len(found.starts) == 3
+    first = next(event for event in found.starts[1].values() if event.collective is None)
+    assert first.arriving == tuple(((0, 0, 0, 0, d, 0), 4 * 16) for d in (-1, 1))
+    assert any(
+        event.collective == "all_reduce" and len(event.arriving) == 7
+        for event in found.starts[0].values()
     )
 
 

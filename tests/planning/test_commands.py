@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from benchmarks.trace import main as trace_main
 from distconv.planning import calibration, host_work
 from distconv.planning.machine import Machine
 from distconv.tools.command_line import main
@@ -78,23 +77,13 @@ def test_local_operators_are_timed_once_and_kept_with_the_machine(
     assert json.loads(capsys.readouterr().out) == step
 
 
-def test_a_described_machine_predicts_and_its_messages_are_traced(
+def test_a_described_machine_predicts(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = *NET, "--machine", "round.json", "--grid", "sample=2,height=4"
     assert main(["predict", *line]) == 0
     said = capsys.readouterr().out
     assert "Net on sample=2,height=4 of round, assumed" in said and "critical path: " in said
-    trace_main(["trace.json", *line])
-    trace = json.loads((home / "trace.json").read_text())
-    assert trace["kind_of_rank"] == [0, 1, 1, 2] * 2
-    assert len(trace["events"]) == 3
-    # Kinds are in the order of ranks: first, middle, last.
-    exchanges = [e for e in trace["events"][1] if e[0] == "exchange"]
-    row = 4 * 16
-    assert exchanges[0][2] == [[[0, 0, 0, 0, d, 0], row] for d in (-1, 1)]
-    sums = [e[2] for e in trace["events"][0] if e[0] == "all_reduce"]
-    assert ["sample", "height"] in sums
 
 
 @pytest.mark.parametrize(
