@@ -35,7 +35,7 @@ class Case(NamedTuple):
     """How many times as fast as serial torch a step should at least be."""
 
 
-def _plane(
+def plane(
     channels: int, filters: int, extent: int, kernel: int = 3, stride: int = 1, **targets: float
 ) -> Case:
     """Return the case of a convolution with "same" padding and no bias on a square plane."""
@@ -50,21 +50,21 @@ def _plane(
 
 CASES = (
     # It moves more memory for each operation than the others.
-    _plane(16, 16, 1024, over_plain=1.05, speedup=1.3),
-    _plane(16, 16, 512, over_plain=1.05),
-    _plane(64, 64, 256, over_plain=1.05),
-    _plane(18, 128, 512, 5, 2, over_plain=1.05),
+    plane(16, 16, 1024, over_plain=1.05, speedup=1.3),
+    plane(16, 16, 512, over_plain=1.05),
+    plane(64, 64, 256, over_plain=1.05),
+    plane(18, 128, 512, 5, 2, over_plain=1.05),
     Case(
         "16 -> 32, 3^3, 64^3",
         partial(nn.Conv3d, 16, 32, 3, padding=1, bias=False),
         (1, 16, 64, 64, 64),
         1.05,
     ),
-    _plane(128, 128, 64, over_plain=1.15),
-    _plane(128, 128, 32, over_plain=1.35),
-    _plane(384, 128, 64, 3, 2),
-    _plane(3, 64, 224, 7, 2),
-    _plane(512, 128, 28, 1),
+    plane(128, 128, 64, over_plain=1.15),
+    plane(128, 128, 32, over_plain=1.35),
+    plane(384, 128, 64, 3, 2),
+    plane(3, 64, 224, 7, 2),
+    plane(512, 128, 28, 1),
 )
 
 

@@ -31,9 +31,8 @@ from benchmarks.measuring.network import (
     target_cuts,
 )
 from benchmarks.measuring.settings import by
-from benchmarks.networks import COSMOFLOW, MESH, UNET3D, cosmoflow
+from benchmarks.networks import COSMOFLOW, MESH, UNET3D, cosmoflow, resnet50
 from benchmarks.record import machine as describe_machine
-from benchmarks.resnet import resnet50
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize

@@ -55,32 +55,17 @@ def trained(
     return step_of
 
 
-def _layer(name: str, make: Callable[[], nn.Module], *shape: int) -> Case:
-    return Case(name, (1, *shape), make, layer.step_of)
+def _layer(channels: int, filters: int, extent: int, kernel: int = 3, stride: int = 1) -> Case:
+    known = layer.plane(channels, filters, extent, kernel, stride)
+    return Case(known.name, known.shape, known.make, layer.step_of)
 
 
 LAYERS = (
-    _layer(
-        "16 -> 16, 3x3, 1024^2",
-        lambda: nn.Conv2d(16, 16, 3, padding=1, bias=False),
-        *(16, 1024, 1024),
-    ),
-    _layer(
-        "18 -> 128, 5x5 stride 2, 2048^2",
-        lambda: nn.Conv2d(18, 128, 5, 2, 2, bias=False),
-        *(18, 2048, 2048),
-    ),
-    _layer(
-        "384 -> 128, 3x3 stride 2, 64^2",
-        lambda: nn.Conv2d(384, 128, 3, 2, 1, bias=False),
-        *(384, 64, 64),
-    ),
-    _layer(
-        "3 -> 64, 7x7 stride 2, 224^2",
-        lambda: nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        *(3, 224, 224),
-    ),
-    _layer("512 -> 128, 1x1, 28^2", lambda: nn.Conv2d(512, 128, 1, bias=False), *(512, 28, 28)),
+    _layer(16, 16, 1024),
+    _layer(18, 128, 2048, 5, 2),
+    _layer(384, 128, 64, 3, 2),
+    _layer(3, 64, 224, 7, 2),
+    _layer(512, 128, 28, 1),
 )
 
 _1K, _2K = (1, 18, 1024, 1024), (1, 18, 2048, 2048)

@@ -8,9 +8,10 @@ differences add up to the loss.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,15 @@ from benchmarks.measuring.network import Network, cut_sample, sample, sgd_step
 from benchmarks.measuring.plain import best, plain_forms
 from benchmarks.measuring.report import Row, over, share, speedup
 from benchmarks.measuring.settings import Settings, by
-from benchmarks.measuring.silent import SilentTransport
 from benchmarks.measuring.turns import alternate
 from distconv.grid.communicators import carried_by
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import local_box
+from distconv.transport.interface import Message, Request, Transport
 from distconv.transport.launch import mpi
+from distconv.transport.watched import WrappedTransport
 
 Step = Callable[[], None]
 
@@ -115,6 +117,44 @@ def unchanging_step(
     """Return a step that computes everything and changes nothing: without sums, ranks would drift
     apart, which a parallelized module takes for an error."""
     return sgd_step(network, module, x, y, rate=0.0, compiled=compiled)
+
+
+class _Nothing:
+    """A request that is complete."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class SilentTransport(WrappedTransport):
+    """Leave out the messages between neighbours, or reductions and gathers too; see `Transport`.
+
+    What should have arrived is zero, sums are this rank's part, and all ranks are taken to have
+    what this one has: the numbers are wrong, and the work of the host and the kernels is the same.
+    Broadcasts are left to the carrier.
+    """
+
+    def __init__(self, carrier: Transport, collectives: bool):
+        super().__init__(carrier)
+        self._collectives = collectives
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        """Let zeros arrive."""
+        for _, tensor in arriving:
+            tensor.zero_()
+        return _Nothing()
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
+        """Add up as the carrier does, or take this rank's part for the sum."""
+        return _Nothing() if self._collectives else self.carrier.all_reduce(tensor, group)
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        """Gather as the carrier does, or take this rank's tensor for those of all."""
+        if not self._collectives:
+            return self.carrier.all_gather(tensor, group)
+        return torch.stack([tensor] * group.size)
 
 
 def silenced(step: Step, collectives: bool) -> Step:

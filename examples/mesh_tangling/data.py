@@ -32,7 +32,6 @@ class MeshTanglingData(dc.data.Dataset):
 
     Attributes:
         size: zones along each side of the mesh.
-        checksummed: whether the file has checksums, so that damage is noticed when it is read.
 
     Raises:
         DataError: on every rank, for a file that is missing, truncated or mis-shaped on any, or
@@ -51,7 +50,7 @@ class MeshTanglingData(dc.data.Dataset):
         digest = hashlib.sha256(found.mean.tobytes() + found.deviation.tobytes()).hexdigest()[:16]
         facts = {f"checksum of the statistics of {self.path.name}": digest}
         check_alike(grid, facts, f"Give all ranks the same {self.path.name}.")
-        self.size, self.checksummed = found.size, found.checksummed
+        self.size = found.size
         own = dc.data.Normalize(found.mean, found.deviation, LIMIT)
         self.normalize: dc.data.Normalize = normalise_as.normalize if normalise_as else own
         super().__init__(

@@ -93,14 +93,12 @@ class Description:
         size: zones along each side of the mesh.
         mean: the mean of every channel, (18,).
         deviation: the deviation of every channel, (18,).
-        checksummed: whether damage to states and targets is noticed when they are read.
     """
 
     samples: int
     size: int
     mean: Field
     deviation: Field
-    checksummed: bool
 
 
 def describe(path: Path) -> Description:
@@ -125,8 +123,7 @@ def describe(path: Path) -> Description:
         if not (np.isfinite(deviation) & (deviation > 0)).all():
             raise ValueError(f"{path}: channel_deviation must be positive in every channel")
         samples, _, size, _ = datasets["state"].shape
-        checksummed = all(datasets[name].fletcher32 for name in ("state", "tangled"))
-        return Description(samples, size, mean, deviation, checksummed)
+        return Description(samples, size, mean, deviation)
 
 
 class Writer:

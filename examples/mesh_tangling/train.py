@@ -80,13 +80,12 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
         training: MeshTanglingData,
         validation: MeshTanglingData,
     ) -> None:
-        """Raise `ValueError` for meshes that do not fit; print which files have no checksums."""
+        """Raise `ValueError` for meshes that do not fit."""
         for data in (training, validation):
             try:
                 model.check_mesh(data.size, data.size)
             except ValueError as error:
                 raise ValueError(f"{data.path}: {error}") from error
-        tell_of_unchecked(training.grid.rank, training, validation)
 
     def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """Return the mean squared error of the probabilities."""
@@ -118,13 +117,6 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
             plot_prediction(path, inputs, truth, probability, boxes, serial)
 
         on_rank_zero(validation.grid, write)
-
-
-def tell_of_unchecked(rank: int, *files: MeshTanglingData) -> None:
-    """Print which files have no checksums."""
-    for path in dict.fromkeys(data.path for data in files if not data.checksummed):
-        if rank == 0:
-            print(f"note: {path} has no checksums; damage to its values is not noticed", flush=True)
 
 
 def predict(

@@ -10,7 +10,7 @@ by its suffix.
 
 from __future__ import annotations
 
-import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,9 +18,7 @@ import torch
 from torch import nn
 
 import distconv as dc
-from distconv.data import Checkpoint, on_rank_zero
-from distconv.data.checkpoint import checkpoints_in
-from distconv.data.durable import DamagedFile, read_checksummed
+from distconv.data import on_rank_zero
 from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.world import world
 from examples.segmenting.dice import count, dice_coefficients
@@ -40,7 +38,7 @@ LARGEST_PICTURE = 2**24
 
 
 def segment(
-    checkpoint: Path,
+    run: Path,
     volume: dc.data.Dataset,
     output: Path,
     picture: Path | None = None,
@@ -48,7 +46,7 @@ def segment(
     """Segment the first volume of a dataset and write the labels, one box a rank. Collective.
 
     Args:
-        checkpoint: a checkpoint written by `train`.
+        run: the folder of a training run.
         volume: an image (1, D, H, W) and its labels (D, H, W).
         output: the file or folder of the labels, (1, D, H, W) in 8 bits.
         picture: a file for slices of the result, for volumes that rank 0 can hold.
@@ -57,7 +55,7 @@ def segment(
     cannot be read, or the output cannot be written.
     """
     grid = volume.grid
-    model = load_network(checkpoint, grid)
+    model = load_network(run, grid)
     with torch.no_grad():
         image, truth = volume.batch([0])
         predicted = model(image).argmax(1)
@@ -73,36 +71,18 @@ def segment(
     return dict(zip(CLASSES, coefficients, strict=True))
 
 
-def load_network(checkpoint: Path, grid: dc.ProcessGrid) -> nn.Module:
+def load_network(run: Path, grid: dc.ProcessGrid) -> nn.Module:
     """Return the network of a training run, with its weights, in evaluation mode. Collective."""
-    width = on_rank_zero(grid, lambda: saved_width(checkpoint))
-    model = dc.parallelize(UNet3d(1, len(CLASSES), width), grid)
 
-    def check(found: Checkpoint) -> None:
-        if found.extra.get("settings", {}).get("width") != width:
-            raise ValueError(f"{found.path} is the checkpoint of another run; name one file")
+    def width() -> float:
+        path = run / "metrics.json"
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file; train first, or name another folder")
+        return float(json.loads(path.read_text())["width"])
 
-    dc.load_checkpoint(checkpoint, model, check=check)
+    model = dc.parallelize(UNet3d(1, len(CLASSES), on_rank_zero(grid, width)), grid)
+    dc.load_checkpoint(run, model)
     return model.eval()
-
-
-def saved_width(checkpoint: Path) -> float:
-    """Return the width of the network in the newest whole checkpoint of a folder, or in a file."""
-    for path in checkpoints_in(checkpoint) if checkpoint.is_dir() else [checkpoint]:
-        try:
-            content = read_checksummed(path)
-        except DamagedFile:
-            continue
-        try:
-            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            return float(state["extra"]["settings"]["width"])
-        except Exception as error:  # torch raises any error of its unpickler
-            raise ValueError(
-                f"{path} is not a checkpoint of examples.unet3d.train: it has no width"
-            ) from error
-    raise FileNotFoundError(
-        f"{checkpoint}: there is no whole checkpoint; train first, or name another folder"
-    )
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:

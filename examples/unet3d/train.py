@@ -62,11 +62,6 @@ class Segmentation(Example[Volumes, UNet3d]):
         """Return the network, which takes volumes of any size."""
         return UNet3d(1, len(CLASSES), args.width)
 
-    def check(
-        self, args: argparse.Namespace, model: UNet3d, training: Volumes, validation: Volumes
-    ) -> None:
-        """Accept any volumes: the network does."""
-
     def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """Return cross entropy plus Dice loss."""
         image, labels = batch

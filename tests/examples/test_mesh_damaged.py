@@ -17,7 +17,6 @@ from mpi4py import MPI
 import distconv as dc
 from distconv.data import Checkpoint, HDF5Source
 from distconv.data.checkpoint import checkpoints_in
-from examples.mesh_tangling import train
 from examples.mesh_tangling.data import MeshTanglingData
 from examples.mesh_tangling.store import describe
 from examples.mesh_tangling.train import MeshTangling, main
@@ -266,16 +265,3 @@ def test_a_flipped_bit_of_the_data_ends_the_run_with_one_line(
     on_rank_zero(damaged)
     error = ends_with_one_line(arguments(file, folder / "run", GRID, 1), capsys)
     assert "data.h5: cannot read 'state' of sample 2" in error
-
-
-@both
-def test_data_without_checksums_are_told_of(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = folder / "plain.h5", folder / "summed.h5"
-    on_rank_zero(lambda: [write_file(files[0]), generate_alone(files[1], 1, 8)])
-    grid = dc.ProcessGrid(sample=-1)
-    train.tell_of_unchecked(WORLD.rank, *(MeshTanglingData(path, grid) for path in files))
-    told = capsys.readouterr().out
-    assert ("plain.h5 has no checksums" in told) == (WORLD.rank == 0)
-    assert "summed.h5" not in told

@@ -77,9 +77,7 @@ def test_local_operators_are_timed_once_and_kept_with_the_machine(
     assert json.loads(capsys.readouterr().out) == step
 
 
-def test_a_described_machine_predicts(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_described_machine_predicts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = *NET, "--machine", "round.json", "--grid", "sample=2,height=4"
     assert main(["predict", *line]) == 0
     said = capsys.readouterr().out
