@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import torch
-
 from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import alternate, peak_of
+from benchmarks.measuring.plain import CHANNELS_LAST, DEFAULT, plain_forms
 from benchmarks.measuring.report import Row, of_bytes, over
 from benchmarks.measuring.settings import by
 from distconv import ProcessGrid, parallelize
@@ -36,16 +35,10 @@ def formats(case: Case, grid: ProcessGrid, seconds: float) -> Iterator[Row]:
 
     Below 1, DISTCONV_CHANNELS_LAST=1 is worth setting on this device.
     """
-    steps = []
-    for last in (True, False):
-        network, (x, y) = module(case, grid.device), cut(case, grid, grid.device)
-        form = (torch.channels_last, torch.channels_last_3d)[len(case.shape) - 4]
-        if last:
-            for p in network.parameters():
-                if p.dim() == len(case.shape):
-                    p.data = p.data.contiguous(memory_format=form)
-        kept = form if last else torch.contiguous_format
-        steps.append(case.step(network, x.shard.contiguous(memory_format=kept), y.shard))
+    x, y = cut(case, grid, grid.device)
+    make = partial(module, case, grid.device)
+    forms = plain_forms(make, (x.shard, y.shard), case.step)
+    steps = [forms[CHANNELS_LAST], forms[DEFAULT]]
     last_times, first_times = alternate(grid.device, steps, seconds)
     row = "alone", case.name, f"1 rank, {by(case.shape)}, plain torch"
     yield over(row, "channels last over first", last_times.device, first_times.device, None)

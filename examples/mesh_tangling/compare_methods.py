@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,10 @@ from examples.trainer.launch import generated, mpiexec, words
 
 from . import generate
 
-
-@dataclass(frozen=True)
-class Method:
-    """A run of the comparison: a number of ranks, and options."""
-
-    ranks: int
-    options: dict[str, str] = field(default_factory=dict)
-
-
-METHODS = {
-    "in step": Method(4),
-    "in step, batch 32": Method(4, {"batch-size": "32"}),
-    "in step, batch 32, recipe": Method(
+METHODS: dict[str, tuple[int, dict[str, str]]] = {
+    "in step": (4, {}),
+    "in step, batch 32": (4, {"batch-size": "32"}),
+    "in step, batch 32, recipe": (
         4,
         {
             "batch-size": "32",
@@ -49,17 +39,18 @@ METHODS = {
             "warmup-epochs": "2",
         },
     ),
-    "LARS, batch 32": Method(
-        4, {"batch-size": "32", "optimizer": "lars", "learning-rate": "8", "recipe": "polynomial"}
+    "LARS, batch 32": (
+        4,
+        {"batch-size": "32", "optimizer": "lars", "learning-rate": "8", "recipe": "polynomial"},
     ),
-    "lag 1": Method(4, {"lag": "1"}),
-    "halves": Method(4, {"wire": "bfloat16"}),
-    "elastic": Method(4, {"method": "easgd"}),
-    "Downpour": Method(5, {"method": "downpour"}),
-    "hybrid": Method(5, {"method": "hybrid", "grid": "sample=4"}),
+    "lag 1": (4, {"lag": "1"}),
+    "halves": (4, {"wire": "bfloat16"}),
+    "elastic": (4, {"method": "easgd"}),
+    "Downpour": (5, {"method": "downpour"}),
+    "hybrid": (5, {"method": "hybrid", "grid": "sample=4"}),
 }
-"""All methods train on four ranks: two replicas of two ranks, or for the hybrid method two groups
-of two replicas of one. Downpour and hybrid have a server as well."""
+"""Ranks and options of each. All methods train on four ranks: two replicas of two ranks, or for the
+hybrid method two groups of two replicas of one. Downpour and hybrid have a server as well."""
 
 
 def main() -> None:
@@ -106,7 +97,7 @@ def run(args: argparse.Namespace, name: str, files: dict[str, str]) -> None:
     if done(args, name):
         print(f"{name}: there already")
         return
-    method, folder = METHODS[name], folder_of(args, name)
+    (ranks, own), folder = METHODS[name], folder_of(args, name)
     options = {
         "network": "2k",
         "width": str(args.width),
@@ -116,13 +107,13 @@ def run(args: argparse.Namespace, name: str, files: dict[str, str]) -> None:
         "learning-rate": "0.003",
         "output": str(folder),
     }
-    options |= files | method.options
+    options |= files | own
     if options.get("method", "sync") == "sync" and list(folder.glob("checkpoint-*.pt")):
         options["resume"] = str(folder)
     else:
         for part in folder.glob("server-*/checkpoint-*.pt"):
             part.unlink()  # of a run that was interrupted, which begins again
-    command = [mpiexec(), "-n", str(method.ranks), sys.executable, "-m"]
+    command = [mpiexec(), "-n", str(ranks), sys.executable, "-m"]
     command += ["examples.mesh_tangling.train", *words(options)]
     print(f"{name}: {' '.join(command)}", flush=True)
     shared = {
