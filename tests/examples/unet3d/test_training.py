@@ -160,4 +160,6 @@ def test_segmenting_without_a_checkpoint_is_reported_once(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = {"checkpoint": str(folder / "none"), "output": str(folder / "a.zarr")}
-    ended_with_one_line(lambda: segment.main(words(arguments)), "none: no such file", capsys)
+    ended_with_one_line(
+        lambda: segment.main(words(arguments)), "none/metrics.json: no such file", capsys
+    )
