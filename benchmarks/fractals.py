@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -18,13 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from benchmarks.scale import (
-    Assumption,
-    with_efficiency,
-    with_host,
-    with_link,
-    with_smallest,
-)
+from benchmarks.assumptions import assumptions, efficiency
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import Prediction, predicted, record_ranks
@@ -62,38 +56,30 @@ PUBLISHED_STEP = 101.0
 """Milliseconds of a step at scale 7 on one MI300A with a compiled group norm, published there. With
 the ordinary one it takes 185, of which 87 are in its reductions: 8 work groups on 228 units."""
 
-ASSUMPTIONS = (
-    Assumption(
-        "efficiency of convolutions, forward",
-        partial(with_efficiency, "aten.convolution"),
-        *(0.2, 0.32, ""),
-    ),
-    Assumption(
-        "efficiency of their gradients",
-        partial(with_efficiency, "aten.convolution_backward"),
-        *(0.16, 0.26, ""),
-    ),
-    Assumption("efficiency of other kernels", partial(with_efficiency, ""), 0.4, 0.95, ""),
-    Assumption("smallest kernel", with_smallest, 2e-6, 20e-6, "s"),
-    Assumption("latency in a node", partial(with_link, "within", True), 5e-6, 40e-6, "s"),
-    Assumption("bandwidth in a node", partial(with_link, "within", False), 50e9, 128e9, "B/s"),
-    Assumption("latency between nodes", partial(with_link, "between", True), 5e-6, 60e-6, "s"),
-    Assumption("bandwidth between nodes", partial(with_link, "between", False), 11e9, 25e9, "B/s"),
-    Assumption("time of the host, as a factor", with_host, 0.5, 4.0, ""),
+ASSUMPTIONS = assumptions(
+    efficiency("convolutions, forward", "aten.convolution", 0.2, 0.32),
+    efficiency("their gradients", "aten.convolution_backward", 0.16, 0.26),
+    efficiency("other kernels", "", 0.4, 0.95),
+    within=(50e9, 128e9),
+    between=(11e9, 25e9),
 )
+
+SHARDED = 3
+"""The number of levels, the deepest, of which weights are sharded where that is said."""
 
 
 class Run(NamedTuple):
-    """A step at a scale, on a cube of ranks, with or without recomputed activations."""
+    """A step at a scale, on a cube of ranks, as activations and weights are kept."""
 
     scale: int
     ways: int
     recompute: bool
+    sharded: bool
     recordings: list[Recording]
     prediction: Prediction
 
 
-def run_of(machine: Machine, scale: int, ways: int, recompute: bool) -> Run:
+def run_of(machine: Machine, scale: int, ways: int, recompute: bool, sharded: bool = False) -> Run:
     """Return a step of one sample, 64 channels, in bfloat16 with Adam, as it is predicted."""
     with torch.device("meta"):
         module = UNet(CLASSES, scale, recompute=recompute)
@@ -106,8 +92,10 @@ def run_of(machine: Machine, scale: int, ways: int, recompute: bool) -> Run:
         loss="cross-entropy",
         optimizer="adam",
         autocast=torch.bfloat16,
+        layouts=module.channel_layouts(SHARDED) if sharded else None,
+        shard_parameters=sharded,
     )
-    return Run(scale, ways, recompute, recordings, play(machine, scale, ways, recordings))
+    return Run(scale, ways, recompute, sharded, recordings, play(machine, scale, ways, recordings))
 
 
 def play(machine: Machine, scale: int, ways: int, recordings: list[Recording]) -> Prediction:
@@ -134,7 +122,8 @@ def convolution_times(
 
 def page(machine: Machine, runs: Sequence[Run], bands: Sequence[tuple[str, ...]]) -> str:
     """Return the page: checks, a table of weak scaling, one of each scale, and the bands."""
-    by_place = {(run.scale, run.ways, run.recompute): run for run in runs}
+    whole = [run for run in runs if not run.sharded]
+    by_place = {(run.scale, run.ways, run.recompute): run for run in whole}
     lines = [
         f"# The fractal benchmark's network, predicted on {machine.name}\n",
         "Written by `python -m benchmarks.fractals benchmarks/results`. No step is measured:",
@@ -143,8 +132,9 @@ def page(machine: Machine, runs: Sequence[Run], bands: Sequence[tuple[str, ...]]
         "channels at full resolution, `scale - 3` levels, bfloat16 by autocast, Adam in float32. A",
         "cube of ranks shares the sample; *recomputed* keeps the inputs of double convolutions",
         "alone (`--recompute`). A rank has 128 GiB, for weights, gradients and Adam's state too,",
-        "which every rank holds whole: at scale 10 the network has 5.8 billion weights, at scale",
-        "11 there are 23 billion, which fit no rank, however many there are.\n",
+        "which every rank holds whole, except under *sharded weights*: at scale 10 the network has",
+        "5.8 billion weights, at scale 11 there are 23 billion, which fit no rank whole, however",
+        "many ranks there are.\n",
         "## Beside what is published\n",
         "LLNL, ScaFFold (2026), on one MI300A. The first, third, ... of these convolutions have",
         "set the efficiency of the machine's file. In milliseconds.\n",
@@ -159,11 +149,19 @@ def page(machine: Machine, runs: Sequence[Run], bands: Sequence[tuple[str, ...]]
             "compiled group norm; with torch's own it takes 185 ms, for which a roofline has no "
             "reason. It has a Dice loss beside the cross entropy, too.\n"
         )
-    weak = [r for r in runs if 2**r.scale // r.ways == 128]
+    weak = [r for r in whole if 2**r.scale // r.ways == 128]
     lines += ["## Weak scaling: 128^3 voxels a rank\n", _table(machine, weak, "scale")]
     for scale in sorted({run.scale for run in runs}):
-        own = [run for run in runs if run.scale == scale]
+        own = [run for run in whole if run.scale == scale]
         lines += [f"\n## Scale {scale}: {2**scale}^3 voxels\n", _table(machine, own, "")]
+    lines += [
+        "\n## Sharded weights\n",
+        f"The deepest {SHARDED} levels are cut by channels, height and width in place of depth, "
+        "height and width, and every rank keeps its channels of their weights: "
+        f"`parallelize(model, grid, layouts=model.channel_layouts({SHARDED}), "
+        "shard_parameters=True)`.\n",
+        _table(machine, [run for run in runs if run.sharded], "scale"),
+    ]
     lines += [
         "\n## By assumed number\n",
         "Milliseconds of a step in weak scaling without recomputation, with each assumed number "
@@ -203,7 +201,7 @@ def _rows(machine: Machine, runs: Sequence[Run], first: str) -> Iterator[tuple[s
     for run in runs:
         if run.recompute:
             continue
-        again = next(r for r in runs if r[:3] == (run.scale, run.ways, True))
+        again = next(r for r in runs if r[:4] == (run.scale, run.ways, True, run.sharded))
         p, q = run.prediction, again.prediction
         cells = [f"{run.ways**3:,}"]
         cells += [f"{1e3 * s:.1f} ms" for s in (p.seconds, p.compute, p.exposed)]
@@ -238,15 +236,13 @@ def main(folder: Path, scales: Sequence[int] = SCALES, ways: Sequence[int] = WAY
     """Write the page into a folder."""
     machine = Machine.load(MACHINE)
     runs = []
-    for scale in scales:
-        for n in ways:
-            for recompute in (False, True):
-                runs.append(run_of(machine, scale, n, recompute))
-                done = runs[-1].prediction
-                print(
-                    f"scale {scale}, {n}^3 ranks: {done.seconds:.3f} s", file=sys.stderr, flush=True
-                )
-    weak = [r for r in runs if 2**r.scale // r.ways == 128 and not r.recompute]
+    for scale, n, sharded, recompute in product(scales, ways, (False, True), (False, True)):
+        if sharded and n == 1:
+            continue
+        runs.append(run_of(machine, scale, n, recompute, sharded))
+        done = runs[-1].prediction
+        print(f"scale {scale}, {n}^3 ranks: {done.seconds:.3f} s", file=sys.stderr, flush=True)
+    weak = [r for r in runs if 2**r.scale // r.ways == 128 and not r.recompute and not r.sharded]
     text = page(machine, runs, bands_of(machine, weak))
     (folder / "fractals-mi300a.md").write_text(text)
 

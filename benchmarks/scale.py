@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from benchmarks.assumptions import Assumption, assumptions, efficiency
 from benchmarks.networks import cosmoflow
-from distconv.planning.machine import LinkTimes, Machine, Table
+from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import Prediction, predicted, record_ranks
 from distconv.planning.recording import Recording
@@ -144,63 +145,11 @@ EXPERIMENTS = (
 )
 
 
-class Assumption(NamedTuple):
-    """A number of the machine that is assumed: how it is changed, from its least to its most."""
-
-    name: str
-    changed: Callable[[Machine, float], Machine]
-    low: float
-    high: float
-    unit: str
-
-
-def with_link(where: str, latency: bool, machine: Machine, value: float) -> Machine:
-    """Return the machine with another latency or bandwidth `within` or `between` nodes."""
-    link = machine.links[where]
-    start, size = link.total.at(0), 2.0**30
-    bandwidth = size / (link.total.at(size) - start)
-    made = LinkTimes.described(
-        value if latency else start, bandwidth if latency else value, link.posted.at(0)
-    )
-    return replace(machine, links=machine.links | {where: made})
-
-
-def with_efficiency(kernel: str, machine: Machine, value: float) -> Machine:
-    """Return the machine with another efficiency of a kind of kernels."""
-    device = machine.roofline
-    assert device is not None
-    return replace(
-        machine, roofline=replace(device, efficiency={**device.efficiency, kernel: value})
-    )
-
-
-def with_smallest(machine: Machine, value: float) -> Machine:
-    """Return the machine with another time of the smallest kernel."""
-    device = machine.roofline
-    assert device is not None
-    return replace(machine, roofline=replace(device, smallest=value))
-
-
-def with_host(machine: Machine, factor: float) -> Machine:
-    """Return the machine with a host whose work takes `factor` times as long."""
-    host = {
-        name: Table(table.sizes, tuple(factor * s for s in table.seconds))
-        for name, table in machine.host.items()
-    }
-    return replace(machine, host=host)
-
-
-ASSUMPTIONS = (
-    Assumption(
-        "efficiency of convolutions", partial(with_efficiency, "aten.convolution"), 0.4, 0.8, ""
-    ),
-    Assumption("efficiency of other kernels", partial(with_efficiency, ""), 0.6, 0.95, ""),
-    Assumption("smallest kernel", with_smallest, 2e-6, 20e-6, "s"),
-    Assumption("latency in a node", partial(with_link, "within", True), 5e-6, 40e-6, "s"),
-    Assumption("bandwidth in a node", partial(with_link, "within", False), 20e9, 75e9, "B/s"),
-    Assumption("latency between nodes", partial(with_link, "between", True), 5e-6, 60e-6, "s"),
-    Assumption("bandwidth between nodes", partial(with_link, "between", False), 2e9, 12.5e9, "B/s"),
-    Assumption("time of the host, as a factor", with_host, 0.5, 4.0, ""),
+ASSUMPTIONS = assumptions(
+    efficiency("convolutions", "aten.convolution", 0.4, 0.8),
+    efficiency("other kernels", "", 0.6, 0.95),
+    within=(20e9, 75e9),
+    between=(2e9, 12.5e9),
 )
 
 

@@ -80,7 +80,9 @@ class FractalSegmentation(Example[Fractals, UNet]):
     def check(
         self, args: argparse.Namespace, model: UNet, training: Fractals, validation: Fractals
     ) -> None:
-        """Raise `ValueError` for samples of other classes or of another scale."""
+        """Raise `ValueError` for samples of other classes or scale, and a target out of reach."""
+        if args.target > 1:
+            raise ValueError(f"--target {args.target:g} is no Dice coefficient; give one up to 1")
         for name in ("scale", "seed", "categories"):
             given, expected = validation.facts[name], training.facts[name]
             if given != expected:

@@ -23,10 +23,18 @@ def test_recomputed_activations_take_less_memory_and_more_time() -> None:
     assert again.peak < 0.8 * kept.peak and again.seconds > kept.seconds
 
 
+def test_sharded_weights_take_a_part_of_the_memory_of_whole_ones() -> None:
+    machine = Machine.load(MACHINE)
+    whole, sharded = (run_of(machine, 7, 2, False, way).prediction.memory for way in (False, True))
+    # Two parts of 98% of them.
+    assert sharded["parameters"] == pytest.approx(0.51 * whole["parameters"], rel=0.01)
+    assert sharded["optimizer state"] == pytest.approx(0.51 * whole["optimizer state"], rel=0.01)
+
+
 def test_the_page_has_a_row_for_each_grid_and_each_assumption(tmp_path: Path) -> None:
     main(tmp_path, scales=(7,), ways=(1, 2))
     page = (tmp_path / "fractals-mi300a.md").read_text()
-    # On one rank in weak scaling and at scale 7, on eight at scale 7 alone.
-    for row in ("| 7 | 1 | ", "| 1 | ", "| 8 | "):
+    # On one rank in weak scaling and at scale 7, on eight with whole and with sharded weights.
+    for row in ("| 7 | 1 | ", "| 1 | ", "| 8 | ", "| 7 | 8 | "):
         assert sum(line.startswith(row) for line in page.splitlines()) == 1
     assert all(f"| {number.name} | " in page for number in ASSUMPTIONS)

@@ -171,7 +171,7 @@ def test_the_figure_of_merit_counts_until_the_target(data: Path, folder: Path) -
 
 
 @pytest.mark.parallel([1, 2])
-def test_samples_of_other_classes_are_refused(
+def test_samples_of_other_classes_and_a_target_in_percent_are_refused(
     data: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = folder / "other.h5"
@@ -182,6 +182,9 @@ def test_samples_of_other_classes_are_refused(
         train.main(arguments)
     assert caught.value.code == 2
     assert ("other.h5 has seed 1" in capsys.readouterr().err) == (WORLD.rank == 0)
+    with pytest.raises(SystemExit):
+        train.main([*options(data, folder / "run", GRIDS[WORLD.size][0]), "--target", "95"])
+    assert ("--target 95 is no Dice" in capsys.readouterr().err) == (WORLD.rank == 0)
 
 
 @pytest.mark.parallel(2)
