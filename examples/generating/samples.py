@@ -32,8 +32,6 @@ from examples.generating.room import check_room
 
 Made = TypeVar("Made")
 
-Made = TypeVar("Made")
-
 _OVERHEAD = 2**16
 """An upper bound for the bytes of HDF5's metadata for a few arrays."""
 
