@@ -25,7 +25,7 @@ from benchmarks.peers.peer import Peer, Task, largest_difference, own, serial
 from distconv.planning.timing import Contender, spread
 from distconv.transport.launch import mpi
 
-PEERS = ("dtensor", "jax", "lbann")
+PEERS = ("distdl", "dtensor", "jax", "lbann", "shardtensor")
 
 _NAMED = {network.name: network for network in NETWORKS}
 CASES: tuple[Network, ...] = (
@@ -83,7 +83,8 @@ def _outcome(peer: Peer, network: Network, seconds: float) -> tuple[str, ...] | 
     """Return time and differences in words, or an error; all ranks call it."""
     comm = mpi().COMM_WORLD
     grid = chain("height" if len(network.shape) == 4 else "depth")
-    exact = Task.of(network, torch.float64)
+    compared = getattr(peer, "compared", None)
+    exact = Task.of(compared(network) if compared else network, torch.float64)
     expected, ours = serial(exact), own(exact, grid)
     for step in (expected, ours):
         step.run()
@@ -97,7 +98,8 @@ def _outcome(peer: Peer, network: Network, seconds: float) -> tuple[str, ...] | 
         steps: list[Any] = [peer.step(timed, comm.size), own(timed, grid)]
         steps[0].run()
     except Exception as error:  # whatever a peer raises is its result
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+        words, *_ = str(error).strip().splitlines() or ["without a word"]
+        return f"{type(error).__name__}: {words[:120]}"
     sides = [Contender(step.run, ranks=step.ranks) for step in steps]
     subject, bound = alternate(grid.comm, sides, seconds)
     middle, low, high = spread([s / b for s, b in zip(subject, bound, strict=True)])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from benchmarks.measuring.network import Network
 from benchmarks.peers.peer import Step, Task
 from distconv.transport.world import world
 
@@ -33,6 +34,17 @@ NAME = "JAX"
 def version() -> str:
     """Return the version of JAX."""
     return str(jax.__version__)
+
+
+def compared(network: Network) -> Network:
+    """Return the network for the sample on which gradients are compared: volumes of half the side.
+
+    The float64 step of whole ones takes minutes.
+    """
+    samples, channels, *spatial = network.shape
+    if len(spatial) < 3:
+        return network
+    return network._replace(shape=(samples, channels, *(n // 2 for n in spatial)))
 
 
 def step(task: Task, ranks: int) -> Step:

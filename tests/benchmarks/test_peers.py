@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def test_a_peer_that_is_not_installed_has_a_row_that_says_so(monkeypatch) -> Non
     monkeypatch.delenv("DISTCONV_OF_LBANN", raising=False)
     (row,) = rows("lbann", 0.0)
     assert "not installed: DISTCONV_OF_LBANN names no folder" in row
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("distdl", "distdl"), ("shardtensor", "physicsnemo")]
+)
+def test_peers_without_their_packages_have_rows_that_say_so(name: str, package: str) -> None:
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    (row,) = rows(name, 0.0)
+    assert "not installed: No module named" in row
 
 
 @pytest.mark.parallel([2])
