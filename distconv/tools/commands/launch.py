@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distconv.data.durable import write_atomically
 from distconv.tools.arguments import BadArguments, complaining
-from distconv.tools.batch import SCHEDULERS, TRANSPORTS, check_job, title_of
+from distconv.tools.batch import SCHEDULERS, TRANSPORTS, check_job, script_of, title_of
 from distconv.tools.commands.options import Command, check_alone, loaded
 
 MARK = "# Written by: python -m distconv launch"
@@ -63,10 +63,9 @@ def _run(job: argparse.Namespace) -> int:
     _complete(job)
     if job.mpi is not None and job.scheduler != "slurm":
         raise BadArguments(f"--mpi {job.mpi} is an option of Slurm's srun; leave it out")
-    scheduler = SCHEDULERS[job.scheduler]
     with complaining(ValueError):
         check_job(job)
-        script = scheduler.script(job)
+        script = script_of(job)
     if job.dry_run:
         print(script, end="")
         return 0
@@ -77,12 +76,13 @@ def _run(job: argparse.Namespace) -> int:
     print(f"{path}: {ranks} on {nodes}", flush=True)
     if not job.submit:
         return 0
-    if shutil.which(scheduler.submit[0]) is None:
+    submit = SCHEDULERS[job.scheduler].submit
+    if shutil.which(submit[0]) is None:
         raise BadArguments(
-            f"there is no {scheduler.submit[0]} here; submit the script on a login node of the "
-            f"cluster, with {' '.join(scheduler.submit)} < FILE"
+            f"there is no {submit[0]} here; submit the script on a login node of the cluster, with "
+            f"{' '.join(submit)} < FILE"
         )
-    return subprocess.run(scheduler.submit, input=script, text=True).returncode
+    return subprocess.run(submit, input=script, text=True).returncode
 
 
 def _minutes(text: str) -> int:
