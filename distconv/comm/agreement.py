@@ -13,12 +13,8 @@ from distconv.transport.interface import Comparison
 
 
 def fingerprint(state: object) -> int:
-    """Return a number that differs for different states with high probability, and is equal for
-    equal ones.
-
-    Parameters
-    ----------
-    state: numbers, strings, and tuples and lists of them.
+    """Return a number that is equal for equal states, which are made of numbers, strings, tuples
+    and lists, and differs for others with high probability.
     """
     return crc32(repr(state).encode())
 

@@ -58,11 +58,8 @@ def possible(grid: Grid) -> bool:
 
 
 def due(use: Hashable, grid: Grid) -> bool:
-    """Return whether to compare in this use of a grid, by the rule of its journal.
-
-    Parameters
-    ----------
-    use: the kind of use, the same on all ranks.
+    """Return whether to compare in this use of a kind, the same on all ranks, by the rule of the
+    journal.
     """
     return possible(grid) and grid.journal.is_due(use)
 
@@ -91,14 +88,9 @@ def checksum(x: Tensor, full: bool = False) -> int:
 
 
 def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Grid) -> str:
-    """Return a message that names ranks with a tensor different from others of their group, or "".
-
-    All ranks of the grid call it, with the checksums of all. They communicate where any differ.
-
-    Parameters
-    ----------
-    local: this rank's tensor.
-    axes: the grid axes along which ranks may have different tensors.
+    """Return a message that names ranks whose tensor differs from others with their coordinates
+    along `axes`, or "". All ranks of the grid call it, with the checksums of all, and
+    communicate where any differ.
     """
     if not _odd(sums, axes, grid.topology):
         return ""

@@ -28,11 +28,8 @@ def wire_type(owner: str, wire: str) -> torch.dtype:
 
 
 class ErrorFeedback:
-    """This rank's rounding errors of the last sum of a vector.
-
-    Parameters
-    ----------
-    exact: the number of elements at the end of the vector that are counts, which are not rounded.
+    """This rank's rounding errors of the last sum of a vector. The last elements, `exact` ones, are
+    counts, which are not rounded.
     """
 
     def __init__(self, exact: int = 0):
@@ -55,12 +52,8 @@ class HalfSum:
     """A sum in place over the ranks along `axes`, under way; the result is the same on all of them.
 
     All of them make it and wait for it together, in the order of all exchanges. Each sums one piece
-    of the vector, so every rank sends and receives two halves for each element of the vector.
-
-    Parameters
-    ----------
-    purpose: the purpose of the communicators.
-    feedback: error feedback for a vector that is summed again and again; None for none.
+    of the vector, so every rank sends and receives two halves for each element of the vector. A
+    vector that is summed again and again may have error feedback.
     """
 
     def __init__(

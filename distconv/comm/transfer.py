@@ -122,12 +122,8 @@ class Transfer:
         return torch.cat(parts, along)
 
     def start_backward(self, gradients: Sequence[Tensor], like: Tensor) -> InFlight:
-        """Start to send the gradients of halos to their owners, and to receive those of own boxes.
-
-        Parameters
-        ----------
-        gradients: one for each of the plan's receives, contiguous.
-        like: a tensor of the type and on the device of the gradients.
+        """Start to send the gradients of halos, contiguous, one for each of the plan's receives, to
+        their owners, and to receive those of own boxes in memory as that of `like`.
         """
         plan, grid = self.plan, self.grid
         leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]

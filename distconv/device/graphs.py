@@ -22,17 +22,9 @@ def why_unavailable(device: torch.device) -> str | None:
 
 
 class DeviceGraph:
-    """Work that is captured, on a stream of its own, and not done before it is replayed.
-
-    Threads that watch messages may ask for their events meanwhile.
-
-    Attributes
-    ----------
-    made: the result of the function, in memory that every replay fills again.
-
-    Parameters
-    ----------
-    work: gives the current stream all its work, on memory that stays where it is.
+    """Work that is captured, on a stream of its own, and not done before it is replayed. `work`
+    gives it all to the current stream, on memory that stays where it is; every replay fills its
+    result, `made`, again. Threads that watch messages may ask for their events meanwhile.
     """
 
     def __init__(self, device: torch.device, work: Callable[[], Any]):

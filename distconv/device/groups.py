@@ -41,12 +41,8 @@ def warn_where_errors_stay_unknown(kind: str) -> None:
 
 
 def make_group(store: Any, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
-    """Return a process group between accelerators. All its ranks call it.
-
-    Parameters
-    ----------
-    store: the store over which they find each other.
-    limit: the time after which the group gives up on a message.
+    """Return a process group between accelerators, which gives up on a message after `limit`. All
+    its ranks call it, and find each other over the store.
     """
     backend = backend_of(device.type)
     assert backend is not None

@@ -32,12 +32,8 @@ def in_doubt(elements: int) -> bool:
 
 
 def asks_for_channels_last() -> bool | None:
-    """Return whether DISTCONV_CHANNELS_LAST asks for channels last; None where it is not set.
-
-    Raises
-    ------
-    ValueError
-        Where it is neither 1 nor 0.
+    """Return whether DISTCONV_CHANNELS_LAST asks for channels last, None where it is not set; raise
+    ValueError where it is neither 1 nor 0.
     """
     value = os.environ.get(_CHANNELS_LAST) or None
     if value not in (None, "0", "1"):

@@ -131,11 +131,8 @@ def _word(value: Any) -> str:
 
 
 def first_difference(ranks: Sequence[tuple[int, Sequence[int]]]) -> int | None:
-    """Return the first entry in which ranks differ; None if it is older than the known entries.
-
-    Parameters
-    ----------
-    ranks: for each rank the number of its first known entry, and the codes of its entries.
+    """Return the first entry in which ranks differ; None if it is older than the known entries. A
+    rank has the number of its first known entry, and the codes of its entries.
     """
     begin = max(first for first, _ in ranks)
     end = max(first + len(codes) for first, codes in ranks)

@@ -102,13 +102,8 @@ def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tr
 
 @contextmanager
 def carried_by(wrap: Callable[[WatchedTransport], Transport]) -> Iterator[None]:
-    """Wrap the transports of this rank within the context, to record its messages. No
-    communication.
-
-    Parameters
-    ----------
-    wrap: returns a carrier that records its messages and passes them to `transport.carrier`. It is
-        called for every transport, also for those that are made within the context.
+    """Wrap the transports of this rank within the context, also those made within it, to record
+    messages. `wrap` returns a carrier that passes them to `transport.carrier`. No communication.
     """
     store = _store()
     store.wraps.append(wrap)

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def axes_of_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> tuple[str, ...]:
-    """Return the grid axis of each dimension of a mesh.
-
-    Parameters
-    ----------
-    axes: grid axes by names of the mesh; a missing name is itself an axis.
-    """
+    """Return the grid axis of each dimension of a mesh; `axes` has those whose names differ."""
     named = tuple((axes or {}).get(name, name) for name in mesh.mesh_dim_names or ())
     if len(named) != mesh.ndim or len(set(named)) < len(named) or not set(named) <= set(AXES):
         raise ValueError(

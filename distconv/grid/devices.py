@@ -63,13 +63,8 @@ def make_offer(
     kept: torch.device | None,
     by_mpi: bool = True,
 ) -> Offer:
-    """Return the offer of this rank; no communication.
-
-    Parameters
-    ----------
-    device, transport: the program's arguments to the grid.
-    kept: the GPU of this rank on another grid, which it keeps.
-    by_mpi: whether MPI has started the ranks.
+    """Return the offer of this rank for the program's arguments; no communication. The rank keeps a
+    GPU that it has on another grid, `kept`.
     """
     given, transport = transport, transport or os.environ.get(_VARIABLE) or None
     if transport not in (None, *_ON_ACCELERATORS):
@@ -147,12 +142,8 @@ def _staging(offers: Sequence[Offer]) -> str:
 def _transport(
     asked: str | None, names: Sequence[str], offers: Sequence[Offer], sharing: str | None = None
 ) -> str:
-    """Return the transport that is asked for, or the first that all ranks can use.
-
-    Parameters
-    ----------
-    names: the transports between such devices, by preference.
-    sharing: a message that names ranks sharing a GPU, which NCCL does not allow; None if none do.
+    """Return the transport that is asked for, or the first of `names` that all ranks can use.
+    `sharing` names ranks that share a GPU, which NCCL does not allow.
     """
     obstacles = {
         name: _obstacle([o.missing.get(name) for o in offers])

@@ -168,12 +168,8 @@ class Journal:
         return self.place
 
     def compare(self) -> None:
-        """Compare all entries up to now, and wait for the result. Collective.
-
-        Raises
-        ------
-        DivergenceError
-            On every rank, where they differ.
+        """Compare all entries up to now, and wait; raise DivergenceError on every rank, where they
+        differ.
         """
         if self.compares:
             self._start()

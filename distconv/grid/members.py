@@ -13,12 +13,7 @@ from distconv.transport.world import world
 
 
 def ranks_of(comm: Any) -> tuple[int, ...]:
-    """Return the ranks of a communicator or process group, by their numbers in the job.
-
-    Parameters
-    ----------
-    comm: as `ProcessGrid` takes it.
-    """
+    """Return the ranks of what `ProcessGrid` takes as `comm`, by their numbers in the job."""
     job = world()
     if isinstance(comm, (range, list, tuple)):
         return _by_number(comm, job)

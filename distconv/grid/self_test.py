@@ -23,14 +23,8 @@ _SUMMED = torch.float32, torch.bfloat16
 
 
 def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) -> list[str]:
-    """Return messages about wrong results of a carrier, the same on all ranks, which all call it.
-
-    Nothing is sent where DISTCONV_SELFTEST=0 on a rank.
-
-    Parameters
-    ----------
-    comm: the ranks of the carrier.
-    device: the device of this rank.
+    """Return messages about wrong results of a carrier, the same on all ranks of `comm`, which all
+    call it. Nothing is sent where DISTCONV_SELFTEST=0 on a rank.
     """
     if not all(comm.allgather(os.environ.get(_VARIABLE) != "0")):
         return []

@@ -58,14 +58,7 @@ def time_limit() -> float:
 
 
 class Watch:
-    """A thread that watches this rank's waits for a set of ranks.
-
-    Parameters
-    ----------
-    rank: this rank's number.
-    size: the number of ranks.
-    waiting: the current wait of this rank.
-    """
+    """A thread that watches the current wait of one of `size` ranks for the others."""
 
     def __init__(self, rank: int, size: int, waiting: Waiting):
         self._rank, self._size, self._waiting = rank, size, waiting

@@ -174,12 +174,9 @@ def _link(
     late: bool,
     seconds: float,
 ) -> LinkTimes:
-    """Return the times of movements of the given sizes, measured in about `seconds`.
-
-    Parameters
-    ----------
-    starter: returns for a size a function that starts a movement, and the tensor that it sends.
-    late: whether this rank is in the half of the ranks that compute before they wait.
+    """Return the times of movements of the given sizes, measured in about `seconds`. `starter`
+    returns for a size a function that starts a movement, and the tensor that it sends; half of
+    the ranks, for which `late` is true, compute before they wait.
     """
     rows = [_under_way(grid, *starter(size), late, seconds / len(sizes)) for size in sizes]
     total, posted, after, both = zip(*rows, strict=True)

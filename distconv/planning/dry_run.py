@@ -53,13 +53,9 @@ class DryRequest:
 
 
 class DryTransport:
-    """A transport that carries nothing, and reports each movement to callbacks.
-
-    Attributes
-    ----------
-    started: called with the messages, or the reduction, that the rank starts with other ranks.
-    waited: called with the number of a start when the rank waits for it.
-    makes: called with True before the memory of a message is allocated, and with False after.
+    """A transport that carries nothing, and tells each movement to `started`, each wait to
+    `waited`, and to `makes` when the memory of a message is about to be allocated, and when it
+    has been.
     """
 
     name, ordered = "rehearsal", False
@@ -120,15 +116,8 @@ _ALONE = "a rehearsal has no other ranks to talk to; make its tensors by rehears
 
 
 class DryRunGrid(Grid):
-    """A grid with these extents as one rank sees it, in a single process without MPI.
-
-    Its tensors are made by `tensor`, and have no elements.
-
-    Parameters
-    ----------
-    extents: ranks along the axes; 1 along axes that are not named.
-    rank: the rank that is simulated; by default the rank in the middle of every axis.
-    gpu: whether the simulated ranks compute on GPUs.
+    """A grid as one rank sees it, by default the one in the middle of every axis, in a single
+    process without MPI. Its tensors are made by `tensor`, and have no elements.
     """
 
     transport: DryTransport  # type: ignore[assignment]
@@ -207,12 +196,9 @@ class DryRunGrid(Grid):
 
 
 def without_elements(module: nn.Module, caller: str) -> nn.Module:
-    """Return a copy of a module whose parameters, buffers and other tensors have no elements.
-
-    Raises
-    ------
-    ValueError
-        For a module that is parallelized, or has parameters without a shape; `caller` is named.
+    """Return a copy of a module whose parameters, buffers and other tensors have no elements; raise
+    ValueError, with the name of `caller`, for one that is parallelized or has parameters without
+    a shape.
     """
     memo: dict[int, Any] = {}
     for part in module.modules():

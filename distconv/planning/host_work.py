@@ -107,12 +107,7 @@ def measure_host_work(layers: int = 16) -> dict[str, Table]:
 
 
 class _Others:
-    """Functions that run between two calls of a timed function.
-
-    Attributes
-    ----------
-    memory: the memory of the operands of local operators.
-    """
+    """Functions that run between two calls of a timed function."""
 
     def __init__(self, grid: DryRunGrid):
         self._network = nn.Sequential(

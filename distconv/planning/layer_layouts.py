@@ -148,14 +148,9 @@ def shortest_path(
     edge: Callable[[int, State, State], float],
     first: State,
 ) -> list[State]:
-    """Return one state for each step of a chain, so that vertices and edges add up to the least.
-
-    Parameters
-    ----------
-    choices: the states of each step.
-    vertex: the cost of a state in a step.
-    edge: the cost of going to a step and state from a state of the step before; to the first step
-        from `first`.
+    """Return one state for each step of a chain, so that `vertex`, the cost of a state in a step,
+    and `edge`, the cost of going there from a state of the step before, add up to the least. The
+    chain comes from `first`.
     """
     reached: list[tuple[float, list[State]]] = [(0.0, [])]
     before: Sequence[State] = [first]

@@ -79,12 +79,7 @@ def _link_of(machine: Machine, where: str) -> LinkTimes:
 
 
 def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine) -> Cost:
-    """Return the cost of a collective among `ranks`, each of which contributes `size` bytes.
-
-    Parameters
-    ----------
-    kind: `all_reduce` or `all_gather`.
-    """
+    """Return the cost of an `all_reduce` or `all_gather` of `size` bytes from each of `ranks`."""
     where, count = machine.where(ranks), len(ranks)
     measured = machine.reductions.get(f"{kind} {where}", {})
     if measured:

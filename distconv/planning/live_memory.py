@@ -14,12 +14,9 @@ from distconv.transport.buffers import KEPT_BYTES, SMALL_BYTES
 
 
 class LiveMemory:
-    """The live tensors by kind, and the moment of the highest total.
-
-    Parameters
-    ----------
-    pools: whether messages come from a pool, which keeps unused ones for later ones of the same
-        size, as on CPUs (`transport.buffers`).
+    """The live tensors by kind, and the moment of the highest total. Where it `pools`, messages
+    come from memory that is kept for later ones of the same size (`transport.buffers`), as on
+    CPUs.
     """
 
     def __init__(self, pools: bool = True) -> None:

@@ -54,10 +54,8 @@ _OF_VOLUMES: dict[str, Callable[..., object]] = {
 
 
 class Operands:
-    """Memory for the operands of operators, handed out piece by piece.
-
-    It is large enough for all operands of any one operator but the first operand, and for the first
-    one.
+    """Memory for the operands of operators, handed out piece by piece: enough for all operands of
+    any one operator but the first, and for the first.
     """
 
     def __init__(self, operators: Iterable[LocalOperator]):
@@ -69,12 +67,8 @@ class Operands:
         self._next = 0
 
     def tensor(self, spec: TensorSpec, places: int = 0, *, own: bool = False) -> Tensor:
-        """Return a tensor of numbers from 0.5 to 1.5; of integers from 0 below `places`.
-
-        Parameters
-        ----------
-        places: the size of the plane that the integers index; 0 for zeros.
-        own: whether to copy the tensor to memory of its own.
+        """Return a tensor of numbers from 0.5 to 1.5, in memory of its `own` or not; of integers
+        below `places`, the size of the plane that they index.
         """
         elements = _extent(spec)
         if not prod(spec.shape):
@@ -101,10 +95,9 @@ def _extent(spec: TensorSpec) -> int:
 
 
 def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
-    """Return a function that runs the operator once, on operands in this memory.
-
-    The first operand is freshly written, as by the operator before it; so are all operands of an
-    operator that writes to some.
+    """Return a function that runs the operator once, on operands in this memory. The first operand
+    is freshly written, as by the operator before it; so are all of an operator that writes to
+    some.
     """
     _, name, overload = operator.name.split(".")
     function: Any = getattr(getattr(torch.ops.aten, name), overload)
@@ -131,14 +124,9 @@ def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
 def times_of(
     operators: Sequence[LocalOperator], memory: Operands, meet: Callable[[], object]
 ) -> list[float]:
-    """Return the median seconds of each operator over several runs.
-
+    """Return the median seconds of each operator over several runs; `meet` waits for all processes.
     Operators take turns, as in a step: each finds its code and its operands outside the caches,
     which makes small ones take up to half as long again as in a loop.
-
-    Parameters
-    ----------
-    meet: waits until all processes are ready to begin a round.
     """
     clock = time.perf_counter
     held: deque[tuple[int, object]] = deque()
@@ -171,10 +159,8 @@ def workspace_of(run: Callable[[], object]) -> int:
 
 
 def tensor_bytes(run: Callable[[], object]) -> tuple[int, int]:
-    """Return the largest number of bytes of tensors live during a call, and the bytes of its
+    """Return the largest number of bytes of tensors allocated within a call, and the bytes of its
     results.
-
-    Memory allocated before the call is not counted.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()

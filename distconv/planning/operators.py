@@ -34,12 +34,8 @@ memory is estimated, as the process that times it holds many of them."""
 
 
 class OperatorTimes:
-    """Seconds of local operators on a machine, and the bytes that convolutions allocate beside
-    their results.
-
-    Parameters
-    ----------
-    at_once: the number of ranks of a node that compute at the same time.
+    """Seconds of local operators on a machine where `at_once` ranks of a node compute at the same
+    time, and the bytes that convolutions allocate beside their results.
     """
 
     def __init__(self, machine: Machine, at_once: int):

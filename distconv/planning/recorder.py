@@ -124,11 +124,8 @@ def _first_of(result: Any) -> _Output:
 
 
 class Recorder(ModuleCalls, torch_private.DispatchMode):
-    """A context that notes everything a rank of a dry grid does.
-
-    Attributes
-    ----------
-    movements: the list that `trace_movements` fills.
+    """A context that notes everything a rank of a dry grid does; `trace_movements` fills
+    `movements`.
     """
 
     def __init__(

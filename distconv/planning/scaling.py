@@ -172,12 +172,8 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> Study:
-        """Return the study in a file that `save` wrote.
-
-        Raises
-        ------
-        ValueError
-            For a file that holds no study, naming the missing entry.
+        """Return the study that `save` wrote to a file; raise ValueError, with the entry that is
+        missing, where it holds none.
         """
         try:
             given = json.loads(path.read_text())
@@ -194,12 +190,8 @@ class Study:
             raise ValueError(f"{str(path)!r} is no scaling study: {what}") from None
 
     def resumed_from(self, earlier: Study) -> Study:
-        """Return this study with the rounds and predictions of an earlier one with the same cases.
-
-        Raises
-        ------
-        ValueError
-            Where the earlier one is of other cases, or was measured elsewhere.
+        """Return this study with the rounds and predictions of an earlier one; raise ValueError
+        where that one is of other cases, or was measured elsewhere.
         """
         mine, theirs = self._identity(), earlier._identity()
         for what, value in mine.items():

@@ -108,12 +108,8 @@ class GridPlan:
 
     @property
     def best(self) -> Prediction:
-        """Return the best grid's prediction.
-
-        Raises
-        ------
-        ValueError
-            Where no grid fits; the message names the ways out.
+        """Return the best grid's prediction; raise ValueError, with the ways out, where no grid
+        fits.
         """
         fitting = self.fitting
         if not fitting:

@@ -11,16 +11,10 @@ _SOON, _SELDOM = 2.0, 10.0
 
 
 class StatusLine:
-    """The progress of a command on stderr: one line that changes, or new lines from time to time.
-
-    Where stderr is no terminal, the last text is repeated with the seconds passed, so that in a log
-    a long computation differs from one that hangs. A context manager, which clears the line at its
-    end.
-
-    Parameters
-    ----------
-    first: whether this is the rank that prints.
-    begin: the first text.
+    """The progress of a command, on stderr of the first rank: one line that changes, or new lines
+    from time to time. Where stderr is no terminal, the last text is repeated with the seconds
+    passed, so that in a log a long computation differs from one that hangs. A context manager,
+    which clears the line at its end.
     """
 
     def __init__(self, first: bool = True, begin: str = ""):

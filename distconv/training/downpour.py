@@ -79,15 +79,9 @@ class Downpour:
 
 
 class DownpourClient:
-    """The steps of a client, which starts with the server's parameters.
-
-    Parameters
-    ----------
-    parameters, buffers: the client's own; gradients are taken from the parameters.
-    optimizer: steps with the client's own gradients between fetches. Without one, the parameters
-        change only by fetches.
-    server: receives gradients, and sends parameters.
-    steps: the steps that the client took before.
+    """The steps of a client, which starts with the server's parameters. An optimizer steps with the
+    client's own gradients between fetches; without one, the parameters change only by fetches.
+    `steps` were taken before.
     """
 
     def __init__(

@@ -140,14 +140,9 @@ class NoiseScale:
         return total
 
     def _learn(self, squares: Tensor, whole: Tensor, samples: int, units: int) -> None:
-        """Update the running averages with the estimates of a step.
-
-        Parameters
-        ----------
-        squares: this rank's share of the sum of the squared norms of the units' gradients.
-        whole: this rank's share of the squared norm of the whole gradient.
-        samples: the samples of the batch.
-        units: the number of units, each of samples / units samples.
+        """Update the running averages with the estimates of a step of `units` units. `squares` and
+        `whole` are this rank's shares of the sum of the squared norms of their gradients, and of
+        that of the whole gradient.
         """
         # A unit's part of the mean is 1 / units of its own gradient.
         both = torch.stack((units * squares, whole))
@@ -165,12 +160,8 @@ class NoiseScale:
 
 
 def estimates(small: float, large: float, unit: int, batch: int) -> tuple[float, float]:
-    """Return unbiased estimates of |G|^2 and tr(Sigma).
-
-    Parameters
-    ----------
-    small: the mean of the squared norms of gradients of `unit` samples each.
-    large: the squared norm of the mean of these gradients, over `batch` samples.
+    """Return unbiased estimates of |G|^2 and tr(Sigma), from the mean of the squared norms of
+    gradients of `unit` samples each, and the squared norm of their mean over `batch` samples.
     """
     signal = (batch * large - unit * small) / (batch - unit)
     noise = (small - large) / (1 / unit - 1 / batch)

@@ -35,12 +35,8 @@ class Packing:
         return message
 
     def unpack(self, message: Tensor) -> list[Tensor | None]:
-        """Return the tensors in a message, as views of its memory.
-
-        Raises
-        ------
-        ValueError
-            Where the message has not the size of such tensors.
+        """Return the tensors in a message, as views of its memory; raise ValueError where its size
+        is wrong.
         """
         there = message[: len(self._kinds)].tolist()
         tensors: list[Tensor | None] = []

@@ -78,13 +78,9 @@ class ServerLost(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """The answer of a server.
-
-    Attributes
-    ----------
-    tensors: in the order of the model, parameters and then buffers; None for tensors not sent.
-    samples: the samples that the server has received in all.
-    steps: the steps of this client that the server knew before.
+    """The answer of a server: tensors in the order of the model, parameters and then buffers, None
+    for those not sent; the samples that it has received in all, and the steps of this client
+    before.
     """
 
     tensors: list[Tensor | None]
@@ -102,30 +98,16 @@ class Asking(Protocol):
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
-        """Send tensors, in the order of the model, and return the answer, if the request has one.
-
-        Raises
-        ------
-        ServerLost
-            Where the server has ended.
+        """Send tensors, in the order of the model, and return the answer, if the request has one;
+        raise ServerLost where the server has ended.
         """
 
 
 class Shards:
     """The tensors of a model that each shard of its server holds; the same on every rank.
-
     Parameters are dealt out whole, so that layers keep their norms, to shards of about equal
-    numbers of bytes; so are buffers.
-
-    Parameters
-    ----------
-    parameters, buffers: the model's tensors, in its order.
-    shards: the number of shards.
-
-    Raises
-    ------
-    ValueError
-        Where there are fewer parameters than shards.
+    numbers of bytes; so are buffers. Raises ValueError where there are fewer parameters than
+    shards.
     """
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], shards: int):

@@ -76,14 +76,11 @@ class Rule(Protocol):
 
 
 class Server:
-    """One shard of a server.
+    """One shard of a server, for clients numbered from 0.
 
     Parameters
     ----------
-    parameters, buffers: the tensors of this shard, in the order of the model.
     places: the positions of these in the messages of this shard, where they are mixed.
-    rule: the server's part of the method.
-    clients: the number of clients, which are numbered from 0.
     agreed: the description that a client must send in its HELLO.
     above: the server of which this one is a client, if there is one.
     save: saves the state of this shard under a number that the clients choose.
@@ -115,13 +112,8 @@ class Server:
         self.report = Report()
 
     def handle(self, client: int, request: Message) -> Due:
-        """Handle a request, and return the answers that are due.
-
-        Raises
-        ------
-        ValueError
-            Where a client trains another model, or by another method, or where clients want the
-            state to be saved under different numbers.
+        """Handle a request, and return the answers that are due; raise ValueError where a client
+        trains another model or by another method, or clients save under different numbers.
         """
         kind = Kind(request.numbers[0])
         if kind in self._rule.kinds:

@@ -23,15 +23,9 @@ from distconv.training.team import SERVER_FOLDER
 
 
 class ServerCheckpoints:
-    """The checkpoints of one rank of a server.
-
-    Parameters
-    ----------
-    shard: the part of the model that this rank holds, parallelized on its own.
-    rule, server: their state is saved with it.
-    folder: the folder of the checkpoints; None to save nothing.
-    save_every: the number of updates between checkpoints; None where the workers decide.
-    keep: the largest number of checkpoints.
+    """The checkpoints of one rank of a server: of its `shard` of the model, which is parallelized
+    on its own, with the state of its rule and the server. They are in `folder`, or nowhere, one
+    every `save_every` updates, or when the workers ask for it.
     """
 
     def __init__(
@@ -59,12 +53,8 @@ class ServerCheckpoints:
             self._save(self._folder, updates)
 
     def save_under(self, number: int) -> None:
-        """Save the state under a number that the workers chose.
-
-        Raises
-        ------
-        ValueError
-            Where the server has no folder, or saves by its own count.
+        """Save the state under a number that the workers chose; raise ValueError where the server
+        has no folder, or saves by its own count.
         """
         if self._folder is None or self._every:
             raise ValueError(
@@ -102,14 +92,8 @@ class ServerCheckpoints:
                 )
 
     def load(self, chosen: Path | None) -> None:
-        """Load a checkpoint, or the last in the folder, if there is one.
-
-        Raises
-        ------
-        DataError
-            Where it cannot be read, or is of another model or optimizer.
-        ValueError
-            Where there is no folder.
+        """Load a checkpoint, or the last in the folder, if there is one; raise DataError where it
+        cannot be read, or is of another model or optimizer.
         """
         path = chosen or self._folder
         if path is None:

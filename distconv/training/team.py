@@ -33,23 +33,10 @@ SERVER_FOLDER = "server-{rank}"
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The roles of the ranks of a job. No communication.
-
-    The first ranks are the servers, one for each shard of the parameters. With several groups, the
-    servers of each group follow. The last ranks are the workers, group by group, each with
-    consecutive ranks.
-
-    Parameters
-    ----------
-    ranks: the number of ranks of the job.
-    shards: the number of ranks of each server.
-    groups: the number of groups of workers. With several, each has a server of its own.
-    of_worker: the number of ranks of a worker.
-
-    Raises
-    ------
-    ValueError
-        Where the ranks cannot be arranged so.
+    """The roles of the ranks of a job; no communication. The first ranks are the servers, one for
+    each shard of the parameters. With several groups of workers, the servers of each group
+    follow. The last ranks are the workers, group by group, each with consecutive ranks. Raises
+    ValueError where the ranks cannot be arranged so.
     """
 
     ranks: int

@@ -92,12 +92,7 @@ _MOST = 32767
 
 
 class Tags:
-    """The numbers of exchanges, which all ranks start in one order.
-
-    Attributes
-    ----------
-    last: the tag of the latest exchange; 0 before the first.
-    """
+    """The numbers of exchanges, which all ranks start in one order; the first is 1."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -109,12 +104,8 @@ class Tags:
 
 
 class Comparison:
-    """A comparison of numbers among ranks, under way.
-
-    Parameters
-    ----------
-    wait: waits until `most` is complete.
-    most: this rank's numbers followed by their negatives; after `wait` the maxima over the ranks.
+    """A comparison of numbers among ranks, under way: `wait` completes `most`, this rank's numbers
+    followed by their negatives, which then are the maxima over the ranks.
     """
 
     def __init__(self, wait: Callable[[], object], most: array[int]):

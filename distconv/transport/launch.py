@@ -107,12 +107,8 @@ def check_is_rank() -> None:
 
 
 def mpi() -> ModuleType:
-    """Return `mpi4py.MPI`, which starts MPI when it is first imported.
-
-    Raises
-    ------
-    RuntimeError
-        In a worker process, which is no rank.
+    """Return `mpi4py.MPI`, which starts MPI when first imported; raise RuntimeError in a worker
+    process.
     """
     check_is_rank()
     return _imported_mpi()
@@ -229,13 +225,8 @@ def place_by_torch() -> tuple[int, int] | None:
 
 
 def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `RuntimeError` where a launcher has started several ranks that do not know each other.
-
+    """Raise `RuntimeError` where a launcher has started several ranks, and this one knows no other.
     Each of them would compute by itself, without an error.
-
-    Parameters
-    ----------
-    ranks: the number of ranks that know each other.
     """
     if ranks > 1 or switched_on(ALLOW_SINGLE, environment):
         return

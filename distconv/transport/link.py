@@ -58,12 +58,8 @@ def message(numbers: Sequence[int], payload: Tensor | None = None) -> Message:
 
 
 class Link:
-    """One end of a link. Messages arrive whole and in the order in which they were sent.
-
-    Parameters
-    ----------
-    peer: the rank at the other end.
-    connection: the connection to it.
+    """One end of a link to the rank `peer`. Messages arrive whole and in the order in which they
+    were sent.
     """
 
     def __init__(self, peer: int, connection: socket.socket):
@@ -107,11 +103,8 @@ class Link:
         return arrived
 
     def receive(self, until: float) -> Message:
-        """Return the next message; raises LinkLost, and LinkSilent where none comes in time.
-
-        Parameters
-        ----------
-        until: the time of `time.monotonic` to wait to, or inf.
+        """Return the next message; raises LinkLost, and LinkSilent where none comes until a time of
+        `time.monotonic`, or inf.
         """
         while (arrived := self.poll()) is None:
             if time.monotonic() > until:

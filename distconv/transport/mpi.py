@@ -31,12 +31,8 @@ def release_abandoned() -> None:
 
 
 class MPIRequest:
-    """Messages or a reduction under way; it keeps the memory alive that MPI uses.
-
-    Parameters
-    ----------
-    memory: the tensors that MPI reads and writes.
-    finish: called when all is complete, for a reduction in memory of its own.
+    """Messages or a reduction under way; it keeps the memory alive that MPI reads and writes. A
+    reduction in memory of its own is followed by `finish`.
     """
 
     def __init__(

@@ -39,12 +39,8 @@ from distconv.transport.torch_groups import (
 
 
 class TorchRequest:
-    """Messages or a reduction of gloo under way; it keeps the memory alive that torch uses.
-
-    Parameters
-    ----------
-    works: the `Work` objects of torch.distributed.
-    memory: the tensors that are read and written.
+    """Messages or a reduction of gloo under way; it keeps the memory alive that torch reads and
+    writes.
     """
 
     def __init__(self, works: list[Any], memory: Any):
@@ -77,12 +73,8 @@ def _outlive(request: TorchRequest) -> None:
 
 
 class TorchTransport:
-    """Messages between hosts by process groups of gloo; see `Transport`.
-
-    Parameters
-    ----------
-    comm: the ranks; all of them call it.
-    store: the store over which they and their groups meet; None for a single rank.
+    """Messages between hosts by process groups of gloo; see `Transport`. All ranks of `comm` make
+    it; they and their groups meet over the store, which is None for a single rank.
     """
 
     name, ordered = "torch", False
@@ -158,14 +150,8 @@ class TorchTransport:
 
 
 class TorchStreamTransport(TorchTransport):
-    """Messages between accelerators that each belong to one rank; see `StreamTransport`.
-
-    Parameters
-    ----------
-    comm, store: as for `TorchTransport`.
-    device: the device of this rank.
-    limit: the time after which torch gives up on a message.
-    side: the stream on which the process starts all its messages.
+    """Messages between accelerators that each belong to one rank; see `StreamTransport`. Torch
+    gives up on a message after `limit`; all messages of the process start on the `side` stream.
     """
 
     ordered = True

@@ -155,12 +155,8 @@ def explained(error: RuntimeError) -> RuntimeError:
 
 
 class TorchCommunicator:
-    """Some ranks of a job that share a store of torch.distributed.
-
-    Parameters
-    ----------
-    store: the store of all ranks of the job; None where this rank is the only one.
-    me, ranks: this rank's number in the job, and the numbers of all members.
+    """Some ranks of a job that share a store of torch.distributed, which is None for a rank alone;
+    `me` is this rank's number in the job.
     """
 
     def __init__(self, store: Store | None, me: int, ranks: tuple[int, ...], purpose: str):

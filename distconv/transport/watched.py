@@ -16,11 +16,8 @@ from distconv.transport.interface import Message, Request, StreamTransport, Tran
 
 
 class Wait:
-    """A wait of the host for other ranks, as a context.
-
-    Parameters
-    ----------
-    peers: returns the ranks that are waited for, as numbers in the grid; None for all.
+    """A wait of the host for other ranks, as a context; `peers` returns their numbers in the grid,
+    None is for all.
     """
 
     # `seen` is the time in seconds at which the watching thread first saw the wait; 0 before.
@@ -38,15 +35,9 @@ class Wait:
 
 
 class StreamWait:
-    """A wait that was queued on a GPU's stream.
-
-    Attributes
-    ----------
-    device: the accelerator whose current stream waits.
-    peers: the ranks that are waited for, as numbers in the grid.
-    step: the number of collective steps that this rank had taken.
-    operator: the function that waits; None outside of any.
-    seen: the time in seconds at which the watching thread first saw it; 0 before.
+    """A wait for `peers` that was queued on the current stream of a GPU, at a collective step of
+    this rank, in an operator, or outside of any (None). `seen` is the time in seconds at which
+    the watching thread first saw it; 0 before.
     """
 
     def __init__(self, device: torch.device, peers: Iterable[int], step: int, operator: Any):
@@ -141,14 +132,8 @@ class _NotedRequest:
 
 
 class WatchedTransport(WrappedTransport):
-    """A carrier with visible waits and compared steps; see `Transport`.
-
-    Parameters
-    ----------
-    carrier: the transport that carries the messages.
-    journal: takes the steps, and compares them with the other ranks; it shows the current wait to
-        the watching thread.
-    members: returns the ranks of a group as numbers in the grid.
+    """A carrier with visible waits and steps that are compared between ranks; see `Transport`.
+    `members` returns the ranks of a group as numbers in the grid.
     """
 
     def __init__(self, carrier: Transport, journal: Any, members: Callable[[Any], Iterable[int]]):

@@ -100,13 +100,8 @@ _FOOTER = (
 def page(
     title: str, about: str, numbers: Sequence[tuple[str, str]], sections: Sequence[str]
 ) -> str:
-    """Return a whole page.
-
-    Parameters
-    ----------
-    about: a sentence beneath the title.
-    numbers: the most important numbers, each with its label.
-    sections: markup, such as the results of `section`.
+    """Return a whole page: a sentence `about` it beneath the title, the most important `numbers`,
+    each with its label, and sections of markup.
     """
     cards = "".join(f"<div><b>{escape(n)}</b><span>{escape(w)}</span></div>" for n, w in numbers)
     return (

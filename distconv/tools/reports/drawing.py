@@ -43,13 +43,9 @@ def bars(
     text: Callable[[float], str],
     colours: Mapping[str, str],
 ) -> str:
-    """Return a bar chart with its legend; of many bars only the longest, in their order.
-
-    Parameters
-    ----------
-    rows: for each bar its name, and amounts by kind. Bars without length are left out.
-    text: returns the text for an amount.
-    colours: the kinds of amounts that are drawn, each with its colour.
+    """Return a bar chart with its legend; of many bars only the longest, in their order. A row has
+    a name, and amounts by kind, of which those with a colour are drawn. Bars without length are
+    left out.
     """
     totals = [(sum(amounts[what] for what in colours), name, amounts) for name, amounts in rows]
     lengths = sorted((total for total, _, _ in totals if total > 0), reverse=True)

@@ -24,14 +24,9 @@ KINDS = (HALO, REDISTRIBUTION, REDUCTION, GRADIENTS, MESSAGE)
 
 
 class Label(NamedTuple):
-    """A description of messages, known when they start.
-
-    Attributes
-    ----------
-    phase: "start", "wait", or "all" where the rank waits at once.
-    number: the number that start and wait of a message share on a rank.
-    bytes: the bytes that this rank receives, or of its summand.
-    operator: the operator that needs the messages.
+    """A description of messages, known when they start. The phase is "start", "wait", or "all"
+    where the rank waits at once; start and wait of a message have one number. Bytes are those
+    that this rank receives, or of its summand.
     """
 
     phase: str
@@ -134,14 +129,9 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def events_of(trace: Mapping[str, Any], rank: int) -> list[Event]:
-    """Return the events of a rank, with times in microseconds since 1970 by its own clock.
-
-    Rows have complete events. Messages under way have asynchronous events, from their start to the
-    end of the wait for them.
-
-    Parameters
-    ----------
-    trace: the trace exported by torch's profiler.
+    """Return the events of a rank in a trace of torch's profiler, with times in microseconds since
+    1970 by its own clock. Messages under way have asynchronous events, from their start to the
+    end of the wait for them; everything else has complete events.
     """
     base = trace.get("baseTimeNanoseconds", 0) / 1000
     complete = [e for e in trace["traceEvents"] if e.get("ph") == "X"]

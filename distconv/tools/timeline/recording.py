@@ -146,13 +146,8 @@ _ROUNDS = 10
 
 
 class Offset(NamedTuple):
-    """The difference of a rank's clock from that of rank 0, in nanoseconds.
-
-    Attributes
-    ----------
-    ahead: the difference.
-    error: the largest error of `ahead`.
-    at: the time of the measurement, by the rank's own clock.
+    """The difference of a rank's clock from that of rank 0, and its largest error, in nanoseconds,
+    measured at a time by the rank's own clock.
     """
 
     ahead: float
@@ -161,12 +156,8 @@ class Offset(NamedTuple):
 
 
 def measure_offsets(grid: ProcessGrid, now: Callable[[], int] = time.time_ns) -> list[Offset]:
-    """Return the offset of every rank, in rank order. All ranks of the grid call it together.
-
-    Parameters
-    ----------
-    grid: a grid of CPUs.
-    now: returns the time of this rank's clock in nanoseconds.
+    """Return the offset of every rank of a grid of CPUs, in rank order. All of them call it
+    together. `now` returns the time of this rank's clock in nanoseconds.
     """
     mine = Offset(0.0, 0.0, now())
     for other in range(1, grid.size):

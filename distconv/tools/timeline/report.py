@@ -15,14 +15,9 @@ Interval = tuple[float, float]
 
 
 class RankTimes(NamedTuple):
-    """The times of one rank, in seconds.
-
-    Attributes
-    ----------
-    compute, wait: the time in torch's operators, and the time of waiting for other ranks.
-    under_way: for each kind of messages, the time in which any were under way.
-    exposed: for each kind, the time in which the rank waited for them.
-    bytes: for each kind, the bytes received.
+    """The seconds of one rank: in torch's operators, waiting for others, and for each kind of
+    messages, those in which any were under way, and in which the rank waited for them; and the
+    bytes received.
     """
 
     rank: int
