@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from distconv.training.checks import check_count
-from distconv.training.requests import Asking, Kind
+from distconv.training.requests import Connection, Kind
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class AsynchronousElastic:
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
         clients: int,
-        above: Asking | None,
+        above: Connection | None,
     ) -> ElasticRule:
         alpha = 0.9 / clients if self.alpha is None else self.alpha
         client = self.client(parameters, buffers, None, above, 0) if above else None
@@ -65,7 +65,7 @@ class AsynchronousElastic:
         parameters: Sequence[Any],
         buffers: Sequence[Tensor],
         optimizer: Optimizer | None,
-        server: Asking,
+        server: Connection,
         steps: int,
     ) -> ElasticClient:
         return ElasticClient(self, parameters, buffers, optimizer, server, steps)
@@ -80,7 +80,7 @@ class ElasticClient:
         parameters: Sequence[Any],
         buffers: Sequence[Tensor],
         optimizer: Optimizer | None,
-        server: Asking,
+        server: Connection,
         steps: int,
     ):
         self._period, self._server, self._optimizer = method.period, server, optimizer

@@ -18,10 +18,10 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import shards_of
-from distconv.training.requests import Answer, Connection, Kind, ServerLost, Shards, joined
+from distconv.training.requests import Answer, Connection, Kind, ServerLost, Shards
 from distconv.training.serving import Method, described, shards_of_model
 from distconv.training.team import Team
-from distconv.transport.link import Message
+from distconv.transport.link import Link, Message
 
 
 class Worker:
@@ -64,9 +64,9 @@ class Worker:
             raise ValueError(
                 f"Worker: the model is {where}; parallelize it on team.grid, which is {grid}"
             )
-        shards = shards_of_model(model, team)
-        connection = Connection(team.above, shards, described(model, method))
-        self._server = _Together(connection, shards, grid, [*model.parameters(), *model.buffers()])
+        tensors = [*model.parameters(), *model.buffers()]
+        shards, agreed = shards_of_model(model, team), described(model, method)
+        self._server = _Together(team.above, shards, agreed, grid, tensors)
         self._team, self._model, self._optimizer = team, model, optimizer
         self._done = False
         leaves, buffers = (shards_of([*some]) for some in (model.parameters(), model.buffers()))
@@ -202,16 +202,22 @@ class Worker:
                     tensor.detach().copy_(value)
 
 
-class _Together:
-    """The ranks of a worker; the first asks the server for all of them. See `Asking`.
+class _Together(Connection):
+    """The ranks of a worker; the first asks the server for all of them.
 
     Tensors are this rank's blocks: whole ones are gathered for the server, and its answer is cut.
     """
 
     def __init__(
-        self, connection: Connection, shards: Shards, grid: ProcessGrid, like: Sequence[Any]
+        self,
+        links: Sequence[Link],
+        shards: Shards,
+        agreed: str,
+        grid: ProcessGrid,
+        like: Sequence[Any],
     ):
-        self._connection, self._shards, self._grid, self._like = connection, shards, grid, like
+        super().__init__(links, shards, agreed)
+        self._grid, self._like = grid, like
         self._comm = grid.communicator(AXES, "servers")
         self._lost: str | None = None
         self.samples = 0
@@ -228,11 +234,11 @@ class _Together:
         found: list[Message] = []
         if self._grid.rank == 0 and self._lost is None:
             try:
-                found = self._connection.answers(kind, whole, samples, steps)
+                found = self.answers(kind, whole, samples, steps)
             except ServerLost as error:
                 self._lost = str(error)
         if kind == Kind.PUSH:
-            return joined([], self._shards)  # the next answer says where it was lost
+            return self.joined([])  # the next answer says where it was lost
         heads = [(answer.numbers, len(answer.payload)) for answer in found]
         # A server may let workers wait for long, which must not look like a stall of the grid.
         self._lost, heads = self._comm.bcast((self._lost, heads))
@@ -244,7 +250,7 @@ class _Together:
             payload = payload.to(self._grid.device)
             broadcast(payload, self._grid)
             answers.append(Message(numbers, payload))
-        answer = joined(answers, self._shards)
+        answer = self.joined(answers)
         self.samples = answer.samples
         return answer._replace(tensors=[self._block(i, t) for i, t in enumerate(answer.tensors)])
 

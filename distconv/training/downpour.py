@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from distconv.training.checks import check_count
-from distconv.training.requests import Asking, Kind
+from distconv.training.requests import Connection, Kind
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -63,7 +63,7 @@ class Downpour:
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
         clients: int,
-        above: Asking | None,
+        above: Connection | None,
     ) -> DownpourRule:
         return DownpourRule(self, parameters, buffers, above)
 
@@ -72,7 +72,7 @@ class Downpour:
         parameters: Sequence[Any],
         buffers: Sequence[Tensor],
         optimizer: Optimizer | None,
-        server: Asking,
+        server: Connection,
         steps: int,
     ) -> DownpourClient:
         return DownpourClient(self, parameters, buffers, optimizer, server, steps)
@@ -90,7 +90,7 @@ class DownpourClient:
         parameters: Sequence[Any],
         buffers: Sequence[Tensor],
         optimizer: Optimizer | None,
-        server: Asking,
+        server: Connection,
         steps: int,
     ):
         self._method, self._server, self._optimizer = method, server, optimizer
@@ -156,7 +156,7 @@ class DownpourRule:
         method: Downpour,
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
-        above: Asking | None,
+        above: Connection | None,
     ):
         self.waits = method.synchronous
         self._parameters = parameters

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,21 +88,6 @@ class Answer(NamedTuple):
     steps: int
 
 
-class Asking(Protocol):
-    """An interface to ask a server."""
-
-    def ask(
-        self,
-        kind: Kind,
-        tensors: Sequence[Tensor | None] | None = None,
-        samples: int = 0,
-        steps: int = 0,
-    ) -> Answer:
-        """Send tensors, in the order of the model, and return the answer, if the request has one;
-        raise ServerLost where the server has ended.
-        """
-
-
 class Shards:
     """The tensors of a model that each shard of its server holds; the same on every rank.
     Parameters are dealt out whole, so that layers keep their norms, to shards of about equal
@@ -140,7 +125,7 @@ class Shards:
 
 
 class Connection:
-    """The links of one rank to the shards of its server; see `Asking`."""
+    """The links of one rank to the shards of its server."""
 
     def __init__(self, links: Sequence[Link], shards: Shards, agreed: str):
         self._links, self._shards, self._agreed = links, shards, agreed
@@ -155,8 +140,11 @@ class Connection:
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
-        found = self.answers(kind, tensors, samples, steps)
-        return joined(found, self._shards)
+        """Send tensors, in the order of the model, and return the answer, if the request has one.
+
+        Raises ServerLost where the server has ended.
+        """
+        return self.joined(self.answers(kind, tensors, samples, steps))
 
     def answers(
         self, kind: Kind, tensors: Sequence[Tensor | None] | None, samples: int, steps: int
@@ -185,6 +173,13 @@ class Connection:
             if kind in _RENEWING:
                 self._versions[j] = answer.numbers[1]
         return found
+
+    def joined(self, found: Sequence[Message]) -> Answer:
+        """Return the answers of all shards as one; where counts differ, the smallest."""
+        if not found:
+            return Answer([None] * self._shards.tensors, 0, 0)
+        samples, steps = (min(answer.numbers[i] for answer in found) for i in (2, 3))
+        return Answer(self._shards.joined([answer.payload for answer in found]), samples, steps)
 
     def _silence(self, kind: Kind, error: LinkSilent) -> str:
         waits_for_workers = kind in (Kind.MEET, Kind.SAVE, Kind.PUSH_AND_FETCH)
@@ -217,14 +212,6 @@ def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
 def failed(why: str) -> Message:
     """Return the message that a server has failed."""
     return message((Kind.FAILED,), in_bytes(f"the server has failed: {why}"))
-
-
-def joined(found: Sequence[Message], shards: Shards) -> Answer:
-    """Return the answers of all shards as one; where counts differ, the smallest."""
-    if not found:
-        return Answer([None] * shards.tensors, 0, 0)
-    samples, steps = (min(answer.numbers[i] for answer in found) for i in (2, 3))
-    return Answer(shards.joined([answer.payload for answer in found]), samples, steps)
 
 
 def in_bytes(text: str) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from distconv.training.parcel import Packing
-from distconv.training.requests import Asking, Kind
+from distconv.training.requests import Connection, Kind
 from distconv.transport.link import Message, message
 
 Due = list[tuple[int, Message]]
@@ -94,7 +94,7 @@ class Server:
         clients: int,
         *,
         agreed: str = "",
-        above: Asking | None = None,
+        above: Connection | None = None,
         save: Callable[[int], object] = lambda number: None,
     ):
         self._parameters, self._buffers = parameters, buffers

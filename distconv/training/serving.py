@@ -20,7 +20,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import time_limit
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
-from distconv.training.requests import Asking, Connection, Kind, ServerLost, Shards
+from distconv.training.requests import Connection, Kind, ServerLost, Shards
 from distconv.training.server import Due, Report, Rule, Server
 from distconv.training.server_checkpoints import ServerCheckpoints
 from distconv.training.team import Team
@@ -35,7 +35,7 @@ class Method(Protocol):
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
         clients: int,
-        above: Asking | None,
+        above: Connection | None,
     ) -> Rule:
         """Return the server's part of the method."""
 
@@ -44,7 +44,7 @@ class Method(Protocol):
         parameters: Sequence[Any],
         buffers: Sequence[Tensor],
         optimizer: Optimizer | None,
-        server: Asking,
+        server: Connection,
         steps: int,
     ) -> Any:
         """Return the client's part of the method."""
