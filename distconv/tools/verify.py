@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from distconv.comm.checksums import checksum
 from distconv.comm.ledger import without_counting
 from distconv.device.kinds import rehearsed
 from distconv.device.numerics import ieee_float32
@@ -143,8 +143,8 @@ def verify(
     by itself, then all ranks together the distributed one. Compared are the output of every call of
     a layer, the buffers after it and, for a random gradient of the outputs, the gradients of all
     parameters and inputs. The module and the random state are not changed. Every rank needs memory
-    for the serial run and for a copy of all outputs; use a small input. All ranks of the grid call
-    it together.
+    for the serial run and for two copies of all outputs; use a small input. All ranks of the grid
+    call it together.
 
     Random numbers on a grid differ from those of serial torch. Dropout layers therefore run in eval
     mode. The result notes this, and layers that draw random numbers by themselves. float32 is
@@ -247,7 +247,8 @@ def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> 
     mine = None
     if not problem:
         modes = [part.training for part in module.modules()]
-        mine = [_fingerprint(x) for x in inputs], repr(options), (repr(module), modes)
+        contents = [(tuple(x.shape), str(x.dtype), checksum(x, full=True)) for x in inputs]
+        mine = contents, repr(options), (repr(module), modes)
     everyone = grid.all_gather_object((problem, mine))
     for rank, (theirs, _) in enumerate(everyone):
         if theirs:
@@ -267,12 +268,6 @@ _DIFFER = (
     "the module of rank {rank} is built otherwise than that of rank 0, or in another mode; build "
     "the same on every rank",
 )
-
-
-def _fingerprint(x: Tensor) -> tuple[Any, ...]:
-    dense = x.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    elements: Any = dense.reshape(-1).view(torch.uint8).numpy()
-    return tuple(x.shape), str(x.dtype), hashlib.blake2b(elements).digest()
 
 
 def _compare(
@@ -300,93 +295,173 @@ def _compare(
         x.data = _shaken(x.data, generator)
 
     torch.manual_seed(seed)
-    serial = _Serial(plain, inputs, generator)
+    serial = _Run(plain, [x.clone() for x in inputs], generator)
     torch.manual_seed(seed)
-    rounding = {
-        (row.layer, row.kind): row.difference
-        for row in serial.against(shaken, [_shaken_input(x, generator) for x in inputs], last=False)
-    }
-    del shaken
+    again = _Run(shaken, [_shaken_input(x, generator) for x in inputs], generator, serial)
+    rounding = {(row.layer, row.kind): row.difference for row in _compared(again, serial)}
+    del again, shaken
     cut = [distribute_tensor(x, grid, k) for x, k in zip(inputs, of_inputs, strict=True)]
-    rows = serial.against(model, cut, last=True, progress=progress)
+    rows = []
+    for row in _compared(_Run(model, cut, generator, serial), serial):
+        progress(row)
+        rows.append(replace(row, rounding=rounding.get((row.layer, row.kind), 0.0)))
     notes = []
     if quiet:
         notes.append(
             f"{', '.join(quiet)} ran in eval mode: random numbers on a grid are not those of "
             "serial torch"
         )
-    if serial.calls.random is not None:
+    if serial.random is not None:
         notes.append(
-            f"{serial.calls.random} draws random numbers, which on a grid are not those of serial "
+            f"{serial.random} draws random numbers, which on a grid are not those of serial "
             "torch; from there on differences say nothing. Run it without (module.eval())"
         )
-    rows = [replace(row, rounding=rounding.get((row.layer, row.kind), 0.0)) for row in rows]
-    return rows, notes, serial.dtypes
+    outputs = (x for several in serial.outputs.values() for x in several or ())
+    present = (*inputs, *plain.parameters(), *outputs)
+    return rows, notes, {x.dtype for x in present if _is_continuous(x)}
 
 
-class _Serial:
-    """A serial run, forward and backward, to compare other runs with."""
+class _Run(ModuleCalls):
+    """A module run forward and backward, with all its tensors.
 
-    def __init__(self, module: nn.Module, inputs: list[Tensor], generator: torch.Generator):
-        self._module = module
-        self._leaves = [_leaf(x.clone()) for x in inputs]
-        self.calls = _SerialCalls(module)
-        # Layers that write in place may not write to leaves.
-        results = tensors_in(module(*(x.clone() for x in self._leaves)))
-        self.calls.remove()
-        self._shapes = [y.shape if y.requires_grad else None for y in results]
-        self._seeds = {
-            i: torch.randn(y.shape, generator=generator, dtype=y.dtype, device="cpu").to(y.device)
-            for i, y in enumerate(results)
-            if y.requires_grad
-        }
-        if self._seeds:
-            seeded = [results[i] for i in self._seeds]
-            torch.autograd.backward(seeded, list(self._seeds.values()))
-        present = (*inputs, *module.parameters())
-        self.dtypes = self.calls.dtypes | {x.dtype for x in present if _is_continuous(x)}
+    Outputs are copied, before later layers may write to them.
 
-    def against(
+    Parameters
+    ----------
+    inputs: become leaves of autograd.
+    generator: draws the gradients of the outputs.
+    serial: the run that this one is compared with, whose gradients of the outputs it takes; None
+        for that run itself.
+    """
+
+    def __init__(
         self,
-        model: nn.Module,
+        module: nn.Module,
         inputs: Sequence[Tensor],
-        *,
-        last: bool,
-        progress: Callable[[TensorComparison], object] = lambda comparison: None,
-    ) -> list[TensorComparison]:
-        """Run `model` and compare; collective if distributed. `last` frees the serial outputs."""
-        leaves = [_leaf(x) for x in inputs]
-        expected = self.calls.outputs if last else dict(self.calls.outputs)
-        compared = _ComparedCalls(model, expected, progress)
-        rows = compared.rows
+        generator: torch.Generator,
+        serial: _Run | None = None,
+    ):
+        super().__init__(module)
+        self.name = type(module).__name__
+        self.outputs: dict[str, list[Tensor] | None] = {}
+        """Outputs by the name of the call; None where an inner layer has just returned the same."""
+        self.buffers: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor | None] = {}
+        """Gradients of the parameters, the last one first."""
+        self.of_inputs: dict[str, Tensor | None] = {}
+        self.refusal: tuple[str, str] | None = None
+        """The layer that is refused, and why."""
+        self.random: str | None = None
+        """The first layer that drew random numbers."""
+        self._serial, self._generator = serial, generator
+        self._last: list[tuple[Tensor, int | None]] = []
+        self._state = torch.get_rng_state()
         try:
-            outputs = tensors_in(model(*(x.clone() for x in leaves)))
-            compared.complete()
-            # A backward pass through checkpoints calls layers again.
-            compared.remove()
-            buffers = dict(self._module.named_buffers())
-            largest = _largest_by_layer(buffers)
-            for name, buffer in model.named_buffers():
-                scale = largest[name.rpartition(".")[0]]
-                compared.add(_comparison(name, "buffer", buffer, buffers[name], scale))
-            compared.stack.append(("backward", model))
-            if [y.shape if y.requires_grad else None for y in outputs] == self._shapes:
-                for i, seed in self._seeds.items():
-                    outputs[i].backward(seed, retain_graph=i != max(self._seeds))
-                for row in _gradients(self._module, model, self._leaves, leaves):
-                    compared.add(row)
-            else:
-                note = "there is none on the grid"
-                rows.append(TensorComparison(type(model).__name__, "gradient", math.inf, note=note))
+            self._pass(module, [_leaf(x) for x in inputs])
         except UnsupportedOperation as refusal:
-            rows.append(TensorComparison(compared.where[0], "refused", math.inf, note=str(refusal)))
+            self.refusal = self.where[0], str(refusal)
         except Exception as error:
-            name, part = compared.where
+            if serial is None:
+                raise
+            name, part = self.where
             raise RuntimeError(
                 f"verify: {name} ({type(part).__name__}) raised on the grid, and not serially: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return rows
+        finally:
+            self.remove()
+
+    def _pass(self, module: nn.Module, leaves: list[Tensor]) -> None:
+        # Layers that write in place may not write to leaves.
+        results = tensors_in(module(*(x.clone() for x in leaves)))
+        # A backward pass through checkpoints calls layers again.
+        self.remove()
+        self.buffers = {name: x.detach().clone() for name, x in module.named_buffers()}
+        self.shapes = [y.shape if y.requires_grad else None for y in results]
+        serial = self._serial or self
+        if serial is self:
+            self.seeds = {
+                i: torch.randn(y.shape, generator=self._generator, dtype=y.dtype, device="cpu")
+                for i, y in enumerate(results)
+                if y.requires_grad
+            }
+        self.stack.append(("backward", module))
+        if self.shapes == serial.shapes:
+            for i, seed in serial.seeds.items():
+                last = i == max(serial.seeds)
+                results[i].backward(seed.to(results[i].device), retain_graph=not last)
+        self.gradients = {name: p.grad for name, p in reversed([*module.named_parameters()])}
+        names = (f"input[{i}]" if i else "input" for i in range(len(leaves)))
+        self.of_inputs = {name: x.grad for name, x in zip(names, leaves, strict=True)}
+
+    def entered(self, module: nn.Module) -> None:
+        self._look_for_random_numbers(self.stack[max(len(self.stack) - 2, 0)][0])
+
+    def left(self, name: str, module: nn.Module, output: Any) -> None:
+        self._look_for_random_numbers(name)
+        tensors = tensors_in(output)
+        if self._serial is not None:
+            same = self._serial.outputs.get(name, []) is None
+        else:
+            last, self._last = self._last, [(x, _version(x)) for x in tensors]
+            within = bool(self.stack) and not is_layer(module) and len(tensors) == len(last)
+            same = within and all(
+                x is y and _version(x) == written
+                for x, (y, written) in zip(tensors, last, strict=True)
+            )
+        self.outputs[name] = None if same else [x.detach().clone() for x in tensors]
+
+    def _look_for_random_numbers(self, name: str) -> None:
+        state = torch.get_rng_state()
+        if self.random is None and not torch.equal(state, self._state):
+            self.random = name
+        self._state = state
+
+
+def _compared(run: _Run, serial: _Run) -> Iterator[TensorComparison]:
+    """Yield the comparisons of a run with the serial one; collective if it is distributed."""
+
+    def differs(name: str, note: str, kind: str = "output") -> TensorComparison:
+        return TensorComparison(name, kind, math.inf, note=note)
+
+    for name, actual in run.outputs.items():
+        if name not in serial.outputs:
+            yield differs(name, "is called on the grid only")
+            continue
+        expected = serial.outputs[name]
+        if actual is None or expected is None:
+            continue
+        if len(actual) != len(expected):
+            note = f"returns {len(actual)} tensors, serially {len(expected)}"
+            yield differs(name, note)
+            continue
+        for i, (x, y) in enumerate(zip(actual, expected, strict=True)):
+            yield _comparison(f"{name}[{i}]" if i else name, "output", x, y)
+    if run.refusal is not None:
+        name, reason = run.refusal
+        yield differs(name, reason, "refused")
+        return
+    for name in serial.outputs:
+        if name not in run.outputs:
+            yield differs(name, "is called serially only")
+    largest = _largest_by_layer(serial.buffers)
+    for name, buffer in run.buffers.items():
+        scale = largest[name.rpartition(".")[0]]
+        yield _comparison(name, "buffer", buffer, serial.buffers[name], scale)
+    if run.shapes != serial.shapes:
+        yield differs(run.name, "there is none on the grid", "gradient")
+        return
+    largest = _largest_by_layer(serial.gradients)
+    floor = _NEGLIGIBLE * max(largest.values(), default=0.0)
+    scales = {name: max(largest[name.rpartition(".")[0]], floor) for name in serial.gradients}
+    pairs = [(name, run.gradients[name], g, scales[name]) for name, g in serial.gradients.items()]
+    pairs += [(name, run.of_inputs[name], g, 0.0) for name, g in serial.of_inputs.items()]
+    for name, got, wanted, scale in pairs:
+        if got is not None and wanted is not None:
+            yield _comparison(name, "gradient", got, wanted, scale)
+        elif got is not None or wanted is not None:
+            where = "serially" if got is None else "on the grid"
+            yield differs(name, f"has a gradient {where} only", "gradient")
 
 
 def _is_continuous(x: Tensor) -> bool:
@@ -430,108 +505,6 @@ def _without_dropout(module: nn.Module) -> list[str]:
 def _version(x: Tensor) -> int | None:
     """Return the number of writes to `x`; None in inference mode, which does not count them."""
     return None if x.is_inference() else x._version
-
-
-class _SerialCalls(ModuleCalls):
-    """The results of each call of a layer, copied before later layers may write to them."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__(module)
-        self.outputs: dict[str, list[Tensor] | None] = {}
-        """Outputs by the name of the call; None where an inner layer has just returned the same."""
-        self.dtypes: set[torch.dtype] = set()
-        self.random: str | None = None
-        """The first layer that drew random numbers."""
-        self._last: list[tuple[Tensor, int | None]] = []
-        self._state = torch.get_rng_state()
-
-    def entered(self, module: nn.Module) -> None:
-        self._look_for_random_numbers(self.stack[max(len(self.stack) - 2, 0)][0])
-
-    def left(self, name: str, module: nn.Module, output: Any) -> None:
-        self._look_for_random_numbers(name)
-        tensors = tensors_in(output)
-        last, self._last = self._last, [(x, _version(x)) for x in tensors]
-        same = len(tensors) == len(last) and all(
-            x is y and _version(x) == version for x, (y, version) in zip(tensors, last, strict=True)
-        )
-        if same and self.stack and not is_layer(module):
-            self.outputs[name] = None
-            return
-        self.outputs[name] = [x.detach().clone() for x in tensors]
-        self.dtypes |= {x.dtype for x in tensors if _is_continuous(x)}
-
-    def _look_for_random_numbers(self, name: str) -> None:
-        state = torch.get_rng_state()
-        if self.random is None and not torch.equal(state, self._state):
-            self.random = name
-        self._state = state
-
-
-class _ComparedCalls(ModuleCalls):
-    """The results of each call of a layer, compared with the serial ones, which are then freed."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        expected: dict[str, list[Tensor] | None],
-        progress: Callable[[TensorComparison], object],
-    ):
-        super().__init__(module)
-        self.rows: list[TensorComparison] = []
-        self._expected, self._progress = expected, progress
-
-    def add(self, row: TensorComparison) -> None:
-        """Append a comparison."""
-        self.rows.append(row)
-        self._progress(row)
-
-    def left(self, name: str, module: nn.Module, output: Any) -> None:
-        if name not in self._expected:
-            self._differ(name, "is called on the grid only")
-            return
-        expected = self._expected.pop(name)
-        if expected is None:
-            return
-        actual = tensors_in(output)
-        if len(actual) != len(expected):
-            self._differ(name, f"returns {len(actual)} tensors, serially {len(expected)}")
-            return
-        for i, (x, y) in enumerate(zip(actual, expected, strict=True)):
-            self.add(_comparison(f"{name}[{i}]" if i else name, "output", x, y))
-
-    def complete(self) -> None:
-        """Note calls that were made in the serial run only."""
-        for name in self._expected:
-            self._differ(name, "is called serially only")
-
-    def _differ(self, name: str, note: str) -> None:
-        self.add(TensorComparison(name, "output", math.inf, note=note))
-
-
-def _gradients(
-    serial: nn.Module, model: nn.Module, inputs: Sequence[Tensor], cut: Sequence[Tensor]
-) -> Iterator[TensorComparison]:
-    """Yield the gradients from the last parameter to the inputs."""
-    twins = dict(model.named_parameters())
-    largest = _largest_by_layer({name: p.grad for name, p in serial.named_parameters()})
-    floor = _NEGLIGIBLE * max(largest.values(), default=0.0)
-    pairs: list[tuple[str, Tensor, Tensor, float]] = [
-        (name, twins[name], p, max(largest[name.rpartition(".")[0]], floor))
-        for name, p in reversed(list(serial.named_parameters()))
-    ]
-    names = ["input", *(f"input[{i}]" for i in range(1, len(inputs)))]
-    pairs += [(name, x, y, 0.0) for name, x, y in zip(names, cut, inputs, strict=True)]
-    for name, actual, expected, scale in pairs:
-        got, wanted = actual.grad, expected.grad
-        if got is None and wanted is None:
-            continue
-        if got is None or wanted is None:
-            where = "serially" if got is None else "on the grid"
-            note = f"has a gradient {where} only"
-            yield TensorComparison(name, "gradient", math.inf, note=note)
-        else:
-            yield _comparison(name, "gradient", got, wanted, scale)
 
 
 def _largest_by_layer(tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
