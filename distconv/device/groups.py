@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed between accelerators: making, ending, errors."""
+"""Process groups of torch.distributed between accelerators: making, errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distconv.device.kinds import backend_of, library_of
-from distconv.torch_private import end_group, set_limit
+from distconv.torch_private import set_limit
 
 
 def why_unavailable(kind: str) -> str | None:
@@ -56,11 +56,6 @@ def error_of(group: Any) -> str | None:
     """Return the error that torch's thread found in a group; None if there is none, or unknown."""
     error: str = group.get_error().name if hasattr(group, "get_error") else "SUCCESS"
     return None if error == "SUCCESS" else error
-
-
-def close_group(group: Any, abort: bool) -> None:
-    """End a group: when its work is done, or at once."""
-    end_group(group, abort)
 
 
 def _class_of(backend: str) -> str:

@@ -56,6 +56,7 @@ class Journal:
 
     Attributes
     ----------
+    thread: the thread that takes the steps.
     debug: whether everything is compared each time, as with DISTCONV_DEBUG=1.
     number: the number of steps of this rank, reductions of gradients among them.
     place: the number of the latest entry, if it has arguments; else None.
@@ -86,13 +87,8 @@ class Journal:
         """The numbers of calls and steps of each function, and of uses of other kinds."""
         self._tags = Tags()
         self.next_tag = self._tags.next
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._under_way: Comparison | None = None
-
-    @property
-    def thread(self) -> int:
-        """Return the thread that takes the steps."""
-        return self._thread
 
     @property
     def operator(self) -> Any:
@@ -114,7 +110,7 @@ class Journal:
 
         Calls of backward passes and of other threads are not entered, as their order may differ.
         """
-        if threading.get_ident() != self._thread or not self.compares:
+        if threading.get_ident() != self.thread or not self.compares:
             return
         self.place = None
         count = self._calls[function] = self._calls.get(function, 0) + 1
@@ -133,7 +129,7 @@ class Journal:
         RuntimeError
             Where two threads use the grid at once.
         """
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             self._change_thread()
         self.number += 1
         function = CURRENT.call[0]
@@ -163,7 +159,7 @@ class Journal:
         """Return the entry for a tensor that is made now; None on other threads and in a backward
         pass, where ranks may be at different ones.
         """
-        if threading.get_ident() != self._thread or backward_pass() != -1:
+        if threading.get_ident() != self.thread or backward_pass() != -1:
             return None
         return self.place
 
@@ -225,7 +221,7 @@ class Journal:
         with Wait(self.waiting):
             ranks = self._comm.allgather(self.latest_codes())
             number = first_difference(ranks)
-            told = (self.entry(number), place_of(self._thread), self._tags.last)
+            told = (self.entry(number), place_of(self.thread), self._tags.last)
             steps, places, tags = zip(*self._comm.allgather(told), strict=True)
         # A program that catches the error continues with the same numbers on all ranks.
         self._tags.last = max(tags)
@@ -253,11 +249,11 @@ class Journal:
         """Let the calling thread take the steps from now on, unless another one is about to."""
         if backward_pass() != -1:
             return  # autograd computes on behalf of the thread that called backward()
-        if not is_parked(self._thread):
+        if not is_parked(self.thread):
             raise RuntimeError(
                 f"two threads use one grid, or grids over the same ranks, at once: one is at "
-                f"{place_of(self._thread)}, the other at {user_line()}. Their messages would be "
+                f"{place_of(self.thread)}, the other at {user_line()}. Their messages would be "
                 "taken for each other's; let one thread do all that communicates, and hand it "
                 "work by a queue, or let one thread end before the other goes on"
             )
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()

@@ -170,7 +170,6 @@ class ProcessGrid(Grid):
         return self._communicators[key]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in rank order. All ranks of the grid call it together."""
         if self.size == 1:
             return [value]
         with self.collective("all_gather_object"):
@@ -213,7 +212,6 @@ class ProcessGrid(Grid):
         return total / weights if weights else nan
 
     def collective(self, kind: str) -> Wait:
-        """Return a context for a collective of the grid's communicators, compared between ranks."""
         self.journal.take(kind)
         return self.waiting()
 

@@ -1,7 +1,7 @@
-"""Measuring a machine: messages, reductions, copies, packing, and Python; in under a minute.
+"""Measuring a machine: messages, reductions, packing, and Python; in under a minute.
 
 All ranks take part and load the machine as a job does: all pairs send messages at the same time,
-and all ranks of a node copy memory at once.
+and all ranks of a node pack memory at once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MESSAGES = (8, 2**10, 2**13, 2**15, 2**16, 2**18, 2**20, 2**22, 2**24)
 GATHERED = (8, 2**10, 2**13, 2**15, 2**16)
 """Bytes at which all-gathers are measured: small ones, as all-gathers carry statistics."""
 REDUCED = (8, 2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
-COPIED = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
-"""Bytes at which messages, reductions and copies are measured."""
+PACKED = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
+"""Bytes at which messages, reductions and packing are measured."""
 
 _BUSY = 1e-3
 """Seconds for 8 bytes within a node above which other programs must be using its cores."""
@@ -80,13 +80,13 @@ def calibrate(
         )
     progress("the slowest rank")
     skew = _skew(seconds / 10)
-    progress("copies and packing")
-    copy, packing = (_table(_copies(rows=rows), COPIED) for rows in (False, True))
+    progress("packing")
+    packing = _table(_packing(), PACKED)
     progress("Python")
     host = measure_host_work(2 if seconds < 20 else 16)
     sources = {f"links {where}": "pairs of ranks, all at once" for where in links}
     sources |= dict.fromkeys(reductions, "groups of neighbours, all at once")
-    sources |= dict.fromkeys(("copy", "packing"), f"all ranks at once, {torch.__version__}")
+    sources["packing"] = f"all ranks at once, {torch.__version__}"
     sources["skew"] = "all ranks of the job at once"
     sources["host"] = (
         "functions on tiny tensors, minus their local operators, all ranks at once, after bytes "
@@ -100,7 +100,6 @@ def calibrate(
         threads=torch.get_num_threads(),
         links=links,
         reductions=reductions,
-        copy=copy,
         packing=packing,
         host=host,
         skew=skew,
@@ -275,15 +274,11 @@ def _table(seconds: Iterable[float], sizes: Sequence[int]) -> Table:
     return Table(tuple(map(float, sizes)), tuple(seconds))
 
 
-def _copies(*, rows: bool) -> Iterator[float]:
-    """Yield the seconds of copying each number of bytes: contiguous, or in rows of 64."""
+def _packing() -> Iterator[float]:
+    """Yield the seconds of copying each number of bytes in rows of 64."""
     clock = time.perf_counter
-    for size in COPIED:
-        target = torch.ones(size // 4)
-        source = torch.ones(size // 4)
-        if rows:
-            source = torch.ones(size // 64, 64)[:, :16]
-            target = target.view(-1, 16)
+    for size in PACKED:
+        target, source = torch.ones(size // 64, 16), torch.ones(size // 64, 64)[:, :16]
         times = []
         for _ in range(max(3, min(100, 2**27 // size))):
             begun = clock()

@@ -46,7 +46,6 @@ class DryRequest:
         self._memory = memory
 
     def wait(self) -> None:
-        """Record the first wait."""
         waited, self._waited, self._memory = self._waited, None, None
         if waited is not None:
             waited()
@@ -152,7 +151,6 @@ class DryRunGrid(Grid):
         return self._gpu
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
-        """Return size and rank of the communicator along `axes`."""
         peers = self.topology.peers(self.rank, axes)
         return DryGroup(len(peers), peers.index(self.rank), tuple(peers), purpose)
 
@@ -172,7 +170,6 @@ class DryRunGrid(Grid):
         return [value]
 
     def collective(self, kind: str) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
         return nullcontext()
 
     @contextmanager

@@ -14,9 +14,8 @@ from distconv.transport.buffers import KEPT_BYTES, SMALL_BYTES
 
 
 class LiveMemory:
-    """The live tensors by kind, and the moment of the highest total. Where it `pools`, messages
-    come from memory that is kept for later ones of the same size (`transport.buffers`), as on
-    CPUs.
+    """The live tensors by kind, their total, and the kinds at the highest total. Where it `pools`,
+    messages come from memory that is kept for later ones of the same size, as on CPUs.
     """
 
     def __init__(self, pools: bool = True) -> None:
@@ -24,15 +23,10 @@ class LiveMemory:
         self._live: dict[int, tuple[int, str, weakref.ref[Any], str]] = {}
         self._kept: set[int] = set()
         self._bytes: Counter[str] = Counter()
-        self._total = self._most = 0
+        self.total = self._most = 0
         self.at_most: dict[str, int] = {}
         self._idle: Counter[int] = Counter()
         self._idle_bytes = 0
-
-    @property
-    def total(self) -> int:
-        """Return the bytes of live tensors now."""
-        return self._total
 
     def hold(self, tensors: Any, kind: str, layer: str = "") -> None:
         """Count tensors whose memory is not counted yet."""
@@ -49,9 +43,9 @@ class LiveMemory:
                 self._idle_bytes -= size
                 continue
             self._bytes[kind] += size
-            self._total += size
-            if self._total > self._most:
-                self._most, self.at_most = self._total, dict(self._bytes)
+            self.total += size
+            if self.total > self._most:
+                self._most, self.at_most = self.total, dict(self._bytes)
 
     def turn_into(self, tensor: Tensor, kind: str) -> None:
         """Change the kind of a live tensor."""
@@ -91,11 +85,11 @@ class LiveMemory:
         if self._pools and kind == "halos" and SMALL_BYTES < size <= KEPT_BYTES:
             if self._idle_bytes + size > KEPT_BYTES:
                 self._bytes[kind] -= self._idle_bytes
-                self._total -= self._idle_bytes
+                self.total -= self._idle_bytes
                 self._idle.clear()
                 self._idle_bytes = 0
             self._idle[size] += 1
             self._idle_bytes += size
             return
         self._bytes[kind] -= size
-        self._total -= size
+        self.total -= size

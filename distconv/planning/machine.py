@@ -144,8 +144,6 @@ class Machine:
     """Messages `within` a node and `between` nodes."""
     reductions: dict[str, dict[int, LinkTimes]]
     """Times of reductions, by name, such as `all_reduce within`, and number of ranks."""
-    copy: Table
-    """Seconds to copy contiguous bytes."""
     packing: Table
     """Seconds to copy bytes in rows of 64."""
     host: dict[str, Table]
@@ -254,15 +252,15 @@ def _from_dict(given: Mapping[str, Any]) -> Machine:
         kind: {int(ranks): _link(link) for ranks, link in links.items()}
         for kind, links in given.get("reductions", {}).items()
     }
-    tables = {name: _table(given[name]) for name in ("copy", "packing")}
     host = {name: _table(table) for name, table in given["host"].items()}
     more: dict[str, Any] = {"roofline": roofline, "links": links, "reductions": reductions}
+    more["packing"] = _table(given["packing"])
     more |= {"host": host, "skew": _table(given.get("skew", 0.0)), "sources": given["sources"]}
     if given.get("launch") is not None:
         items = given["launch"].items()
         launch: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in items}
         more["launch"] = Launch(**launch)
-    return Machine(**({"threads": 1} | known | tables | more))
+    return Machine(**({"threads": 1} | known | more))
 
 
 def _table(given: Mapping[str, Any] | float) -> Table:

@@ -11,8 +11,9 @@ import torch
 from mpi4py import MPI
 
 from distconv.transport.buffers import BufferPool
-from distconv.transport.interface import SUM_TYPES, Comparison, Message, Tags, with_opposites
+from distconv.transport.interface import Comparison, Message, Request, Tags, with_opposites
 from distconv.transport.launch import check_is_rank
+from distconv.transport.sums import Summand
 
 _ABANDONED: set[MPIRequest] = set()
 """Abandoned requests, with the memory that MPI still uses."""
@@ -31,20 +32,16 @@ def release_abandoned() -> None:
 
 
 class MPIRequest:
-    """Messages or a reduction under way; it keeps the memory alive that MPI reads and writes. A
-    reduction in memory of its own is followed by `finish`.
-    """
+    """Messages or a reduction under way; it keeps the memory alive that MPI reads and writes."""
 
     def __init__(
         self,
         requests: list[MPI.Request],
         memory: Any,
-        finish: Callable[[], object] | None = None,
     ):
-        self.requests, self._memory, self._finish = requests, memory, finish
+        self.requests, self._memory = requests, memory
 
     def wait(self) -> None:
-        """Return when all has arrived, and the sent tensors may be overwritten."""
         try:
             for request in self.requests:
                 request.Wait()
@@ -55,8 +52,6 @@ class MPIRequest:
                 "the first that differs"
             ) from error
         self.requests = []
-        if self._finish is not None:
-            self._finish()
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
         # At exit Python has taken the names of this module away.
@@ -96,7 +91,6 @@ class MPICommunicator:
         return MPICommunicator(self.mpi.Create_group(group), purpose)
 
     def for_program(self) -> MPI.Intracomm:
-        """Return mpi4py's communicator."""
         return self.mpi
 
 
@@ -112,12 +106,9 @@ _DATATYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
     torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
     torch.int32: MPI.INT32_T,
     torch.int64: MPI.INT64_T,
     torch.uint8: MPI.UINT8_T,
-    torch.complex64: MPI.C_FLOAT_COMPLEX,
-    torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
 
 
@@ -142,17 +133,10 @@ class MPITransport:
             requests.append(send(_bytes(tensor), rank, tag))
         return under_way
 
-    def all_reduce(self, tensor: torch.Tensor, group: MPICommunicator) -> MPIRequest:
-        if tensor.dtype in _DATATYPES:
-            request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM)
-            return MPIRequest([request], tensor)
-        if tensor.dtype not in SUM_TYPES:
-            raise TypeError(
-                f"MPI cannot add up {tensor.dtype}; convert to one that it can, x.float()"
-            )
-        wide = tensor.to(SUM_TYPES[tensor.dtype])
-        request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM)
-        return MPIRequest([request], wide, lambda: tensor.copy_(wide))
+    def all_reduce(self, tensor: torch.Tensor, group: MPICommunicator) -> Request:
+        summand = Summand.of(tensor, "MPI")
+        request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(summand.numbers), MPI.SUM)
+        return summand.arriving(MPIRequest([request], summand.numbers))
 
     def all_gather(self, tensor: torch.Tensor, group: MPICommunicator) -> torch.Tensor:
         gathered = tensor.new_empty((group.size, *tensor.shape))

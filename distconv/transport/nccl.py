@@ -41,29 +41,24 @@ class NCCLTransport:
         self._messages = self._communicator(comm)
 
     def check(self) -> None:
-        """Raise an error that NCCL has met, such as a lost connection."""
         for communicator in self._communicators.copy().values():
             communicator.check_async_error()
 
     def close(self, abort: bool) -> None:
-        """Close all communicators: when their work is done, or at once."""
         while self._communicators:
             communicator = self._communicators.popitem()[1]
             with suppress(RuntimeError):
                 (communicator.abort if abort else communicator.destroy)()
 
     def next_tag(self) -> int:
-        """Return 0, since messages of NCCL carry no tag."""
-        return 0
+        return 0  # messages of NCCL carry none
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return uninitialised memory for a message; torch caches it."""
         return like.new_empty(shape)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange, in one kernel, sends first."""
         nccl, comm, stream = self._nccl, self._messages, self._address
         self._follow(comm)
         nccl.groupStart()

@@ -139,7 +139,6 @@ class StagedRequest:
         self._copies, self._requests, self._arriving = copies, requests, arriving
 
     def wait(self) -> None:
-        """Return when MPI is done; the current stream waits for the copies."""
         for request in self._requests:
             request.wait()
         if self._arriving:
@@ -169,7 +168,6 @@ class StagedTransport:
         return self._mpi.next_tag()
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return uninitialised memory for a message; torch caches it."""
         return like.new_empty(shape)
 
     def exchange(

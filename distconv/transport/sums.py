@@ -17,7 +17,7 @@ _ADDED = {
     torch.int32,
     torch.int64,
 }
-"""The types that NCCL and gloo sum."""
+"""The types that NCCL, gloo and MPI sum."""
 
 _WIDER = SUM_TYPES | {torch.int16: torch.int32}
 
@@ -32,7 +32,7 @@ class Summand(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, library: str) -> Summand:
-        """Return the form of a contiguous tensor that `library`, NCCL or gloo, can sum."""
+        """Return the form of a contiguous tensor that `library` can sum: NCCL, gloo or MPI."""
         if tensor.dtype in _WIDER:
             return cls(tensor.to(_WIDER[tensor.dtype]), tensor)
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -54,6 +54,5 @@ class _CopiedSum:
         self._request, self._total, self._into = request, total, into
 
     def wait(self) -> None:
-        """Wait for the sum, and copy it to the tensor."""
         self._request.wait()
         self._into.copy_(self._total)

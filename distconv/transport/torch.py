@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.device.groups import close_group, error_of, make_group
+from distconv.device.groups import error_of, make_group
 from distconv.device.kinds import library_of
 from distconv.device.streams import SideStream, StreamRequest, using
-from distconv.torch_private import end_batch, gather_flat, start_batch
+from distconv.torch_private import end_batch, end_group, gather_flat, start_batch
 from distconv.transport.buffers import BufferPool
 from distconv.transport.interface import Communicator, Message, Request, Tags
 from distconv.transport.sums import Summand
@@ -47,7 +47,6 @@ class TorchRequest:
         self.works, self._memory = works, memory
 
     def wait(self) -> None:
-        """Return when all has arrived, and the sent tensors may be overwritten."""
         try:
             for work in self.works:
                 work.wait()
@@ -179,15 +178,13 @@ class TorchStreamTransport(TorchTransport):
                 raise RuntimeError(f"torch.distributed reports {error} of {self._library}")
 
     def close(self, abort: bool) -> None:
-        """Close all groups: when their work is done, or at once. Errors are left to the waits."""
         while self._groups:
             with suppress(RuntimeError):
-                close_group(self._groups.popitem()[1], abort)
+                end_group(self._groups.popitem()[1], abort)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange, all at once, sends first."""
         receives, sends = self._to_others(arriving, leaving)
         if not (receives or sends):
             return TorchRequest([], None)

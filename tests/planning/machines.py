@@ -18,7 +18,6 @@ def described(ranks_per_node: int = 4, *, asynchronous: bool = False) -> Machine
             "between": LinkTimes.described(1e-5, 1e9, posted=1e-7),
         },
         reductions={},
-        copy=nothing,
         packing=nothing,
         host={"*": Table((0.0,), (1e-6,))},
         asynchronous=asynchronous,

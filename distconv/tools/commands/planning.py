@@ -118,7 +118,7 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 CALIBRATE = Command(
-    "measure the machine: messages, reductions, copies and Python, in under a minute",
+    "measure the machine: messages, reductions, packing and Python, in under a minute",
     _calibrate_options,
     _calibrate,
 )
