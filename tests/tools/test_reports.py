@@ -17,7 +17,8 @@ from distconv.planning import Machine, plan, predict
 from distconv.planning.scaling import STRONG, Case, Study
 from distconv.planning.table import byte_size
 from distconv.tools.command_line import main
-from distconv.tools.reports.drawing import MOST_NODES, Bar, bars, grid_section, lanes, ticks
+from distconv.tools.reports.document import sortable
+from distconv.tools.reports.drawing import MOST_NODES, Bar, grid_section, lanes, ticks
 from distconv.tools.reports.layers import explain_page, verify_page
 from distconv.tools.reports.steps import plan_page, prediction_page
 from distconv.tools.reports.studies import scale_page
@@ -113,16 +114,12 @@ def test_page_of_predict_holds_the_step_in_time() -> None:
     found = predict(net(), SHAPE, GRID, machine())
     root = parsed(prediction_page(found, machine()))
     assert f"{found.seconds * 1e3:.4g} ms" in "".join(root.itertext())
-    rows = tables(root)[0][1:]
+    rows = tables(root)[1][1:]
     assert [row[0] for row in rows] == [layer.name for layer in found.layers]
     spans = [s for s in root.iter("svg") if s.get("aria-label") in ("forward", "backward")]
     begins = [min(_percent(r, "x") for r in s.iter("rect") if r.get("fill")) for s in spans]
     ends = [max(_end(r) for r in s.iter("rect") if r.get("fill")) for s in spans]
     assert begins[0] == 0 and begins[1] == pytest.approx(ends[0], abs=1)
-
-
-def _width(rect: ElementTree.Element) -> float:
-    return _percent(rect, "width") if rect.get("fill") else 0.0
 
 
 def _end(rect: ElementTree.Element) -> float:
@@ -142,11 +139,6 @@ def test_page_of_plan_holds_the_grids_and_what_would_fit(memory: int | None) -> 
     text = "".join(root.itertext())
     if memory is None:
         assert f"{found.best.seconds * 1e3:.4g}" in grids[0] and found.reason in text
-        chart = next(x for x in root.iter("div") if x.findtext("h3") == "Time of a sample")
-        lengths = [sum(map(_width, svg)) for svg in chart.iter("svg") if svg.get("aria-label")]
-        longest = max(p.seconds_per_sample for p in found.fitting)
-        shares = [100 * p.seconds_per_sample / longest for p in found.fitting]
-        assert lengths == pytest.approx(shares, abs=1)
     else:
         assert not found.fitting and "no grid of 4 ranks fits" in text
 
@@ -179,7 +171,7 @@ def test_page_of_timeline_holds_what_ranks_do(folder: Path) -> None:
     if MPI.COMM_WORLD.rank == 0:
         root = parsed(report.read_text())
         sums = add_up(read_trace(trace))
-        halos = [row for row in tables(root)[0][1:] if row[1] == "halo"]
+        halos = [row for row in tables(root)[1][1:] if row[1] == "halo"]
         assert [row[2] for row in halos] == [byte_size(row.bytes["halo"]) for row in sums]
         lanes_of = [svg.get("aria-label") for svg in root.iter("svg")]
         assert lanes_of.count("halo") == lanes_of.count("compute") == 2
@@ -198,13 +190,13 @@ def test_report_is_written_beside_the_table(tmp_path: Path, capsys: pytest.Captu
         assert "cannot be written" in capsys.readouterr().err
 
 
-def test_bars_are_as_long_as_their_amounts_and_the_longest_of_many_are_kept() -> None:
-    drawn = bars([(str(n), {"n": n}) for n in range(100)], "{:g}".format, {"n": "#000"})
-    root = parsed(f"<div>{drawn}</div>")
-    widths = [_percent(r, "width") for r in root.iter("rect") if r.get("fill")]
-    assert widths == [pytest.approx(100 * n / 99, rel=1e-3) for n in range(60, 100)]
-    assert "the 40 longest of 99" in "".join(root.itertext())
-    assert bars([("none", {"n": 0.0})], str, {"n": "#000"}) == ""
+def test_bars_are_as_long_as_their_numbers() -> None:
+    sizes = [("a", "b", "c"), *(((str(n), n), ("", "x")[n % 2], (f"{n}", 2 * n)) for n in range(5))]
+    root = parsed(sortable(sizes))
+    drawn = [cell.get("style") for cell in root.iter("td") if cell.get("class") == "number"]
+    bars = [None, *(f"background-size:{25 * n}% 100%" for n in range(1, 5))]
+    assert drawn[::2] == [None] * 5 and drawn[1::2] == bars
+    assert "style" not in sortable([("a", "b"), ("x", ("inf", float("inf"))), ("y", ("1", 1.0))])
 
 
 def test_lanes_join_what_no_eye_tells_apart() -> None:

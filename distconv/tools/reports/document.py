@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
+from math import inf
 
 from distconv.planning.table import Cell, filled, numeric, text_of
 from distconv.tools.version import __version__
@@ -17,9 +18,10 @@ COLOURS = ("#4477aa", "#dd4f63", "#228833", "#b08c00", "#2a93b5", "#aa3377", "#d
 
 _STYLE = """
 :root { --ink: #1f2328; --quiet: #59636e; --ground: #ffffff; --card: #f6f8fa; --line: #d1d9e0;
-  --bad: #b3261e; --good: #1a7f37; color-scheme: light dark; }
+  --bad: #b3261e; --good: #1a7f37; --bar: #c5d8ea; color-scheme: light dark; }
 @media (prefers-color-scheme: dark) { :root { --ink: #f0f3f6; --quiet: #a9b4bf; --ground: #0f1318;
-  --card: #1a2028; --line: #3d444d; --bad: #ff8a80; --good: #56d364; } }
+  --card: #1a2028; --line: #3d444d; --bad: #ff8a80; --good: #56d364;
+  --bar: #27496b; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 76rem; color: var(--ink);
   background: var(--ground);
@@ -45,6 +47,8 @@ th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align
   white-space: nowrap; vertical-align: top; }
 td.long { white-space: normal; min-width: 16rem; }
 td.number, th.number { text-align: right; }
+td.number { background: linear-gradient(var(--bar), var(--bar)) no-repeat left / 0 100%;
+  border-left: .5rem solid var(--ground); min-width: 6rem; }
 thead th { position: sticky; top: 0; background: var(--ground); }
 th button { all: unset; cursor: pointer; font-weight: 600; }
 th button:focus-visible { outline: 2px solid #4477aa; }
@@ -53,11 +57,9 @@ th[aria-sort=descending] button::after { content: ' \\2193'; }
 tr.marked td { color: var(--bad); font-weight: 600; }
 .alert { border-left: 4px solid var(--bad); background: var(--card); padding: .5rem .8rem; }
 .good { border-left-color: var(--good); }
-.row { display: grid; grid-template-columns: minmax(4.5rem, 9rem) 1fr minmax(3.6rem, max-content);
-  gap: .5rem; align-items: center; font-size: .82rem; line-height: 1.45; break-inside: avoid; }
-.row > :first-child { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
-.row > :last-child { text-align: right; font-variant-numeric: tabular-nums; }
-.lane { grid-template-columns: minmax(4.5rem, 9rem) 1fr; } .lane > :last-child { text-align: left; }
+.lane { display: grid; grid-template-columns: minmax(4.5rem, 9rem) 1fr; gap: .5rem;
+  align-items: center; font-size: .82rem; line-height: 1.45; break-inside: avoid; }
+.lane > :first-child { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 svg { display: block; width: 100%; } svg text { fill: var(--ink); font-size: 11px; }
 svg .quiet { fill: var(--quiet); } svg .track { fill: var(--card); }
 svg .axis { stroke: var(--line); stroke-width: 1; } svg .on { fill: #ffffff; font-weight: 600; }
@@ -135,8 +137,9 @@ def alert(text: str, good: bool = False) -> str:
 def sortable(rows: Sequence[Sequence[Cell]], marked: Collection[int] = ()) -> str:
     """Return a table that sorts by the column whose heading, in the first row, is clicked.
 
-    Columns that are empty but for their heading are left out. `marked` are the indices of
-    highlighted rows, counted from 0 beneath the headings.
+    Numbers beside the first column have bars, in proportion to the largest of their column. Columns
+    that are empty but for their heading are left out. `marked` are the indices of highlighted rows,
+    counted from 0 beneath the headings.
     """
     kept, numbers = filled(rows), numeric(rows)
     head = "".join(
@@ -144,9 +147,10 @@ def sortable(rows: Sequence[Sequence[Cell]], marked: Collection[int] = ()) -> st
         f"{escape(text_of(rows[0][i]))}</button></th>"
         for i in kept
     )
+    largest = {i: max(map(_value, (row[i] for row in rows[1:]))) for i in numbers if i}
     body = "".join(
         f"<tr{_MARKED * (number in marked)}>"
-        + "".join(_cell(row[i], i in numbers) for i in kept)
+        + "".join(_cell(row[i], i in numbers, largest.get(i, 0.0)) for i in kept)
         + "</tr>"
         for number, row in enumerate(rows[1:])
     )
@@ -159,12 +163,18 @@ def sortable(rows: Sequence[Sequence[Cell]], marked: Collection[int] = ()) -> st
 _NUMBER, _MARKED, _LONG = ' class="number"', ' class="marked"', ' class="long"'
 
 
-def _cell(cell: Cell, number: bool) -> str:
-    text = escape(text_of(cell))
-    if number:  # an empty cell is less than all numbers
-        value = -1 if isinstance(cell, str) else cell[1]
-        return f'<td{_NUMBER} data-value="{value!r}">{text}</td>'
-    return f"<td{_LONG * (len(text) > 60)}>{text}</td>"
+def _value(cell: Cell) -> float:
+    """Return the number of a cell; an empty one is less than all numbers."""
+    return -1 if isinstance(cell, str) else cell[1]
+
+
+def _cell(cell: Cell, number: bool, largest: float) -> str:
+    text, value = escape(text_of(cell)), _value(cell)
+    if not number:
+        return f"<td{_LONG * (len(text) > 60)}>{text}</td>"
+    bar = 100 * value / largest if value > 0 and 0 < largest < inf else 0
+    drawn = f' style="background-size:{bar:.3g}% 100%"' * (bar > 0)
+    return f'<td{_NUMBER} data-value="{value!r}"{drawn}>{text}</td>'
 
 
 def legend(colours: Mapping[str, str]) -> str:

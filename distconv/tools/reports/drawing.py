@@ -10,9 +10,6 @@ from typing import NamedTuple, TypeAlias
 from distconv.geometry.topology import AXES, Topology
 from distconv.tools.reports.document import COLOURS, legend, section
 
-MOST_BARS = 40
-"""The most bars of a chart; the longest are drawn."""
-
 
 class Bar(NamedTuple):
     """A stretch of time of a lane."""
@@ -38,46 +35,7 @@ class Curve(NamedTuple):
     marks: bool = True
 
 
-def bars(
-    rows: Iterable[tuple[str, Mapping[str, float]]],
-    text: Callable[[float], str],
-    colours: Mapping[str, str],
-) -> str:
-    """Return a bar chart with its legend; of many bars only the longest, in their order. A row has
-    a name, and amounts by kind, of which those with a colour are drawn. Bars without length are
-    left out.
-    """
-    totals = [(sum(amounts[what] for what in colours), name, amounts) for name, amounts in rows]
-    lengths = sorted((total for total, _, _ in totals if total > 0), reverse=True)
-    if not lengths:
-        return ""
-    least, drawn = lengths[:MOST_BARS][-1], []
-    for total, name, amounts in [row for row in totals if row[0] >= least][:MOST_BARS]:
-        place, rects = 0.0, []
-        for what, colour in colours.items():
-            width = 100 * amounts[what] / lengths[0]
-            if width > 0:
-                rects.append(_rect(place, width, colour, f"{what}: {text(amounts[what])}"))
-            place += width
-        drawn.append(_row(name, "".join(rects), text(total)))
-    if len(lengths) > MOST_BARS:
-        drawn.append(f'<p class="quiet">the {len(drawn)} longest of {len(lengths)}</p>')
-    return "".join(drawn) + (legend(colours) if len(colours) > 1 else "")
-
-
-def _row(name: str, drawn: str, text: str | None = None) -> str:
-    """Return a name, a strip of rectangles, and a text after it; a higher strip without a text."""
-    height, lane = (16, " lane") if text is None else (12, "")
-    return (
-        f'<div class="row{lane}"><span title="{escape(name)}">{escape(name)}</span>'
-        f'<svg height="{height}" role="img" aria-label="{escape(text or name)}">'
-        f'<rect class="track" width="100%" height="{height}"/>{drawn}</svg>'
-        + ("" if text is None else f"<span>{escape(text)}</span>")
-        + "</div>"
-    )
-
-
-def _rect(x: float, width: float, colour: str, title: str, height: float = 12) -> str:
+def _rect(x: float, width: float, colour: str, title: str, height: float) -> str:
     return (
         f'<rect class="edge" x="{x:.4g}%" width="{max(width, 0.15):.4g}%" height="{height:g}" '
         f'fill="{colour}"><title>{escape(title)}</title></rect>'
@@ -111,7 +69,11 @@ def lanes(rows: Mapping[str, Sequence[Bar]], begin: float, end: float) -> str:
             _rect(100 * (s.begin - begin) / length, 100 * (s.end - s.begin) / length, *s[2:], 16)
             for s in _joined(spans, length / 1500)
         )
-        drawn.append(_row(name, rects))
+        drawn.append(
+            f'<div class="lane"><span title="{escape(name)}">{escape(name)}</span>'
+            f'<svg height="16" role="img" aria-label="{escape(name)}">'
+            f'<rect class="track" width="100%" height="16"/>{rects}</svg></div>'
+        )
     marks = []
     for mark in ticks(1e3 * begin, 1e3 * end, 6):
         place = 100 * (mark / 1e3 - begin) / length
@@ -120,9 +82,7 @@ def lanes(rows: Mapping[str, Sequence[Bar]], begin: float, end: float) -> str:
             f'<line class="axis" x1="{place:.4g}%" x2="{place:.4g}%" y1="0" y2="4"/>'
             f'<text class="quiet" x="{place:.4g}%" y="15" text-anchor="{anchor}">{mark:g}</text>'
         )
-    drawn.append(
-        f'<div class="row lane"><span>ms</span><svg height="18">{"".join(marks)}</svg></div>'
-    )
+    drawn.append(f'<div class="lane"><span>ms</span><svg height="18">{"".join(marks)}</svg></div>')
     return "".join(drawn)
 
 

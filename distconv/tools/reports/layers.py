@@ -9,8 +9,8 @@ from distconv.planning.prediction import in_words
 from distconv.planning.recording import LayerPlan
 from distconv.planning.table import byte_size
 from distconv.tools.explain import HEADING, Explanation, cells_of_layer, layout_in_words
-from distconv.tools.reports.document import COLOURS, alert, charts, legend, page, section, sortable
-from distconv.tools.reports.drawing import Curve, bars, chart, grid_section, strip
+from distconv.tools.reports.document import COLOURS, alert, legend, page, section, sortable
+from distconv.tools.reports.drawing import Curve, chart, grid_section, strip
 from distconv.tools.verify import HEADING as DIFFERENCES
 from distconv.tools.verify import TensorComparison, Verification
 
@@ -28,26 +28,10 @@ def explain_page(plan: Explanation, grid: Mapping[str, int]) -> str:
         (byte_size(moved), "received in redistributions, forward"),
         (str(len(layers)), "calls of layers and functions"),
     ]
-    sizes = [
-        (
-            f"{x.name} {x.kind}".strip(),
-            {"kept": x.kept_bytes, "parameters": x.parameter_bytes}
-            | {"halos": x.halo_bytes, "redistributions": x.redistributed_bytes},
-        )
-        for x in layers
-    ]
-    drawn = {
-        "Kept for the backward pass": bars(sizes, byte_size, {"kept": COLOURS[2]}),
-        "Received, forward": bars(
-            sizes, byte_size, {"halos": COLOURS[0], "redistributions": COLOURS[1]}
-        ),
-        "Parameters": bars(sizes, byte_size, {"parameters": COLOURS[5]}),
-    }
     rows = [HEADING, *map(cells_of_layer, layers)]
     sections = [
         alert(f"{layers[-1].name} is refused: {plan.refusal}") if plan.refusal else "",
         _layouts(layers),
-        section("Layer by layer", charts(drawn)),
         grid_section(grid, None),
         section("Every call", sortable(rows, {len(layers) - 1} if plan.refusal else ())),
     ]

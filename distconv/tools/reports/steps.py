@@ -7,8 +7,8 @@ from distconv.planning.machine import Machine
 from distconv.planning.prediction import LAYER_HEADING, Prediction, in_words
 from distconv.planning.search import GRID_HEADING, GridPlan
 from distconv.planning.table import byte_size, milliseconds, size_cell
-from distconv.tools.reports.document import COLOURS, alert, charts, legend, page, section, sortable
-from distconv.tools.reports.drawing import Bar, bars, grid_section, lanes
+from distconv.tools.reports.document import COLOURS, alert, legend, page, section, sortable
+from distconv.tools.reports.drawing import Bar, grid_section, lanes
 
 ACTIVITIES = {
     "compute": COLOURS[0],
@@ -17,20 +17,6 @@ ACTIVITIES = {
     "wait": COLOURS[1],
 }
 """The colours of a rank's activities in a predicted step."""
-
-OF_A_GRID = {
-    "compute": COLOURS[0],
-    "host": COLOURS[3],
-    "exposed": COLOURS[1],
-    "the device waits for Python": COLOURS[-1],
-}
-OF_A_LAYER = {
-    "forward": COLOURS[0],
-    "backward": COLOURS[4],
-    "host": COLOURS[3],
-    "exposed": COLOURS[1],
-}
-"""The times of a layer that bars show, with their colours."""
 
 IN_MS = "Times are in milliseconds."
 
@@ -74,20 +60,9 @@ def plan_page(found: GridPlan, layers: LayoutPlan | None, machine: Machine) -> s
 
 
 def _grids(found: GridPlan) -> str:
-    """Return all grids as bars and as a table."""
-    rows = []
-    for p in found.fitting:
-        times = [p.compute, p.host, p.exposed]
-        times.append(max(p.seconds - sum(times), 0.0))
-        shares = (seconds / max(p.samples, 1) for seconds in times)
-        rows.append((in_words(p.grid), dict(zip(OF_A_GRID, shares, strict=True), memory=p.peak)))
-    drawn = {
-        "Time of a sample": bars(rows, milliseconds, OF_A_GRID),
-        "Memory of a rank": bars(rows, byte_size, {"memory": COLOURS[2]}),
-    }
     marked = {i for i, c in enumerate(found.candidates) if c.refusal}
     cells = sortable([GRID_HEADING, *(c.cells for c in found.candidates)], marked)
-    return section("The grids", (charts(drawn) if rows else "") + cells, IN_MS)
+    return section("The grids", cells, IN_MS)
 
 
 def _own_layouts(layers: LayoutPlan | None) -> str:
@@ -107,18 +82,7 @@ def _step(found: Prediction, machine: Machine) -> list[str]:
         what = f"{s.place.layer or 'between layers'}, {s.place.phase}, rank {s.rank}: {s.what}"
         span = Bar(s.start, s.stop, ACTIVITIES[s.what], what)
         path.setdefault(s.place.phase, []).append(span)
-    layers = [
-        (
-            f"{layer.name} {layer.kind}".strip(),
-            {what: getattr(layer, what) for what in (*OF_A_LAYER, "kept")},
-        )
-        for layer in found.layers
-    ]
-    drawn = {
-        "Time": bars(layers, milliseconds, OF_A_LAYER),
-        "Kept for the backward pass": bars(layers, byte_size, {"kept": COLOURS[2]}),
-    }
-    memory = [(kind, {"memory": size}) for kind, size in found.memory.items()]
+    memory = [(kind, size_cell(size)) for kind, size in found.memory.items() if size]
     note = (
         "The critical path: each stretch of time has been waited for by the next. In gaps the "
         "device waits for Python."
@@ -126,8 +90,7 @@ def _step(found: Prediction, machine: Machine) -> list[str]:
     step = lanes(path, 0.0, found.seconds) + legend(ACTIVITIES)
     return [
         section("A step in time", step, note),
-        section("Layer by layer", charts(drawn)),
-        section("Memory at its peak", bars(memory, byte_size, {"memory": COLOURS[2]})),
+        section("Memory at its peak", sortable([("kind", "bytes"), *memory])),
         grid_section(found.grid, machine.ranks_per_node),
         section("Every layer", sortable([LAYER_HEADING, *(x.cells for x in found.layers)]), IN_MS),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from distconv.planning.table import Cell, milliseconds, size_cell, time_cell
 from distconv.tools.reports.document import COLOURS, page, section, sortable
-from distconv.tools.reports.drawing import Bar, bars, lanes
+from distconv.tools.reports.drawing import Bar, lanes
 from distconv.tools.timeline.messages import KINDS, ROWS, Event
 from distconv.tools.timeline.report import add_up, spans, spans_under_way
 
@@ -31,12 +31,10 @@ def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) 
         (f"{waits:.0%}", "of it waiting for other ranks"),
         (f"{1 - exposed / under_way:.0%}" if under_way else "none", "of messages hidden"),
     ]
-    colours = {"computes": COLOURS[0], "waits": COLOURS[1], "neither": COLOURS[-1]}
-    per_rank = []
-    for row in rows:
-        neither = max(row.seconds - row.compute - row.wait, 0.0)
-        amounts = {"computes": row.compute, "waits": row.wait, "neither": neither}
-        per_rank.append((f"rank {row.rank}", amounts))
+    times = [
+        ((str(row.rank), row.rank), *map(time_cell, (row.seconds, row.compute, row.wait)))
+        for row in rows
+    ]
     kinds: list[list[Cell]] = [
         [
             (str(row.rank), row.rank),
@@ -51,7 +49,7 @@ def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) 
     ]
     headings = ("rank", "messages", "received", "under way, ms", "waited for, ms", "hidden")
     sections = [
-        section("Ranks", bars(per_rank, milliseconds, colours)),
+        section("Ranks", sortable([("rank", "recorded, ms", "computes", "waits"), *times])),
         *(
             section(f"Rank {row.rank}", _lanes_of(events, row.rank, begin, end))
             for row in rows[:MOST_RANKS]

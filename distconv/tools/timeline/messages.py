@@ -1,21 +1,17 @@
-"""Messages in the profiler's view, and the events of a rank in the Chrome trace format."""
+"""The messages of a rank as they pass, and its events in the Chrome trace format."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count
+from time import time_ns
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
-from torch.profiler import record_function
 
 from distconv.comm.ledger import Movement
 from distconv.grid.whereabouts import CURRENT, operator_name
 from distconv.transport.interface import Message, Request, Transport
 from distconv.transport.watched import WrappedTransport
-
-_MARK = "distconv"
-_numbers = count()
 
 HALO, REDISTRIBUTION, MESSAGE = "halo", "redistribution", "message"
 REDUCTION, GRADIENTS = "reduction", "gradient reduction"
@@ -23,28 +19,18 @@ KINDS = (HALO, REDISTRIBUTION, REDUCTION, GRADIENTS, MESSAGE)
 """Kinds of messages; `message` is an exchange that is neither a halo nor a redistribution."""
 
 
-class Label(NamedTuple):
-    """A description of messages, known when they start. The phase is "start", "wait", or "all"
-    where the rank waits at once; start and wait of a message have one number. Bytes are those
-    that this rank receives, or of its summand.
-    """
+class Passage(NamedTuple):
+    """Messages that have passed; times are in nanoseconds since 1970."""
 
-    phase: str
     kind: str
-    number: int
     bytes: int
+    """The bytes that this rank has received, or of its summand."""
     operator: str
-
-    def __str__(self) -> str:
-        return "|".join(map(str, (_MARK, *self)))
-
-
-def label_of(name: str) -> Label | None:
-    """Return the label encoded in the name of a profiler's event; None for other events."""
-    parts = name.split("|", 5)
-    if parts[0] != _MARK or len(parts) != 6:
-        return None
-    return Label(parts[1], parts[2], int(parts[3]), int(parts[4]), parts[5])
+    """The operator that needed them."""
+    start: int
+    wait: int
+    """The time at which the wait for them began."""
+    end: int
 
 
 class Kinds(list[Movement]):
@@ -71,20 +57,23 @@ class Kinds(list[Movement]):
 
 
 class _TimedRequest:
-    def __init__(self, request: Request, label: Label):
-        self._request, self._label = request, label
+    def __init__(self, request: Request, waited: Callable[[int], object]):
+        self._request, self._waited = request, waited
 
     def wait(self) -> None:
-        with record_function(str(self._label._replace(phase="wait"))):
-            self._request.wait()
+        begun = time_ns()
+        self._request.wait()
+        self._waited(begun)
 
 
 class RecordedTransport(WrappedTransport):
-    """A carrier that marks its messages for the profiler; see `Transport`."""
+    """A carrier that notes the passage of its messages; see `Transport`."""
 
-    def __init__(self, carrier: Transport, kind_of: Callable[[int], str]):
+    def __init__(
+        self, carrier: Transport, kind_of: Callable[[int], str], passed: list[Passage]
+    ) -> None:
         super().__init__(carrier)
-        self._kind_of = kind_of
+        self._kind_of, self._passed = kind_of, passed
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
@@ -92,31 +81,35 @@ class RecordedTransport(WrappedTransport):
         kind = self._kind_of(tag)
         if not arriving and not leaving:
             return self.carrier.exchange(arriving, leaving, tag)
-        label = _label("start", kind, sum(tensor.nbytes for _, tensor in arriving))
-        with record_function(str(label)):
-            request = self.carrier.exchange(arriving, leaving, tag)
-        return _TimedRequest(request, label)
+        waited = self._started(kind, sum(tensor.nbytes for _, tensor in arriving))
+        return _TimedRequest(self.carrier.exchange(arriving, leaving, tag), waited)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         kind = GRADIENTS if "gradients" in group.purpose else REDUCTION
-        label = _label("start", kind, tensor.nbytes)
-        with record_function(str(label)):
-            request = self.carrier.all_reduce(tensor, group)
-        return _TimedRequest(request, label)
+        waited = self._started(kind, tensor.nbytes)
+        return _TimedRequest(self.carrier.all_reduce(tensor, group), waited)
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        with record_function(str(_label("all", REDUCTION, tensor.nbytes * (group.size - 1)))):
-            return self.carrier.all_gather(tensor, group)
+        waited = self._started(REDUCTION, tensor.nbytes * (group.size - 1))
+        gathered = self.carrier.all_gather(tensor, group)
+        waited(0)
+        return gathered
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        with record_function(str(_label("all", REDUCTION, tensor.nbytes))):
-            self.carrier.broadcast(tensor, group)
+        waited = self._started(REDUCTION, tensor.nbytes)
+        self.carrier.broadcast(tensor, group)
+        waited(0)
 
+    def _started(self, kind: str, received: int) -> Callable[[int], object]:
+        """Return a function for the end of a wait, which notes the passage since now."""
+        start, (function, _, _) = time_ns(), CURRENT.call
+        operator = "" if function is None else operator_name(function)
 
-def _label(phase: str, kind: str, received: int) -> Label:
-    function, _, _ = CURRENT.call
-    operator = "" if function is None else operator_name(function)
-    return Label(phase, kind, next(_numbers), received, operator)
+        def waited(begun: int) -> None:
+            times = start, max(begun, start), time_ns()
+            self._passed.append(Passage(kind, received, operator, *times))
+
+        return waited
 
 
 Event: TypeAlias = dict[str, Any]
@@ -128,26 +121,29 @@ ROWS = ("compute", "wait", "device")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def events_of(trace: Mapping[str, Any], rank: int) -> list[Event]:
-    """Return the events of a rank in a trace of torch's profiler, with times in microseconds since
-    1970 by its own clock. Messages under way have asynchronous events, from their start to the
-    end of the wait for them; everything else has complete events.
+def events_of(trace: Mapping[str, Any], passed: Iterable[Passage], rank: int) -> list[Event]:
+    """Return the events of a rank, with times in microseconds since 1970 by its own clock.
+
+    Messages under way have asynchronous events, from their start to the end of the wait for them;
+    the wait itself, and everything in the trace of torch's profiler, has complete events.
     """
     base = trace.get("baseTimeNanoseconds", 0) / 1000
     complete = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     events: list[Event] = []
     for event in _outermost(e for e in complete if e.get("cat") == "cpu_op"):
-        events.append(_row(0, rank, event, event["name"].removeprefix("aten::")))
+        name = event["name"].removeprefix("aten::")
+        events.append(_row(0, rank, name, base + event["ts"], event["dur"]))
     for event in complete:
         if event.get("cat") in _ON_DEVICE:
-            events.append(_row(2, rank, event, event["name"]))
-    begun: dict[int, float] = {}
-    for event in complete:
-        label = label_of(event["name"]) if event.get("cat") == "user_annotation" else None
-        if label is not None:
-            events.extend(_of_messages(label, event, rank, begun))
-    for event in events:
-        event["ts"] += base
+            events.append(_row(2, rank, event["name"], base + event["ts"], event["dur"]))
+    for number, (kind, size, operator, start, wait, end) in enumerate(passed):
+        args = {"args": {"bytes": size, "operator": operator}}
+        common = {"cat": kind, "name": kind, "pid": rank, "tid": 1, "id": f"{rank}.{number}"}
+        events += [
+            _row(1, rank, kind, wait / 1000, (end - wait) / 1000) | args,
+            common | {"ph": "b", "ts": start / 1000} | args,
+            common | {"ph": "e", "ts": end / 1000},
+        ]
     return events
 
 
@@ -162,33 +158,9 @@ def _outermost(operators: Iterable[Event]) -> list[Event]:
     return found
 
 
-def _row(row: int, rank: int, event: Event, name: str) -> Event:
-    return {
-        "ph": "X",
-        "cat": ROWS[row],
-        "name": name,
-        "pid": rank,
-        "tid": row,
-        "ts": event["ts"],
-        "dur": event["dur"],
-    }
-
-
-def _of_messages(label: Label, event: Event, rank: int, begun: dict[int, float]) -> list[Event]:
-    """Return the events of a start, of a wait, or of both at once."""
-    end = event["ts"] + event["dur"]
-    if label.phase == "start":
-        begun[label.number] = event["ts"]
-        return []
-    start = begun.pop(label.number, event["ts"])
-    details = {"bytes": label.bytes, "operator": label.operator}
-    common = {"cat": label.kind, "name": label.kind, "pid": rank, "id": f"{rank}.{label.number}"}
-    wait = _row(1, rank, event, label.kind) | {"args": details}
-    return [
-        wait,
-        common | {"ph": "b", "ts": start, "tid": 1, "args": details},
-        common | {"ph": "e", "ts": end, "tid": 1},
-    ]
+def _row(row: int, rank: int, name: str, begin: float, duration: float) -> Event:
+    place = {"cat": ROWS[row], "name": name, "pid": rank, "tid": row}
+    return {"ph": "X", **place, "ts": begin, "dur": duration}
 
 
 def named_rows(rank: int, events: Iterable[Event]) -> list[Event]:

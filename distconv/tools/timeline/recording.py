@@ -25,7 +25,14 @@ from distconv.data.durable import write_atomically
 from distconv.device.kinds import profiler_activities
 from distconv.grid.communicators import carried_by
 from distconv.grid.process_grid import ProcessGrid
-from distconv.tools.timeline.messages import Event, Kinds, RecordedTransport, events_of, named_rows
+from distconv.tools.timeline.messages import (
+    Event,
+    Kinds,
+    Passage,
+    RecordedTransport,
+    events_of,
+    named_rows,
+)
 from distconv.torch_private import is_profiling, profiler_refused
 
 
@@ -66,16 +73,17 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     if missing:
         raise FileNotFoundError(f"timeline: there is no folder {missing}; make it before")
     before = measure_offsets(grid)[grid.rank]
-    kinds = Kinds()
+    kinds, passed = Kinds(), list[Passage]()
     with (
         profile(activities=profiler_activities()) as recorded,
         profiler_refused(_refuse_profiler),
         trace_movements(kinds),
-        carried_by(lambda transport: RecordedTransport(transport.carrier, kinds.of)),
+        carried_by(lambda transport: RecordedTransport(transport.carrier, kinds.of, passed)),
     ):
         yield
     after = measure_offsets(grid)[grid.rank]
-    _write(path, grid, on_clock_of_rank_0(_exported(recorded, grid.rank), before, after), after)
+    events = _exported(recorded, passed, grid.rank)
+    _write(path, grid, on_clock_of_rank_0(events, before, after), after)
 
 
 _ONE_AT_A_TIME = (
@@ -93,11 +101,11 @@ def _on_hosts(grid: ProcessGrid | None) -> ProcessGrid:
     return ProcessGrid(None if grid is None else grid.ranks, sample=-1, device="cpu")
 
 
-def _exported(recorded: Any, rank: int) -> list[Event]:
+def _exported(recorded: Any, passed: list[Passage], rank: int) -> list[Event]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         recorded.export_chrome_trace(str(file))
-        return events_of(json.loads(file.read_text()), rank)
+        return events_of(json.loads(file.read_text()), passed, rank)
 
 
 def _write(path: Path, grid: ProcessGrid, events: list[Event], offset: Offset) -> None:
