@@ -6,20 +6,14 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from distconv.geometry.layout import Layout
 from distconv.geometry.topology import AXES
 from distconv.transport.world import world_if_rank
-
-_Ended: TypeAlias = tuple[Any, list[tuple[bool, str]]]
-"""The exit status of a rank whose parser has ended, and its texts for stdout and stderr."""
-
-_HEARD: ContextVar[list[tuple[bool, str]] | None] = ContextVar("_HEARD", default=None)
-"""The messages of parsers while all ranks parse, so that each is printed once."""
 
 
 class BadArguments(Exception):
@@ -50,6 +44,7 @@ class RankParser(argparse.ArgumentParser):
     def __init__(self, comm: Any = None, **keywords: Any) -> None:
         super().__init__(**keywords)
         self._comm = world_if_rank() if comm is None else comm
+        self._parsing = False
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the parsed arguments, as `argparse` does. All ranks call it."""
@@ -59,8 +54,12 @@ class RankParser(argparse.ArgumentParser):
         """Return parsed and remaining arguments, as `argparse` does. All ranks call it."""
         return self._together(super().parse_known_args, args, namespace)
 
+    def add_subparsers(self, **keywords: Any) -> Any:
+        """Add subcommands, as `argparse` does, whose parsers are run by this one."""
+        return super().add_subparsers(**({"parser_class": argparse.ArgumentParser} | keywords))
+
     def _together(self, parse: Callable[[Any, Any], Any], args: Any, namespace: Any) -> Any:
-        if _HEARD.get() is not None or self._comm is None:
+        if self._comm is None or self._parsing:
             return parse(args, namespace)
         given = sys.argv[1:] if args is None else list(args)
         everyone = self._comm.allgather(given)
@@ -70,30 +69,25 @@ class RankParser(argparse.ArgumentParser):
                     f"the arguments of rank {rank} are {shlex.join(map(str, theirs))!r} and those "
                     f"of rank 0 {shlex.join(map(str, everyone[0]))!r}; start all with the same"
                 )
-        heard: list[tuple[bool, str]] = []
-        token = _HEARD.set(heard)
-        ended: _Ended | None = None
+        said = StringIO(), StringIO()
+        ended, self._parsing = None, True
         try:
-            parsed = parse(given, namespace)
+            with redirect_stdout(said[0]), redirect_stderr(said[1]):
+                parsed = parse(given, namespace)
         except SystemExit as end:
-            ended = end.code, heard
+            ended = end.code, *(text.getvalue() for text in said)
         finally:
-            _HEARD.reset(token)
+            self._parsing = False
         for rank, theirs in enumerate(self._comm.allgather(ended)):
             if theirs is not None:
-                status, said = theirs
-                for on_stdout, text in said:
-                    self._print_message(text, sys.stdout if on_stdout else sys.stderr)
-                if rank:
-                    self._print_message(f"(on rank {rank})\n", sys.stderr)
+                status, out, err = theirs
+                self._print_message(out, sys.stdout)
+                self._print_message(err + f"(on rank {rank})\n" * (rank > 0), sys.stderr)
                 sys.exit(status)
         return parsed
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        heard = _HEARD.get()
-        if heard is not None:
-            heard.append((file is sys.stdout, message))
-        elif self._comm is None or self._comm.rank == 0:
+        if self._comm is None or self._parsing or self._comm.rank == 0:
             super()._print_message(message, file)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from distconv.tools.arguments import BadArguments, RankParser
 from distconv.tools.commands.launch import LAUNCH
 from distconv.tools.commands.modules import EXPLAIN, VERIFY
@@ -41,5 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = parsed.command.run(parsed)
     except BadArguments as error:
+        if not is_first():
+            sys.exit(2)
         parsed.complain(str(error))
     return status
