@@ -58,9 +58,7 @@ def possible(grid: Grid) -> bool:
 
 
 def due(use: Hashable, grid: Grid) -> bool:
-    """Return whether to compare in this use of a kind, the same on all ranks, by the rule of the
-    journal.
-    """
+    """Return whether to compare in this use of a kind, by the rule of the grid's journal."""
     return possible(grid) and grid.journal.is_due(use)
 
 

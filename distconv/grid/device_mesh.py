@@ -59,15 +59,12 @@ def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
 
     Initialises a default group of torch.distributed where there is none.
 
+    Raises ValueError on every rank, where the grid has not all ranks of the job, they do not ascend
+    along its axes, or the program's own default group numbers them in another order.
+
     Parameters
     ----------
     ranks: the ranks of the grid by their numbers in the job.
-
-    Raises
-    ------
-    ValueError
-        On every rank, where the grid has not all ranks of the job, they do not ascend along its
-        axes, or the program's own default group numbers them in another order.
     """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh

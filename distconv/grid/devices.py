@@ -107,10 +107,8 @@ def choose(offers: Sequence[Offer]) -> Choice:
     has a GPU of its own, and by MPI where ranks share GPUs; those between CPUs by MPI, or by
     torch's gloo where MPI has not started the ranks.
 
-    Raises
-    ------
-    ValueError
-        When a requested device or transport is not available, or requests of ranks contradict.
+    Raises ValueError when a requested device or transport is not available, or requests of ranks
+    contradict.
     """
     transport = offers[0].transport
     kinds = [_kind(o) for o in offers]

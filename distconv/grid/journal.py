@@ -122,12 +122,8 @@ class Journal:
     def take(self, kind: str, tag: int = 0) -> None:
         """Begin the next step.
 
-        Raises
-        ------
-        DivergenceError
-            On every rank, where the ranks are found to differ.
-        RuntimeError
-            Where two threads use the grid at once.
+        Raises DivergenceError on every rank, where the ranks are found to differ. Raises
+        RuntimeError where two threads use the grid at once.
         """
         if threading.get_ident() != self.thread:
             self._change_thread()
@@ -164,9 +160,7 @@ class Journal:
         return self.place
 
     def compare(self) -> None:
-        """Compare all entries up to now, and wait; raise DivergenceError on every rank, where they
-        differ.
-        """
+        """Compare all entries, and wait; raise DivergenceError on every rank, where they differ."""
         if self.compares:
             self._start()
             self._settle()

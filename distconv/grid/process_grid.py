@@ -46,6 +46,11 @@ class ProcessGrid(Grid):
     Ranks are numbered row-major over (sample, channel, filter, depth, height, width), so the ranks
     that share a sample are neighbours, on one node where they fit.
 
+    Raises ValueError on every rank, when the extents do not fit the number of ranks, or device or
+    transport is not available. Raises RuntimeError on every rank, when the environment shows
+    several processes that do not know each other, which DISTCONV_ALLOW_SINGLE=1 allows; and in a
+    worker process, which is no rank.
+
     Parameters
     ----------
     comm: the ranks, all of which construct the grid: a communicator of mpi4py, a process group of
@@ -62,15 +67,6 @@ class ProcessGrid(Grid):
         GPUs; or "mpi", through the host for GPUs unless the MPI is GPU-aware. By default
         DISTCONV_TRANSPORT, and else the first of these that is possible; on CPUs "mpi", except
         under torchrun.
-
-    Raises
-    ------
-    ValueError
-        On every rank, when the extents do not fit the number of ranks, or device or transport is
-        not available.
-    RuntimeError
-        On every rank, when the environment shows several processes that do not know each other;
-        DISTCONV_ALLOW_SINGLE=1 allows it. In a worker process, which is no rank.
     """
 
     def __init__(
@@ -130,16 +126,13 @@ class ProcessGrid(Grid):
     ) -> ProcessGrid:
         """Return the grid with the ranks of a mesh of torch.distributed. All of them call it.
 
+        Raises ValueError where a dimension has no axis, or two have the same.
+
         Parameters
         ----------
         mesh: a mesh whose dimensions are named by axes of the grid, in any order.
         axes: the axes by names of the mesh, where these differ: {"dp": "sample"}.
         options: `device` and `transport`, as for any grid.
-
-        Raises
-        ------
-        ValueError
-            Where a dimension has no axis, or two have the same.
         """
         ranks, extents = arranged(mesh, axes_of_mesh(mesh, axes))
         return cls(ranks, **(options | extents))
@@ -182,14 +175,11 @@ class ProcessGrid(Grid):
         the number of its samples as weight. A value of weight 0 is ignored, even NaN; where all
         weights are 0, the mean is NaN.
 
+        Raises ValueError on every rank, where a weight is negative or not finite on one.
+
         Parameters
         ----------
         value: a number, or a tensor of one element.
-
-        Raises
-        ------
-        ValueError
-            On every rank, where a weight is negative or not finite on one.
         """
         own = value.item() if isinstance(value, torch.Tensor) else float(value)
         wrong = not 0 <= weight < inf

@@ -205,9 +205,7 @@ def _passes(
 
 
 def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
-    """Return the seconds of a parameter's gradient and update, after other functions and each
-    number of bytes of `STREAMED`.
-    """
+    """Return the seconds of a parameter's gradient and update, for each number of `STREAMED`."""
     others = _Others(DryRunGrid({}, 0))
     trained, frozen = _Chain(layers, others), _Chain(layers, others)
     for p in list(frozen.parameters())[1:]:

@@ -203,10 +203,7 @@ class Machine:
     def load(cls, path: str | Path) -> Machine:
         """Return the machine in a file that `save` or a person wrote.
 
-        Raises
-        ------
-        ValueError
-            For a file that holds no machine, naming the missing entry.
+        Raises ValueError for a file that holds no machine, naming the missing entry.
         """
         path = Path(path)
         try:

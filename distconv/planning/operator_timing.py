@@ -159,9 +159,7 @@ def workspace_of(run: Callable[[], object]) -> int:
 
 
 def tensor_bytes(run: Callable[[], object]) -> tuple[int, int]:
-    """Return the largest number of bytes of tensors allocated within a call, and the bytes of its
-    results.
-    """
+    """Return the most bytes of tensors allocated within a call, and the bytes of its results."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()
     del result

@@ -165,6 +165,10 @@ def predict(
     timed
     here, and added to it: call it on the machine itself, where nothing else runs.
 
+    Raises UnsupportedOperation where the module cannot run on the grid. Raises RuntimeError where
+    the step raises, for example for a module that reads the elements of a tensor, or operators
+    cannot be timed. Raises ValueError for a machine without the times that are needed.
+
     Parameters
     ----------
     module: any torch.nn.Module, before `parallelize`.
@@ -172,16 +176,6 @@ def predict(
     grid: the ranks along the axes, such as {"sample": 2, "height": 2}.
     options: options of the step, as for `record_step`: `layout`, `dtype`, `loss`, `optimizer`,
         `autocast`, and options of `parallelize`, such as `layouts` and `shard_parameters`.
-
-    Raises
-    ------
-    UnsupportedOperation
-        Where the module cannot run on the grid.
-    RuntimeError
-        Where the step raises, for example for a module that reads the elements of a tensor, or
-        operators cannot be timed.
-    ValueError
-        For a machine without the times that are needed.
     """
     shapes = shapes_of(shape)
     check_ranks(machine, DryRunGrid(grid, 0).size)

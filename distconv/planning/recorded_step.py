@@ -80,6 +80,10 @@ def record_step(
     """Return the recording of a training step on one rank of a grid; no communication, no
     arithmetic.
 
+    Raises UnsupportedOperation where the module cannot run on the grid. Raises RuntimeError where
+    the step raises, naming the layer; also where it reads the elements of a tensor. Raises
+    ValueError for a module that is parallelized, or has parameters without a shape.
+
     Parameters
     ----------
     module: a module before `parallelize`.
@@ -99,15 +103,6 @@ def record_step(
     serial: whether the plain module runs on plain tensors, as in the serial program.
     caller: the name of the calling function for errors.
     progress: called with each layer of the forward pass as it is reached.
-
-    Raises
-    ------
-    UnsupportedOperation
-        Where the module cannot run on the grid.
-    RuntimeError
-        Where the step raises, naming the layer; also where it reads the elements of a tensor.
-    ValueError
-        For a module that is parallelized, or has parameters without a shape.
     """
     minimised = _named(loss, LOSSES, "loss")
     make_optimizer = _named(optimizer, OPTIMIZERS, "optimizer")

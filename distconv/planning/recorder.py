@@ -124,9 +124,7 @@ def _first_of(result: Any) -> _Output:
 
 
 class Recorder(ModuleCalls, torch_private.DispatchMode):
-    """A context that notes everything a rank of a dry grid does; `trace_movements` fills
-    `movements`.
-    """
+    """A context that notes all that a rank does; `trace_movements` fills `movements`."""
 
     def __init__(
         self,

@@ -172,8 +172,8 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> Study:
-        """Return the study that `save` wrote to a file; raise ValueError, with the entry that is
-        missing, where it holds none.
+        """Return the study in a file; raise ValueError where it holds none, and say what is
+        missing.
         """
         try:
             given = json.loads(path.read_text())
@@ -234,15 +234,13 @@ def cases_of(
 ) -> list[Case]:
     """Return a case for each grid.
 
+    Raises ValueError for a grid that appears twice, an unknown axis, and one whose dimension cannot
+    grow.
+
     Parameters
     ----------
     shapes: the global shape of each input. For weak scaling the shape on one rank: each dimension
         is multiplied by the ranks along the axis of its name.
-
-    Raises
-    ------
-    ValueError
-        For a grid that appears twice, an unknown axis, and one whose dimension cannot grow.
     """
     found: dict[str, Case] = {}
     for grid in grids:
@@ -307,6 +305,8 @@ def measure(
     is repeated. A step is forward, loss, backward and optimizer, on random numbers. Parameters and
     inputs of all cases are in memory at once.
 
+    Raises ValueError on every rank, where a case has more ranks than `comm`.
+
     Parameters
     ----------
     study: the same on all ranks; the times are added to it on all of them.
@@ -316,11 +316,6 @@ def measure(
     step: options of `predict` for the step: dtype, layout, loss, optimizer, and options of
         `parallelize`.
     finished: called on every rank after each round, with the number of complete rounds.
-
-    Raises
-    ------
-    ValueError
-        On every rank, where a case has more ranks than `comm`.
     """
     cases = study.measured
     most = max((case.ranks for case in cases), default=1)

@@ -108,9 +108,7 @@ class GridPlan:
 
     @property
     def best(self) -> Prediction:
-        """Return the best grid's prediction; raise ValueError, with the ways out, where no grid
-        fits.
-        """
+        """Return the best grid's prediction; raise ValueError, with ways out, where none fits."""
         fitting = self.fitting
         if not fitting:
             raise ValueError(self.nothing_fits)
@@ -229,6 +227,9 @@ def plan(
 
     One process calls it; where local operators are to be timed, on the machine itself.
 
+    Raises ValueError for numbers of ranks without any grid, for wrong axes, and for a machine
+    without the times that are needed.
+
     Parameters
     ----------
     module, shape, options: as for `predict`.
@@ -236,12 +237,6 @@ def plan(
     axes: the grid axes that may have several ranks; by default all axes of the input, without
         `filter` beyond `MOST_WITH_FILTER` ranks.
     progress: called with a line for each step of the search.
-
-    Raises
-    ------
-    ValueError
-        For numbers of ranks without any grid, for wrong axes, and for a machine without the times
-        that are needed.
     """
     shapes = shapes_of(shape)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
@@ -378,9 +373,7 @@ class _Search:
 
 
 def with_checkpoints(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with a checkpoint around each child of the outermost module that
-    has three or more children.
-    """
+    """Return a copy with checkpoints around the children of the first module that has three."""
     copied = copy.deepcopy(module)
     blocks = [copied]
     while 0 < len(blocks) < 3:

@@ -95,6 +95,11 @@ def explain(
     process suffices for any grid. Under `torch.no_grad()` layers keep no memory for a backward
     pass.
 
+    Raises TypeError or ValueError for arguments that do not fit: no Module, no shape, or not one
+    type or layout for each input. Raises RuntimeError where the forward pass raises, naming the
+    layer; also where it reads the elements of a tensor. A layer that is refused raises nothing: it
+    is the last row of the table.
+
     Parameters
     ----------
     module: any torch.nn.Module, before `parallelize`.
@@ -107,15 +112,6 @@ def explain(
     rank: the rank to show; by default the rank in the middle of every axis.
     show: whether to print the table, on rank 0.
     progress: called with each line of the table as it is ready.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For arguments that do not fit: no Module, no shape, or not one type or layout for each
-        input.
-    RuntimeError
-        Where the forward pass raises, naming the layer; also where it reads the elements of a
-        tensor. A layer that is refused raises nothing: it is the last row of the table.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"explain: {type(module).__name__} is not a torch.nn.Module")

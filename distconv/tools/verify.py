@@ -150,6 +150,11 @@ def verify(
     mode. The result notes this, and layers that draw random numbers by themselves. float32 is
     computed without TF32.
 
+    Raises TypeError or ValueError on every rank, for arguments that do not fit, or differ between
+    ranks. Raises RuntimeError where the module raises on the grid and not serially, naming the
+    layer. A layer that is refused (`UnsupportedOperation`) raises nothing: it is the last row of
+    the result.
+
     Parameters
     ----------
     module: any torch.nn.Module that runs on plain tensors as well.
@@ -173,14 +178,6 @@ def verify(
     seed: the seed of the random gradient of the outputs.
     show: whether to print the table, on rank 0.
     progress: called with each comparison as it is ready, before its difference is judged.
-
-    Raises
-    ------
-    TypeError, ValueError
-        On every rank, for arguments that do not fit, or differ between ranks.
-    RuntimeError
-        Where the module raises on the grid and not serially, naming the layer. A layer that is
-        refused (`UnsupportedOperation`) raises nothing: it is the last row of the result.
     """
     if not isinstance(grid, ProcessGrid):
         axes: dict[str, Any] = dict(grid)

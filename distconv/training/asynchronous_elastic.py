@@ -26,16 +26,13 @@ class AsynchronousElastic:
     alpha (x - center), and the worker moves by -d, before its optimizer's step. The center is the
     result of the training.
 
+    Raises ValueError where a value is out of its range.
+
     Parameters
     ----------
     period: the steps of a worker between two pulls.
     alpha: the strength of the springs, above 0 and below 1; by default 0.9 divided by the number of
         clients of a server.
-
-    Raises
-    ------
-    ValueError
-        Where a value is out of its range.
     """
 
     period: int = 1

@@ -31,6 +31,9 @@ class Worker:
     the end that this worker has finished, or has failed. Workers may take different numbers of
     steps.
 
+    Raises ValueError where the model is not parallelized on `team.grid`, or this rank is a server.
+    Raises ServerLost on every rank of the worker, where the server ends, here and in every call.
+
     Parameters
     ----------
     team: the team, in which this rank belongs to a worker.
@@ -43,13 +46,6 @@ class Worker:
     ----------
     steps: the steps that this worker has taken, also before the server was restarted.
     samples: the samples that the server had received when it last answered.
-
-    Raises
-    ------
-    ValueError
-        Where the model is not parallelized on `team.grid`, or this rank is a server.
-    ServerLost
-        On every rank of the worker, where the server ends, here and in every call.
     """
 
     def __init__(
@@ -115,16 +111,13 @@ class Worker:
         `serve(..., save_every=None)`. Updates not sent yet are sent first. `load` and
         `serve(..., resume=...)` continue from the state that `Team.last_saved` finds.
 
+        Raises DataError on every rank of the worker, where its state cannot be saved.
+
         Parameters
         ----------
         within: a folder, in which each worker has one of its own.
         number: a number that grows from one call to the next, the same on all workers.
         scheduler, loader, extra, keep: this worker's own; see `save_checkpoint`.
-
-        Raises
-        ------
-        DataError
-            On every rank of the worker, where its state cannot be saved.
         """
         self._client.finish()
         save_checkpoint(
@@ -150,15 +143,13 @@ class Worker:
     ) -> Checkpoint:
         """Load a state written by `save`. All ranks of the worker call it before the first step.
 
+        Raises DataError on every rank of the worker, where the state cannot be read, or is of
+        another model.
+
         Parameters
         ----------
         path: the path that `Team.last_saved` returned for this worker; the server loads its own.
         scheduler, loader, check: see `load_checkpoint`.
-
-        Raises
-        ------
-        DataError
-            On every rank of the worker, where the state cannot be read, or is of another model.
         """
         found = load_checkpoint(path, self._model, self._optimizer, scheduler, loader, check=check)
         assert found is not None

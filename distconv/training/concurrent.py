@@ -24,14 +24,11 @@ class ConcurrentReductions:
     the order of the models. Each model takes part in one backward pass. Forward passes, and
     backward passes of models that cut samples, must come in one order on all ranks, as always.
 
+    Raises ValueError where a model is not parallelized, or two are parts of one.
+
     Parameters
     ----------
     models: parallelized modules. All ranks make the context together, with the models in one order.
-
-    Raises
-    ------
-    ValueError
-        Where a model is not parallelized, or two are parts of one.
     """
 
     def __init__(self, *models: nn.Module):

@@ -16,16 +16,12 @@ def assert_in_sync(model: nn.Module, optimizer: Optimizer | None = None) -> None
     compared among the ranks that hold the same block. Differences of the size of rounding are
     accepted, as processors of different kinds round differently.
 
+    Raises RuntimeError naming the first tensor or setting that differs, and the ranks. Raises
+    ValueError where the model is not parallelized.
+
     Parameters
     ----------
     model: a parallelized module.
     optimizer: its state and settings, such as the learning rate, are compared as well.
-
-    Raises
-    ------
-    RuntimeError
-        Naming the first tensor or setting that differs, and the ranks.
-    ValueError
-        Where the model is not parallelized.
     """
     check_in_sync("assert_in_sync", model, optimizer, full=True)

@@ -27,6 +27,8 @@ class Downpour:
     that acts as a momentum of 1 - 1/n (Mitliagkas et al., "Asynchrony begets momentum",
     arXiv:1605.09774), so choose less momentum.
 
+    Raises ValueError where a period is out of its range.
+
     Parameters
     ----------
     optimizer: makes the server's optimizer of its parameters, such as `partial(torch.optim.SGD,
@@ -36,11 +38,6 @@ class Downpour:
     synchronous: whether the server waits for all active workers, and steps with the mean of their
         gradients, weighted by their samples. `push` and `fetch` must be equal then.
     schedule: makes a scheduler of the server's optimizer, which steps with it.
-
-    Raises
-    ------
-    ValueError
-        Where a period is out of its range.
     """
 
     optimizer: MakeOptimizer = field(repr=False)

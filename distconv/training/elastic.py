@@ -33,6 +33,9 @@ class ElasticAveraging:
     nesterov=True the pull is taken at the weights that torch holds, which include the velocity).
     Buffers, such as running statistics, stay each worker's own.
 
+    Raises ValueError on every rank, where the model is not parallelized on the grid of its worker,
+    a value is out of its range, or the ranks pass different ones.
+
     Parameters
     ----------
     model: parallelized on `worker_grid(grid)`. Every worker begins with the parameters and buffers
@@ -41,12 +44,6 @@ class ElasticAveraging:
     alpha: the strength of the springs, at most 1 / P_N, beyond which the center would overshoot; by
         default 0.9 / P_N, as published.
     period: the number of steps from one pull to the next.
-
-    Raises
-    ------
-    ValueError
-        On every rank, where the model is not parallelized on the grid of its worker, a value is out
-        of its range, or the ranks pass different ones.
     """
 
     def __init__(
@@ -129,10 +126,7 @@ class ElasticAveraging:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the center, and the number of steps, that this rank saved.
 
-        Raises
-        ------
-        ValueError
-            Where the saved parameters have other names.
+        Raises ValueError where the saved parameters have other names.
         """
         if list(state["center"]) != self._names:
             raise ValueError(

@@ -29,6 +29,8 @@ class GradientLag:
     0.309 for 2 and 0.223 for 3; so a lag pays where the reduction is long beside a step. Each step
     of lag takes the memory of one more gradient.
 
+    Raises ValueError where the model is not parallelized, or a number is out of its range.
+
     Parameters
     ----------
     model: a parallelized module.
@@ -36,11 +38,6 @@ class GradientLag:
     warmup_steps: the number of first steps without lag, in which gradients change most.
     cooldown_steps: the number of last steps without lag, of `total_steps`. Late gradients that have
         not been used when they begin are dropped.
-
-    Raises
-    ------
-    ValueError
-        Where the model is not parallelized, or a number is out of its range.
     """
 
     def __init__(
@@ -103,10 +100,7 @@ class GradientLag:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that this rank saved.
 
-        Raises
-        ------
-        ValueError
-            Where the state is of other parameters, or of another grid.
+        Raises ValueError where the state is of other parameters, or of another grid.
         """
         leaves = self._packing.leaves
         saved = []

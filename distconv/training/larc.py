@@ -49,6 +49,9 @@ class LARC(Optimizer):
 
     Where a norm is 0, r is 1.
 
+    Raises ValueError for a `trust` that is not positive, or an unknown `on`. Raises TypeError for
+    an optimizer that cannot be wrapped.
+
     Parameters
     ----------
     optimizer: any of torch's, except those that compute gradients again within a step (LBFGS).
@@ -56,13 +59,6 @@ class LARC(Optimizer):
         at a learning rate of 1.
     clip: whether to limit the step only, rather than to set it.
     on: "gradient" or "update".
-
-    Raises
-    ------
-    ValueError
-        For a `trust` that is not positive, or an unknown `on`.
-    TypeError
-        For an optimizer that cannot be wrapped.
     """
 
     def __init__(

@@ -36,6 +36,8 @@ class NoiseScale:
     throughout the model; layers that mix samples, such as batch normalisation, are treated as if
     they did not.
 
+    Raises ValueError where the model is not parallelized, or weights are cut over the replicas.
+
     Parameters
     ----------
     model: a parallelized module; the loss is a mean over samples.
@@ -45,11 +47,6 @@ class NoiseScale:
     ----------
     signal, noise: running averages of |G|^2 and tr(Sigma). In the beginning both are too small by
         the same factor, which cancels in their ratio.
-
-    Raises
-    ------
-    ValueError
-        Where the model is not parallelized, or weights are cut over the replicas.
     """
 
     def __init__(self, model: nn.Module, *, decay: float = 0.95):

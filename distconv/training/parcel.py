@@ -35,9 +35,7 @@ class Packing:
         return message
 
     def unpack(self, message: Tensor) -> list[Tensor | None]:
-        """Return the tensors in a message, as views of its memory; raise ValueError where its size
-        is wrong.
-        """
+        """Return the tensors in a message, views of it; raise ValueError for a wrong size."""
         there = message[: len(self._kinds)].tolist()
         tensors: list[Tensor | None] = []
         place = self._begin

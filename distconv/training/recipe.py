@@ -32,10 +32,7 @@ _SCALINGS = {"linear": lambda k: k, "sqrt": sqrt, "none": lambda k: 1.0}
 def base_rate(optimizer: type[optim.Optimizer]) -> float:
     """Return a usual learning rate to begin with, for a class of optimizers and a usual batch size.
 
-    Raises
-    ------
-    ValueError
-        For a class that has none here.
+    Raises ValueError for a class that has none here.
     """
     for kind in optimizer.__mro__:
         if kind in _BASE_RATES:
@@ -72,6 +69,9 @@ class Recipe:
 
     No communication: every rank makes the same one.
 
+    Raises ValueError where a value is out of its range, or a decay needs `total_steps` and has
+    none.
+
     Parameters
     ----------
     batch_size: the samples of a step, over all replicas: b * P_N.
@@ -82,11 +82,6 @@ class Recipe:
     decay: the decay of the scaled rate after the warm-up.
     total_steps: the steps of the whole training, for decays that depend on its end; see
         `number_of_steps`.
-
-    Raises
-    ------
-    ValueError
-        Where a value is out of its range, or a decay needs `total_steps` and has none.
     """
 
     batch_size: int

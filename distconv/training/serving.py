@@ -70,6 +70,12 @@ def serve(
     is dropped with a warning, and the others continue; where ranks are started by MPI, their
     launcher ends the job instead. A lost server ends the job.
 
+    Raises AllWorkersLost when the last worker is gone, and none has finished; the state is saved
+    before. Raises FileExistsError where `folder` holds the state of another run and `resume` is not
+    given; clients raise ServerLost with the same words. Raises ServerLost where the server above
+    has ended. Raises ValueError where the ranks have different models or methods; clients raise
+    ServerLost with the same words.
+
     Parameters
     ----------
     model: the same as the workers', which start with its parameters; it is not changed.
@@ -80,19 +86,6 @@ def serve(
     keep: the largest number of checkpoints.
     resume: whether to load the last checkpoint in `folder`, if there is one; or the path of a
         checkpoint, from `Team.last_saved`.
-
-    Raises
-    ------
-    AllWorkersLost
-        When the last worker is gone, and none has finished; the state is saved before.
-    FileExistsError
-        Where `folder` holds the state of another run and `resume` is not given; clients raise
-        ServerLost with the same words.
-    ServerLost
-        Where the server above has ended.
-    ValueError
-        Where the ranks have different models or methods; clients raise ServerLost with the same
-        words.
     """
     if not team.serves:
         raise ValueError(

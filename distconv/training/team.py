@@ -105,6 +105,9 @@ class Team:
     A worker is a replica, or several that run in step, on a grid of its own. Workers do not run in
     step with each other: each trains with the parameters of its server (`serve`, `Worker`).
 
+    Raises ValueError on every rank, where the number of ranks does not fit, or the ranks pass
+    different arguments.
+
     Parameters
     ----------
     servers: the number of ranks of the server. Each holds some of the parameters, so that no link
@@ -121,12 +124,6 @@ class Team:
     workers: the number of workers.
     worker: the number of this rank's worker; None for a server.
     grid: the grid of this rank's worker; None for a server.
-
-    Raises
-    ------
-    ValueError
-        On every rank, where the number of ranks does not fit, or the ranks pass different
-        arguments.
     """
 
     def __init__(

@@ -107,9 +107,7 @@ def check_is_rank() -> None:
 
 
 def mpi() -> ModuleType:
-    """Return `mpi4py.MPI`, which starts MPI when first imported; raise RuntimeError in a worker
-    process.
-    """
+    """Return `mpi4py.MPI`, whose import starts MPI; raise RuntimeError in a worker process."""
     check_is_rank()
     return _imported_mpi()
 

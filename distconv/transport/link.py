@@ -58,9 +58,7 @@ def message(numbers: Sequence[int], payload: Tensor | None = None) -> Message:
 
 
 class Link:
-    """One end of a link to the rank `peer`. Messages arrive whole and in the order in which they
-    were sent.
-    """
+    """One end of a link to the rank `peer`. Messages arrive whole, and in their order."""
 
     def __init__(self, peer: int, connection: socket.socket):
         self.peer, self._connection = peer, connection
@@ -167,6 +165,8 @@ def open_links(
 ) -> dict[int, Link]:
     """Return a link for each rank that this one talks to. All ranks of `comm` call it.
 
+    Raises LinkLost where a rank that this one calls cannot be reached.
+
     Parameters
     ----------
     comm: all ranks of the job.
@@ -174,11 +174,6 @@ def open_links(
     calling: the ranks that call this one, such as clients. A link to a rank that has not called in
         time is lost from the beginning.
     limit: seconds allowed for connecting.
-
-    Raises
-    ------
-    LinkLost
-        Where a rank that this one calls cannot be reached.
     """
     limit = min(limit, 1e7)  # a socket takes no infinite time
     token, host = secrets.token_hex(16), socket.gethostname()

@@ -32,7 +32,7 @@ def release_abandoned() -> None:
 
 
 class MPIRequest:
-    """Messages or a reduction under way; it keeps the memory alive that MPI reads and writes."""
+    """Messages or a reduction under way, with the memory that MPI reads and writes."""
 
     def __init__(
         self,

@@ -39,9 +39,7 @@ from distconv.transport.torch_groups import (
 
 
 class TorchRequest:
-    """Messages or a reduction of gloo under way; it keeps the memory alive that torch reads and
-    writes.
-    """
+    """Messages or a reduction of gloo under way, with the memory that torch reads and writes."""
 
     def __init__(self, works: list[Any], memory: Any):
         self.works, self._memory = works, memory

@@ -74,10 +74,7 @@ def open_store(comm: Communicator) -> Store:
 def common_store(comm: Communicator) -> Store:
     """Return a store for the groups of the ranks of `comm`, which all call it.
 
-    Raises
-    ------
-    RuntimeError
-        On every rank, where one of them cannot reach it.
+    Raises RuntimeError on every rank, where one of them cannot reach it.
     """
     store = open_store(comm)
     hosts = comm.allgather((socket.gethostname(), store is not None))

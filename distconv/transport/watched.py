@@ -16,9 +16,7 @@ from distconv.transport.interface import Message, Request, StreamTransport, Tran
 
 
 class Wait:
-    """A wait of the host for other ranks, as a context; `peers` returns their numbers in the grid,
-    None is for all.
-    """
+    """A wait of the host for other ranks, as a context; `peers` returns those, None all."""
 
     # `seen` is the time in seconds at which the watching thread first saw the wait; 0 before.
     __slots__ = ("_before", "_waiting", "peers", "seen")

@@ -19,10 +19,7 @@ def world() -> Communicator:
     the store of torchrun or of the default group of torch.distributed; where there is neither, the
     process is a rank alone.
 
-    Raises
-    ------
-    RuntimeError
-        In a worker process, which is no rank.
+    Raises RuntimeError in a worker process, which is no rank.
     """
     launch.check_is_rank()
     return _world()

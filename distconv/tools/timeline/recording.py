@@ -50,18 +50,14 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     wait for them. Times of all ranks are on the clock of rank 0, from round trips of messages at
     the beginning and at the end.
 
+    Raises OSError on every rank, where rank 0 cannot write the file. Raises RuntimeError on every
+    rank, where torch's profiler is recording on one of them already; and within the context, where
+    the program starts it.
+
     Parameters
     ----------
     path: the path of the file; a file ending with .gz is compressed.
     grid: the ranks that take part; all of the job when not given.
-
-    Raises
-    ------
-    OSError
-        On every rank, where rank 0 cannot write the file.
-    RuntimeError
-        On every rank, where torch's profiler is recording on one of them already. Within the
-        context, where the program starts it.
     """
     path = Path(path)
     grid = _on_hosts(grid)
