@@ -7,8 +7,9 @@ follow w(t+1) = w(t) - lr * g(w(t-1)).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -19,6 +20,8 @@ from distconv.training.checks import check_count
 from distconv.training.gradient_messages import GradientPacking
 
 _PURPOSE = "lagged gradients"
+
+_Sums: TypeAlias = Callable[[], list[Tensor | None]]
 
 
 class GradientLag:
@@ -65,8 +68,8 @@ class GradientLag:
         self._model, self._reduction, self._grid = model, reduction, reduction.grid
         self._packing = GradientPacking(model, self._grid, _PURPOSE)
         self._steps = 0
-        self._late: deque[_UnderWay | _Arrived] = deque()
-        """The gradients of the last steps, the oldest first."""
+        self._late: deque[_Sums] = deque()
+        """Functions that return the gradients of the last steps, the oldest first."""
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients, in place of `loss.backward()`, and set the late ones as the
@@ -86,8 +89,8 @@ class GradientLag:
         with no_sync(self._model):
             loss.backward()  # type: ignore[no-untyped-call]
         leaves = self._packing.leaves
-        self._late.append(_UnderWay(self._packing, self._grid))
-        late = self._late.popleft().wait() if len(self._late) > self.lag else [None] * len(leaves)
+        self._late.append(_reduced(self._packing, self._grid))
+        late = self._late.popleft()() if len(self._late) > self.lag else [None] * len(leaves)
         self._reduction.give(late)
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,7 +98,7 @@ class GradientLag:
 
         Of sharded parameters the state holds this rank's blocks.
         """
-        return {"steps": self._steps, "late": [list(sums.wait()) for sums in self._late]}
+        return {"steps": self._steps, "late": [sums() for sums in self._late]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that this rank saved.
@@ -103,7 +106,7 @@ class GradientLag:
         Raises ValueError where the state is of other parameters, or of another grid.
         """
         leaves = self._packing.leaves
-        saved = []
+        saved: list[_Sums] = []
         for late in state["late"]:
             if len(late) != len(leaves) or any(
                 g is not None and g.shape != p.shape for g, p in zip(late, leaves, strict=True)
@@ -113,33 +116,21 @@ class GradientLag:
                     "state of the same model on the same grid"
                 )
             here = [None if g is None else g.to(self._grid.device, copy=True) for g in late]
-            saved.append(_Arrived(here))
+            saved.append(partial(list, here))
         self._steps, self._late = int(state["steps"]), deque(saved)
 
 
-class _Arrived(NamedTuple):
-    """Sums that are complete."""
+def _reduced(packing: GradientPacking, grid: ProcessGrid) -> _Sums:
+    """Start to reduce gradients; return a function that waits, and returns the sums."""
+    messages = packing.pack()
+    requests = [
+        grid.transport.all_reduce(message.flat, grid.communicator(message.axes, _PURPOSE))
+        for message in messages
+    ]
 
-    sums: list[Tensor | None]
+    def wait() -> list[Tensor | None]:
+        while requests:
+            requests.pop(0).wait()
+        return packing.unpack(messages)
 
-    def wait(self) -> list[Tensor | None]:
-        """Return the sums."""
-        return self.sums
-
-
-class _UnderWay:
-    """Gradients on their way to become sums. All ranks make it, which starts the reduction."""
-
-    def __init__(self, packing: GradientPacking, grid: ProcessGrid):
-        self._packing, self._messages = packing, packing.pack()
-        self._requests = [
-            grid.transport.all_reduce(message.flat, grid.communicator(message.axes, _PURPOSE))
-            for message in self._messages
-        ]
-
-    def wait(self) -> list[Tensor | None]:
-        """Wait for the sums, and return them."""
-        for request in self._requests:
-            request.wait()
-        self._requests = []
-        return self._packing.unpack(self._messages)
+    return wait

@@ -165,6 +165,15 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
         warnings.warn(f"serve: client {client} is dropped: {why}", stacklevel=3)
         return server.drop(client, why)
 
+    def deliver(due: Due) -> None:
+        while due:
+            client, answer = due.pop(0)
+            if client in open_links:
+                try:
+                    open_links[client].send(answer)
+                except LinkLost as error:
+                    due += lose(client, str(error))
+
     while server.active:
         heard = False
         for client in list(open_links):
@@ -173,27 +182,16 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
             try:
                 request = open_links[client].poll()
             except LinkLost as error:
-                request, due = None, lose(client, str(error))
+                deliver(lose(client, str(error)))
+                continue
+            if request is None:
+                continue
+            heard = True
+            if request.numbers[0] == Kind.LEAVE:
+                deliver(lose(client, "its program has failed"))
             else:
-                due = []
-                if request is not None:
-                    failed_there = request.numbers[0] == Kind.LEAVE
-                    due = (
-                        lose(client, "its program has failed")
-                        if failed_there
-                        else server.handle(client, request)
-                    )
-            heard |= request is not None
-            while due:
-                receiver, answer = due.pop(0)
-                if receiver not in open_links:
-                    continue
-                try:
-                    open_links[receiver].send(answer)
-                except LinkLost as error:
-                    due += lose(receiver, str(error))
-            if request is not None:
-                state.save_if_due()
+                deliver(server.handle(client, request))
+            state.save_if_due()
         if not heard:
             rest(open_links.values())
     until = time.monotonic() + time_limit()

@@ -62,7 +62,7 @@ tr.marked td { color: var(--bad); font-weight: 600; }
 .lane > :first-child { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 svg { display: block; width: 100%; } svg text { fill: var(--ink); font-size: 11px; }
 svg .quiet { fill: var(--quiet); } svg .track { fill: var(--card); }
-svg .axis { stroke: var(--line); stroke-width: 1; } svg .on { fill: #ffffff; font-weight: 600; }
+svg .axis { stroke: var(--line); stroke-width: 1; }
 svg .curve { fill: none; stroke-width: 1.8; } svg .edge { stroke: var(--ground); stroke-width: .5; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: .82rem; margin: .4rem 0;
   padding: 0; list-style: none; }
@@ -71,6 +71,9 @@ svg .curve { fill: none; stroke-width: 1.8; } svg .edge { stroke: var(--ground);
 .nodes { display: flex; flex-wrap: wrap; gap: .8rem; }
 .nodes figure { margin: 0; padding: .4rem .5rem; background: var(--card);
   border: 1px solid var(--line); border-radius: 8px; }
+.nodes figure div { display: grid; gap: 4px; }
+.nodes span { color: #ffffff; font-size: 11px; font-weight: 600; line-height: 1.4;
+  text-align: center; border-radius: 4px; padding: .15rem; }
 .nodes figcaption { font-size: .8rem; color: var(--quiet); }
 @media print { body { max-width: none; font-size: 11px; padding: 0; } .wide { overflow: visible; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } thead th { position: static; }
