@@ -59,7 +59,10 @@ def calibrate(
     hosts = comm.allgather(platform.node())
     per_node = max(hosts.count(host) for host in set(hosts))
     when = time.strftime("%Y-%m-%d")
-    where_from = f"measured on {hosts[0]}, {when}, {comm.size} ranks on {len(set(hosts))} nodes: "
+    where_from = (
+        f"measured on {hosts[0]}, {when}, {comm.size} ranks on {len(set(hosts))} nodes at once, "
+        f"torch {torch.__version__}"
+    )
     links: dict[str, LinkTimes] = {}
     reductions: dict[str, dict[int, LinkTimes]] = {}
     if comm.size > 1:
@@ -84,15 +87,8 @@ def calibrate(
     packing = _table(_packing(), PACKED)
     progress("Python")
     host = measure_host_work(2 if seconds < 20 else 16)
-    sources = {f"links {where}": "pairs of ranks, all at once" for where in links}
-    sources |= dict.fromkeys(reductions, "groups of neighbours, all at once")
-    sources["packing"] = f"all ranks at once, {torch.__version__}"
-    sources["skew"] = "all ranks of the job at once"
-    sources["host"] = (
-        "functions on tiny tensors, minus their local operators, all ranks at once, after bytes "
-        "have gone through the caches"
-    )
-    sources = {part: where_from + how for part, how in sources.items()}
+    parts = *(f"links {where}" for where in links), *reductions, "packing", "skew", "host"
+    sources = dict.fromkeys(parts, where_from)
     return Machine(
         name=name or hosts[0],
         assumed=False,

@@ -20,7 +20,7 @@ from distconv.training.decay import (
     Step,
 )
 from distconv.training.downpour import Downpour
-from distconv.training.elastic import ElasticAveraging
+from distconv.training.elastic import ElasticAveraging, worker_grid
 from distconv.training.lag import GradientLag
 from distconv.training.larc import LARC, LARS
 from distconv.training.noise_scale import NoiseScale
@@ -30,7 +30,6 @@ from distconv.training.server import Report
 from distconv.training.server_checkpoints import server_state
 from distconv.training.serving import AllWorkersLost, serve
 from distconv.training.team import Team
-from distconv.training.workers import worker_grid
 
 __all__ = [
     "LARC",
