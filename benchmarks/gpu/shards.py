@@ -8,6 +8,7 @@ known, and the planner says what that would take on the machines that are descri
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -116,10 +117,21 @@ def _timed(
     if grid.size > 1:
         measure = "packing of the forward pass, over the step"
         rows.append(over(row, measure, packs.device, overlapped.device, None))
-    with grid.listening() as traffic:
+    with listening(grid) as traffic:
         _forced("overlapped", step)
     weights = sum(p.nbytes for p in network.parameters())
     return rows, Shard(grid, median(overlapped.device), traffic, weights)
+
+
+@contextmanager
+def listening(grid: DryRunGrid) -> Iterator[list[Start]]:
+    """Yield a list of the movements that a dry grid starts within the context, in order."""
+    heard: list[Start] = []
+    before, grid.transport.started = grid.transport.started, heard.append
+    try:
+        yield heard
+    finally:
+        grid.transport.started = before
 
 
 def _forced(name: str, step: Step) -> None:

@@ -52,15 +52,11 @@ def full_key(call: Call, known_from: int) -> Key:
     function, arguments, keywords = call
     named = _kept(keywords or (), known_from)
     if autocast_is_on():
-        named = *named, ("autocast", _autocast_types())
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+        on = filter(torch.is_autocast_enabled, kinds)
+        named = *named, ("autocast", tuple(map(torch.get_autocast_dtype, on)))
     return function, _kept(arguments, known_from), named
-
-
-def _autocast_types() -> tuple[torch.dtype, ...]:
-    """Return the types of autocast, on each kind of device where it is on."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return tuple(torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
 
 
 def _kept(argument: Any, known_from: int) -> Any:

@@ -126,15 +126,11 @@ def choose(offers: Sequence[Offer]) -> Choice:
     devices = tuple(f"{kinds[0]}:{number}" for number in numbers)
     sharing = None if all(o.may_share for o in offers) else _sharing(gpus)
     chosen = _transport(transport, _ON_ACCELERATORS, offers, sharing)
-    staged = transport is None and chosen == "mpi" and sharing is None
-    notice = _staging(offers) if staged else _notice(offers, gpus)
-    return Choice(devices, chosen, notice)
-
-
-def _staging(offers: Sequence[Offer]) -> str:
-    """Return a message that says why messages between GPUs go by MPI."""
-    why = _obstacle([o.missing.get("torch") for o in offers])
-    return f"messages between GPUs go by MPI, mostly through the host: {why}"
+    if transport is None and chosen == "mpi" and sharing is None:
+        why = _obstacle([o.missing.get("torch") for o in offers])
+        notice = f"messages between GPUs go by MPI, mostly through the host: {why}"
+        return Choice(devices, chosen, notice)
+    return Choice(devices, chosen, _notice(offers, gpus))
 
 
 def _transport(

@@ -87,6 +87,7 @@ def calibrate(
     packing = _table(_packing(), PACKED)
     progress("Python")
     host = measure_host_work(2 if seconds < 20 else 16)
+    node = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parts = *(f"links {where}" for where in links), *reductions, "packing", "skew", "host"
     sources = dict.fromkeys(parts, where_from)
     return Machine(
@@ -99,7 +100,7 @@ def calibrate(
         packing=packing,
         host=host,
         skew=skew,
-        memory=memory or _memory_of_node() // per_node,
+        memory=memory or node // per_node,
         environment=allocator_here(),
         sources=sources | {"operators": f"timed on {hosts[0]} when first asked for"},
     )
@@ -281,7 +282,3 @@ def _packing() -> Iterator[float]:
             target.copy_(source)
             times.append(clock() - begun)
         yield max(world().allgather(median(times)))
-
-
-def _memory_of_node() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -172,16 +172,6 @@ class DryRunGrid(Grid):
     def collective(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    @contextmanager
-    def listening(self) -> Iterator[list[Start]]:
-        """Yield a list of the movements that the transport starts within the context, in order."""
-        heard: list[Start] = []
-        before, self.transport.started = self.transport.started, heard.append
-        try:
-            yield heard
-        finally:
-            self.transport.started = before
-
     def tensor(
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> DistTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +36,7 @@ class LiveMemory:
                 continue
             size = storage.nbytes()
             # The object of the storage lives as long as its memory.
-            reference = weakref.ref(storage, self._releasing(key))
+            reference = weakref.ref(storage, partial(self._release, key))
             self._live[key] = size, kind, reference, layer
             if kind == "halos" and self._idle[size]:
                 self._idle[size] -= 1
@@ -76,10 +76,7 @@ class LiveMemory:
                 self._bytes["other"] -= size
                 self._bytes["activations"] += size
 
-    def _releasing(self, key: int) -> Callable[[object], None]:
-        return lambda _: self._release(key)
-
-    def _release(self, key: int) -> None:
+    def _release(self, key: int, _: object) -> None:
         size, kind, _, _ = self._live.pop(key)
         self._kept.discard(key)
         if self._pools and kind == "halos" and SMALL_BYTES < size <= KEPT_BYTES:

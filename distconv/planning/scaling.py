@@ -329,7 +329,7 @@ def measure(
     sides = []
     for case in cases:
         mine = comm.rank < case.ranks
-        run = training_step(case, make, **(step or {})) if mine else _sleep
+        run = training_step(case, make, **(step or {})) if mine else lambda: None
         sides.append(Contender(run, threads, ranks=case.ranks))
     repeats = [ceil(SHORTEST / seconds) for seconds in warm_up(comm, sides)]
     for number in range(study.rounds, rounds):
@@ -378,10 +378,6 @@ def training_step(
         synchronize(grid.device)
 
     return step
-
-
-def _sleep() -> None:
-    """Sleep until the next case: the step of a rank that takes no part in a case."""
 
 
 def predict_all(

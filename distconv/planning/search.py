@@ -281,7 +281,9 @@ def plan(
     out.sort(key=lambda c: (c.prediction is None, c.prediction.peak if c.prediction else 0))
     ways: tuple[WayOut, ...] = ()
     if not best and limit is not None and recorded:
-        ways = tuple(search.ways_out(min(recorded, key=search.peak_known)[0], ranks, axes))
+        peaks = [sum(memory_of(recording, times).values()) for _, recording in recorded]
+        smallest, _ = recorded[peaks.index(min(peaks))]
+        ways = tuple(search.ways_out(smallest, ranks, axes))
     name = type(module).__name__
     return GridPlan(
         name, machine.name, machine.assumed, ranks, limit, (*best, *fitting, *out), ways
@@ -326,10 +328,6 @@ class _Search:
         p = predicted(name, samples, grid, recordings, machine, self.times)
         over = self.limit is not None and p.peak > self.limit
         return Candidate(grid, p, f"needs {byte_size(p.peak)}" if over else None)
-
-    def peak_known(self, pair: tuple[dict[str, int], Recording]) -> int:
-        """Return the peak bytes of a recorded grid, with the workspaces known so far."""
-        return sum(memory_of(pair[1], self.times).values())
 
     def ways_out(
         self, grid: dict[str, int], ranks: int, axes: Sequence[str] | None

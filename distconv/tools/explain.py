@@ -59,7 +59,7 @@ class Explanation:
         total = "total", *("",) * 5, *sums, *memory
         lines = [
             f"{self.module} on rank {self.rank} of {self.grid}, forward",
-            layer_table(self.layers, total),
+            table([HEADING, *map(cells_of_layer, self.layers), total]),
         ]
         if self.refusal is not None:
             lines.append(f"{self.layers[-1].name} is refused: {self.refusal}")
@@ -145,18 +145,13 @@ HEADING = (
 )
 
 
-def layer_table(layers: Sequence[LayerPlan], *more: tuple[Cell, ...]) -> str:
-    """Return layers as a table, with `more` rows below them."""
-    return table([HEADING, *map(cells_of_layer, layers), *more])
-
-
 def cells_of_layer(layer: LayerPlan) -> tuple[Cell, ...]:
     """Return the row of the table for a layer."""
-    moved = [
-        f"{_cut(r.source)} -> {_cut(r.target)}" + (f" by {how}" if how else "")
-        for r in layer.redistributions
-        for how in (_operator_suffix(layer.kind.lower(), r.operator),)
-    ]
+    kind, moved = layer.kind.lower(), []
+    for r in layer.redistributions:
+        # An operator is named where it is not in the name of the layer's type.
+        how = "" if r.operator in kind else f" by {r.operator.removeprefix(f'{kind}, ')}"
+        moved.append(f"{_cut(r.source)} -> {_cut(r.target)}{how}")
     halos = [
         " ".join(f"{name} {before}+{after}" for name, (before, after) in widths if before + after)
         for widths in (halo.widths.items() for halo in layer.halos)
@@ -175,11 +170,6 @@ def cells_of_layer(layer: LayerPlan) -> tuple[Cell, ...]:
         size_cell(layer.kept_bytes),
         size_cell(layer.parameter_bytes),
     )
-
-
-def _operator_suffix(kind: str, operator: str) -> str:
-    """Return the part of an operator's name that is not in the name of its layer's type."""
-    return "" if operator in kind else operator.removeprefix(f"{kind}, ")
 
 
 def layout_in_words(layer: LayerPlan) -> str:

@@ -101,7 +101,7 @@ class Verification:
         return "\n".join(
             [
                 f"{self.module} on {self.grid} against serial, tolerance {self.tolerance:.1e}",
-                comparison_table(self.rows),
+                table([HEADING, *(row.cells for row in self.rows if row.kind != "refused")]),
                 *(f"note: {note}" for note in self.notes),
                 self.verdict,
             ]
@@ -221,11 +221,6 @@ def verify(
     if show and grid.rank == 0:
         print(verification, flush=True)
     return verification
-
-
-def comparison_table(rows: Sequence[TensorComparison]) -> str:
-    """Return comparisons as a table."""
-    return table([HEADING, *(row.cells for row in rows if row.kind != "refused")])
 
 
 def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> list[Tensor]:
@@ -354,7 +349,7 @@ class _Run(ModuleCalls):
         self._last: list[tuple[Tensor, int | None]] = []
         self._state = torch.get_rng_state()
         try:
-            self._pass(module, [_leaf(x) for x in inputs])
+            self._pass(module, inputs)
         except UnsupportedOperation as refusal:
             self.refusal = self.where[0], str(refusal)
         except Exception as error:
@@ -368,7 +363,9 @@ class _Run(ModuleCalls):
         finally:
             self.remove()
 
-    def _pass(self, module: nn.Module, leaves: list[Tensor]) -> None:
+    def _pass(self, module: nn.Module, leaves: Sequence[Tensor]) -> None:
+        for x in leaves:
+            x.requires_grad_(_is_continuous(x) and torch.is_grad_enabled())
         # Layers that write in place may not write to leaves.
         results = tensors_in(module(*(x.clone() for x in leaves)))
         # A backward pass through checkpoints calls layers again.
@@ -482,11 +479,6 @@ def _shaken_input(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
-
-
-def _leaf(x: Tensor) -> Tensor:
-    """Return `x` as a leaf that requires a gradient, if its type allows one."""
-    return x.requires_grad_(_is_continuous(x) and torch.is_grad_enabled())
 
 
 def _without_dropout(module: nn.Module) -> list[str]:

@@ -23,7 +23,7 @@ from benchmarks.gpu.cases import Case, cut, module, plain, trained
 from benchmarks.gpu.messages import messages
 from benchmarks.gpu.needs import left_out, missing
 from benchmarks.gpu.page import Page, Part
-from benchmarks.gpu.shards import PLANE, VOLUME, network_alone, shards
+from benchmarks.gpu.shards import PLANE, VOLUME, listening, network_alone, shards
 from benchmarks.gpu.waits import calls_of, waits, waits_in
 from benchmarks.layer import step_of
 from benchmarks.measuring.memory import Peak
@@ -136,12 +136,12 @@ def test_what_a_shard_sends_is_what_explain_tells() -> None:
     x, y = cut(MESH, grid, CPU)
     network = network_alone(MESH, CPU)
     plan = dc.explain(network, MESH.shape, grid.shape, rank=grid.rank, show=False)
-    with grid.listening() as traffic, dc.method("overlapped"), torch.no_grad():
+    with listening(grid) as traffic, dc.method("overlapped"), torch.no_grad():
         network(x)
     halos = [sum(n for _, n in t.arriving) for t in traffic if t.collective is None]
     assert sum(halos) == sum(layer.halo_bytes for layer in plan.layers) > 0
     assert {peer for t in traffic for peer, _ in t.arriving} == {0, 1, 2}
-    with grid.listening() as both, dc.method("overlapped"):
+    with listening(grid) as both, dc.method("overlapped"):
         MESH.step(network, x, y)()
     back = sum(n for t in both if t.collective is None for _, n in t.arriving) - sum(halos)
     assert back == sum(halos[1:]), "the input has no gradient"

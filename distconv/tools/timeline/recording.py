@@ -60,7 +60,8 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     grid: the ranks that take part; all of the job when not given.
     """
     path = Path(path)
-    grid = _on_hosts(grid)
+    # Of the same ranks, with messages between hosts.
+    grid = ProcessGrid(None if grid is None else grid.ranks, sample=-1, device="cpu")
     missing = None if grid.rank or path.absolute().parent.is_dir() else str(path.absolute().parent)
     everyone = grid.all_gather_object((missing, is_profiling()))
     if any(profiled for _, profiled in everyone):
@@ -90,11 +91,6 @@ _ONE_AT_A_TIME = (
 
 def _refuse_profiler(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(f"torch.profiler within dc.timeline(). {_ONE_AT_A_TIME}")
-
-
-def _on_hosts(grid: ProcessGrid | None) -> ProcessGrid:
-    """Return a grid of the same ranks with messages between hosts."""
-    return ProcessGrid(None if grid is None else grid.ranks, sample=-1, device="cpu")
 
 
 def _exported(recorded: Any, passed: list[Passage], rank: int) -> list[Event]:
