@@ -33,14 +33,15 @@ class Summand(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor, library: str) -> Summand:
         """Return the form of a contiguous tensor that `library` can sum: NCCL, gloo or MPI."""
+        if tensor.dtype in _ADDED:
+            return cls(tensor, None)
         if tensor.dtype in _WIDER:
             return cls(tensor.to(_WIDER[tensor.dtype]), tensor)
-        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if numbers.dtype not in _ADDED:
-            raise TypeError(
-                f"{library} cannot add up {tensor.dtype}; convert to one that it can, x.float()"
-            )
-        return cls(numbers, None)
+        if tensor.dtype in (torch.complex64, torch.complex128):
+            return cls(torch.view_as_real(tensor), None)
+        raise TypeError(
+            f"{library} cannot add up {tensor.dtype}; convert to one that it can, x.float()"
+        )
 
     def arriving(self, request: Request) -> Request:
         """Return a request for the sum of the tensor from that for the sum of the numbers."""
