@@ -55,16 +55,11 @@ def mesh_axes(grid: Grid) -> tuple[str, ...]:
 
 
 def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh with the ranks of a grid. All of them call it.
-
-    Initialises a default group of torch.distributed where there is none.
+    """Return a mesh with the ranks of a grid, by their numbers in the job. All of them call it. It
+    initialises a default group of torch.distributed where there is none.
 
     Raises ValueError on every rank, where the grid has not all ranks of the job, they do not ascend
     along its axes, or the program's own default group numbers them in another order.
-
-    Parameters
-    ----------
-    ranks: the ranks of the grid by their numbers in the job.
     """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh

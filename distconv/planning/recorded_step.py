@@ -80,23 +80,18 @@ def record_step(
     """Return the recording of a training step on one rank of a grid; no communication, no
     arithmetic.
 
-    Raises UnsupportedOperation where the module cannot run on the grid. Raises RuntimeError where
-    the step raises, naming the layer; also where it reads the elements of a tensor. Raises
-    ValueError for a module that is parallelized, or has parameters without a shape.
+    The module is as before `parallelize`, which gets `layouts` and `options`; the rank is the one
+    in the middle of every axis by default. Inputs have the type of the first parameter, and are cut
+    over the axes of their own names, unless `dtype` and `layout` say otherwise, for all or for
+    each. Loss and optimizer are functions, or names in `LOSSES` and `OPTIMIZERS`; without a loss
+    the forward pass alone is recorded, up to the first layer that is refused.
+
+    Raises UnsupportedOperation where the module cannot run on the grid, RuntimeError where the step
+    raises, naming the layer, also where it reads the elements of a tensor, and ValueError for a
+    module that is parallelized, or has parameters without a shape.
 
     Parameters
     ----------
-    module: a module before `parallelize`.
-    shapes: the global shape of each input.
-    extents: ranks along the axes of the grid.
-    rank: the rank that is simulated; by default the one in the middle of every axis.
-    layouts, options: as for `parallelize`.
-    layout: the layout of the inputs, or of each; by default every dimension over the axis of its
-        name.
-    dtype: the type of the inputs, or of each; the type of the first parameter by default.
-    loss: a function from the output to the scalar whose gradients are computed; or one of `LOSSES`.
-        With None the forward pass alone is recorded, up to the first layer that is refused.
-    optimizer: a function from the parameters to an optimizer; or one of `OPTIMIZERS`.
     autocast: the type of `torch.autocast` around the module and the loss; None without it.
     input_gradients: whether the inputs require gradients, too.
     gpu: whether the ranks compute on GPUs, for which some operators are written otherwise.

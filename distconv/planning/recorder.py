@@ -46,11 +46,8 @@ def is_layer(module: nn.Module) -> bool:
 
 
 class ModuleCalls:
-    """Hooks on a module and all its submodules; a subclass overrides `entered` and `left`.
-
-    Attributes
-    ----------
-    stack: the names and modules of the active calls, outermost first.
+    """Hooks on a module and all its submodules; a subclass overrides `entered` and `left`. `stack`
+    has the names and modules of the active calls, outermost first.
     """
 
     def __init__(self, module: nn.Module):

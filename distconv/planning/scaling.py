@@ -232,15 +232,10 @@ def cases_of(
     grids: Iterable[Mapping[str, int]],
     measured: bool = True,
 ) -> list[Case]:
-    """Return a case for each grid.
-
-    Raises ValueError for a grid that appears twice, an unknown axis, and one whose dimension cannot
+    """Return a case for each grid, with these shapes of inputs. For weak scaling they are those on
+    one rank: each dimension is multiplied by the ranks along the axis of its name. Raises
+    ValueError for a grid that appears twice, an unknown axis, and one whose dimension cannot
     grow.
-
-    Parameters
-    ----------
-    shapes: the global shape of each input. For weak scaling the shape on one rank: each dimension
-        is multiplied by the ranks along the axis of its name.
     """
     found: dict[str, Case] = {}
     for grid in grids:
@@ -298,23 +293,20 @@ def measure(
     step: Mapping[str, Any] | None = None,
     finished: Callable[[int], object] = lambda rounds: None,
 ) -> None:
-    """Run the measured cases until each has `rounds` rounds. All ranks of `comm` call it.
+    """Run the measured cases until each has `rounds` rounds. All ranks of `comm`, of the job, call
+    it.
 
     A case runs on the first ranks, on a communicator of their own, while the others sleep. In each
     round every case is timed once, every second round in reverse; a case that takes less than 10 ms
     is repeated. A step is forward, loss, backward and optimizer, on random numbers. Parameters and
-    inputs of all cases are in memory at once.
-
-    Raises ValueError on every rank, where a case has more ranks than `comm`.
+    inputs of all cases are in memory at once. Raises ValueError on every rank, where a case has
+    more ranks than `comm`.
 
     Parameters
     ----------
     study: the same on all ranks; the times are added to it on all of them.
     make: makes the module, the same on every rank and each time.
-    comm: all ranks of the job.
-    threads: the threads of each rank.
-    step: options of `predict` for the step: dtype, layout, loss, optimizer, and options of
-        `parallelize`.
+    step: options of `predict` and `parallelize` for the step.
     finished: called on every rank after each round, with the number of complete rounds.
     """
     cases = study.measured

@@ -180,12 +180,8 @@ def grids_of(
     ranks: int, shape: Sequence[int], axes: Sequence[str] | None = None
 ) -> Iterator[dict[str, int]]:
     """Yield all grids of `ranks` ranks that cut no dimension of an input into more parts than it
-    has elements.
-
-    Parameters
-    ----------
-    axes: the axes that may have several ranks; by default the dimensions of the input, and `filter`
-        beside `channel`.
+    has elements. The axes that may have several ranks are the dimensions of the input, and
+    `filter` beside `channel`, if not given.
     """
     names = dimension_names(len(shape))
     most = {name: n for name, n in zip(names, shape, strict=True) if name in AXES}

@@ -30,15 +30,11 @@ def complaining(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class RankParser(argparse.ArgumentParser):
-    """A parser for all ranks: parsing succeeds on all, or all end with the first failing rank's
-    message.
+    """A parser for all ranks of `comm`, or of the job: parsing succeeds on all, or all end with the
+    first failing rank's message.
 
     Parsing is collective. A command line that differs between ranks is an error on all of them, and
     so is an error of one rank alone, such as a file that only others can read. Rank 0 alone prints.
-
-    Parameters
-    ----------
-    comm: the communicator, as `ProcessGrid.comm`; all ranks of the job when not given.
     """
 
     def __init__(self, comm: Any = None, **keywords: Any) -> None:

@@ -76,14 +76,9 @@ class Rule(Protocol):
 
 
 class Server:
-    """One shard of a server, for clients numbered from 0.
-
-    Parameters
-    ----------
-    places: the positions of these in the messages of this shard, where they are mixed.
-    agreed: the description that a client must send in its HELLO.
-    above: the server of which this one is a client, if there is one.
-    save: saves the state of this shard under a number that the clients choose.
+    """One shard of a server, for clients numbered from 0, each of which must send the text `agreed`
+    in its HELLO. `above` leads to the server of which this one is a client; `save` saves the
+    state of this shard under a number that the clients choose.
     """
 
     def __init__(

@@ -119,9 +119,8 @@ class ServerCheckpoints:
 
 
 def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the last state that a server saved, of all its shards: a plain state_dict.
-
-    Raises FileNotFoundError where there is none.
+    """Return the last state that a server saved, of all its shards: a plain state_dict. Raises
+    FileNotFoundError where there is none.
     """
     state: dict[str, Tensor] = {}
     for place in sorted(filter(Path.is_dir, Path(folder).glob(SERVER_FOLDER.format(rank="*")))):

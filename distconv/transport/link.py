@@ -163,17 +163,11 @@ def _memory(payload: Tensor) -> memoryview:
 def open_links(
     comm: ObjectCommunicator, called: Sequence[int], calling: Sequence[int], limit: float
 ) -> dict[int, Link]:
-    """Return a link for each rank that this one talks to. All ranks of `comm` call it.
+    """Return a link for each rank that this one calls, or that calls it. All ranks of the job call
+    it.
 
-    Raises LinkLost where a rank that this one calls cannot be reached.
-
-    Parameters
-    ----------
-    comm: all ranks of the job.
-    called: the ranks that this one calls, such as servers.
-    calling: the ranks that call this one, such as clients. A link to a rank that has not called in
-        time is lost from the beginning.
-    limit: seconds allowed for connecting.
+    A link to a rank that has not called in time is lost from the beginning. Raises LinkLost where a
+    rank that this one calls cannot be reached.
     """
     limit = min(limit, 1e7)  # a socket takes no infinite time
     token, host = secrets.token_hex(16), socket.gethostname()

@@ -146,15 +146,8 @@ class StagedRequest:
 
 
 class StagedTransport:
-    """Messages over MPI between tensors on GPUs; see `Transport`.
-
-    Parameters
-    ----------
-    mpi: the transport of messages on the host.
-    copies: copies from and to the GPU.
-    queue: messages and reductions not passed to MPI yet, of all transports of this process.
-    direct: whether MPI reads and writes the memory of GPUs. Reductions go through the host in any
-        case, where MPI sums.
+    """Messages over MPI between tensors on GPUs; see `Transport`. Where it is `direct`, MPI reads
+    and writes the memory of GPUs; reductions go through the host in any case, where MPI sums.
     """
 
     name, ordered = "mpi", False

@@ -72,9 +72,8 @@ def open_store(comm: Communicator) -> Store:
 
 
 def common_store(comm: Communicator) -> Store:
-    """Return a store for the groups of the ranks of `comm`, which all call it.
-
-    Raises RuntimeError on every rank, where one of them cannot reach it.
+    """Return a store for the groups of the ranks of `comm`, which all call it; raises RuntimeError
+    on every rank, where one of them cannot reach it.
     """
     store = open_store(comm)
     hosts = comm.allgather((socket.gethostname(), store is not None))

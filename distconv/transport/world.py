@@ -13,13 +13,12 @@ from distconv.transport.torch_groups import TorchCommunicator
 
 
 def world() -> Communicator:
-    """Return the communicator of all ranks that were started together.
+    """Return the communicator of all ranks that were started together; raises RuntimeError in a
+    worker process, which is no rank.
 
     It is for grids; a program uses `ProcessGrid.comm`. The first call starts MPI, or connects to
     the store of torchrun or of the default group of torch.distributed; where there is neither, the
     process is a rank alone.
-
-    Raises RuntimeError in a worker process, which is no rank.
     """
     launch.check_is_rank()
     return _world()
