@@ -12,16 +12,8 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.input_layouts import match_layouts
 from distconv.planning.recorded_step import dtype_of
 from distconv.tools.arguments import BadArguments, complaining
-from distconv.tools.commands.options import (
-    Command,
-    add_dtype_option,
-    add_grid_option,
-    add_module_options,
-    add_report_option,
-    dtype_named,
-    is_first,
-    write_report,
-)
+from distconv.tools.commands import options as shared
+from distconv.tools.commands.options import Command
 from distconv.tools.explain import explain
 from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
@@ -32,10 +24,10 @@ from distconv.transport.world import world
 
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:
-    add_module_options(parser)
-    add_grid_option(parser)
-    add_dtype_option(parser)
-    add_report_option(parser)
+    shared.add_module_options(parser)
+    shared.add_grid_option(parser)
+    shared.add_dtype_option(parser)
+    shared.add_report_option(parser)
     text = "whose part is told (default: in the middle of every axis)"
     parser.add_argument("--rank", type=int, help=text)
 
@@ -43,20 +35,20 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
 def _explain(given: argparse.Namespace) -> int:
     module, grid = module_from(given.factory, given.seed), given.grid
     options: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
-    options |= {"dtype": dtype_named(given.dtype), "rank": given.rank, "show": False}
-    with complaining(ValueError, RuntimeError), StatusLine(is_first(), "recording") as say:
+    options |= {"dtype": shared.dtype_named(given.dtype), "rank": given.rank, "show": False}
+    with complaining(ValueError, RuntimeError), StatusLine(shared.is_first(), "recording") as say:
         options["progress"] = lambda layer: say(layer.name)
         plan = explain(module, given.shape, grid, **options)
-    if is_first():
+    if shared.is_first():
         print(as_json(plan, refusal=plan.refusal) if given.json else plan, flush=True)
-        write_report(given.html, lambda: explain_page(plan, grid))
+        shared.write_report(given.html, lambda: explain_page(plan, grid))
     return int(plan.refusal is not None)
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
-    add_module_options(parser)
-    add_grid_option(parser)
-    add_report_option(parser)
+    shared.add_module_options(parser)
+    shared.add_grid_option(parser)
+    shared.add_report_option(parser)
     parser.add_argument("--float64", action="store_true", help="module and input in float64")
     parser.add_argument("--tolerance", type=float, help="largest difference that is rounding")
     parser.add_argument("--no-backward", action="store_true", help="compare no gradients")
@@ -91,7 +83,7 @@ def _verify(given: argparse.Namespace) -> int:
         found = verify(module, inputs, grid, seed=given.seed, **options)
     if grid.rank == 0:
         print(as_json(found, ok=found.ok) if given.json else found, flush=True)
-        write_report(given.html, lambda: verify_page(found, grid.shape))
+        shared.write_report(given.html, lambda: verify_page(found, grid.shape))
     return int(not found.ok)
 
 

@@ -13,17 +13,8 @@ from distconv.planning.machine import ALLOCATOR, as_dict
 from distconv.planning.prediction import predict
 from distconv.planning.search import plan
 from distconv.tools.arguments import byte_count, complaining
-from distconv.tools.commands.options import (
-    Command,
-    add_grid_option,
-    add_report_option,
-    add_step_options,
-    check_alone,
-    keep_times,
-    loaded,
-    step_options,
-    write_report,
-)
+from distconv.tools.commands import options as shared
+from distconv.tools.commands.options import Command
 from distconv.tools.factories import module_from
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import StatusLine
@@ -60,15 +51,15 @@ def _calibrate(given: argparse.Namespace) -> int:
 
 
 def _predict_options(parser: argparse.ArgumentParser) -> None:
-    add_step_options(parser)
-    add_grid_option(parser)
-    add_report_option(parser)
+    shared.add_step_options(parser)
+    shared.add_grid_option(parser)
+    shared.add_report_option(parser)
 
 
 def _predict(given: argparse.Namespace) -> int:
-    check_alone("predict")
-    machine, module = loaded(given.machine), module_from(given.factory, given.seed)
-    options, step = step_options(given), (module, given.shape, given.grid, machine)
+    shared.check_alone("predict")
+    machine, module = shared.loaded(given.machine), module_from(given.factory, given.seed)
+    options, step = shared.step_options(given), (module, given.shape, given.grid, machine)
     try:
         with complaining(ValueError, RuntimeError), StatusLine(begin="recording") as say:
             recorded = "recorded as far as {}; local operators are timed next"
@@ -76,16 +67,16 @@ def _predict(given: argparse.Namespace) -> int:
             found = predict(*step, **options)
     finally:
         # Also of a step that cannot be predicted to its end.
-        keep_times(machine, given.machine)
+        shared.keep_times(machine, given.machine)
     more = {"peak": found.peak, "seconds_per_sample": found.seconds_per_sample}
     print(as_json(found, critical_path=found.longest, **more) if given.json else found)
-    write_report(given.html, lambda: prediction_page(found, machine))
+    shared.write_report(given.html, lambda: prediction_page(found, machine))
     return 0
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    add_step_options(parser)
-    add_report_option(parser)
+    shared.add_step_options(parser)
+    shared.add_report_option(parser)
     add = parser.add_argument
     add("--ranks", type=int, required=True, help="how many")
     add("--memory", type=byte_count, help="of a rank, as 16GiB (default: the machine's)")
@@ -96,9 +87,9 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 def _plan(given: argparse.Namespace) -> int:
     """Search, print the grids, and return 1 where none fits."""
-    check_alone("plan")
-    machine, module = loaded(given.machine), module_from(given.factory, given.seed)
-    options, layers = step_options(given), None
+    shared.check_alone("plan")
+    machine, module = shared.loaded(given.machine), module_from(given.factory, given.seed)
+    options, layers = shared.step_options(given), None
     axes = given.axes and given.axes.split(",")
     with complaining(ValueError, RuntimeError), StatusLine(begin="recording all grids") as say:
         options["progress"] = say
@@ -106,14 +97,14 @@ def _plan(given: argparse.Namespace) -> int:
         found = plan(*step, given.ranks, machine, memory=given.memory, axes=axes, **options)
         if given.per_layer and found.fitting:
             layers = plan_layouts(*step, found.grid, machine, **options)
-    keep_times(machine, given.machine)
+    shared.keep_times(machine, given.machine)
     fits = bool(found.fitting)
     if given.json:
         more = {"grid": found.grid if fits else None, "reason": found.reason if fits else None}
         print(as_json(found, **more, **({} if layers is None else {"layers": layers.as_json()})))
     else:
         print(found, *([] if layers is None else [layers]), sep="\n")
-    write_report(given.html, lambda: plan_page(found, layers, machine))
+    shared.write_report(given.html, lambda: plan_page(found, layers, machine))
     return int(not fits)
 
 

@@ -27,16 +27,8 @@ from distconv.planning.scaling import (
 from distconv.planning.table import Cell, milliseconds, table
 from distconv.planning.timing import sleep_until_all_are_here
 from distconv.tools.arguments import BadArguments, complaining, grid_axes
-from distconv.tools.commands.options import (
-    Command,
-    add_report_option,
-    add_step_options,
-    check_alone,
-    is_first,
-    keep_times,
-    step_options,
-    write_report,
-)
+from distconv.tools.commands import options as shared
+from distconv.tools.commands.options import Command
 from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import StatusLine
@@ -62,8 +54,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def _study_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_step_options(parser)
-    add_report_option(parser)
+    shared.add_step_options(parser)
+    shared.add_report_option(parser)
     parser.set_defaults(machine=None)  # without a machine nothing is predicted
     numbers: dict[str, Any] = {"type": _numbers, "default": [], "metavar": "N,N,..."}
     add("--ranks", help="of the cases that are run", **numbers)
@@ -101,9 +93,9 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _study(given: argparse.Namespace) -> int:
-    first, of_machine = is_first(), given.machine
+    first, of_machine = shared.is_first(), given.machine
     path = given.output or Path(f"scale-{given.kind}.json")
-    study, step = _asked(given), step_options(given)
+    study, step = _asked(given), shared.step_options(given)
     make = partial(module_from, given.factory, given.seed)
     with StatusLine(first, "recording all cases"):
         _check_module(given, study)
@@ -124,7 +116,7 @@ def _study(given: argparse.Namespace) -> int:
             progress("predicting; local operators are timed")
             say = lambda case: progress(f"predicted {case.name}")  # noqa: E731
             predict_all(study, make, machine, step=step, predicted=say)
-            keep_times(machine, of_machine)
+            shared.keep_times(machine, of_machine)
 
         if study.measured:
             progress(f"warming up, with steps of {len(study.measured)} cases")
@@ -135,7 +127,9 @@ def _study(given: argparse.Namespace) -> int:
     if first:
         study.save(path)
         print(as_json(study) if given.json else _listed(study), flush=True)
-        write_report(given.html or path.with_suffix(".report.html"), lambda: scale_page(study))
+        shared.write_report(
+            given.html or path.with_suffix(".report.html"), lambda: scale_page(study)
+        )
     return 0
 
 
@@ -230,7 +224,7 @@ def _listed(study: Study) -> str:
 
 
 def _compare(given: argparse.Namespace) -> int:
-    check_alone("compare")
+    shared.check_alone("compare")
     if len(given.studies) < 2:
         raise BadArguments("it takes two studies to compare")
     with complaining(ValueError):
