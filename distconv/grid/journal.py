@@ -164,7 +164,6 @@ class Journal:
         elif self._since >= _EVERY:
             self._start()
 
-<<<<<<< HEAD
     @property
     def _compares_all(self) -> bool:
         return self._all or self.debug
@@ -212,16 +211,6 @@ class Journal:
             return None
         return self.place
 
-=======
-    def latest(self) -> int | None:
-        """Return the entry for a tensor that is made now; None on other threads and in a backward
-        pass, where ranks may be at different ones.
-        """
-        if threading.get_ident() != self.thread or backward_pass() != -1:
-            return None
-        return self.place
-
->>>>>>> c
     def compare(self) -> None:
         """Compare all entries, and wait; raise DivergenceError on every rank, where they differ."""
         if self.compares:
@@ -290,13 +279,8 @@ class Journal:
         with Wait(self.waiting):
             ranks = self._comm.allgather(self.latest_codes())
             number = first_difference(ranks)
-<<<<<<< HEAD
             told = self.entry(number), place_of(self.thread), self._tags.last, self._elsewhere
             steps, places, tags, elsewhere = zip(*self._comm.allgather(told), strict=True)
-=======
-            told = (self.entry(number), place_of(self.thread), self._tags.last)
-            steps, places, tags = zip(*self._comm.allgather(told), strict=True)
->>>>>>> c
         # A program that catches the error continues with the same numbers on all ranks.
         self._tags.last = max(tags)
         self.missed += max(elsewhere) - self._elsewhere
