@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from distconv.comm.half_sums import HalfSum
+from distconv.comm.half_sums import WIDE, HalfSum
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
-from distconv.horovod.compression import Compression
-from distconv.horovod.handles import give_handle, synchronize
+from distconv.horovod.handles import give_handle
 from distconv.horovod.job import JOINED, PURPOSE, Announcement, Job, Part, check_plain
-from distconv.horovod.process_sets import ProcessSet, current, global_process_set
+from distconv.horovod.process_sets import current, global_process_set
 from distconv.transport.interface import Request
 
 Finish = Callable[[], list[Tensor]]
@@ -46,6 +45,14 @@ class ReduceOp(Enum):
 Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
 Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 
+
+class Compression:
+    """The types in which floating-point numbers are sent; sums are taken in their own type."""
+
+    none = None
+    fp16 = torch.float16
+
+
 GRADIENTS = "horovod gradients"
 """The kind of announcement, and the purpose of the communicators, of optimizers' gradients, which
 overlap other collectives."""
@@ -56,6 +63,15 @@ _OF_ALL: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
     Product: lambda stacked: stacked.prod(0, dtype=stacked.dtype),
 }
 """Ops that are computed from the stacked tensors of all ranks."""
+
+
+def check_compression(caller: str, wire: torch.dtype | None) -> None:
+    """Raise ValueError for a compression that is none of Compression."""
+    if wire not in (Compression.none, Compression.fp16):
+        raise ValueError(
+            f"distconv.horovod.{caller}: compression={wire!r} is unknown; choose Compression.none "
+            "or Compression.fp16 of distconv.horovod"
+        )
 
 
 def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
@@ -90,20 +106,25 @@ def start_flat_sum(
     return grid.transport.all_reduce(flat, grid.communicator(AXES, purpose))
 
 
-def part_of(flat: Tensor, wire: torch.dtype | None = None) -> Part:
-    """Return the description of a vector."""
-    name = "" if wire is None else str(wire).removeprefix("torch.")
-    return Part(flat.numel(), str(flat.dtype).removeprefix("torch."), flat.device.type, name)
+def part_of(elements: int, like: Tensor, wire: torch.dtype | None) -> Part:
+    """Return the description of a vector of the type and device of `like`, sent as `wire`."""
+    names = [str(kind or "").removeprefix("torch.") for kind in (like.dtype, wire)]
+    return Part(elements, names[0], like.device.type, names[1])
 
 
-def sums(
-    job: Job, tensors: Sequence[Tensor], kind: str, name: str | None, detail: tuple[Any, ...]
+def _sums(
+    job: Job,
+    tensors: Sequence[Tensor],
+    kind: str,
+    name: str | None,
+    detail: tuple[Any, ...],
+    wire: torch.dtype | None,
 ) -> Finish:
     """Start a named sum of tensors over the ranks of a process set; return a function that waits
     for it.
 
-    Tensors of one type and device are sent together. Halves are sent as they are, and summed in
-    float32.
+    Tensors of one type and device are sent together. Halves are sent as they are, other
+    floating-point numbers in the type `wire`, and summed in float32.
     """
     groups: dict[tuple[torch.dtype, str], list[int]] = defaultdict(list)
     for i, x in enumerate(tensors):
@@ -114,7 +135,8 @@ def sums(
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in numbers])
         half = dtype in (torch.float16, torch.bfloat16)
         flats.append(flat.float() if half else flat)
-        parts.append(part_of(flats[-1], dtype if half else None))
+        sent = dtype if half else wire if dtype in WIDE else None
+        parts.append(part_of(flat.numel(), flats[-1], sent))
 
     def start(everyone: list[Announcement | None]) -> Finish:
         requests = [
@@ -226,7 +248,7 @@ def _reduce(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Fin
 
         finish = job.start(Announcement(kind, name, (*detail, *_shapes(tensors))), start).wait
     else:
-        finish = sums(job, scaled, kind, name, detail)
+        finish = _sums(job, scaled, kind, name, detail, options.get("compression"))
 
     def results() -> list[Tensor]:
         found = finish()
@@ -458,6 +480,7 @@ def _called(
     check_plain(family + variant, *given)
     job = options["process_set"].job
     options["kind"] = family
+    check_compression(family + variant, options.get("compression"))
     if "op" in options:
         options["op"] = chosen_op(family + variant, options["op"], options.pop("average", None))
     if variant:
@@ -472,12 +495,7 @@ def _called(
             return _shown(found, several, options)
 
         return give_handle(result) if "async" in variant else result()
-    compression = options.pop("compression", Compression.none)
-    packed = [compression.compress(x) for x in given]
-    results = _apply(kind, job, [x for x, _ in packed], options)
-    contexts = [context for _, context in packed]
-    results[: len(contexts)] = map(compression.decompress, results, contexts)
-    return _shown(results, several, options)
+    return _shown(_apply(kind, job, given, options), several, options)
 
 
 def _shown(results: list[Tensor], several: bool, options: dict[str, Any]) -> Any:
@@ -597,27 +615,3 @@ grouped_reducescatter, grouped_reducescatter_async = _family(
     _OF_SCATTERS,
     "Return `reducescatter` of each tensor.",
 )
-
-
-def sparse_allreduce_async(
-    tensor: Tensor,
-    name: str | None,
-    op: ReduceOp,
-    process_set: ProcessSet = global_process_set,
-) -> Callable[[], Tensor]:
-    """Start to reduce a sparse tensor by Average or Sum; return a function that waits for it."""
-    chosen = chosen_op("sparse_allreduce_async", op)
-    if chosen not in (Average, Sum):
-        raise ValueError(f"sparse_allreduce_async: op={chosen} is none for it; use Average or Sum")
-    tensor = tensor.detach().coalesce()
-    own = None if name is None else f"{name} indices"
-    indices = allgather_async(tensor.indices().t().contiguous(), own, process_set)
-    values = allgather_async(tensor.values(), name, process_set)
-
-    def result() -> Tensor:
-        places, found = synchronize(indices).t(), synchronize(values)
-        whole = torch.sparse_coo_tensor(places, found, tensor.shape, check_invariants=False)
-        total = whole.coalesce()
-        return total / process_set.size() if chosen is Average else total
-
-    return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -12,11 +13,20 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from distconv.comm.half_sums import WIDE, HalfSum
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
-from distconv.horovod.collectives import GRADIENTS, Average, ReduceOp, Sum, chosen_op, sums
-from distconv.horovod.compression import Compression, Compressor
-from distconv.horovod.job import Announcement, HorovodInternalError, Job, Part
+from distconv.horovod.collectives import (
+    GRADIENTS,
+    Average,
+    Compression,
+    ReduceOp,
+    Sum,
+    check_compression,
+    chosen_op,
+    part_of,
+)
+from distconv.horovod.job import Announcement, HorovodInternalError, Job
 from distconv.horovod.process_sets import ProcessSet, global_process_set
 from distconv.model.buckets import Bucket, fill_buckets
 from distconv.tensor.dist_tensor import DistTensor
@@ -29,7 +39,7 @@ _OWNER = "DistributedOptimizer"
 def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: torch.dtype | None = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -49,7 +59,7 @@ def DistributedOptimizer(
     ----------
     optimizer: an optimizer of plain parameters, which are the same on all ranks.
     named_parameters: names and parameters, compared with the optimizer's parameters.
-    compression: the conversion of gradients before they are sent.
+    compression: the type in which gradients are sent, None for their own.
     backward_passes_per_step: the number of backward passes that are accumulated before gradients
         are sent; an earlier step sends the gradients so far.
     op: Average or Sum.
@@ -76,6 +86,7 @@ def DistributedOptimizer(
         )
     check_count(_OWNER, "backward_passes_per_step", backward_passes_per_step, 1)
     check_count(_OWNER, "bucket_bytes", bucket_bytes, 1)
+    check_compression(_OWNER, compression)
     chosen = chosen_op(_OWNER, op)
     if chosen not in (Average, Sum):
         raise ValueError(f"{_OWNER}: op={chosen} is none for gradients; choose Average or Sum")
@@ -128,7 +139,7 @@ class _Reduction:
         process_set: ProcessSet,
         op: ReduceOp,
         predivide: float,
-        compression: type[Compressor],
+        compression: torch.dtype | None,
         sparse_as_dense: bool,
         bucket_bytes: int,
     ):
@@ -206,10 +217,7 @@ class _Reduction:
         """
         if self.size > 1:
             self._look()
-            if self._compression is Compression.none:
-                self._reduce_buckets()
-            else:
-                self._reduce_compressed()
+            self._reduce_buckets()
             changed, self._changed = self._changed, False
             self._states.clear()
             if changed:
@@ -249,7 +257,7 @@ class _Reduction:
         self._begin()
         self._left[p] -= 1
         self._states[p] = _state(p)
-        if self._compression is not Compression.none:
+        if self._compression is not None:
             return
         b = self._bucket_of[p]
         self._missing[b] -= self._left[p] == 0
@@ -269,7 +277,7 @@ class _Reduction:
             ]
             filled = fill_buckets(trained, self._bucket_bytes)
             group = self._grid().communicator(AXES, GRADIENTS)
-            self._buckets = [Bucket(parameters, group) for _, parameters in filled]
+            self._buckets = [Bucket(ps, group, self._sum_of(ps[0])) for _, ps in filled]
             self._bucket_of = {
                 p: b for b, bucket in enumerate(self._buckets) for p in bucket.parameters
             }
@@ -288,7 +296,7 @@ class _Reduction:
         if not self._announced:
             self._announced = True
             parts = [
-                Part(b.elements, str(b.parameters[0].dtype).removeprefix("torch."), p.device.type)
+                part_of(b.elements, p, self._wire_of(p))
                 for b in self._buckets
                 for p in b.parameters[:1]
             ]
@@ -305,31 +313,23 @@ class _Reduction:
 
     def _reduce_buckets(self) -> None:
         self._begin()
-        while self._started < len(self._buckets):
-            self._start_next()
         factor = self._predivide / self.size if self._op is Average else 1.0
-        for bucket in self._buckets:
+        for b, bucket in enumerate(self._buckets):
+            # Sums of halves take two messages each, in one order on all ranks.
+            while self._started < (len(self._buckets) if self._compression is None else b + 1):
+                self._start_next()
             bucket.finish()
             _scale(bucket.parameters, factor)
 
-    def _reduce_compressed(self) -> None:
-        trained = [p for p in self._parameters if p.requires_grad]
-        _scale(trained, 1 / self._predivide)
-        here = torch.tensor([float(p.grad is not None) for p in trained])
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        packed = [self._compression.compress(gradient.detach()) for gradient in parts]
-        tensors = [here, *(x for x, _ in packed)]
-        ranks, *totals = sums(
-            self._ranks, tensors, "compressed gradients", None, (str(self._op), self._predivide)
-        )()
-        for p, total, (_, context), n in zip(trained, totals, packed, ranks.tolist(), strict=True):
-            if n:
-                gradient = self._compression.decompress(total, context)
-                if p.grad is None:
-                    p.grad = gradient.clone()
-                else:
-                    p.grad.copy_(gradient)
-        _scale(trained, self._predivide / self.size if self._op is Average else 1.0)
+    def _wire_of(self, p: Tensor) -> torch.dtype | None:
+        return self._compression if p.dtype in WIDE else None
+
+    def _sum_of(self, p: Tensor) -> Callable[[Tensor], HalfSum] | None:
+        """Return a function that starts the sum of a bucket in halves, or None for another sum."""
+        wire = self._wire_of(p)
+        if wire is None:
+            return None
+        return partial(HalfSum, grid=self._grid(), axes=AXES, wire=wire, purpose=GRADIENTS)
 
 
 def _state(p: Tensor) -> tuple[int, int]:

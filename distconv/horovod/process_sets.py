@@ -220,43 +220,20 @@ def gloo_enabled() -> bool:
     return not mpi_enabled()
 
 
-def mpi_built() -> bool:
-    """Return whether there is an MPI."""
-    return launch.has_mpi()
-
-
 def gloo_built() -> bool:
     """Return whether torch has gloo, which carries messages without MPI."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_gloo_available()
-
-
-def ddl_built() -> bool:
-    """Return False: there is no carrier by IBM's DDL."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: there is no carrier by Intel's oneCCL."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """Return False: one thread of a rank sends messages."""
-    return False
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 def nccl_built() -> int:
     """Return 1 where torch has NCCL, and else 0."""
-    distributed = torch.distributed
-    return int(distributed.is_available() and distributed.is_nccl_available())
+    return int(torch.distributed.is_available() and torch.distributed.is_nccl_available())
 
 
-def cuda_built() -> bool:
-    """Return whether torch can use Nvidia's GPUs."""
-    return built_for_nvidia()
+def mpi_threads_supported() -> bool:
+    """Return False: one thread of a rank sends messages, and by no carrier of IBM or Intel."""
+    return False
 
 
-def rocm_built() -> bool:
-    """Return whether torch can use AMD's GPUs."""
-    return built_for_amd()
+ddl_built = ccl_built = mpi_threads_supported
+mpi_built, cuda_built, rocm_built = launch.has_mpi, built_for_nvidia, built_for_amd
