@@ -60,11 +60,17 @@ def undocumented(sources: Mapping[str, ast.Module]) -> list[str]:
     for module, tree in sources.items():
         for name, node in definitions(tree, module):
             decorators = (ast.unparse(d).rpartition(".")[2] for d in node.decorator_list)
-            again = not {"setter", "overload"}.isdisjoint(decorators)
+            # torch documents a function that a rule implements, but for what the rule adds to it.
+            again = not {"setter", "overload"}.isdisjoint(decorators) or implements(node)
             public = not again and not any(map(is_internal, name.split(".")))
             if public and node.name not in known and not ast.get_docstring(node):
                 found.append(name)
     return found
+
+
+def implements(node: Definition) -> bool:
+    """Return whether a function is the rule of a function of torch, by its decorator."""
+    return any(ast.unparse(d).startswith("implements(") for d in node.decorator_list)
 
 
 def is_internal(name: str) -> bool:
@@ -112,6 +118,8 @@ class Kind(Base):
     def __len__(self): ...
     @size.setter
     def size(self, value): ...
+    @implements(torch.add)
+    def rule(self): ...
 
 class _Private:
     def anything(self): "Return all."

@@ -244,7 +244,6 @@ def _hook_unmerged(
 def register_post_accumulate_grad_hook(
     self: DistTensor, hook: Callable[[DistTensor], None]
 ) -> RemovableHandle:
-    """Call `hook` with the leaf once its gradient has been accumulated."""
     leaf, shape, cuts, grid = ref(self), self.shape, self.cuts, self.grid
 
     def on_shard(shard: Tensor) -> None:
@@ -257,7 +256,6 @@ def register_post_accumulate_grad_hook(
 
 @implements(torch.Tensor.retain_grad)
 def retain_grad(self: DistTensor) -> None:
-    """Keep the gradient of a tensor that is no leaf in `.grad`."""
     if not self.requires_grad:
         raise RuntimeError(
             "retain_grad: the tensor does not require gradients; call requires_grad_()"
@@ -282,7 +280,6 @@ def _keep(x: DistTensor) -> RemovableHandle:
 
 @implements(torch.Tensor.retains_grad.__get__)  # type: ignore[attr-defined]
 def retains_grad(self: DistTensor) -> bool:
-    """Return whether the tensor is no leaf and keeps its gradient."""
     return self.gradient_hook is not None
 
 

@@ -42,7 +42,6 @@ def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
 
 @implements(torch_private.norms)
 def norm(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Return the norm of each tensor."""
     return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
 
 

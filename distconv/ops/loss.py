@@ -260,7 +260,6 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Tensor:
-    """Return the Kullback-Leibler divergence of log-probabilities from a target."""
     by_batch = reduction == "batchmean"
     name = "sum" if by_batch else reduction
     found = _reduced_divergence(input, target, size_average, reduce, name, log_target)

@@ -74,11 +74,6 @@ def _right(bits: Tensor, shift: int) -> Tensor:
     return (bits >> shift) & ((1 << (64 - shift)) - 1)
 
 
-def _integers(x: DistTensor, low: int, high: int) -> Tensor:
-    """Return random integers from `low` to `high` (exclusive); all ranks call it."""
-    return (_uniform(x) * (high - low)).floor() + low
-
-
 def _check(function: Callable[..., Any], dtype: torch.dtype, *args: Any) -> None:
     """Make torch's own checks of type and arguments, on one element with a separate generator."""
     function(torch.zeros(1, dtype=dtype, device="cpu"), *args, generator=torch.Generator())
@@ -173,53 +168,51 @@ def _new(
     return result.requires_grad_() if requires_grad else result
 
 
-@implements(torch.rand_like)
-def rand_like(
-    input: DistTensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
-    requires_grad: bool = False,
-) -> DistTensor:
-    """Return uniform random numbers in [0, 1), in the layout of `input`."""
-    kind = dtype or input.dtype
-    _require_real("rand_like", input, kind)
-    _check(torch.Tensor.uniform_, kind)
-    # Rounding to a shorter type must not reach 1.
-    uniform = _uniform(input).to(kind).clamp_(max=1 - torch.finfo(kind).eps / 2)
-    return _new(input, uniform, kind, device, requires_grad)
+def _drawn_like(
+    function: Callable[..., Tensor],
+    check: Callable[..., Any],
+    values: Callable[..., Tensor],
+) -> Callable[..., DistTensor]:
+    """Register a function that returns random numbers in the layout of a tensor.
+
+    Parameters
+    ----------
+    check: torch's method that fills with such numbers, which checks the arguments.
+    values: takes uniform numbers, the type and the arguments, and returns the numbers.
+    """
+
+    @implements(function)
+    def rule(
+        input: DistTensor,
+        *args: int,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        **bounds: int,
+    ) -> DistTensor:
+        args = (*args, *(bounds[name] for name in ("low", "high") if name in bounds))
+        kind = dtype or input.dtype
+        _require_real(function.__name__, input, kind)
+        _check(check, kind, *args)
+        return _new(input, values(_uniform(input), kind, *args), kind, device, requires_grad)
+
+    return rule
 
 
-@implements(torch.randn_like)
-def randn_like(
-    input: DistTensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
-    requires_grad: bool = False,
-) -> DistTensor:
-    """Return standard normal random numbers, in the layout of `input`."""
-    kind = dtype or input.dtype
-    _require_real("randn_like", input, kind)
-    _check(torch.Tensor.normal_, kind)
-    return _new(input, _normal(_uniform(input)), kind, device, requires_grad)
+def _below_one(u: Tensor, kind: torch.dtype) -> Tensor:
+    """Return uniform numbers rounded to a type, which must not reach 1."""
+    return u.to(kind).clamp_(max=1 - torch.finfo(kind).eps / 2)
 
 
-@implements(torch.randint_like)
-def randint_like(
-    input: DistTensor,
-    low: int,
-    high: int | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
-    requires_grad: bool = False,
-) -> DistTensor:
-    """Return random integers from `low` (0 when only one bound is given) to `high`, exclusive."""
-    low, high = (0, low) if high is None else (low, high)
-    kind = dtype or input.dtype
-    _check(torch.Tensor.random_, kind, low, high)
-    return _new(input, _integers(input, low, high), kind, device, requires_grad)
+def _integers(u: Tensor, _: torch.dtype, *bounds: int) -> Tensor:
+    """Return integers from the first bound, or 0, to the last one, exclusive."""
+    low, high = (0, *bounds)[-2:]
+    return (u * (high - low)).floor() + low
+
+
+rand_like = _drawn_like(torch.rand_like, torch.Tensor.uniform_, _below_one)
+_drawn_like(torch.randn_like, torch.Tensor.normal_, lambda u, kind: _normal(u))
+_drawn_like(torch.randint_like, torch.Tensor.random_, _integers)
 
 
 def _probabilities(p: Any, name: str) -> Any:
@@ -232,7 +225,6 @@ def _probabilities(p: Any, name: str) -> Any:
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: DistTensor, p: float | None = None) -> DistTensor:
-    """Return 1 with the probability of the element, or `p`, else 0."""
     _check(torch.bernoulli, input.dtype, *([] if p is None else [p]))
     # All ranks draw before one of them may raise, so that they stay in step.
     drawn = _uniform(input)
@@ -320,7 +312,6 @@ def rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> Tensor:
-    """Return leaky ReLU with slopes drawn from `lower` to `upper`, or their mean in evaluation."""
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
     slopes = lower + (upper - lower) * rand_like(input.detach())
@@ -332,7 +323,6 @@ def rrelu(
 def gumbel_softmax(
     logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
-    """Return the softmax of logits with Gumbel noise; one-hot, with its gradient, if `hard`."""
     noise = torch.empty_like(logits.detach()).exponential_().log()
     soft = F.softmax((logits - noise) / tau, dim)
     if not hard:
@@ -345,7 +335,6 @@ def gumbel_softmax(
 
 @implements(torch.Tensor.bernoulli_)
 def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> DistTensor:
-    """Fill with 1 with probability `p`, a number or a tensor that is broadcast, else with 0."""
     _only_default("bernoulli_", generator, input)
     shape = tuple(input.shape)
     if not isinstance(p, Tensor):
@@ -358,29 +347,17 @@ def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> Dis
     return _written(input, (drawn < limit).to(input.dtype), "bernoulli_")
 
 
-@implements(nn.init.uniform_)
-@torch.no_grad()
-def init_uniform_(
-    tensor: DistTensor, a: float = 0.0, b: float = 1.0, generator: Any = None
-) -> Tensor:
-    """Fill with uniform random numbers, as torch.nn.init.uniform_."""
-    return tensor.uniform_(a, b, generator=generator)
-
-
-@implements(nn.init.normal_)
-@torch.no_grad()
-def init_normal_(
-    tensor: DistTensor, mean: float = 0.0, std: float = 1.0, generator: Any = None
-) -> Tensor:
-    """Fill with normal random numbers, as torch.nn.init.normal_."""
-    return tensor.normal_(mean, std, generator=generator)
-
-
-@implements(nn.init.constant_)
-@torch.no_grad()
-def init_constant_(tensor: DistTensor, val: float) -> Tensor:
-    """Fill with one value, as torch.nn.init.constant_."""
-    return tensor.fill_(val)
+_INITIALIZERS: dict[str, Callable[..., Tensor]] = {
+    "constant_": lambda tensor, val: tensor.fill_(val),
+    "normal_": lambda tensor, mean=0.0, std=1.0, generator=None: tensor.normal_(
+        mean, std, generator=generator
+    ),
+    "uniform_": lambda tensor, a=0.0, b=1.0, generator=None: tensor.uniform_(
+        a, b, generator=generator
+    ),
+}
+for _name, _initializer in _INITIALIZERS.items():
+    RULES[getattr(nn.init, _name)] = torch.no_grad()(_initializer)
 
 
 @implements(nn.init.kaiming_uniform_)

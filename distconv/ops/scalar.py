@@ -85,7 +85,6 @@ def is_contiguous(
 
 @implements(torch.is_nonzero, torch.Tensor.is_nonzero)
 def is_nonzero(input: Any) -> bool:
-    """Return whether a tensor of one element is not 0."""
     if input.numel() != 1:
         raise RuntimeError(f"is_nonzero: expected one element, got the shape {tuple(input.shape)}")
     return bool(input.reshape(()))

@@ -99,7 +99,6 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
 
 @implements(torch.linalg.solve_ex)
 def solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
-    """Return `solve`, and for each matrix whether it could be solved."""
     options: Any = dict(left=left, check_errors=check_errors)
     check_on_meta(torch.linalg.solve_ex, A, B, **options)
     columns, vectors = _aligned(A, B)
@@ -116,7 +115,6 @@ def matrix_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the norm of matrices in the two dimensions `dim`."""
     check_on_meta(torch.linalg.matrix_norm, A, ord, tuple(dim), keepdim, dtype=dtype)
     over = normalize_dims(dim, A.dim())
     return apply_along(
@@ -141,7 +139,6 @@ def norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the norm of vectors or of matrices, by the number of dimensions that are named."""
     check_on_meta(torch.linalg.norm, A, ord, dim, keepdim, dtype=dtype)
     count = A.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
     if ord is None or count == 1:

@@ -20,7 +20,6 @@ from distconv.tensor.dispatch import implements
 
 @implements(torch.linalg.multi_dot)
 def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the product of a chain of matrices; the first and the last may be vectors."""
     check_on_meta(_multi_dot, *tensors)
     return reduce(torch.matmul, tensors)
 
@@ -31,7 +30,6 @@ def _multi_dot(*tensors: Tensor) -> Tensor:
 
 @implements(torch.cross, torch.Tensor.cross)
 def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
-    """Return the cross products along one dimension, or along the first of three elements."""
     check_on_meta(torch.cross, input, other, dim)
     shape = torch.broadcast_shapes(input.shape, other.shape)
     return torch.linalg.cross(input, other, dim=shape.index(3) if dim is None else dim)
@@ -39,7 +37,6 @@ def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
 
 @implements(torch.inner, torch.Tensor.inner)
 def inner(input: Tensor, other: Tensor) -> Tensor:
-    """Return the products over the last dimensions."""
     check_on_meta(torch.inner, input, other)
     if not input.dim() or not other.dim():
         return input * other
@@ -51,7 +48,6 @@ def inner(input: Tensor, other: Tensor) -> Tensor:
 
 @implements(torch.tensordot)
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
-    """Return the product over the `dims` last and first dimensions, or over pairs of dimensions."""
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if not isinstance(dims, int):
@@ -71,7 +67,6 @@ def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
 
 @implements(F.bilinear, torch.bilinear)
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x1^T A x2 + b over the last dimensions, for every matrix A of the weight."""
     check_same_types("bilinear", input1, input2, weight, bias)
     check_on_meta(F.bilinear, input1, input2, weight, bias)
     lead = ascii_letters[3 : input1.dim() + 2]

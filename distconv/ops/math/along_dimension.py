@@ -18,11 +18,12 @@ from distconv.comm.collectives import all_gather_with_grad
 from distconv.ops.shape.reshape import flatten
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.in_place import implements_in_place
-from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import accumulation_type, gather_whole
 from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import redistribute
 
 _ALONG = {
     "argsort": "dim=-1 descending=False stable=False",
@@ -70,7 +71,6 @@ for _name, _parameters in _ALONG.items():
 
 @implements(torch.cumsum, torch.Tensor.cumsum)
 def cumsum(input: DistTensor, dim: int, *, dtype: torch.dtype | None = None) -> DistTensor:
-    """Return the sum of the elements up to each position along one dimension."""
     check_on_meta(torch.cumsum, input, dim, dtype=dtype)
     d = normalize_dim(dim, input.dim())
     x, axes = input.shard, input.cuts[d] if input.dim() else ()
@@ -90,13 +90,22 @@ for _name in ("cumprod", "cumsum"):
 
 @implements(torch.frexp, torch.Tensor.frexp)
 def frexp(input: DistTensor) -> Any:
-    """Return mantissas and exponents."""
     return apply_along(torch.frexp, "frexp", input, [])
+
+
+@implements(F.local_response_norm)
+def local_response_norm(
+    input: DistTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> DistTensor:
+    """Divide by a power of the mean square over neighbouring channels."""
+    check_on_meta(F.local_response_norm, any_type(input), size, alpha, beta, k)
+    name = "local_response_norm"
+    y = apply_along(F.local_response_norm, name, input, [1], size, alpha, beta, k)
+    return redistribute(y, input.cuts, name)
 
 
 @implements(torch.renorm, torch.Tensor.renorm)
 def renorm(input: Any, p: float, dim: int, maxnorm: float) -> Tensor:
-    """Return the slices along one dimension, scaled down where their norm exceeds `maxnorm`."""
     check_on_meta(torch.renorm, input, p, dim, maxnorm)
     d = normalize_dim(dim, input.dim())
     over = [i for i in range(input.dim()) if i != d]

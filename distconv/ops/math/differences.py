@@ -110,7 +110,6 @@ def _spacing(y: Tensor, x: Tensor | None, dx: Any, d: int) -> Any:
 
 @implements(torch.trapezoid, torch.trapz)
 def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: Any = 1.0, dim: int = -1) -> Tensor:
-    """Return the integral along one dimension by the trapezoidal rule."""
     check_on_meta(_trapezoid, y, x, dx, dim)
     d = normalize_dim(dim, y.dim())
     if not y.shape[d]:
@@ -123,7 +122,6 @@ def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: Any = 1.0, dim: int = -
 def cumulative_trapezoid(
     y: Tensor, x: Tensor | None = None, *, dx: Any = 1.0, dim: int = -1
 ) -> Tensor:
-    """Return the integrals up to each position along one dimension by the trapezoidal rule."""
     check_on_meta(_trapezoid, y, x, dx, dim)
     d = normalize_dim(dim, y.dim())
     later, earlier = _neighbours(y, d)
@@ -140,7 +138,6 @@ def _trapezoid(y: Tensor, x: Tensor | None, dx: Any, dim: int) -> Tensor:
 def pairwise_distance(
     x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Tensor:
-    """Return the norms of x1 - x2 + eps over the last dimension."""
     check_on_meta(F.pairwise_distance, x1, x2, p, eps, keepdim)
     difference: Any = x1 - x2 + eps
     return norm(difference, p, -1, keepdim)

@@ -56,7 +56,6 @@ _shift("ifftshift", 1)
 
 @implements(torch.stft, torch.Tensor.stft)
 def stft(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
-    """Return the short-time Fourier transform of signals, the last dimension."""
     arguments = [gather_whole(x, "stft") for x in args]
     named = {name: gather_whole(x, "stft") for name, x in kwargs.items()}
     d = input.dim() - 1

@@ -228,7 +228,6 @@ def detach_(input: DistTensor) -> DistTensor:
 
 @implements(torch.where)
 def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
-    """Return `input` or `other` by the condition, element by element; or its positions."""
     if input is None and other is None:
         return torch.nonzero(condition, as_tuple=True)
     made = pointwise_rule(torch.where)(condition, input, other)
@@ -294,7 +293,6 @@ def _require_here(operator: str, input: DistTensor, device: torch.device) -> Non
 @implements(torch.Tensor.type)
 @keeps_shape
 def type_(input: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
-    """Return the name of the type; with `dtype`, the tensor in that type."""
     result = input.shard.type(dtype, non_blocking) if dtype is not None else input.shard.type()
     if isinstance(result, str):
         return result
@@ -376,7 +374,6 @@ def new(input: DistTensor, *size: Any) -> DistTensor:
 def new_full(
     input: DistTensor, size: Sequence[int], fill_value: float, **kwargs: Any
 ) -> DistTensor:
-    """Return a new tensor of one value throughout."""
     return _made(torch.Tensor.new_full, input, tuple(size), fill_value, **kwargs)
 
 
@@ -398,7 +395,6 @@ def new_tensor(
 
 @implements(F.prelu, torch.prelu, torch.Tensor.prelu)
 def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
-    """Return PReLU of the input, with one slope, or one for each channel."""
     if not isinstance(input, DistTensor) or isinstance(weight, DistTensor):
         refuse(
             "prelu",

@@ -189,7 +189,6 @@ def _unmerged(
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul)
 def matmul(input: Tensor, other: Tensor) -> DistTensor:
-    """Return the matrix product over the last two dimensions, broadcast over those in front."""
     if not input.dim() or not other.dim():
         raise RuntimeError("matmul: both arguments need at least 1 dimension")
     batch = max(input.dim(), other.dim(), 2) - 2
@@ -238,7 +237,6 @@ def sparse_mm(mat1: Tensor, mat2: Tensor, reduce: str | None = None) -> DistTens
 
 @implements(torch.outer, torch.Tensor.outer, torch.ger, torch.Tensor.ger)
 def outer(input: Tensor, vec2: Tensor) -> DistTensor:
-    """Return all products of the elements of two vectors."""
     return contract("outer", ["a", "b"], "ab", [input, vec2])
 
 

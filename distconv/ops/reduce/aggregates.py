@@ -56,7 +56,6 @@ def _as_booleans(input: DistTensor) -> DistTensor:
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
 @works_along(reduces=True)
 def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor:
-    """Return the logarithm of the sum of exponentials over dimensions."""
     if _names_nothing(dim):
         raise RuntimeError("logsumexp: dim names no dimension; expected at least one")
     over = normalize_dims(dim, input.dim())
@@ -78,7 +77,6 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
 @implements(torch.all, torch.Tensor.all)
 @works_along(reduces=True)
 def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
-    """Return whether all elements along dimensions are true."""
     if _names_nothing(dim):
         return _as_booleans(input)
     return _aggregate(input, dim, keepdim, partial(reduce_in_order_of_memory, torch.all))
@@ -87,7 +85,6 @@ def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTens
 @implements(torch.any, torch.Tensor.any)
 @works_along(reduces=True)
 def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
-    """Return whether any element along dimensions is true."""
     if _names_nothing(dim):
         return _as_booleans(input)
     return _aggregate(input, dim, keepdim, partial(reduce_in_order_of_memory, torch.any))

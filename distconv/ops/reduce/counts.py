@@ -25,7 +25,6 @@ from distconv.tensor.dist_tensor import DistTensor
 def nansum(
     input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the sum over dimensions of the elements that are not nan."""
     _require_real("nansum", input)
     return sum_by(torch.nansum, input, dim, keepdim, dtype)
 
@@ -34,7 +33,6 @@ def nansum(
 def nanmean(
     input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the mean over dimensions of the elements that are not nan."""
     if not (input.is_floating_point() or input.is_complex()):
         raise NotImplementedError(
             f"nanmean: not implemented for {input.dtype}; convert it, x.double()"
@@ -56,7 +54,6 @@ def _added(local: Tensor, x: DistTensor) -> DistTensor:
 
 @implements(torch.bincount, torch.Tensor.bincount)
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> DistTensor:
-    """Return the number, or weight, of each integer from 0 to the largest in a vector."""
     common_grid("bincount", (input, weights))
     if not isinstance(input, DistTensor):
         refuse(

@@ -220,7 +220,6 @@ class Range(NamedTuple):
 
 @implements(torch.aminmax, torch.Tensor.aminmax)
 def aminmax(input: DistTensor, *, dim: int | None = None, keepdim: bool = False) -> Range:
-    """Return the smallest and the largest elements, of all or along one dimension."""
     return Range(
         *(
             extreme("aminmax", input, dim, keepdim, largest, nan_attains=False)

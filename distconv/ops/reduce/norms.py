@@ -118,7 +118,6 @@ def norm(
 
 @implements(F.cosine_similarity)
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Return the cosine of the angle between vectors along one dimension."""
     shape = broadcast_shape("cosine_similarity", (x1, x2))
     directions = []
     for x in (x1.expand(shape), x2.expand(shape)):

@@ -94,7 +94,6 @@ torch_private.at_first_grid(partial(torch_private.replace_data_setter, _set_data
 def index_put_(
     input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
 ) -> Tensor:
-    """Assign to positions and masks, as between brackets."""
     if accumulate:
         refuse(
             "index_put_",

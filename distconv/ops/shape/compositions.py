@@ -27,7 +27,6 @@ from distconv.torch_private import without_torch_dispatch, without_torch_functio
 @implements(torch.Tensor.sum_to_size)
 @takes_sequence("size")
 def sum_to_size(input: DistTensor, *size: Any) -> Tensor:
-    """Return the sum over the dimensions along which a tensor of this size would be repeated."""
     sizes = as_sizes(size)
     check_on_meta(torch.Tensor.sum_to_size, any_type(input), *sizes)
     lead = input.dim() - len(sizes)
@@ -37,7 +36,6 @@ def sum_to_size(input: DistTensor, *size: Any) -> Tensor:
 
 @implements(torch.adjoint, torch.Tensor.adjoint, torch.Tensor.mH.__get__)  # type: ignore[attr-defined]
 def adjoint(input: Tensor) -> Tensor:
-    """Return the last two dimensions exchanged, and the elements conjugated."""
     if input.dim() < 2:
         raise RuntimeError(f"adjoint: expected 2 dimensions or more, got {tuple(input.shape)}")
     transposed = input.transpose(-2, -1)
@@ -46,7 +44,6 @@ def adjoint(input: Tensor) -> Tensor:
 
 @implements(torch.Tensor.H.__get__)  # type: ignore[attr-defined]
 def hermitian(input: Tensor) -> Tensor:
-    """Return the adjoint of a matrix; of a scalar its conjugate."""
     if input.dim() not in (0, 2):
         raise RuntimeError(f"H: expected a matrix, got the shape {tuple(input.shape)}; use mH")
     return adjoint(input) if input.dim() else input.conj()
@@ -54,7 +51,6 @@ def hermitian(input: Tensor) -> Tensor:
 
 @implements(torch.rot90, torch.Tensor.rot90)
 def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    """Return the plane of two dimensions rotated by `k` times 90 degrees, first to second."""
     check_on_meta(torch.rot90, any_type(input), k, tuple(dims))
     first, second = dims
     turns = k % 4
@@ -67,7 +63,6 @@ def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor
 
 @implements(F.channel_shuffle, torch.channel_shuffle, torch.native_channel_shuffle)
 def channel_shuffle(input: DistTensor, groups: int) -> DistTensor:
-    """Return the channels reordered: the first of every group, then the second, ..."""
     check_on_meta(torch.channel_shuffle, any_type(input), groups)
     places = torch.arange(input.shape[1], device=input.device)
     return index_select(input, 1, places.view(groups, -1).t().flatten())
@@ -81,7 +76,6 @@ def repeat_interleave(
     *,
     output_size: int | None = None,
 ) -> DistTensor:
-    """Repeat every position along one dimension `repeats` times, or each its own number."""
     if repeats is None:
         refuse(
             "repeat_interleave",
@@ -101,7 +95,6 @@ def repeat_interleave(
 
 @implements(torch.unravel_index)
 def unravel_index(indices: Tensor, shape: Any) -> tuple[Tensor, ...]:
-    """Return the coordinates, in a tensor of this shape, of positions in row-major order."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     check_on_meta(_unraveled, indices, sizes)
     return tuple(unravel(indices, sizes))

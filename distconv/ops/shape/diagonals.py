@@ -48,7 +48,6 @@ _triangle("triu")
 
 @implements(torch.diagonal, torch.Tensor.diagonal)
 def diagonal(input: DistTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> DistTensor:
-    """Return a diagonal of the matrices in two dimensions, as the last dimension."""
     shape = check_on_meta(torch.diagonal, any_type(input), offset, dim1, dim2)
     pair = normalize_dims((dim1, dim2), input.dim())
     x = uncut(input, pair, "diagonal")
@@ -69,7 +68,6 @@ def diagonal(input: DistTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -
 
 @implements(torch.diag_embed, torch.Tensor.diag_embed)
 def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> DistTensor:
-    """Return matrices, in two dimensions, with the last one on a diagonal, and 0 elsewhere."""
     shape = check_on_meta(torch.diag_embed, any_type(input), offset, dim1, dim2)
     pair = normalize_dims((dim1, dim2), len(shape))
     x = uncut(input, [input.dim() - 1], "diag_embed")
@@ -81,7 +79,6 @@ def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -
 
 @implements(torch.Tensor.fill_diagonal_)
 def fill_diagonal_(input: DistTensor, fill_value: float, wrap: bool = False) -> DistTensor:
-    """Write a number to the diagonal; with `wrap` again below the end of a tall matrix."""
     check_on_meta(torch.Tensor.fill_diagonal_, input, fill_value, wrap)
     prepare_write(input, "fill_diagonal_")
     first, *others = global_indices(input)

@@ -284,7 +284,6 @@ def slice_of(
 
 @implements(torch.narrow, torch.Tensor.narrow)
 def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> DistTensor:
-    """Return `length` positions along one dimension."""
     if isinstance(start, Tensor):
         if not _is_integer(start):
             raise RuntimeError(
@@ -304,7 +303,6 @@ def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> Dis
 
 @implements(torch.select, torch.Tensor.select)
 def select(input: DistTensor, dim: int, index: int) -> DistTensor:
-    """Return one position along one dimension, which disappears."""
     d = normalize_dim(dim, input.dim())
     return getitem(input, (*(slice(None),) * d, index))
 
@@ -313,14 +311,12 @@ def select(input: DistTensor, dim: int, index: int) -> DistTensor:
 def split(
     tensor: DistTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
 ) -> tuple[DistTensor, ...]:
-    """Return consecutive pieces of given sizes along one dimension."""
     shapes = check_on_meta(torch.split, any_type(tensor), split_size_or_sections, dim)
     return consecutive(tensor, [shape[dim] for shape in shapes], dim)
 
 
 @implements(torch.chunk, torch.Tensor.chunk)
 def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...]:
-    """Return at most `chunks` pieces of equal size, the last one perhaps smaller."""
     shapes = check_on_meta(torch.chunk, any_type(input), chunks, dim)
     return consecutive(input, [shape[dim] for shape in shapes], dim)
 
@@ -334,7 +330,6 @@ def consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTe
 
 @implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
 def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
-    """Return every position along one dimension, which disappears."""
     d = normalize_dim(dim, input.dim())
     return tuple(select(input, d, i) for i in range(input.shape[d]))
 

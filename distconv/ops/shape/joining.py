@@ -23,7 +23,6 @@ def _distributed(name: str, tensors: Sequence[Tensor]) -> list[DistTensor]:
 
 @implements(torch.broadcast_tensors)
 def broadcast_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return all tensors in the shape of their broadcast."""
     shape = broadcast_shape("broadcast_tensors", tensors)
     return tuple(x.expand(shape) for x in _distributed("broadcast_tensors", tensors))
 
@@ -54,26 +53,22 @@ _at_least(torch.atleast_3d, _as_volume)
 
 @implements(torch.hstack)
 def hstack(tensors: Sequence[Tensor]) -> DistTensor:
-    """Join tensors side by side: along dimension 1, or 0 of vectors."""
     pieces = [_as_vector(x) for x in tensors]
     return cat(pieces, 0 if pieces[0].dim() == 1 else 1)
 
 
 @implements(torch.vstack, torch.row_stack)
 def vstack(tensors: Sequence[Tensor]) -> DistTensor:
-    """Join tensors one below the other, vectors as rows."""
     return cat([_as_matrix(x) for x in tensors], 0)
 
 
 @implements(torch.dstack)
 def dstack(tensors: Sequence[Tensor]) -> DistTensor:
-    """Join tensors one behind the other, along dimension 2."""
     return cat([_as_volume(x) for x in tensors], 2)
 
 
 @implements(torch.column_stack)
 def column_stack(tensors: Sequence[Tensor]) -> DistTensor:
-    """Join tensors side by side, vectors as columns."""
     return cat([x if x.dim() > 1 else _as_vector(x).unsqueeze(1) for x in tensors], 1)
 
 

@@ -43,7 +43,6 @@ def wrap_negative(index: Tensor, size: int) -> Tensor:
 
 @implements(torch.index_select, torch.Tensor.index_select)
 def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
-    """Return the positions `index`, a vector, along one dimension."""
     grid = common_grid("index_select", (input, index))
     x = as_distributed(input, grid)
     if index.dtype not in (torch.int32, torch.int64):
@@ -73,7 +72,6 @@ def rows_of(table: DistTensor, index: DistTensor) -> DistTensor:
 
 @implements(torch.gather, torch.Tensor.gather)
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> DistTensor:
-    """Return the element of `input` at each position of `index` along one dimension."""
     grid = common_grid("gather", (input, index))
     x = as_distributed(input, grid)
     shape = check_on_meta(torch.gather, input, dim, index)

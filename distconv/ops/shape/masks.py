@@ -103,7 +103,6 @@ def _check_mask(mask: Tensor, shape: Shape, input: Tensor) -> None:
 
 @implements(torch.masked_select, torch.Tensor.masked_select)
 def masked_select(input: Tensor, mask: Tensor) -> DistTensor:
-    """Return the elements where a mask is true, as a vector."""
     if mask.dtype != torch.bool:
         raise RuntimeError(f"masked_select: a mask of {mask.dtype}; expected torch.bool")
     shape = broadcast_shape("masked_select", (input, mask))

@@ -21,7 +21,6 @@ from distconv.tensor.redistribution import gather_inputs
 def pad(
     input: DistTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> DistTensor:
-    """Pad by pairs of (before, after), last dimension first; negative amounts crop."""
     shape = check_on_meta(F.pad, any_type(input), tuple(pad), mode, value)
     if input.dtype == torch.bool and mode in ("reflect", "replicate"):
         raise NotImplementedError(

@@ -31,7 +31,6 @@ def unfold(
     padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> DistTensor:
-    """Return every window of (N, C, H, W) as a column: (N, C * prod(kernel), windows)."""
     check_on_meta(F.unfold, any_type(input), kernel_size, dilation, padding, stride)
     windows = make_windows(kernel_size, stride, padding, dilation, False, 2)
     kernels, strides, _, dilations = window_arguments(windows)

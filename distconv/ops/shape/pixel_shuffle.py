@@ -34,7 +34,6 @@ def _cropped(x: Tensor, d: int, first: int, length: int) -> Tensor:
 
 @implements(torch.pixel_shuffle)
 def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
-    """Rearrange channels into space: (N, C r^2, H, W) to (N, C, H r, W r)."""
     r = upscale_factor
     shape = check_on_meta(torch.pixel_shuffle, any_type(input), r)
     x, lead = input, input.dim() - 2
@@ -53,7 +52,6 @@ def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
 
 @implements(torch.pixel_unshuffle)
 def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
-    """Rearrange space into channels: (N, C, H r, W r) to (N, C r^2, H, W)."""
     r = downscale_factor
     shape = check_on_meta(torch.pixel_unshuffle, any_type(input), r)
     x, lead = input, input.dim() - 2

@@ -28,7 +28,6 @@ from distconv.tensor.whole_numbers import whole_numbers
 @implements(torch.flip, torch.Tensor.flip)
 @takes_sequence("dims")
 def flip(input: DistTensor, *dims: Any) -> DistTensor:
-    """Return the elements in reverse order along dimensions."""
     named = as_sizes(dims)
     chosen = normalize_dims(named, input.dim()) if named else ()
     needs = [Reversed() if d in chosen and axes else Same() for d, axes in enumerate(input.cuts)]
@@ -40,7 +39,6 @@ def flip(input: DistTensor, *dims: Any) -> DistTensor:
 def roll(
     input: DistTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
 ) -> DistTensor:
-    """Shift the elements along dimensions; those that leave at one end enter at the other."""
     if dims is None or (isinstance(dims, (tuple, list)) and not dims):
         flat = input.flatten()
         assert isinstance(flat, DistTensor)
@@ -69,7 +67,6 @@ def roll(
 @implements(torch.tile, torch.Tensor.tile)
 @takes_sequence("dims")
 def tile(input: DistTensor, *dims: Any) -> DistTensor:
-    """Repeat the tensor along each of the last dimensions."""
     times = as_sizes(dims)
     return repeat(input, (1,) * (input.dim() - len(times)) + times)
 
@@ -77,7 +74,6 @@ def tile(input: DistTensor, *dims: Any) -> DistTensor:
 @implements(torch.Tensor.repeat)
 @takes_sequence("repeats")
 def repeat(input: DistTensor, *repeats: Any) -> DistTensor:
-    """Repeat the tensor along each dimension."""
     times = as_sizes(repeats)
     check_on_meta(torch.Tensor.repeat, any_type(input), times)
     x = input
@@ -95,7 +91,6 @@ def repeat(input: DistTensor, *repeats: Any) -> DistTensor:
 def movedim(
     input: DistTensor, source: int | Sequence[int], destination: int | Sequence[int]
 ) -> DistTensor:
-    """Move dimensions to other places, the rest staying in order."""
     numbered = torch.empty(tuple(range(input.dim())), device="meta")
     moved = torch.movedim(numbered, source, destination)  # type: ignore[arg-type]
     return permute(input, tuple(moved.shape))
@@ -103,7 +98,6 @@ def movedim(
 
 @implements(torch.t, torch.Tensor.t, torch.Tensor.T.__get__)  # type: ignore[attr-defined]
 def t(input: DistTensor) -> DistTensor:
-    """Return the transpose of a matrix."""
     if input.dim() > 2:
         raise RuntimeError(f"t: expected at most 2 dimensions, got {input.dim()}; use permute")
     return permute(input, list(reversed(range(input.dim()))))

@@ -174,7 +174,6 @@ def _alias(x: DistTensor, *, forks: bool = False) -> DistTensor:
 @implements(torch.reshape, torch.Tensor.reshape)
 @takes_sequence("shape")
 def reshape(input: DistTensor, *shape: Any) -> DistTensor:
-    """Return the same elements, in row-major order, in another shape."""
     after = _inferred(as_sizes(shape), tuple(input.shape))
     return _reshape(input, after, "reshape", copied=True)
 
@@ -190,21 +189,18 @@ def view(input: DistTensor, *shape: Any) -> DistTensor:
 
 @implements(torch.flatten, torch.Tensor.flatten)
 def flatten(input: DistTensor, start_dim: int = 0, end_dim: int = -1) -> DistTensor:
-    """Merge the dimensions start_dim to end_dim into one."""
     shape = torch.empty(tuple(input.shape), device="meta").flatten(start_dim, end_dim).shape
     return _reshape(input, tuple(shape), "flatten", copied=True)
 
 
 @implements(torch.unflatten, torch.Tensor.unflatten)
 def unflatten(input: DistTensor, dim: int, sizes: Sequence[int]) -> DistTensor:
-    """Split one dimension into several."""
     shape = torch.empty(tuple(input.shape), device="meta").unflatten(dim, sizes).shape
     return _reshape(input, tuple(shape), "unflatten")
 
 
 @implements(torch.squeeze, torch.Tensor.squeeze)
 def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTensor:
-    """Drop dimensions of one element."""
     named = () if isinstance(dim, Sequence) and not dim else normalize_dims(dim, input.dim())
     gone = [d for d in named if input.shape[d] == 1]
     if input.unmerged is not None:
@@ -251,7 +247,6 @@ def permute(input: DistTensor, *dims: Any) -> DistTensor:
 
 @implements(torch.transpose, torch.Tensor.transpose)
 def transpose(input: DistTensor, dim0: int, dim1: int) -> DistTensor:
-    """Return the tensor with two dimensions exchanged."""
     numbered = torch.empty(tuple(range(input.dim())), device="meta")
     return permute(input, tuple(numbered.transpose(dim0, dim1).shape))
 

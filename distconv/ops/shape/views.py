@@ -16,7 +16,6 @@ from distconv.tensor.redistribution import gather_inputs, overwrite
 
 @implements(torch.Tensor.unfold)
 def unfold(input: DistTensor, dimension: int, size: int, step: int) -> DistTensor:
-    """Return all windows along one dimension, each as a new last dimension."""
     shape = check_on_meta(torch.Tensor.unfold, any_type(input), dimension, size, step)
     d = normalize_dim(dimension, input.dim())
     needs: list[IndexMap] = [Same()] * input.dim()
@@ -49,7 +48,6 @@ def unfold(input: DistTensor, dimension: int, size: int, step: int) -> DistTenso
 
 @implements(torch.view_as_real)
 def view_as_real(input: DistTensor) -> DistTensor:
-    """Return complex numbers as pairs of real ones, in a new last dimension."""
     shape = check_on_meta(torch.view_as_real, input)
     shard = torch.view_as_real(input.shard)
     return make_view(input, shard, shape, (*input.cuts, ()), view_as_real)
@@ -57,7 +55,6 @@ def view_as_real(input: DistTensor) -> DistTensor:
 
 @implements(torch.view_as_complex)
 def view_as_complex(input: DistTensor) -> DistTensor:
-    """Return pairs of real numbers, in the last dimension, as complex ones."""
     shape = check_on_meta(torch.view_as_complex, input)
     x = uncut(input, [input.dim() - 1], "view_as_complex")
     # Whether the numbers of a block are stored in pairs may differ between ranks.

@@ -30,7 +30,6 @@ from distconv.torch_private import assert_async
 
 @implements(torch.select_scatter, torch.Tensor.select_scatter)
 def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-    """Return a copy with another tensor at one position along a dimension."""
     check_on_meta(torch.select_scatter, input, src, dim, index)
     d = normalize_dim(dim, input.dim())
     return _written("select_scatter", input, src, (*(slice(None),) * d, index))
@@ -45,7 +44,6 @@ def slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> Tensor:
-    """Return a copy with another tensor at a slice along a dimension."""
     check_on_meta(torch.slice_scatter, input, src, dim, start, end, step)
     d = normalize_dim(dim, input.dim())
     place = (*(slice(None),) * d, slice(start, end, step))
@@ -77,7 +75,6 @@ def diagonal_scatter(
 
 @implements(torch.index_fill, torch.Tensor.index_fill)
 def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """Return a copy with a number at the positions `index` along a dimension."""
     check_on_meta(torch.index_fill, input, dim, index, value)
     x, d, places = _places("index_fill", input, dim, index)
     mask = torch.zeros(x.shape[d], dtype=torch.bool, device=x.device)

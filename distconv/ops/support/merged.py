@@ -125,17 +125,34 @@ def compute_elementwise(
     return same[0] if same else merge_as(result, shape)
 
 
+def _on_merged(special: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Let a rule take a merged input by `special(rule, input, ...)`.
+
+    Where that returns `NotImplemented`, and for all other inputs, the rule is called as it is.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def either(input: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_merged(input):
+                result = special(rule, input, *args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            return rule(input, *args, **kwargs)
+
+        return cast(Rule, either)
+
+    return decorate
+
+
 def keeps_shape(rule: Rule) -> Rule:
     """Let an element-wise rule of one tensor, which writes to none, take merged tensors."""
 
-    @wraps(rule)
-    def either(input: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_merged(input):
-            return rule(input, *args, **kwargs)
+    def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
         result = rule(input.unmerged, *args, **kwargs)
         return input if result is input.unmerged else merge_as(result, input.shape)
 
-    return cast(Rule, either)
+    return _on_merged(special)(rule)
 
 
 def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
@@ -144,19 +161,14 @@ def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
     `count` returns the number of these dimensions from the rule's arguments after the input.
     """
 
-    def decorate(rule: Rule) -> Rule:
-        @wraps(rule)
-        def either(input: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_merged(input):
-                n = count(*args, **kwargs)
-                if n and all(len(run) == 1 for run in factors_of(input)[-n:]):
-                    result = rule(input.unmerged, *args, **kwargs)
-                    return merge_as(result, (*input.shape[:-n], *result.shape[-n:]))
-            return rule(input, *args, **kwargs)
+    def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
+        n = count(*args, **kwargs)
+        if not n or any(len(run) > 1 for run in factors_of(input)[-n:]):
+            return NotImplemented
+        result = rule(input.unmerged, *args, **kwargs)
+        return merge_as(result, (*input.shape[:-n], *result.shape[-n:]))
 
-        return cast(Rule, either)
-
-    return decorate
+    return _on_merged(special)
 
 
 def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
@@ -165,21 +177,15 @@ def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
     Where it treats all samples alike as well, factors of the samples serve as spatial dimensions.
     """
 
-    def decorate(rule: Rule) -> Rule:
-        @wraps(rule)
-        def either(input: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_merged(input):
-                return rule(input, *args, **kwargs)
-            samples, channels = [*factors_of(input), (), ()][:2]
-            if len(channels) != 1 or (of_each_sample and len(samples) != 1):
-                return rule(input, *args, **kwargs)
-            place = len(samples)
-            result = rule(input.unmerged.movedim(place, 1), *args, **kwargs)
-            return merge_as(result.movedim(1, place), input.shape)
+    def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
+        samples, channels = [*factors_of(input), (), ()][:2]
+        if len(channels) != 1 or (of_each_sample and len(samples) != 1):
+            return NotImplemented
+        place = len(samples)
+        result = rule(input.unmerged.movedim(place, 1), *args, **kwargs)
+        return merge_as(result.movedim(1, place), input.shape)
 
-        return cast(Rule, either)
-
-    return decorate
+    return _on_merged(special)
 
 
 def treats_samples_alone(function: Callable[..., Tensor], ndim: int) -> Callable[[Rule], Rule]:
@@ -188,30 +194,23 @@ def treats_samples_alone(function: Callable[..., Tensor], ndim: int) -> Callable
     Where nothing else is cut, each rank calls `function` on its own whole samples.
     """
 
-    def decorate(rule: Rule) -> Rule:
-        @wraps(rule)
-        def either(input: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_merged(input):
-                return rule(input, *args, **kwargs)
-            operands = (*args, *kwargs.values())
-            if (
-                input.dim() != ndim
-                or any(len(run) > 1 for run in factors_of(input)[1:])
-                or any(isinstance(x, DistTensor) for x in operands)
-            ):
-                return rule(input, *args, **kwargs)
-            own, factors = unmerged(input), len(factors_of(input)[0])
-            if any(own.cuts[factors:]):
-                return rule(input, *args, **kwargs)
-            shape = check_on_meta(function, input, *args, **kwargs)
-            block = function(own.shard.flatten(0, factors - 1), *args, **kwargs)
-            block = block.reshape((*own.shard.shape[:factors], *shape[1:]))
-            made = (*own.shape[:factors], *shape[1:])
-            return merge_as(DistTensor(block, made, own.cuts, own.grid), shape)
+    def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
+        own, runs = unmerged(input), factors_of(input)
+        lead = len(runs[0])
+        if (
+            input.dim() != ndim
+            or any(len(run) > 1 for run in runs[1:])
+            or any(isinstance(x, DistTensor) for x in (*args, *kwargs.values()))
+            or any(own.cuts[lead:])
+        ):
+            return NotImplemented
+        shape = check_on_meta(function, input, *args, **kwargs)
+        block = function(own.shard.flatten(0, lead - 1), *args, **kwargs)
+        block = block.reshape((*own.shard.shape[:lead], *shape[1:]))
+        made = (*own.shape[:lead], *shape[1:])
+        return merge_as(DistTensor(block, made, own.cuts, own.grid), shape)
 
-        return cast(Rule, either)
-
-    return decorate
+    return _on_merged(special)
 
 
 def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule]:
@@ -220,39 +219,31 @@ def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule
     Where it reduces `several` dimensions to one element, those may be merged, too.
     """
 
-    def decorate(rule: Rule) -> Rule:
-        takes = signature(rule)
+    def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature(rule).bind(input, *args, **kwargs)
+        dim = given.arguments.get("dim")
+        places = places_of_factors(input)
+        over = _dims(dim, input.dim())
+        single = over is not None and all(len(places[d]) == 1 for d in over)
+        if over is None or not (single or (reduces and (several or dim is None))):
+            return NotImplemented
+        if dim is not None:
+            inner = [i for d in over for i in places[d]]
+            given.arguments["dim"] = inner[0] if isinstance(dim, int) and single else inner
+        given.arguments["input"] = input.unmerged
+        result = rule(*given.args, **given.kwargs)
+        kept = bool(given.arguments.get("keepdim")) or not reduces
+        sizes = [
+            1 if reduces and d in over else n
+            for d, n in enumerate(input.shape)
+            if kept or d not in over
+        ]
+        if isinstance(result, tuple):
+            make = getattr(type(result), "_make", tuple)
+            return make(merge_as(x, sizes) for x in result)
+        return merge_as(result, sizes)
 
-        @wraps(rule)
-        def either(input: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_merged(input):
-                return rule(input, *args, **kwargs)
-            given = takes.bind(input, *args, **kwargs)
-            dim = given.arguments.get("dim")
-            places = places_of_factors(input)
-            over = _dims(dim, input.dim())
-            single = over is not None and all(len(places[d]) == 1 for d in over)
-            if over is None or not (single or (reduces and (several or dim is None))):
-                return rule(input, *args, **kwargs)
-            if dim is not None:
-                inner = [i for d in over for i in places[d]]
-                given.arguments["dim"] = inner[0] if isinstance(dim, int) and single else inner
-            given.arguments["input"] = input.unmerged
-            result = rule(*given.args, **given.kwargs)
-            kept = bool(given.arguments.get("keepdim")) or not reduces
-            sizes = [
-                1 if reduces and d in over else n
-                for d, n in enumerate(input.shape)
-                if kept or d not in over
-            ]
-            if isinstance(result, tuple):
-                make = getattr(type(result), "_make", tuple)
-                return make(merge_as(x, sizes) for x in result)
-            return merge_as(result, sizes)
-
-        return cast(Rule, either)
-
-    return decorate
+    return _on_merged(special)
 
 
 def _dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
