@@ -442,13 +442,10 @@ def _examined(grid: Grid, path: Path, content: bytes) -> tuple[dict[str, Any], s
 def _check_shards(grid: Grid, path: Path, state: dict[str, Any]) -> None:
     """Check the shards of a checkpoint, each by one rank. Collective.
 
-    Raises
-    ------
-    DamagedFile, FileNotFoundError
-        Where a shard is damaged, missing, or was written for another checkpoint or rank.
-    OSError
-        Where a shard cannot be read now, or this rank does not see the checkpoint itself. The
-        checkpoint may be whole, so the caller must not fall back to the one before.
+    Raises DamagedFile or FileNotFoundError where a shard is damaged, missing, or was written for
+    another checkpoint or rank. Raises OSError where a shard cannot be read now, or this rank does
+    not see the checkpoint itself. The checkpoint may be whole, so the caller must not fall back to
+    the one before.
     """
     if state["format"] != SHARDED:
         return

@@ -464,10 +464,8 @@ def _tensors(content: Any, count: int | None) -> dict[Any, Tensor]:
     ----------
     count: the number of loaded samples; None where it is not known.
 
-    Raises
-    ------
-    DataError
-        For a mini-batch without tensors, and for tensors that cannot be cut by samples.
+    Raises DataError for a mini-batch without tensors, and for tensors that cannot be cut by
+    samples.
     """
     found: dict[Any, Tensor] = {}
     kinds = {}

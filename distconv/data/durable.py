@@ -84,12 +84,8 @@ def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
     ----------
     checksum: the checksum that `write_checksummed` returned, where it is known.
 
-    Raises
-    ------
-    DamagedFile
-        If the content is truncated or changed, or its checksum is not `checksum`.
-    OSError
-        If the file cannot be read.
+    Raises DamagedFile if the content is truncated or changed, or its checksum is not `checksum`.
+    Raises OSError if the file cannot be read.
     """
     content, trailer = _read(path)
     if trailer != _trailer(hashlib.sha256(content).hexdigest()):

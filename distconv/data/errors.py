@@ -77,10 +77,7 @@ def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
     facts: texts by name; a rank may lack some names of other ranks.
     remedy: the way out, for the message, where they differ.
 
-    Raises
-    ------
-    DataError
-        On every rank, with the values that differ and the ranks that have them.
+    Raises DataError on every rank, with the values that differ and the ranks that have them.
     """
     everywhere = grid.all_gather_object(dict(facts))
     complaints = []
@@ -106,10 +103,7 @@ def check_call(
     place: the path among its arguments.
     arguments: the other arguments, by name; their texts are compared.
 
-    Raises
-    ------
-    DataError
-        On every rank, where ranks pass different arguments.
+    Raises DataError on every rank, where ranks pass different arguments.
     """
     known = isinstance(place, str | os.PathLike)
     facts = {"the path": os.path.abspath(place) if known else repr(place)}
@@ -130,11 +124,8 @@ def in_step(
     ----------
     remedy: the way out, for the message, where names differ.
 
-    Raises
-    ------
-    DataError
-        On every rank, where the names differ, or some ranks have items left and others have none,
-        or where making an item raised on any.
+    Raises DataError on every rank, where the names differ, or some ranks have items left and others
+    have none, or where making an item raised on any.
     """
     agreement = Agreement(grid)
     with closing(items):

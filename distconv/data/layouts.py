@@ -28,10 +28,7 @@ def batch_cuts(
     layout: the layout of the first field, or by field; every dimension over the axis of its own
         name when not given.
 
-    Raises
-    ------
-    ValueError
-        For names that are no fields, and dimensions that a field does not have.
+    Raises ValueError for names that are no fields, and dimensions that a field does not have.
     """
     by_name = layout if isinstance(layout, Mapping) else {}
     check_names(shapes, layout=layout)

@@ -152,11 +152,8 @@ class Job:
 
         All ranks call it, except those that have joined.
 
-        Raises
-        ------
-        HorovodInternalError
-            On every rank, where the ranks named collectives that do not match, or one that a rank
-            without samples cannot take part in.
+        Raises HorovodInternalError on every rank, where the ranks named collectives that do not
+        match, or one that a rank without samples cannot take part in.
         """
         pending = Pending(self, start)
         self.round(mine, pending)

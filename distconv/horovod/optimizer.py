@@ -210,10 +210,8 @@ class _Reduction:
     def synchronize(self) -> None:
         """Complete the reduction of all gradients. All ranks call it together.
 
-        Raises
-        ------
-        HorovodInternalError
-            Where gradients were changed after the backward pass, while they were under way.
+        Raises HorovodInternalError where gradients were changed after the backward pass, while they
+        were under way.
         """
         if self.size > 1:
             self._look()

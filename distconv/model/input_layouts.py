@@ -17,12 +17,8 @@ from distconv.torch_private import run_eagerly
 def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     """Return the layout of each module that a pattern matches; the last matching pattern decides.
 
-    Raises
-    ------
-    ValueError
-        For a pattern that matches nothing.
-    TypeError
-        For a pattern that is no string, or a value that is no layout.
+    Raises ValueError for a pattern that matches nothing. Raises TypeError for a pattern that is no
+    string, or a value that is no layout.
     """
     if not isinstance(layouts, Mapping):
         raise TypeError(

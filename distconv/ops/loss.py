@@ -39,10 +39,7 @@ def reduction_name(
 ) -> str:
     """Return the name of a loss's reduction, given also by torch's deprecated arguments.
 
-    Raises
-    ------
-    ValueError
-        For a reduction other than "none", "mean" and "sum".
+    Raises ValueError for a reduction other than "none", "mean" and "sum".
     """
     if size_average is not None or reduce is not None:
         reduction = reduction_of_flags(size_average, reduce)

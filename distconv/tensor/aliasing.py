@@ -78,11 +78,8 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
     """Bring the block of `x` to this rank for a write by `operator`, which calls `finish_write`
     then.
 
-    Raises
-    ------
-    UnsupportedOperation, RuntimeError
-        On every rank, before any message, where serial torch does not allow the write, or where it
-        might write to other tensors as well.
+    Raises UnsupportedOperation or RuntimeError on every rank, before any message, where serial
+    torch does not allow the write, or where it might write to other tensors as well.
     """
     memory = x.__dict__.get("_memory")
     if memory is not None and not memory.alone:

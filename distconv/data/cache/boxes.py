@@ -61,10 +61,7 @@ class BoxesInFolder(Boxes):
     ----------
     folder: a folder on a disk of this node; it is made where it is missing.
 
-    Raises
-    ------
-    OSError
-        Where nothing can be written there.
+    Raises OSError where nothing can be written there.
     """
 
     def __init__(self, folder: Path) -> None:

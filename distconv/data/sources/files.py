@@ -27,10 +27,8 @@ class FilesSource(Source):
     open_file: returns the source for a file; of one sample, unless `stacked`.
     stacked: each file holds any number of samples. All are opened at once, to count them.
 
-    Raises
-    ------
-    ValueError
-        Where a file has samples of another shape or type than the first, when it is opened.
+    Raises ValueError where a file has samples of another shape or type than the first, when it is
+    opened.
     """
 
     def __init__(

@@ -33,10 +33,8 @@ def open_sources(source: Any, fields: Sequence[str | int] = ()) -> dict[Field, S
     source: see `distconv.data.Dataset`.
     fields: names of fields.
 
-    Raises
-    ------
-    OSError, ValueError, TypeError
-        Where there is no such source, or it has no such fields; see each kind of source.
+    Raises OSError, ValueError or TypeError where there is no such source, or it has no such fields;
+    see each kind of source.
     """
     if isinstance(source, Mapping):
         missing = [field for field in fields if field not in source]

@@ -26,10 +26,7 @@ class ScaleAndOffset:
     attributes: the attributes of the array in the file.
     name: the name of the array for error messages.
 
-    Raises
-    ------
-    ValueError
-        For attributes that are no numbers, and `_Unsigned`, which is not supported.
+    Raises ValueError for attributes that are no numbers, and `_Unsigned`, which is not supported.
     """
 
     def __init__(self, attributes: Mapping[str, Any], name: str) -> None:

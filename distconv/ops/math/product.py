@@ -84,10 +84,8 @@ def contract(
     terms: a letter for each dimension of each operand, as in torch.einsum, without ellipses.
     result: the letters of the dimensions of the result.
 
-    Raises
-    ------
-    RuntimeError
-        Where a term does not fit its operand, or the sizes of one letter or the types differ.
+    Raises RuntimeError where a term does not fit its operand, or the sizes of one letter or the
+    types differ.
     """
     grid = common_grid(name, operands)
     check_same_types(name, *operands)

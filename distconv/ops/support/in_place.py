@@ -100,10 +100,8 @@ def become_distributed(
     operands: the written values, and their positions; some of them are distributed.
     cuts: the cuts of the distributed tensor; by default those of the operands, the largest first.
 
-    Raises
-    ------
-    UnsupportedOperation
-        On every rank, before any message, where something else refers to the plain tensor.
+    Raises UnsupportedOperation on every rank, before any message, where something else refers to
+    the plain tensor.
     """
     distributed = [x for x in operands if isinstance(x, DistTensor)]
     grid, shape = common_grid(operator, distributed), tuple(plain.shape)
