@@ -361,13 +361,6 @@ class _DistributedOptimizer(Optimizer):
         finally:
             self._reduction.synchronizes = True
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change the number of backward passes per step, from the next step on."""
-        check_count(_OWNER, "backward_passes_per_step", passes, 1)
-        self._reduction.passes = passes
-        if not self._reduction.under_way:
-            self._reduction.reset()
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, whose gradients are reduced as well."""
         super().add_param_group(param_group)

@@ -20,12 +20,8 @@ from distconv.tensor.dispatch import implements
 
 @implements(torch.linalg.multi_dot)
 def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
-    check_on_meta(_multi_dot, *tensors)
+    check_on_meta(torch.linalg.multi_dot, tensors)
     return reduce(torch.matmul, tensors)
-
-
-def _multi_dot(*tensors: Tensor) -> Tensor:
-    return torch.linalg.multi_dot(tensors)
 
 
 @implements(torch.cross, torch.Tensor.cross)

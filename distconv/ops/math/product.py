@@ -187,21 +187,14 @@ def _unmerged(
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul)
 def matmul(input: Tensor, other: Tensor) -> DistTensor:
-    if not input.dim() or not other.dim():
-        raise RuntimeError("matmul: both arguments need at least 1 dimension")
+    if any(not isinstance(x, DistTensor) and x.layout is not torch.strided for x in (input, other)):
+        return _by_sparse(input, other)
+    check_on_meta(torch.matmul, input, other)
     batch = max(input.dim(), other.dim(), 2) - 2
     lead = ascii_letters[:batch]
     rows, inner, columns = (ascii_letters[batch + i] for i in range(3))
     left = inner if input.dim() == 1 else lead[batch - input.dim() + 2 :] + rows + inner
     right = inner if other.dim() == 1 else lead[batch - other.dim() + 2 :] + inner + columns
-    k = input.shape[-1], other.shape[-1 if other.dim() == 1 else -2]
-    if k[0] != k[1]:
-        raise RuntimeError(
-            f"matmul: {tuple(input.shape)} and {tuple(other.shape)} cannot be multiplied, "
-            f"{k[0]} against {k[1]}"
-        )
-    if any(not isinstance(x, DistTensor) and x.layout is not torch.strided for x in (input, other)):
-        return _by_sparse(input, other)
     result = lead + (rows if input.dim() > 1 else "") + (columns if other.dim() > 1 else "")
     return contract("matmul", [left, right], result, [input, other])
 
@@ -212,7 +205,7 @@ def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
     The summed dimension of the other tensor is made whole; its other dimension stays cut.
     """
     dense, sparse, inner = (right, left, 0) if isinstance(right, DistTensor) else (left, right, -1)
-    check_same_types("matmul", left, right)
+    check_on_meta(torch.matmul, left, right)
     if dense.dim() > 2:
         reason = f"a matrix of layout {sparse.layout} meets batches of others"
         refuse("matmul", reason, dense, way_out="Use x.to_dense()")
@@ -305,16 +298,9 @@ def scaled_dot_product_attention(
         refuse(name, f"{what} is not supported", query, key, value, way_out="Leave it out")
     q = as_distributed(query, grid)
     check_same_types(name, query, key, value)
+    check_on_meta(F.scaled_dot_product_attention, query, key, value, attn_mask, 0.0, is_causal)
     rows, columns = q.shape[-2], key.shape[-2]
-    if q.shape[-1] != key.shape[-1] or columns != value.shape[-2]:
-        raise RuntimeError(
-            f"{name}: query {tuple(q.shape)}, key {tuple(key.shape)} and value "
-            f"{tuple(value.shape)} do not fit: query and key share the last dimension, key and "
-            "value the one before"
-        )
-    lead = broadcast_shape(
-        name, [torch.empty(t.shape[:-2], device="meta") for t in (q, key, value)]
-    )
+    lead = tuple(torch.broadcast_shapes(*(t.shape[:-2] for t in (q, key, value))))
     key, value = (t.expand(*lead, *t.shape[-2:]) for t in (key, value))
     if tuple(q.shape[:-2]) != lead:
         q = as_distributed(q.expand(*lead, *q.shape[-2:]), grid)

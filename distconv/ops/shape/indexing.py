@@ -338,6 +338,7 @@ def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     """Concatenate along one dimension, in the layout of the largest tensor that is cut."""
     grid = common_grid("cat", tensors)
+    check_on_meta(torch.cat, tuple(map(any_type, tensors)), dim)
     # torch skips tensors of shape (0,), whatever the other shapes, but not in the backward pass.
     pieces = [as_distributed(t, grid) for t in tensors]
     skipped = [x for x in pieces if tuple(x.shape) == (0,)]
@@ -348,12 +349,6 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     # Cutting a whole tensor moves nothing.
     largest = max(given, key=lambda x: (any(x.cuts), x.numel()))
     d = normalize_dim(dim, largest.dim())
-    rest = {tuple(n for i, n in enumerate(x.shape) if i != d) for x in pieces}
-    if len(rest) > 1:
-        shapes = ", ".join(str(tuple(x.shape)) for x in pieces)
-        raise RuntimeError(f"cat: the shapes {shapes} have to agree except in dimension {d}")
-    if not largest.dim():
-        raise RuntimeError("cat: tensors without dimensions cannot be concatenated; use stack")
     total = sum(x.shape[d] for x in pieces)
     if any(map(is_merged, pieces)) and (joined := _cat_unmerged(pieces, d, total)) is not None:
         return joined
@@ -390,7 +385,5 @@ def _cat_unmerged(pieces: Sequence[DistTensor], d: int, total: int) -> DistTenso
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     """Return tensors of one shape along a new dimension, which is whole on every rank."""
     grid = common_grid("stack", tensors)
-    if len({tuple(t.shape) for t in tensors}) > 1:
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-        raise RuntimeError(f"stack expects each tensor to be equal size, but got {shapes}")
+    check_on_meta(torch.stack, tuple(map(any_type, tensors)), dim)
     return cat([unsqueeze(as_distributed(t, grid), dim) for t in tensors], dim)

@@ -54,13 +54,13 @@ def check_on_meta(function: Callable[..., Any], *arguments: Any, **keywords: Any
 def _key(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return TensorMeta(tuple(argument.shape), argument.dtype)
-    return tuple(argument) if isinstance(argument, list) else argument
+    return tuple(map(_key, argument)) if type(argument) in (list, tuple) else argument
 
 
 def _empty(argument: Any) -> Any:
     if isinstance(argument, TensorMeta):
         return torch.empty(argument.shape, dtype=argument.dtype, device="meta")
-    return argument
+    return tuple(map(_empty, argument)) if type(argument) is tuple else argument
 
 
 @lru_cache(maxsize=4096)
