@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distconv.data.augment import Augmentations, Change, Move
 from distconv.data.cache.cache import Cache, Flight, Loaded
-from distconv.data.cache.homes import Arrivals
+from distconv.data.cache.exchange import Arrivals
 from distconv.data.errors import check_alike, together
 from distconv.data.fields import (
     FieldOnGrid,

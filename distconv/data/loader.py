@@ -1,21 +1,47 @@
-"""Mini-batches as DistTensors, read ahead of the computation."""
+"""Mini-batches as DistTensors, read by a background thread while the ones before are computed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from distconv.data.cache.cache import Cache, Flight, Loaded
-from distconv.data.cache.homes import Arrivals
+from distconv.data.cache.exchange import Arrivals
 from distconv.data.dataset import Batch, Blocks, Dataset
 from distconv.data.errors import check_alike, in_step, together
 from distconv.data.fields import Values
-from distconv.data.prefetch import prefetched
 from distconv.data.sampler import FixedBatches, Sampler
 from distconv.grid.process_grid import ProcessGrid
+
+Request = TypeVar("Request")
+Item = TypeVar("Item")
+
+
+def prefetched(
+    read: Callable[[Request], Item], requests: Iterable[Request], ahead: int = 2
+) -> Generator[Item, None, None]:
+    """Yield `read(request)` for every request in order, read by one background thread.
+
+    At most `ahead` items are read before they are asked for. An exception of `read` is raised where
+    its item would have been yielded. The thread ends with the iteration, also with an abandoned
+    one.
+    """
+    background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+    waiting: deque[Future[Item]] = deque()
+    try:
+        for request in requests:
+            waiting.append(background.submit(read, request))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        background.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)

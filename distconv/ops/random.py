@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from distconv.comm.collectives import broadcast
 from distconv.grid.interface import Grid
-from distconv.ops.support.global_positions import global_numbers
 from distconv.ops.support.merged import is_merged, merge_as, unmerged
-from distconv.ops.support.operands import broadcast_shape, local_operand
+from distconv.ops.support.operands import broadcast_shape, global_numbers, local_operand
 from distconv.tensor.aliasing import finish_write, is_of_parameter, prepare_write
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor

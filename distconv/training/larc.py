@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from distconv.model.norms import tensor_norms
+from distconv.model.clipping import tensor_norms
 from distconv.tensor.nested import shards_of
 
 Group = dict[str, Any]

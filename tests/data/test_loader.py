@@ -13,7 +13,7 @@ import torch
 
 import distconv as dc
 from distconv.data import Dataset, Function, Loader, Sampler
-from distconv.data.prefetch import prefetched
+from distconv.data.loader import prefetched
 from tests.support.everywhere import WORLD, fails_everywhere
 from tests.support.jobs import end_of, start
 from tests.support.sample_files import SAMPLES, X, Z

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distconv.data.cache.boxes import Boxes, BoxesInFolder, BoxesInMemory
-from distconv.data.cache.exchange import CachedBox, parts_of, receivers
-from distconv.data.cache.homes import Arrivals, Homes
+from distconv.data.cache.exchange import Arrivals, CachedBox, Homes, parts_of, receivers
 from distconv.data.fields import FieldOnGrid, Values
 from distconv.data.sources.interface import Source
 from distconv.geometry.layout import Box

@@ -16,9 +16,8 @@ from distconv.geometry.layout import Box
 from distconv.ops.pool.local_pooling import unread_input, with_some_channel
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched
 from distconv.ops.support.constants import constant
-from distconv.ops.support.global_positions import unravel
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import box_on_rank, empty_block
+from distconv.ops.support.operands import box_on_rank, empty_block, unravel
 from distconv.ops.windowed.assembled import (
     apply_windows,
     make_windows,

@@ -18,8 +18,14 @@ from distconv.comm.collectives import all_reduce
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
 from distconv.geometry.layout import Box, Shape, cutting_axes
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
-from distconv.ops.support.global_positions import global_indices, unravel
-from distconv.ops.support.operands import as_distributed, box_on_rank, empty_block, uncut
+from distconv.ops.support.operands import (
+    as_distributed,
+    box_on_rank,
+    empty_block,
+    global_indices,
+    uncut,
+    unravel,
+)
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs, redistribute

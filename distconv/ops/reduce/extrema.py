@@ -15,9 +15,9 @@ from distconv.grid.interface import Grid
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
-from distconv.ops.support.global_positions import unravel
 from distconv.ops.support.memory_format import reduce_in_order_of_memory
 from distconv.ops.support.merged import works_along
+from distconv.ops.support.operands import unravel
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
 

@@ -16,9 +16,8 @@ from distconv.ops.shape.lookup import index_select
 from distconv.ops.shape.rearrange import flip
 from distconv.ops.shape.reshape import expand
 from distconv.ops.support.argument_forms import as_sizes, normalize_dim, takes_sequence
-from distconv.ops.support.global_positions import unravel
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import gather_whole
+from distconv.ops.support.operands import gather_whole, unravel
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import without_torch_dispatch, without_torch_function

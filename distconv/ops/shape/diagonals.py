@@ -9,9 +9,8 @@ from torch import Tensor
 
 from distconv.ops.shape.writing import diagonal_scatter
 from distconv.ops.support.argument_forms import normalize_dims
-from distconv.ops.support.global_positions import global_indices
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import uncut
+from distconv.ops.support.operands import global_indices, uncut
 from distconv.tensor.aliasing import finish_write, make_view, prepare_write
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor

@@ -1,1 +1,0 @@
-"""Linear algebra: functions of matrices, and products of vectors."""
