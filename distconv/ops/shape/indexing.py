@@ -338,6 +338,8 @@ def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     """Concatenate along one dimension, in the layout of the largest tensor that is cut."""
     grid = common_grid("cat", tensors)
+    if not all(t.dim() for t in tensors):
+        raise RuntimeError("cat: tensors without dimensions cannot be concatenated; use stack")
     check_on_meta(torch.cat, tuple(map(any_type, tensors)), dim)
     # torch skips tensors of shape (0,), whatever the other shapes, but not in the backward pass.
     pieces = [as_distributed(t, grid) for t in tensors]
