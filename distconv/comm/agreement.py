@@ -58,10 +58,10 @@ class Agreement:
 def differences(everyone: Sequence[dict[str, Any]]) -> list[str]:
     """Return each name whose value differs from rank 0's on some rank, with its values."""
     found = []
-    for name, first in everyone[0].items():
-        others = [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name, "missing") for theirs in everyone]
+        others = [value for value in values if value != values[0]]
         if others:
-            value = everyone[others[0]][name]
-            where = ranks_in_words(rank for rank in others if everyone[rank][name] == value)
-            found.append(f"{name} is {value} on {where} and {first} on rank 0")
+            where = ranks_in_words(r for r, value in enumerate(values) if value == others[0])
+            found.append(f"{name} is {others[0]} on {where} and {values[0]} on rank 0")
     return found

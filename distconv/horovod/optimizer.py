@@ -316,6 +316,8 @@ class _Reduction:
             # Sums of halves take two messages each, in one order on all ranks.
             while self._started < (len(self._buckets) if self._compression is None else b + 1):
                 self._start_next()
+            for p in bucket.parameters:
+                self._states.pop(p, None)
             bucket.finish()
             _scale(bucket.parameters, factor)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from distconv.comm.agreement import differences
 from distconv.comm.collectives import broadcast
 from distconv.comm.half_sums import wire_type
 from distconv.device import numerics
@@ -207,14 +208,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def _compare(mine: dict[str, Any], grid: ProcessGrid, way_out: str) -> list[dict[str, Any]]:
     """Return the facts of every rank, after a check that raises on all where they differ."""
     everyone: list[dict[str, Any]] = grid.all_gather_object(mine)
-    for rank, theirs in enumerate(everyone):
-        for name in sorted(everyone[0].keys() | theirs.keys()):
-            first, other = everyone[0].get(name, "nothing"), theirs.get(name, "nothing")
-            if first != other:
-                raise ValueError(
-                    f"parallelize: {name} is {other} on rank {rank} and {first} on rank 0; "
-                    f"{way_out}"
-                )
+    for found in differences(everyone):
+        raise ValueError(f"parallelize: {found}; {way_out}")
     return everyone
 
 

@@ -14,10 +14,6 @@ from torch import Tensor
 from distconv.ops.loss import terms_of
 from distconv.ops.support.operands import gather_whole
 from distconv.ops.support.whole_dimensions import apply_to_batches
-from distconv.tensor.dispatch import implements
-
-REDUCTIONS = ("none", "mean", "sum")
-"""Reductions in the order of the numbers for them below torch.nn.functional."""
 
 
 def _check_dimensions(name: str, *tensors: Tensor) -> None:
@@ -201,30 +197,3 @@ def _triplet(
     if swap:
         far = torch.minimum(far, distance(positive, negative))
     return (margin + near - far).clamp_min(0)
-
-
-def _numbered(function: Any, loss: Callable[..., Tensor], names: str) -> None:
-    """Register the form of a loss below torch.nn.functional, whose reduction is a number.
-
-    `names` are its parameters by position, before the reduction, which is 0 unless given.
-    """
-
-    @implements(function)
-    def rule(*args: Any, **options: Any) -> Tensor:
-        options |= zip((*names.split(), "reduction"), args, strict=False)
-        return loss(**options | {"reduction": REDUCTIONS[options.get("reduction", 0)]})
-
-
-_numbered(torch.cosine_embedding_loss, F.cosine_embedding_loss, "input1 input2 target margin")
-_numbered(torch.hinge_embedding_loss, F.hinge_embedding_loss, "input target margin")
-_numbered(torch.margin_ranking_loss, F.margin_ranking_loss, "input1 input2 target margin")
-_numbered(
-    torch.triplet_margin_loss, F.triplet_margin_loss, "anchor positive negative margin p eps swap"
-)
-_numbered(torch.poisson_nll_loss, F.poisson_nll_loss, "input target log_input full eps")
-_numbered(torch.kl_div, F.kl_div, "input target")
-_numbered(
-    torch.binary_cross_entropy_with_logits,
-    F.binary_cross_entropy_with_logits,
-    "input target weight pos_weight",
-)

@@ -12,7 +12,7 @@ number generators", OOPSLA 2014) on its Weyl sequence, entered at the position.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from math import log1p, pi, sqrt
 from typing import Any, cast
 
@@ -143,16 +143,6 @@ _dropout(F.dropout2d, _to_zero, 2)
 _dropout(F.dropout3d, _to_zero, 2)
 _dropout(F.alpha_dropout, _to_saturation, None)
 _dropout(F.feature_alpha_dropout, _to_saturation, 2)
-
-
-def _lower_dropout(function: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
-    """Apply dropout under the arguments of the lower-level torch function of the same name."""
-    return function(input, p, train)
-
-
-for _lower in ("dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout"):
-    _function = getattr(F, "dropout2d" if _lower == "feature_dropout" else _lower)
-    RULES[getattr(torch, _lower)] = partial(_lower_dropout, _function)
 
 
 def _new(

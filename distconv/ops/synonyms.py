@@ -77,6 +77,35 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
     Tensor.where: lambda input, condition, other: torch.where(condition, input, other),
 }
 
+_TWINS = {
+    "alpha_dropout": "input p training",
+    "batch_norm": "input weight bias running_mean running_var training momentum eps",
+    "binary_cross_entropy_with_logits": "input target weight pos_weight reduction",
+    "cosine_embedding_loss": "input1 input2 target margin reduction",
+    "dropout": "input p training",
+    "feature_alpha_dropout": "input p training",
+    "feature_dropout": "input p training",
+    "hinge_embedding_loss": "input target margin reduction",
+    "instance_norm": "input weight bias running_mean running_var use_input_stats momentum eps",
+    "kl_div": "input target reduction",
+    "margin_ranking_loss": "input1 input2 target margin reduction",
+    "poisson_nll_loss": "input target log_input full eps reduction",
+    "triplet_margin_loss": "anchor positive negative margin p eps swap reduction",
+}
+"""Functions of torch with a twin in torch.nn.functional, and the twin's names of their
+parameters."""
+
+
+def _twin(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    def rule(*args: Any, **named: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | named
+        given["training"] = given.pop("train", given.get("training"))
+        if "reduction" in names:
+            given["reduction"] = ("none", "mean", "sum")[given.get("reduction", 0)]
+        return function(**{key: x for key, x in given.items() if key in names})
+
+    return rule
+
 
 def _checked(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **named: Any) -> Any:
@@ -94,4 +123,7 @@ for _function, _rule in _CHECKED.items():
     RULES[_function] = _checked(_function, _rule)
     if hasattr(Tensor, _function.__name__):
         RULES[getattr(Tensor, _function.__name__)] = RULES[_function]
+for _name, _parameters in _TWINS.items():
+    _twin_of = getattr(F, "dropout2d" if _name == "feature_dropout" else _name)
+    RULES[getattr(torch, _name)] = _twin(_twin_of, _parameters.split())
 RULES |= _OTHERS

@@ -61,13 +61,7 @@ class DistTensor(DistTensorBase):
 
     Made by `distribute_tensor`, `DistTensor.from_local` and by operators on DistTensors. Operators
     without a rule raise `UnsupportedOperation`. Autograd records the operations on the shards.
-
-    Attributes
-    ----------
-    grid: the grid over whose ranks it is cut.
-    cuts: for each dimension, the grid axes it is cut over.
-    shard: this rank's block in the autograd graph. The gradient of a replicated value is the sum of
-        the shards' gradients over the replicas; `to_local` accounts for that.
+    Attributes are those of the base.
     """
 
     unmerged: DistTensor | None = None

@@ -52,21 +52,6 @@ def batch_norm(
     )
 
 
-@implements(torch.batch_norm)
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
 def batch_norm_over(
     axes: tuple[str, ...] | None,
     input: Tensor,

@@ -21,23 +21,6 @@ from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
 
-@implements(torch.instance_norm)
-def _instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    return F.instance_norm(
-        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
-    )
-
-
 @implements(F.instance_norm)
 @works_on_channels(of_each_sample=True)
 def instance_norm(
