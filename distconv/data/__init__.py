@@ -3,55 +3,31 @@
 It is imported without h5py and zarr, which are needed where such files are opened.
 """
 
-from distconv.data.augment import (
-    Change,
-    ChannelJitter,
-    Crop,
-    Flip,
-    Move,
-    Noise,
-    Rotate90,
-    Translate,
-)
-from distconv.data.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from distconv.data.dataset import Dataset
-from distconv.data.distributed_loader import distribute
-from distconv.data.errors import DataError, on_rank_zero, together
-from distconv.data.fields import HaloBlock
-from distconv.data.loader import Loader, Traffic
-from distconv.data.normalize import Normalize
-from distconv.data.sampler import Sampler
-from distconv.data.sources.functions import Function
-from distconv.data.sources.hdf5 import HDF5Source
-from distconv.data.sources.interface import Source
-from distconv.data.sources.opening import open_files
-from distconv.data.writing.save import save
+from __future__ import annotations
 
-__all__ = [
-    "Change",
-    "ChannelJitter",
-    "Checkpoint",
-    "Crop",
-    "DataError",
-    "Dataset",
-    "Flip",
-    "Function",
-    "HDF5Source",
-    "HaloBlock",
-    "Loader",
-    "Move",
-    "Noise",
-    "Normalize",
-    "Rotate90",
-    "Sampler",
-    "Source",
-    "Traffic",
-    "Translate",
-    "distribute",
-    "load_checkpoint",
-    "on_rank_zero",
-    "open_files",
-    "save",
-    "save_checkpoint",
-    "together",
-]
+from distconv.data.augment import Change as Change
+from distconv.data.augment import ChannelJitter as ChannelJitter
+from distconv.data.augment import Crop as Crop
+from distconv.data.augment import Flip as Flip
+from distconv.data.augment import Move as Move
+from distconv.data.augment import Noise as Noise
+from distconv.data.augment import Rotate90 as Rotate90
+from distconv.data.augment import Translate as Translate
+from distconv.data.checkpoint import Checkpoint as Checkpoint
+from distconv.data.checkpoint import load_checkpoint as load_checkpoint
+from distconv.data.checkpoint import save_checkpoint as save_checkpoint
+from distconv.data.dataset import Dataset as Dataset
+from distconv.data.distributed_loader import distribute as distribute
+from distconv.data.errors import DataError as DataError
+from distconv.data.errors import on_rank_zero as on_rank_zero
+from distconv.data.errors import together as together
+from distconv.data.fields import HaloBlock as HaloBlock
+from distconv.data.loader import Loader as Loader
+from distconv.data.loader import Traffic as Traffic
+from distconv.data.normalize import Normalize as Normalize
+from distconv.data.sampler import Sampler as Sampler
+from distconv.data.sources.functions import Function as Function
+from distconv.data.sources.hdf5 import HDF5Source as HDF5Source
+from distconv.data.sources.interface import Source as Source
+from distconv.data.sources.opening import open_files as open_files
+from distconv.data.writing.save import save as save

@@ -310,9 +310,7 @@ class Augmentations:
     def changes(self, field: int, name: str | int | None) -> list[tuple[int, Change]]:
         """Return the changes of values that apply to a field, each with its position in the list.
 
-        Parameters
-        ----------
-        field: the position of the field.
+        `field` is the position of the field.
         """
         return [
             (number, one)

@@ -317,9 +317,7 @@ def last_in_common(folder: Path, comm: ObjectCommunicator, *, looks: bool = True
 
     All ranks of `comm` call it together, each with its own folder.
 
-    Parameters
-    ----------
-    looks: whether this rank looks into its folder; otherwise it relies on the ranks that do.
+    `looks` says whether this rank looks into its folder; otherwise it relies on the ranks that do.
     """
     found = [set(map(step_of, checkpoints_in(folder)))] if looks else []
     steps = [own for theirs in comm.allgather(found) for own in theirs]

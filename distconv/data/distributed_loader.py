@@ -252,9 +252,7 @@ class _Shares:
     def begin(self, done: int, drawn: int) -> Iterator[_MiniBatch]:
         """Return an iterator over this rank's samples of each mini-batch after the first `done`.
 
-        Parameters
-        ----------
-        drawn: the checksum of the names of the first `done`.
+        `drawn` is the checksum of the names of the first `done`.
         """
         self._sampler.begin(done, drawn, self._loader.persistent_workers)
         loading = iter(self._sharing)
@@ -460,12 +458,8 @@ def _text(tensors: Mapping[Any, Tensor]) -> str:
 def _tensors(content: Any, count: int | None) -> dict[Any, Tensor]:
     """Return the tensors in a mini-batch by name; those of subclasses as plain tensors.
 
-    Parameters
-    ----------
-    count: the number of loaded samples; None where it is not known.
-
-    Raises DataError for a mini-batch without tensors, and for tensors that cannot be cut by
-    samples.
+    `count` is the number of loaded samples; None where it is not known. Raises DataError for a
+    mini-batch without tensors, and for tensors that cannot be cut by samples.
     """
     found: dict[Any, Tensor] = {}
     kinds = {}

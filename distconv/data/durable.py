@@ -80,12 +80,9 @@ def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> str:
 def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
     """Return the content of a file that `write_checksummed` wrote, without the checksum.
 
-    Parameters
-    ----------
-    checksum: the checksum that `write_checksummed` returned, where it is known.
-
-    Raises DamagedFile if the content is truncated or changed, or its checksum is not `checksum`.
-    Raises OSError if the file cannot be read.
+    `checksum` is the checksum that `write_checksummed` returned, where it is known. Raises
+    DamagedFile if the content is truncated or changed, or its checksum is not `checksum`. Raises
+    OSError if the file cannot be read.
     """
     content, trailer = _read(path)
     if trailer != _trailer(hashlib.sha256(content).hexdigest()):

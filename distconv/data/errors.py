@@ -111,12 +111,9 @@ def in_step(
 
     Each item takes one small reduction. The iteration ends when the items of all ranks do.
 
-    Parameters
-    ----------
-    remedy: the way out, for the message, where names differ.
-
-    Raises DataError on every rank, where the names differ, or some ranks have items left and others
-    have none, or where making an item raised on any.
+    `remedy` is the way out, for the message, where names differ. Raises DataError on every rank,
+    where the names differ, or some ranks have items left and others have none, or where making an
+    item raised on any.
     """
     agreement = Agreement(grid)
     with closing(items):

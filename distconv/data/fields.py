@@ -195,9 +195,7 @@ class FieldOnGrid:
     def check_finite(self, finite: Any, wanted: Wanted, where: str = "") -> None:
         """Raise `DataError` naming the samples with values that are not finite.
 
-        Parameters
-        ----------
-        finite: for each element of this rank's block, whether it is finite.
+        `finite` tells for each element of this rank's block whether it is finite.
         """
         if not finite.all():
             bad = [i for i, one in zip(wanted.samples, finite, strict=True) if not one.all()]

@@ -73,9 +73,7 @@ class Sampler:
 class FixedBatches:
     """The same mini-batches in every epoch.
 
-    Parameters
-    ----------
-    batches: the sample numbers of each mini-batch.
+    `batches` are the sample numbers of each mini-batch.
     """
 
     def __init__(self, batches: Iterable[Sequence[int]]) -> None:

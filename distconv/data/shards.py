@@ -147,10 +147,8 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
 def _for(state: Any, target: Any) -> Any:
     """Return a state with this rank's block, read from the shards, in place of each stored tensor.
 
-    Parameters
-    ----------
-    target: the parameter that the state belongs to. A stored tensor with as many dimensions is cut
-        as it is, along the dimensions that have its extent; other tensors are whole.
+    `target` is the parameter that the state belongs to. A stored tensor with as many dimensions is
+    cut as it is, along the dimensions that have its extent; other tensors are whole.
     """
 
     def own(x: Any) -> Any:

@@ -42,9 +42,7 @@ class Piece:
     def place(self, out: NDArray[Any], values: NDArray[Any], order: Sequence[int]) -> None:
         """Copy the values of the box to their places in `out`, an array of the shape of the view.
 
-        Parameters
-        ----------
-        order: the order of the view's dimensions.
+        `order` is the order of the view's dimensions.
         """
         backwards = tuple(slice(None, None, -1 if flip else None) for flip in self.flips)
         out[self.target] = values.transpose(order)[backwards]

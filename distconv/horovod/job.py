@@ -83,10 +83,8 @@ JOINED, _WAITING = Announcement("join"), Announcement("synchronize")
 class Pending:
     """A collective that this rank has named; it starts when all ranks have.
 
-    Parameters
-    ----------
-    start: takes the announcements of all ranks, None for a rank that has joined, and starts the
-        collective; returns a function that waits for the result and returns it.
+    `start` takes the announcements of all ranks, None for a rank that has joined, and starts the
+    collective; returns a function that waits for the result and returns it.
     """
 
     def __init__(self, job: Job, start: Callable[[list[Announcement | None]], Callable[[], Any]]):
@@ -107,9 +105,7 @@ class Pending:
 class Job:
     """The ranks of a process set, each with samples of its own.
 
-    Parameters
-    ----------
-    comm: the ranks, as `ProcessGrid` takes them. All of them make it together.
+    `comm` are the ranks, as `ProcessGrid` takes them. All of them make it together.
     """
 
     def __init__(self, comm: Any = None):

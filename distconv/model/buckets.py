@@ -124,10 +124,8 @@ def fill_buckets(
 
     The last parameters come first. A bucket is full when it has `bucket_bytes`.
 
-    Parameters
-    ----------
-    parameters: each with the grid axes over which its gradient is summed; the parameters of a
-        bucket have the same axes and type.
+    `parameters` come with the grid axes over which their gradients are summed; those of a bucket
+    have the same axes and type.
     """
     buckets = []
     filling: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}

@@ -50,9 +50,7 @@ def reductions_noted_in(modules: Iterable[nn.Module]) -> list[GradientReduction]
 def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
     """Return the `GradientReduction` of a module; raise `ValueError` where it is not parallelized.
 
-    Parameters
-    ----------
-    caller: the name of the calling function, for the message.
+    `caller` is the name of the calling function, for the message.
     """
     reduction = reduction_of(module)
     if reduction is None:

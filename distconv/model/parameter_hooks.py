@@ -43,9 +43,7 @@ class Parts(Protocol):
     def take_part(self, n: int, new: bool) -> None:
         """Note a part that autograd has added, and start the sums whose parts are complete.
 
-        Parameters
-        ----------
-        new: whether the gradient is autograd's own tensor, made in this backward pass.
+        `new` says whether the gradient is autograd's own tensor, made in this backward pass.
         """
 
 

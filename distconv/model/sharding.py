@@ -29,10 +29,8 @@ def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: Proces
     A weight that is computed from other parameters, as by a parametrization, stays whole. Every
     rank passes the same module; no communication.
 
-    Parameters
-    ----------
-    layouts: the layouts of the inputs of modules, by name, which also apply to their submodules.
-        The inputs of other modules have the grid's default layout.
+    `layouts` are the layouts of the inputs of modules, by name, which also apply to their
+    submodules. The inputs of other modules have the grid's default layout.
     """
     for name, part in module.named_modules():
         weight = dict(part.named_parameters(recurse=False)).get("weight")

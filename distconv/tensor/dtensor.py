@@ -64,9 +64,7 @@ def to_dtensor(x: DistTensorBase) -> DTensor:
 def block_of_dtensor(d: DTensor, axes: Sequence[str], grid: ProcessGrid) -> tuple[Tensor, Layout]:
     """Return this rank's block of a DTensor as a grid cuts it, and the layout of all blocks.
 
-    Parameters
-    ----------
-    axes: the grid axis of each dimension of the tensor's mesh.
+    `axes` names the grid axis of each dimension of the tensor's mesh.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -119,10 +117,8 @@ def _without(cuts: Cuts, dimensions: Sequence[int]) -> Cuts:
 def _chunk(size: int, places: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """Return start and stop of torch's piece of a dimension.
 
-    Parameters
-    ----------
-    places: for one mesh dimension after the other, the number of pieces, and the number of this
-        one.
+    `places` has, for one mesh dimension after the other, the number of pieces, and the number of this
+    one.
     """
     start = 0
     for parts, index in places:

@@ -53,9 +53,7 @@ def channels_last(
 def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid) -> Tensor:
     """Return a rank's block of samples of a global shape in their best format, copied if need be.
 
-    Parameters
-    ----------
-    block: a tensor that needs no gradient.
+    `block` is a tensor that needs no gradient.
     """
     form = channels_last(shape, block.dtype, cuts, grid)
     return block.contiguous(memory_format=form or torch.contiguous_format)

@@ -57,11 +57,8 @@ class _Slot:
 class BoxesInFolder(Boxes):
     """Arrays in a file without a name, which disappears when the process ends, however it ends.
 
-    Parameters
-    ----------
-    folder: a folder on a disk of this node; it is made where it is missing.
-
-    Raises OSError where nothing can be written there.
+    `folder` is a folder on a disk of this node; it is made where it is missing. Raises OSError
+    where nothing can be written there.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -67,9 +67,7 @@ class Cache:
 
         No communication. Raises ValueError where this rank would keep more than the limit.
 
-        Parameters
-        ----------
-        others: further samples, to be read with the last of the mini-batches.
+        `others` are further samples, to be read with the last of the mini-batches.
         """
         arrivals = self._homes.plan(batches, others)
         if self._limit is not None:

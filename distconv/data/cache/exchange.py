@@ -53,10 +53,8 @@ class Homes:
     def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
         """Return the samples of each mini-batch that no part keeps yet.
 
-        Parameters
-        ----------
-        others: samples of later mini-batches. Those that no part keeps come with the last
-            mini-batch, spread over the parts.
+        `others` are samples of later mini-batches. Those that no part keeps come with the last
+        mini-batch, spread over the parts.
         """
         arrivals = [Arrivals() for _ in batches]
         for axes, parts in self._parts.items():
@@ -124,9 +122,7 @@ def parts_of(
     A kept box has replicas along the grid axes that do not cut its field; the rank receives from
     the replica with its own coordinates along these axes.
 
-    Parameters
-    ----------
-    shares: the samples and boxes that the rank needs of each field.
+    `shares` are the samples and boxes that the rank needs of each field.
     """
     for own, share in zip(fields, shares, strict=True):
         for place, (sample, view) in enumerate(zip(share.samples, share.views, strict=True)):

@@ -107,9 +107,7 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
 
     Missing chunks hold zeros, or the array's own fill value, as in zarr.
 
-    Parameters
-    ----------
-    name: the array in the group; None where the folder is an array, or a group of a single one.
+    `name` is the array in the group; None where the folder is an array, or a group of a single one.
     """
     try:
         import zarr

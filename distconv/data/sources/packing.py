@@ -93,9 +93,8 @@ class ScaleAndOffset:
 def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
     """Copy values of the same shape into `out`. Raises ValueError for types `out` cannot hold.
 
-    Parameters
-    ----------
-    casting: the permitted conversions, by numpy's names; integers must be in range in any case.
+    `casting` are the permitted conversions, by numpy's names; integers must be in range in any
+    case.
     """
     values = np.asarray(values)
     if values.shape != out.shape or not np.can_cast(values.dtype, out.dtype, casting):

@@ -72,9 +72,7 @@ def write_box(
 
     Not collective: processes may write disjoint boxes at the same time.
 
-    Parameters
-    ----------
-    values: contiguous, of the shape of the box.
+    `values` is contiguous, of the shape of the box.
     """
     try:
         # Without reading: of a page on a remote disk that is known in part, only that part is

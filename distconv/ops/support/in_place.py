@@ -33,10 +33,8 @@ def implements_in_place(
 ) -> None:
     """Register `method` as the in-place form of `rule`: it writes the result of `rule`.
 
-    Parameters
-    ----------
-    into_plain: writes to a plain tensor outside autograd; all operands are made whole if not given,
-        or where it returns `NotImplemented`.
+    `into_plain` writes to a plain tensor outside autograd; all operands are made whole if not
+    given, or where it returns `NotImplemented`.
     """
     name = method.__name__
 

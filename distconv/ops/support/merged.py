@@ -54,9 +54,7 @@ def fitting_factors(
 
     None where their factors do not fit together.
 
-    Parameters
-    ----------
-    operands: the factors of the dimensions of each operand; operands are broadcast to `shape`.
+    `operands` are the factors of the dimensions of each operand; operands are broadcast to `shape`.
     """
     splits: list[list[Shape]] = [[(n,)] for n in shape]
     for runs in operands:

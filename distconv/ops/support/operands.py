@@ -123,9 +123,7 @@ def filled_block(block: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     graph:
     torch leaves out gradients of empty tensors, and with them exchanges that other ranks wait for.
 
-    Parameters
-    ----------
-    shape: the shape of the ones; by default the block's, with 1 for 0.
+    `shape` is the shape of the ones; by default the block's, with 1 for 0.
     """
     ones = block.new_ones([max(n, 1) for n in block.shape] if shape is None else tuple(shape))
     return ones + block.sum().to(block.dtype)
