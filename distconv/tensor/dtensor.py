@@ -117,8 +117,8 @@ def _without(cuts: Cuts, dimensions: Sequence[int]) -> Cuts:
 def _chunk(size: int, places: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """Return start and stop of torch's piece of a dimension.
 
-    `places` has, for one mesh dimension after the other, the number of pieces, and the number of this
-    one.
+    `places` has, for one mesh dimension after the other, the number of pieces, and the number of
+    this one.
     """
     start = 0
     for parts, index in places:
