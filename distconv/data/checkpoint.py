@@ -32,13 +32,7 @@ from distconv.data.durable import (
     unseen,
     write_checksummed,
 )
-from distconv.data.errors import (
-    DataError,
-    bytes_of_rank_zero,
-    check_call,
-    on_rank_zero,
-    together,
-)
+from distconv.data.errors import DataError, bytes_of_rank_zero, check_call, on_rank_zero, together
 from distconv.data.shards import divide, for_module, for_optimizer, restored
 from distconv.grid.interface import Grid
 from distconv.model.consistency import check_in_sync, not_finite

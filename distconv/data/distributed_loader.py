@@ -37,9 +37,7 @@ _REPEATS = 16
 
 
 def distribute(
-    loader: Iterable[Any],
-    grid: ProcessGrid,
-    layout: Layout | Mapping[Any, Layout] | None = None,
+    loader: Iterable[Any], grid: ProcessGrid, layout: Layout | Mapping[Any, Layout] | None = None
 ) -> DistributedLoader:
     """Return the mini-batches of a loader as DistTensors. All ranks call it with equal loaders.
 
@@ -71,10 +69,7 @@ class DistributedLoader:
     """
 
     def __init__(
-        self,
-        loader: Iterable[Any],
-        grid: ProcessGrid,
-        layout: Layout | Mapping[Any, Layout] | None,
+        self, loader: Iterable[Any], grid: ProcessGrid, layout: Layout | Mapping[Any, Layout] | None
     ) -> None:
         self.grid = grid
         self._loader, self._layout = loader, layout

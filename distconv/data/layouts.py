@@ -13,9 +13,7 @@ Name = TypeVar("Name")
 
 
 def batch_cuts(
-    shapes: Mapping[Name, tuple[int, ...]],
-    layout: Layout | Mapping[Any, Layout] | None,
-    grid: Grid,
+    shapes: Mapping[Name, tuple[int, ...]], layout: Layout | Mapping[Any, Layout] | None, grid: Grid
 ) -> dict[Name, Cuts]:
     """Return the grid axes over which each dimension of each field of a mini-batch is cut.
 

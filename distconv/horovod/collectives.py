@@ -574,10 +574,7 @@ allgather, allgather_async = _family(
     "alone they may differ. The gradient is averaged over the ranks, as in Horovod.",
 )
 grouped_allgather, grouped_allgather_async = _family(
-    "grouped_allgather",
-    _GATHER,
-    "name process_set",
-    "Return `allgather` of each tensor.",
+    "grouped_allgather", _GATHER, "name process_set", "Return `allgather` of each tensor."
 )
 broadcast, broadcast_async, broadcast_, broadcast_async_ = _family(
     "broadcast",
@@ -610,8 +607,5 @@ reducescatter, reducescatter_async = _family(
     "more. For the gradient those of all ranks are gathered.",
 )
 grouped_reducescatter, grouped_reducescatter_async = _family(
-    "grouped_reducescatter",
-    _SCATTER,
-    _OF_SCATTERS,
-    "Return `reducescatter` of each tensor.",
+    "grouped_reducescatter", _SCATTER, _OF_SCATTERS, "Return `reducescatter` of each tensor."
 )

@@ -140,9 +140,7 @@ class Job:
         return self._grids[key]
 
     def start(
-        self,
-        mine: Announcement,
-        start: Callable[[list[Announcement | None]], Callable[[], Any]],
+        self, mine: Announcement, start: Callable[[list[Announcement | None]], Callable[[], Any]]
     ) -> Pending:
         """Name a collective; it starts in this round or a later one, when all ranks have named it.
 

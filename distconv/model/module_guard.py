@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from distconv.comm.agreement import Agreement, differences
 from distconv.comm.checksums import due, unequal
 from distconv.model.consistency import checked_state
-from distconv.model.gradient_reduction import (
-    GradientReduction,
-    reduction_of,
-)
+from distconv.model.gradient_reduction import GradientReduction, reduction_of
 from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import check_untraced

@@ -24,12 +24,7 @@ from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.recording import (
-    ADVICE_FOR_FUNCTIONS,
-    gradient_part,
-    recorded,
-    whole_gradient,
-)
+from distconv.tensor.recording import ADVICE_FOR_FUNCTIONS, gradient_part, recorded, whole_gradient
 from distconv.torch_private import (
     apply_of_torch,
     at_first_grid,

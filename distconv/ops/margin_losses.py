@@ -24,10 +24,7 @@ def _check_dimensions(name: str, *tensors: Tensor) -> None:
 
 @terms_of(F.cosine_embedding_loss)
 def cosine_embedding_loss(
-    input1: Tensor,
-    input2: Tensor,
-    target: Tensor,
-    margin: float = 0,
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0
 ) -> Tensor:
     """Return 1 - cos of pairs of vectors where the target is 1, max(0, cos - margin) where -1."""
     name = "cosine_embedding_loss"
@@ -45,11 +42,7 @@ def cosine_embedding_loss(
 
 
 @terms_of(F.hinge_embedding_loss)
-def hinge_embedding_loss(
-    input: Tensor,
-    target: Tensor,
-    margin: float = 1.0,
-) -> Tensor:
+def hinge_embedding_loss(input: Tensor, target: Tensor, margin: float = 1.0) -> Tensor:
     """Return the distance where the target is 1, max(0, margin - distance) where it is -1."""
     lacking = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
     return lacking + torch.where(target != -1, input, 0.0)
@@ -57,10 +50,7 @@ def hinge_embedding_loss(
 
 @terms_of(F.margin_ranking_loss)
 def margin_ranking_loss(
-    input1: Tensor,
-    input2: Tensor,
-    target: Tensor,
-    margin: float = 0,
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0
 ) -> Tensor:
     """Return max(0, margin - target * (input1 - input2))."""
     _check_dimensions("margin_ranking_loss", input1, input2, target)
@@ -69,11 +59,7 @@ def margin_ranking_loss(
 
 @terms_of(F.poisson_nll_loss)
 def poisson_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    log_input: bool = True,
-    full: bool = False,
-    eps: float = 1e-8,
+    input: Tensor, target: Tensor, log_input: bool = True, full: bool = False, eps: float = 1e-8
 ) -> Tensor:
     """Return the negative logarithm of Poisson densities; `input` is the mean, or its logarithm."""
     if log_input:
@@ -87,19 +73,14 @@ def poisson_nll_loss(
 
 
 @terms_of(F.soft_margin_loss)
-def soft_margin_loss(
-    input: Tensor,
-    target: Tensor,
-) -> Tensor:
+def soft_margin_loss(input: Tensor, target: Tensor) -> Tensor:
     """Return the logistic loss of classes 1 and -1."""
     return (-target * input).exp().log1p()
 
 
 @terms_of(F.multilabel_soft_margin_loss)
 def multilabel_soft_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
+    input: Tensor, target: Tensor, weight: Tensor | None = None
 ) -> Tensor:
     """Return the mean over the classes, the last dimension, of their logistic losses."""
     terms = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
@@ -110,11 +91,7 @@ def multilabel_soft_margin_loss(
 
 @terms_of(F.multi_margin_loss)
 def multi_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    p: int = 1,
-    margin: float = 1.0,
-    weight: Tensor | None = None,
+    input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
     """Return the sum of max(0, margin - right score + other score)^p over the last dimension's
     classes.
@@ -126,10 +103,7 @@ def multi_margin_loss(
 
 
 @terms_of(F.multilabel_margin_loss)
-def multilabel_margin_loss(
-    input: Tensor,
-    target: Tensor,
-) -> Tensor:
+def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
     """Return the sum of max(0, 1 - right score + other score) over the last dimension's classes.
 
     The classes are made whole on every rank.

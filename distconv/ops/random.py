@@ -158,9 +158,7 @@ def _new(
 
 
 def _drawn_like(
-    function: Callable[..., Tensor],
-    check: Callable[..., Any],
-    values: Callable[..., Tensor],
+    function: Callable[..., Tensor], check: Callable[..., Any], values: Callable[..., Tensor]
 ) -> Callable[..., DistTensor]:
     """Register a function that returns random numbers in the layout of a tensor.
 

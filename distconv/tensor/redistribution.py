@@ -60,12 +60,7 @@ def gather_by(
 
 
 def reduce_scatter(
-    partial: Tensor,
-    shape: tuple[int, ...],
-    source: Cuts,
-    target: Cuts,
-    grid: Grid,
-    operator: str,
+    partial: Tensor, shape: tuple[int, ...], source: Cuts, target: Cuts, grid: Grid, operator: str
 ) -> Tensor:
     """Return this rank's block, cut by `target`, of the sum of blocks of `shape` cut by `source`.
 

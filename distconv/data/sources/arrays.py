@@ -30,11 +30,7 @@ class ArraySource(Source):
     """
 
     def __init__(
-        self,
-        array: Any,
-        name: str,
-        single: bool = False,
-        check: Callable[[], None] | None = None,
+        self, array: Any, name: str, single: bool = False, check: Callable[[], None] | None = None
     ) -> None:
         self.name = name
         self._array, self._single, self._check = array, single, check

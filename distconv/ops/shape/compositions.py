@@ -120,11 +120,7 @@ def _copied(function: Callable[..., Any], view: Callable[..., Any]) -> None:
 
 
 def _sliced(
-    input: DistTensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
+    input: DistTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> DistTensor:
     return slice_of(input, dim, start, end, step)
 
@@ -162,11 +158,7 @@ def _in_place(method: Callable[..., Any], view: Callable[..., Any]) -> None:
             )
         made = rule(input, *args, **kwargs)
         # Below torch's functions, a tensor without elements holds the shape, too.
-        with (
-            torch.no_grad(),
-            without_torch_function(),
-            without_torch_dispatch(),
-        ):
+        with torch.no_grad(), without_torch_function(), without_torch_dispatch():
             method(input, *args, **kwargs)
         input.become(made)
         return input

@@ -40,11 +40,7 @@ def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
     behind = x.dim() - chosen.dim()
     shape = tuple(x.shape)
     cuts = cuts_of_broadcast(
-        (
-            (shape, x.cuts),
-            ((*chosen.shape, *(1,) * behind), (*chosen.cuts, *((),) * behind)),
-        ),
-        shape,
+        ((shape, x.cuts), ((*chosen.shape, *(1,) * behind), (*chosen.cuts, *((),) * behind))), shape
     )
     over, along = cuts[: chosen.dim()], cuts[chosen.dim() :]
     here = local_operand(chosen, shape[: chosen.dim()], over, grid, operator)

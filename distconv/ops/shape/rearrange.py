@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from distconv.geometry.index_maps import IndexMap, Reversed, Rolled, Same
-from distconv.ops.shape.indexing import (
-    cat,
-)
+from distconv.ops.shape.indexing import cat
 from distconv.ops.shape.reshape import permute, unsqueeze
 from distconv.ops.support.argument_forms import (
     as_sizes,

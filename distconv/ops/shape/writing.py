@@ -98,13 +98,7 @@ def _places(
 
 
 def _placed(
-    name: str,
-    input: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    *reduce: str,
-    **options: Any,
+    name: str, input: Tensor, dim: int, index: Tensor, source: Tensor, *reduce: str, **options: Any
 ) -> DistTensor:
     """Return the function `name` of this rank's block, and the positions and slices in it."""
     function: Callable[..., Tensor] = getattr(torch, name)
