@@ -223,8 +223,7 @@ class Loader:
         """Yield the values of each mini-batch, received from the ranks that keep them.
 
         A background thread reads samples that no rank keeps yet. Messages are exchanged in the
-        thread of
-        the program: those of the next mini-batch start before this one's are waited for.
+        thread of the program: those of the next mini-batch start before this one's are waited for.
         """
         sampler = self.batch_sampler
         others = range(sampler.samples) if isinstance(sampler, Sampler) else ()

@@ -237,8 +237,7 @@ class GradientReduction:
         """Return whether sums start in one order on all ranks, after the backward pass.
 
         A parameter may have no gradient on some ranks. These ranks start its bucket at the end, so
-        all
-        ranks must: within the backward pass it would come at another place among the exchanges.
+        all ranks must: within the backward pass it would come at another place among the exchanges.
         """
         return self._grid.transport.ordered or self._wire is not None
 

@@ -33,8 +33,7 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]
 
     Every rank passes the same state, with tensors of global shapes, and keeps its blocks of them;
     no communication. A DistTensor in the state must be cut as the target is. Names and shapes that
-    do
-    not fit raise the errors of torch's `load_state_dict`, on every rank.
+    do not fit raise the errors of torch's `load_state_dict`, on every rank.
     """
     if isinstance(target, nn.Module):
         target.load_state_dict(state)

@@ -70,8 +70,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
 
     torch records operations below its functions on the DistTensors, where the records are lost:
     autograd lives on the shards. The wrapper only remembers that they require gradients, so that
-    such a
-    result is found. A user's own torch.autograd.Function is recorded right, by
+    such a result is found. A user's own torch.autograd.Function is recorded right, by
     `ops/custom_function.py`.
 
     A value that was returned as a plain tensor, with which every rank computes the same, is no

@@ -34,8 +34,7 @@ def _adaptive(
     """Pool adaptively, with windows that differ from output to output.
 
     A dimension with fewer outputs than parts becomes whole on every rank. This avoids empty blocks;
-    in
-    the heads of networks the dimension is about to be flattened anyway.
+    in the heads of networks the dimension is about to be flattened anyway.
     """
     sizes = tuple(input.shape[2:])
     windows = [AdaptiveWindow(m) for m in _adaptive_sizes(output_size, sizes, n)]
