@@ -567,7 +567,7 @@ def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> 
 
 
 def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where the optimizer's state, saved by an earlier version, does not fit its parameters."""
+    """Raise where a state, saved by an earlier version, does not fit the optimizer's parameters."""
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:

@@ -116,7 +116,7 @@ class HDF5Source(Source):
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Return an HDF5 file, open for reading. Raises OSError with its name if it cannot be opened."""
+    """Return an HDF5 file, open for reading. Raises OSError with its name if that fails."""
     try:
         import h5py
     except ImportError as error:
