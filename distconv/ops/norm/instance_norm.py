@@ -8,15 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.comm.collectives import all_reduce
-from distconv.geometry.layout import cutting_axes
-from distconv.ops.norm.batch_norm import batch_norm, gather_running_statistics, own_channels
-from distconv.ops.norm.form import Form
-from distconv.ops.norm.moments import element_counts_of_peers
-from distconv.ops.norm.normalize import check_parameter_types, normalize
+from distconv.ops.norm.batch_norm import batch_norm
+from distconv.ops.norm.group_norm import group_norm_over
+from distconv.ops.norm.normalize import check_parameter_types
 from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import Placement, as_distributed, common_grid
+from distconv.ops.support.operands import (
+    as_distributed,
+    common_grid,
+    gather_whole,
+    to_accumulation_type,
+)
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -50,26 +52,11 @@ def instance_norm(
             "instance_norm: expected more than 1 spatial element when training, got input size "
             f"{tuple(x.shape)}"
         )
-    spatial = tuple(range(2, x.dim()))
-    group = cutting_axes(x.cuts[2:])
-    counts = element_counts_of_peers(Placement.of(x), spatial, group)
-
-    def update(mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics with the mean over the samples."""
-        if running_mean is None or running_var is None or not elements:
-            return
-        sums = torch.stack([mean, variance * (elements / (elements - 1))]).sum(1)
-        axes = cutting_axes(x.cuts[:1])
-        total = all_reduce(sums, x.grid, axes) if axes else sums
-        running = running_mean, running_var
-        own = [own_channels(t, x, "instance_norm") for t in running]
+    if running_mean is not None and running_var is not None and elements:
         with torch.no_grad():
-            for t, batch in zip(own, total, strict=True):
-                assert t is not None
-                t.lerp_((batch / x.shape[0]).to(t.dtype), momentum)
-        gather_running_statistics(x, running, own, "instance_norm")
-
-    weight, bias = (own_channels(t, x, "instance_norm") for t in (weight, bias))
-    form = Form(x.shard.shape[1], of_each_sample=True)
-    shard = normalize(x.shard, weight, bias, form, x.grid, group, counts, eps, update)
-    return DistTensor(shard, x.shape, x.cuts, x.grid)
+            over = tuple(range(2, x.dim()))
+            variance, mean = torch.var_mean(to_accumulation_type(x.detach()), over)
+            for running, batch in ((running_mean, mean), (running_var, variance)):
+                own = gather_whole(batch.mean(0), "instance_norm")
+                running.lerp_(own.to(running.dtype), momentum)
+    return group_norm_over(None, x, max(x.shape[1], 1), weight, bias, eps)
