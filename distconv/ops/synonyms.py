@@ -49,8 +49,22 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
 """The rules of functions of torch, of torch.Tensor, or of both."""
 
 _CHECKED: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.bilinear: lambda input1, input2, weight, bias=None: (
+        torch.einsum("...a,...b,cab->...c", input1, input2, weight) + (0 if bias is None else bias)
+    ),
+    F.pairwise_distance: lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: (x1 - x2 + eps).norm(
+        p, -1, keepdim
+    ),
     torch.bmm: lambda input, mat2: torch.matmul(input, mat2),
     torch.chain_matmul: lambda *matrices: reduce(torch.matmul, matrices),
+    torch.bucketize: lambda input, boundaries, **options: torch.searchsorted(
+        boundaries, input, **options
+    ),
+    torch.cross: lambda input, other, dim=None: torch.linalg.cross(
+        input,
+        other,
+        dim=torch.broadcast_shapes(input.shape, other.shape).index(3) if dim is None else dim,
+    ),
     torch.diag: lambda input, diagonal=0: (
         input.diag_embed(diagonal) if input.dim() == 1 else input.diagonal(diagonal).clone()
     ),
@@ -60,9 +74,20 @@ _CHECKED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.linalg.cross: lambda input, other, *, dim=-1: (
         input.roll(-1, dim) * other.roll(-2, dim) - input.roll(-2, dim) * other.roll(-1, dim)
     ),
+    torch.inner: lambda input, other: (
+        torch.tensordot(input, other, ((-1,), (-1,)))
+        if input.dim() and other.dim()
+        else input * other
+    ),
+    torch.linalg.multi_dot: lambda tensors: reduce(torch.matmul, tensors),
     torch.linalg.vecdot: lambda x, y, *, dim=-1: (x.conj() * y).sum(dim),
     torch.mm: lambda input, mat2: torch.matmul(input, mat2),
     torch.mv: lambda input, vec: torch.matmul(input, vec),
+    torch.nanmean: lambda input, dim=None, keepdim=False, *, dtype=None: (
+        torch.nansum(input, dim, keepdim, dtype=dtype)
+        / input.detach().isnan().logical_not().sum(dim, keepdim)
+    ),
+    torch.outer: lambda input, vec2: torch.einsum("a,b->ab", input, vec2),
     torch.trace: lambda input: input.diagonal().sum(),
     torch.vdot: lambda input, other: torch.dot(input.conj(), other),
 }
@@ -74,6 +99,7 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
     ),
     torch.linalg.diagonal: lambda A, *, offset=0, dim1=-2, dim2=-1: A.diagonal(offset, dim1, dim2),
     Tensor.mT.__get__: lambda input: input.transpose(-2, -1),  # type: ignore[attr-defined]
+    **dict.fromkeys((torch.ger, Tensor.ger), lambda input, vec2: torch.outer(input, vec2)),
     Tensor.where: lambda input, condition, other: torch.where(condition, input, other),
 }
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Same, Window
-from distconv.ops.reduce.norms import norm
 from distconv.ops.shape.indexing import cat
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
 from distconv.ops.support.metadata_checks import check_on_meta
@@ -132,12 +130,3 @@ def _trapezoid(y: Tensor, x: Tensor | None, dx: Any, dim: int) -> Tensor:
     if x is None:
         return torch.cumulative_trapezoid(y, dx=dx, dim=dim)
     return torch.cumulative_trapezoid(y, x, dim=dim)
-
-
-@implements(F.pairwise_distance, torch.pairwise_distance)
-def pairwise_distance(
-    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
-) -> Tensor:
-    check_on_meta(F.pairwise_distance, x1, x2, p, eps, keepdim)
-    difference: Any = x1 - x2 + eps
-    return norm(difference, p, -1, keepdim)

@@ -226,11 +226,6 @@ def sparse_mm(mat1: Tensor, mat2: Tensor, reduce: str | None = None) -> DistTens
     return torch.mm(mat1, mat2)  # type: ignore[return-value]
 
 
-@implements(torch.outer, torch.Tensor.outer, torch.ger, torch.Tensor.ger)
-def outer(input: Tensor, vec2: Tensor) -> DistTensor:
-    return contract("outer", ["a", "b"], "ab", [input, vec2])
-
-
 def _added(
     function: Any, product: Callable[[Tensor, Tensor], Tensor], first: str, second: str
 ) -> None:

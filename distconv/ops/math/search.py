@@ -29,16 +29,6 @@ def isin(
     return DistTensor(found, elements.shape, elements.cuts, elements.grid)
 
 
-@implements(torch.bucketize)
-def bucketize(
-    input: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False
-) -> Any:
-    """Return the index of each element's interval between `boundaries`, which are made whole."""
-    if boundaries.dim() != 1:
-        raise RuntimeError(f"bucketize: boundaries {tuple(boundaries.shape)}; expected a vector")
-    return searchsorted(boundaries, input, out_int32=out_int32, right=right)
-
-
 @implements(torch.searchsorted)
 def searchsorted(
     sorted_sequence: Tensor,

@@ -97,18 +97,6 @@ def nansum(
     return sum_by(torch.nansum, input, dim, keepdim, dtype)
 
 
-@implements(torch.nanmean, torch.Tensor.nanmean)
-def nanmean(
-    input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    if not (input.is_floating_point() or input.is_complex()):
-        raise NotImplementedError(
-            f"nanmean: not implemented for {input.dtype}; convert it, x.double()"
-        )
-    count = input.detach().isnan().logical_not().sum(dim, keepdim)
-    return nansum(input, dim, keepdim, dtype=dtype) / count
-
-
 def _require_real(name: str, input: Tensor) -> None:
     if input.is_complex():
         raise NotImplementedError(f"{name}: not implemented for {input.dtype}; take its real part")
