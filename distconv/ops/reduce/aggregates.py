@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod as product
 from typing import Any
 
@@ -26,31 +25,9 @@ from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def _aggregate(
-    input: DistTensor,
-    dim: Dims,
-    keepdim: bool,
-    local: Callable[[Tensor, tuple[int, ...]], Tensor],
-    among: Callable[[Tensor], Tensor] | None = None,
-) -> DistTensor:
-    """Reduce the block over dimensions, which stay, and the stacked results of the ranks."""
-    over = normalize_dims(dim, input.dim())
-    axes = cutting_axes(input.cuts[d] for d in over)
-    own = local(input.shard, over)
-    if not axes:
-        return reduction_result(input, own, over, keepdim)
-    parts = all_gather_with_grad(own, input.grid, axes)
-    combined = among(parts) if among is not None else local(parts, (0,)).squeeze(0)
-    return reduction_result(input, combined, over, keepdim)
-
-
 def _names_nothing(dim: Any) -> bool:
     """Return whether `dim` is an empty sequence, which some functions do not take for all."""
     return isinstance(dim, Sequence) and not dim
-
-
-def _as_booleans(input: DistTensor) -> DistTensor:
-    return DistTensor(input.shard != 0, input.shape, input.cuts, input.grid)
 
 
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
@@ -74,20 +51,24 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
     return reduction_result(input, total.shard.log() + largest, over, keepdim)
 
 
-@implements(torch.all, torch.Tensor.all)
-@works_along(reduces=True)
-def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
-    if _names_nothing(dim):
-        return _as_booleans(input)
-    return _aggregate(input, dim, keepdim, partial(reduce_in_order_of_memory, torch.all))
+def _of_truth(function: Callable[..., Tensor], method: Callable[..., Tensor]) -> None:
+    """Register `all` or `any`."""
+
+    @implements(function, method)
+    @works_along(reduces=True)
+    def rule(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
+        if _names_nothing(dim):
+            return DistTensor(input.shard != 0, input.shape, input.cuts, input.grid)
+        over = normalize_dims(dim, input.dim())
+        own = reduce_in_order_of_memory(function, input.shard, over)
+        axes = cutting_axes(input.cuts[d] for d in over)
+        if axes:
+            own = function(all_gather_with_grad(own, input.grid, axes), 0)
+        return reduction_result(input, own, over, keepdim)
 
 
-@implements(torch.any, torch.Tensor.any)
-@works_along(reduces=True)
-def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
-    if _names_nothing(dim):
-        return _as_booleans(input)
-    return _aggregate(input, dim, keepdim, partial(reduce_in_order_of_memory, torch.any))
+_of_truth(torch.all, Tensor.all)
+_of_truth(torch.any, Tensor.any)
 
 
 class _Moments(ShardFunction):
