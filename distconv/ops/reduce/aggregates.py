@@ -1,4 +1,4 @@
-"""Reductions, such as products and norms, in which the same function reduces ranks' results."""
+"""Truth of all or any elements, logarithms of sums of exponentials, and variances, over dimensions."""
 
 from __future__ import annotations
 
