@@ -1,4 +1,4 @@
-"""Truth of all or any elements, logarithms of sums of exponentials, and variances, over dimensions."""
+"""Truth of all or any elements, variances, and logarithms of sums of exponentials."""
 
 from __future__ import annotations
 
