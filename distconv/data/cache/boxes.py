@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -16,33 +15,16 @@ from distconv.data.durable import unwritable
 from distconv.data.writing.contiguous import write_at
 
 
-class Boxes(ABC):
-    """Arrays kept under the keys that `add` returns. Any thread may call the methods."""
-
-    @abstractmethod
-    def add(self, values: NDArray[Any]) -> Any:
-        """Keep an array, which must not change any more, and return its key."""
-
-    @abstractmethod
-    def get(self, place: Any) -> NDArray[Any]:
-        """Return the array of a key, to be read only."""
-
-    @abstractmethod
-    def drop(self, place: Any) -> None:
-        """Remove an array."""
-
-
-class BoxesInMemory(Boxes):
-    """Arrays kept as they are: each is its own key."""
+class BoxesInMemory:
+    """Arrays kept as they are, which must not change any more: each is its own key."""
 
     def add(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the array."""
         return values
 
-    def get(self, place: Any) -> NDArray[Any]:
-        array: NDArray[Any] = place
-        return array
+    get = add
 
-    def drop(self, place: Any) -> None:
+    def drop(self, place: NDArray[Any]) -> None:
         """Do nothing: nobody else holds the array."""
 
 
@@ -54,8 +36,10 @@ class _Slot:
     dtype: np.dtype[Any]
 
 
-class BoxesInFolder(Boxes):
+class BoxesInFolder:
     """Arrays in a file without a name, which disappears when the process ends, however it ends.
+
+    Arrays are kept under the keys that `add` returns. Any thread may call the methods.
 
     `folder` is a folder on a disk of this node; it is made where it is missing. Raises OSError
     where nothing can be written there.

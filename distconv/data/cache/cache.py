@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distconv.data.cache.boxes import Boxes, BoxesInFolder, BoxesInMemory
+from distconv.data.cache.boxes import BoxesInFolder, BoxesInMemory
 from distconv.data.cache.exchange import Arrivals, CachedBox, Homes, parts_of, receivers
 from distconv.data.fields import FieldOnGrid, Values
 from distconv.data.sources.interface import Source
@@ -57,7 +57,7 @@ class Cache:
             raise ValueError(f"cache_limit={limit} is no number of bytes; choose 1 or more")
         self._fields, self._grid, self._read, self._limit = fields, grid, read, limit
         self._where = where
-        self._boxes: Boxes = BoxesInMemory() if where == "memory" else BoxesInFolder(Path(where))
+        self._boxes: Any = BoxesInMemory() if where == "memory" else BoxesInFolder(Path(where))
         self._homes = Homes(grid.topology, [own.cuts[0] for own in fields])
         self._kept: Loaded = {}
         self.bytes_received = 0
