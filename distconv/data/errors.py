@@ -8,8 +8,9 @@ from contextlib import closing
 from itertools import count
 from typing import Any, TypeVar
 
-from distconv.comm.agreement import Agreement, differences, fingerprint
+from distconv.comm.agreement import Agreement, fingerprint
 from distconv.grid.interface import Grid
+from distconv.grid.whereabouts import ranks_in_words
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -78,9 +79,17 @@ def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
 
     Raises DataError on every rank, with the values that differ and the ranks that have them.
     """
-    found = differences(grid.all_gather_object(dict(facts)))
-    if found:
-        raise DataError(f"the ranks differ: {'; '.join(found)}. {remedy}")
+    everywhere = grid.all_gather_object(dict(facts))
+    complaints = []
+    for name in dict.fromkeys(name for facts in everywhere for name in facts):
+        ranks: dict[str | None, list[int]] = {}
+        for rank, there in enumerate(everywhere):
+            ranks.setdefault(there.get(name), []).append(rank)
+        if len(ranks) > 1:
+            values = (f"{v or 'missing'} on {ranks_in_words(those)}" for v, those in ranks.items())
+            complaints.append(f"{name} is {' and '.join(values)}")
+    if complaints:
+        raise DataError(f"the ranks differ: {'; '.join(complaints)}. {remedy}")
 
 
 def check_call(
