@@ -292,11 +292,11 @@ class Frozen(nn.Conv2d):
     [
         (lambda: nn.Conv2d(3, 4, 5), "weight"),
         (lambda: nn.Conv2d(3, 4, 3, bias=False), "bias"),
-        (lambda: nn.Conv2d(3, 4, 3).double(), "bias"),
+        (lambda: nn.Conv2d(3, 4, 3).double(), "weight"),
         (lambda: Frozen(3, 4, 3), "bias"),
         (lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), "weight"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), "0.bias"),
-        (lambda: nn.LazyConv2d(4, 3), "bias"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), "weight"),
+        (lambda: nn.LazyConv2d(4, 3), "weight"),
     ],
 )
 def test_modules_that_differ_between_ranks_are_refused(other: Callable, name: str) -> None:
