@@ -16,7 +16,7 @@ from distconv.tensor.nested import tensors_in
 
 _NAMES = """
     block_diag cartesian_prod combinations corrcoef cov histc histogram kron meshgrid nonzero_static
-    unique unique_consecutive
+    pdist unique unique_consecutive
 """.split()
 
 

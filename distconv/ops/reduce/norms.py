@@ -24,7 +24,6 @@ from distconv.ops.support.operands import (
     common_grid,
     local_operand,
 )
-from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -167,10 +166,3 @@ def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
         compute_mode in (None, "use_mm_for_euclid_dist_if_necessary") and max(vectors) > 25
     )
     return "use_mm_for_euclid_dist" if by_product else "donot_use_mm_for_euclid_dist"
-
-
-@implements(F.pdist, torch.pdist)
-def pdist(input: DistTensor, p: float = 2.0) -> DistTensor:
-    """Return the distances of all pairs of rows of a matrix. Both are whole on every rank."""
-    result: DistTensor = apply_along(F.pdist, "pdist", input, [0, 1], p, dropped=[0, 1])
-    return result

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Reversed, Rolled, Same
 from distconv.ops.shape.indexing import cat
@@ -36,13 +37,9 @@ def flip(input: DistTensor, *dims: Any) -> DistTensor:
 @implements(torch.roll, torch.Tensor.roll)
 def roll(
     input: DistTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
-) -> DistTensor:
+) -> Tensor:
     if dims is None or (isinstance(dims, (tuple, list)) and not dims):
-        flat = input.flatten()
-        assert isinstance(flat, DistTensor)
-        result = roll(flat, shifts, 0).view(tuple(input.shape))
-        assert isinstance(result, DistTensor)
-        return result
+        return torch.roll(input.flatten(), shifts, 0).view(tuple(input.shape))
     amounts, chosen = whole_numbers(shifts, "shifts"), whole_numbers(dims, "dims")
     if len(amounts) != len(chosen):
         raise RuntimeError(f"roll: {len(amounts)} shifts for {len(chosen)} dimensions")
