@@ -128,23 +128,6 @@ def test_blocks_of_any_memory_layout_are_moved() -> None:
             assert torch.equal(gather(block, case.plan, case.grid, OUTSIDE), case.wanted), case
 
 
-@pytest.mark.parallel([1, 2, 4])
-def test_channels_last_blocks_are_moved_both_ways() -> None:
-    grid = dc.ProcessGrid(height=-1)
-    x = (
-        torch.arange(2 * 3 * 9 * 4.0)
-        .reshape(2, 3, 9, 4)
-        .contiguous(memory_format=torch.channels_last)
-    )
-    d = dc.distribute_tensor(x, grid)
-    local = d.to_local().contiguous(memory_format=torch.channels_last)
-    last = dc.DistTensor.from_local(local, grid).requires_grad_()
-    turned = last.redistribute(dc.Layout(channel="height"))
-    assert torch.equal(turned.detach().full_tensor(), x)
-    turned.backward(2 * x)
-    assert torch.equal(last.grad.full_tensor(), 2 * x)
-
-
 @pytest.mark.parallel(RANKS)
 def test_values_with_a_conjugation_or_negation_pending_arrive_resolved() -> None:
     rng = random.Random(2)
@@ -157,24 +140,6 @@ def test_values_with_a_conjugation_or_negation_pending_arrive_resolved() -> None
             buffer = gather(local, case.plan, case.grid)
             expected = lazy(z).resolve_conj().resolve_neg().flatten()[case.wanted]
             assert torch.equal(buffer.resolve_conj().resolve_neg(), expected), case
-
-
-@pytest.mark.parallel(RANKS)
-def test_redistribution_between_any_two_layouts_and_back_is_the_identity() -> None:
-    rng = random.Random(3)
-    for _ in examples(40):
-        grid = random_grid(rng)
-        shape = tuple(rng.randrange(9) for _ in range(rng.randrange(6)))
-        x = torch.arange(torch.Size(shape).numel()).reshape(shape)
-        layouts = [random_layout(rng, grid, shape) for _ in range(2)]
-        blocks = [x[dc.local_box(shape, grid, layout).slices] for layout in layouts]
-        first = dc.DistTensor(blocks[0], shape, layouts[0].cuts(len(shape)), grid)
-        second = first.redistribute(layouts[1])
-        assert second.layout == layouts[1]
-        assert torch.equal(second.shard, blocks[1])
-        third = second.redistribute(layouts[0])
-        assert third.layout == first.layout
-        assert torch.equal(third.shard, first.shard)
 
 
 @pytest.mark.parallel(RANKS)
@@ -195,22 +160,6 @@ def test_the_backward_of_a_gather_is_its_adjoint() -> None:
         y = integers(case.plan.buffer_shape, seed + 1)
         buffer.backward(y)
         assert inner(buffer.detach(), y) == inner(x.detach(), x.grad), case
-
-
-@pytest.mark.parallel(RANKS)
-def test_the_second_derivative_of_a_gather_is_right() -> None:
-    rng = random.Random(5)
-    for seed in examples(15):
-        case = Case(rng)
-        x = integers(case.plan.block_shape, seed).requires_grad_()
-        v = integers(case.plan.block_shape, seed + 1)
-        w = integers(case.plan.buffer_shape, seed + 2)
-        loss = (w * gather(x, case.plan, case.grid) ** 3).sum()
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        (product,) = torch.autograd.grad((v * gradient).sum(), x)
-        weight = x.detach().clone().requires_grad_()
-        gather(weight, case.plan, case.grid).backward(w)
-        assert torch.equal(product, 6 * x.detach() * v * weight.grad), case
 
 
 @pytest.mark.parallel(RANKS)

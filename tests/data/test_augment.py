@@ -17,7 +17,6 @@ from distconv.data import (
     Dataset,
     Flip,
     HaloBlock,
-    Loader,
     Noise,
     Rotate90,
     Translate,
@@ -219,22 +218,6 @@ def test_noise_and_jitter_have_the_size_that_was_asked_for() -> None:
     assert 0.5 <= channels.min() and channels.max() <= 1.5
 
 
-@every_size
-def test_an_epoch_goes_on_on_another_grid_with_the_same_changes() -> None:
-    def loader(**extents: int) -> Loader:
-        data = Dataset(SQUARES, dc.ProcessGrid(**extents), augment=[Flip(), Rotate90(), Noise(1.0)])
-        return Loader(data, 2, True)
-
-    straight = [[x.full_tensor() for x in epoch] for epoch in [loader(sample=-1)] * 2]
-    interrupted = loader(sample=-1)
-    list(interrupted)
-    next(iter(interrupted))
-    resumed = loader(width=-1)
-    resumed.load_state_dict(interrupted.state_dict())
-    (rest,) = (x.full_tensor() for x in resumed)
-    assert torch.equal(rest, straight[1][1]) and not torch.equal(straight[0][1], rest)
-
-
 @several
 def test_a_rank_reads_no_more_than_it_needs_when_samples_are_cropped() -> None:
     data = Dataset(SQUARES, dc.ProcessGrid(height=-1), augment=[Crop((4, 4)), Rotate90()])
@@ -309,20 +292,6 @@ def test_boxes_come_with_their_halos(case: Case) -> None:
             assert x.local.shape == (*reach[:2], reach[2] + 2 * h, reach[3] + 2 * w)
         else:
             assert min(x.box.start) >= 0 and all(np.less_equal(x.box.stop, x.shape))
-
-
-@several
-def test_a_local_convolution_of_boxes_with_halos_is_the_serial_one() -> None:
-    torch.manual_seed(0)
-    conv = torch.nn.Conv2d(3, 2, 3).double()
-    grid = dc.ProcessGrid(height=-1)
-    data = Dataset({"x": X}, grid, dtype=torch.float64, halo=1, halo_border="zeros")
-    x = data.batch([1, 3])
-    made = dc.DistTensor.from_local(conv(x.local), grid, dc.Layout(height="height"))
-    serial = torch.nn.functional.conv2d(
-        torch.from_numpy(X[[1, 3]]).double(), conv.weight, conv.bias, padding=1
-    )
-    torch.testing.assert_close(made.full_tensor(), serial)
 
 
 @pytest.mark.parallel([1, 2])

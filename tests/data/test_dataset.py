@@ -7,13 +7,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
 
 import distconv as dc
-from distconv.data import DataError, Dataset
+from distconv.data import Dataset
 from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.sample_files import FIELDS, SAMPLES, SOURCES, X, Y, Z, write_hdf5
 
@@ -72,30 +71,6 @@ def test_chunks_that_defeat_the_cut_are_told_with_the_numbers(folder: Path) -> N
         assert "4 times as much. Pieces of (1, 3, 3, 7) would lie within their boxes" in words[0]
     crossing.batch([0, 1])
     assert WORLD.allreduce(crossing.bytes_fetched) == 4 * WORLD.allreduce(crossing.bytes_read)
-
-
-@several
-def test_the_six_lines_of_the_design_run(folder: Path) -> None:
-    def write() -> None:
-        with h5py.File(folder / "train.h5", "w") as file:
-            file["x"] = X / X.max()
-            file["y"] = Y % 4
-
-    on_rank_zero(write)
-    grid = dc.ProcessGrid(**GRIDS[WORLD.size][0])
-    model = dc.parallelize(torch.nn.Conv2d(3, 4, 3, padding=1), grid)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = dc.data.Dataset(str(folder / "train.h5"), grid, inputs="x", targets="y")
-    losses = []
-    dc.redistributions(reset=True)
-    for _ in range(10):
-        for x, y in dc.data.Loader(data, batch_size=2, shuffle=True):
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.item())
-    assert sum(losses[-3:]) < sum(losses[:3]) and dc.redistributions() == []
 
 
 @several
@@ -201,20 +176,6 @@ def test_other_data_on_one_rank_are_an_error_on_all() -> None:
     fails_everywhere(
         lambda: data.batch([1 if last else 0]), re.escape(f"samples is [0] on {others} and [1] on")
     )
-
-
-@several
-def test_a_function_that_fails_on_one_rank_is_an_error_on_all_with_its_cause() -> None:
-    def failing(sample: int, box: dc.Box) -> Any:
-        if sample == 2 and WORLD.rank == WORLD.size - 1:
-            return X[0]["no index"]
-        return X[sample][box.slices]
-
-    data = Dataset(dc.data.Function(failing, 5, (3, 6, 7)), dc.ProcessGrid(width=-1))
-    with pytest.raises(DataError, match="^IndexError: only integers") as caught:
-        data.batch([1, 2])
-    assert (caught.value.__cause__ is not None) == (WORLD.rank == WORLD.size - 1)
-    data.batch([1, 3])
 
 
 @every_size

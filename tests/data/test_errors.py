@@ -9,6 +9,7 @@ import pytest
 
 import distconv as dc
 from distconv.data.errors import (
+    DataError,
     bytes_of_rank_zero,
     check_alike,
     in_step,
@@ -36,6 +37,10 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
             raise OSError("disk\non fire")
 
     fails_everywhere(lambda: together(grid, only_the_last_fails), "^disk on fire$")
+    with pytest.raises(DataError) as caught:
+        together(grid, only_the_last_fails)
+    causes = WORLD.allgather(caught.value.__cause__ is not None)
+    assert causes == [rank == LAST for rank in range(WORLD.size)]
     fails_everywhere(lambda: on_rank_zero(grid, lambda: {}["a"]), "^KeyError: 'a'$")
     assert on_rank_zero(grid, lambda: WORLD.rank) == 0
 

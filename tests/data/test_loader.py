@@ -16,8 +16,7 @@ from distconv.data import Dataset, Function, Loader, Sampler
 from distconv.data.prefetch import prefetched
 from tests.support.everywhere import WORLD, fails_everywhere
 from tests.support.jobs import end_of, start
-from tests.support.sample_files import SAMPLES, X, Z
-from tests.support.serial import deviation
+from tests.support.sample_files import SAMPLES, X
 
 every_size = pytest.mark.parallel([1, 2, 4])
 several = pytest.mark.parallel([2, 4])
@@ -110,43 +109,6 @@ def test_mini_batches_may_be_named_one_by_one() -> None:
     for loader in loaders(batch_sampler=tuple(named)):
         for _ in range(2):
             assert equal([b.full_tensor() for b in loader], [torch.from_numpy(X[b]) for b in named])
-
-
-@every_size
-def test_training_with_an_incomplete_last_mini_batch_equals_serial() -> None:
-    def net() -> torch.nn.Module:
-        torch.manual_seed(0)
-        conv = torch.nn.Conv2d(3, 4, 3, padding=1)
-        mean = torch.nn.AdaptiveAvgPool2d(1)
-        return torch.nn.Sequential(
-            conv, torch.nn.BatchNorm2d(4), torch.nn.ReLU(), mean, torch.nn.Flatten()
-        ).double()
-
-    def train(model: torch.nn.Module, batches: Any) -> list[float]:
-        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        losses = []
-        for x, z in batches:
-            loss = torch.nn.functional.mse_loss(model(x).mean(1), z)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    fields = {"x": X.astype("f8") / X.max(), "z": Z / 5}
-    batches = Sampler(SAMPLES, 4, shuffle=True).batches(0)
-    assert [len(b) for b in batches] == [4, 1]
-    plain = [tuple(torch.from_numpy(v[b]) for v in fields.values()) for b in batches]
-    serial = net()
-    expected = train(serial, plain)
-    for extents in GRIDS[WORLD.size]:
-        grid = dc.ProcessGrid(**extents)
-        data = Dataset(fields, grid, dtype=torch.float64)
-        model = dc.parallelize(net(), grid)
-        losses = train(model, Loader(data, batch_size=4, shuffle=True))
-        assert losses == pytest.approx(expected, rel=1e-12)
-        for name, value in model.state_dict().items():
-            assert deviation(value.double(), serial.state_dict()[name].double()) < 1e-12
 
 
 # Going on

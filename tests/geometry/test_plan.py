@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distconv.geometry.index_maps import (
@@ -173,14 +173,6 @@ def movements(draw: st.DrawFn, most: int = 12) -> Movement:
     )
 
 
-@st.composite
-def redistributions(draw: st.DrawFn) -> Movement:
-    topology = draw(topologies(24))
-    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
-    cuts = cuts_of(topology, len(shape))
-    return Movement(topology, shape, draw(cuts), draw(cuts), (Same(),) * len(shape))
-
-
 def indices(shape: tuple[int, ...]) -> np.ndarray:
     """Return an array that holds its global index."""
     return np.arange(prod(shape)).reshape(shape)
@@ -192,14 +184,6 @@ def test_every_buffer_is_exactly_what_its_outputs_need(movement: Movement) -> No
     buffers = movement.gather(movement.blocks(whole))
     for rank, buffer in enumerate(buffers):
         np.testing.assert_array_equal(buffer, movement.expected_buffer(whole, rank))
-
-
-@given(redistributions())
-def test_a_redistribution_gives_every_rank_its_block_of_the_new_layout(movement: Movement) -> None:
-    whole = indices(movement.shape)
-    for rank, buffer in enumerate(movement.gather(movement.blocks(whole))):
-        box = rank_box(movement.shape, movement.target, movement.topology, rank)
-        np.testing.assert_array_equal(buffer, whole[box.slices])
 
 
 @given(movements())
@@ -341,14 +325,3 @@ def test_a_halo_in_three_dimensions_has_26_neighbours_whatever_the_size_of_the_g
     assert neighbours(7, 8, 9) == 26
     assert neighbours(0, 5, 5) == 17
     assert neighbours(15, 0, 15) == 7
-
-
-@given(redistributions())
-def test_there_and_back_is_where_it_was(movement: Movement) -> None:
-    assume(movement.source != movement.target)
-    back = Movement(
-        movement.topology, movement.shape, movement.target, movement.source, movement.needs
-    )
-    blocks = movement.blocks(indices(movement.shape))
-    for mine, returned in zip(blocks, back.gather(movement.gather(blocks)), strict=True):
-        np.testing.assert_array_equal(mine, returned)

@@ -238,20 +238,6 @@ def test_an_axis_of_one_rank_cuts_nothing_so_that_scripts_run_on_any_grid() -> N
 
 
 @pytest.mark.parallel([1, 2, 4])
-def test_redistribute_is_a_layer() -> None:
-    grid = dc.ProcessGrid(height=-1)
-    x = random_tensor(random.Random(4), (2, 3, 9, 7))
-    layer = Redistribute(CHANNELS)
-    assert layer(x) is x
-    cut = layer(dc.distribute_tensor(x, grid))
-    assert cut.layout == (CHANNELS if grid.size > 1 else dc.Layout())
-    assert torch.equal(cut.full_tensor(), x)
-    assert "channel='height'" in repr(layer)
-    with pytest.raises(TypeError, match="'height' is not a Layout"):
-        Redistribute("height")
-
-
-@pytest.mark.parallel([1, 2, 4])
 def test_a_tensor_is_redistributed_anew_in_every_call() -> None:
     grid = dc.ProcessGrid(height=-1)
     torch.manual_seed(0)

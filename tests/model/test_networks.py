@@ -32,26 +32,6 @@ GRIDS = {
 }
 
 
-class UNet(nn.Module):
-    """A U-Net for odd planes: pixel shuffle brings the coarse level back, padded or cropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Conv2d(2, 3, 3, padding=1, bias=False)
-        self.bottom = nn.Conv2d(3, 12, 3, padding=1)
-        self.norm, self.up = nn.BatchNorm2d(3), nn.Conv2d(6, 2, 3, padding=1)
-        self.pool, self.shuffle = nn.MaxPool2d(2), nn.PixelShuffle(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = F.leaky_relu(self.norm(self.down(x)))
-        coarse = self.shuffle(torch.tanh(self.bottom(self.pool(skip))))
-        height, width = (a - b for a, b in zip(skip.shape[2:], coarse.shape[2:], strict=True))
-        padded = F.pad(coarse, (0, width, 0, height))
-        cropped = skip[..., : coarse.shape[2], : coarse.shape[3]]
-        y = self.up(torch.cat([skip, padded], dim=1))
-        return y[..., : coarse.shape[2], : coarse.shape[3]] * cropped.mean(1, keepdim=True)
-
-
 TRAINED = ["ResNet", "U-Net 2-D, batch norm", "V-Net", "DenseNet", "CosmoFlow, maximum", "DeepLab"]
 
 
@@ -108,29 +88,3 @@ def test_training_steps_give_the_serial_parameters(name: str) -> None:
             x = batches[0]
             y = model.eval()(dc.distribute_tensor(x.detach(), grid)).full_tensor()
             assert deviation(y.detach(), serial.eval()(x).detach()) <= 1e-9
-
-
-@pytest.mark.parallel([2, 4])
-def test_a_network_computes_the_same_from_any_layout_of_its_input() -> None:
-    rng = random.Random(1)
-    torch.manual_seed(1)
-    serial = UNet().double()
-    grid = dc.ProcessGrid(height=2, width=-1)
-    model = dc.parallelize(copy.deepcopy(serial), grid)
-    x = random_tensor(rng, (2, 2, 9, 8))
-    expected = serial(x)
-    expected.square().sum().backward()
-    for layout in (
-        dc.Layout(),
-        dc.Layout(sample="height"),
-        dc.Layout(channel="height"),
-        dc.Layout(width=("width", "height")),
-        dc.Layout(height="width"),
-    ):
-        model.zero_grad()
-        y = model(dc.distribute_tensor(x, grid, layout))
-        y.square().sum().backward()
-        with noted(layout):
-            assert deviation(y.full_tensor().detach(), expected.detach()) <= 1e-9
-            for p, q in zip(model.parameters(), serial.parameters(), strict=True):
-                assert deviation(p.grad, q.grad) <= 1e-9

@@ -143,32 +143,6 @@ def test_gradients_are_the_serial_ones_when_backward_returns(bucket_bytes: int) 
 
 
 @pytest.mark.parallel(RANKS)
-def test_parameters_of_several_types_train_side_by_side() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scales = nn.ParameterList(
-                [
-                    nn.Parameter(torch.ones(3, 1, 1, dtype=dtype))
-                    for dtype in (torch.float32, torch.float64, torch.float64, torch.float32)
-                ]
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            for scale in self.scales:
-                x = x * scale
-            return x.mean((2, 3))
-
-    for grid in grids(2):
-        twins = Twins(grid, lambda seed=0: Mixed())
-        twins.backward(0)
-        twins.check(1e-6)
-        assert [p.grad.dtype for p in twins.parallel.scales] == [
-            p.dtype for p in twins.parallel.scales
-        ]
-
-
-@pytest.mark.parallel(RANKS)
 def test_parameters_are_frozen_unfrozen_and_swapped_between_passes() -> None:
     for grid in grids(3):
         twins = Twins(grid, bucket_bytes=300)

@@ -441,23 +441,6 @@ def test_sharded_weights_are_not_parametrized_afterwards(name: str) -> None:
         PARAMETRIZATIONS[name](model.down)
 
 
-@pytest.mark.parallel([2, 3])
-def test_weights_are_averaged_in_a_copy() -> None:
-    grid = dc.ProcessGrid(channel=-1)
-    model = sharded(grid)
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )
-    average.update_parameters(model)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-    average.update_parameters(model)
-    for p, q in zip(average.module.parameters(), model.parameters(), strict=True):
-        p, q = (t.detach().full_tensor() if isinstance(t, DistTensor) else t for t in (p, q))
-        assert deviation(p, 0.9 * q / 2 + 0.1 * q) <= 1e-10
-
-
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("before", [True, False])
 def test_weights_that_were_frozen_train_again(before: bool) -> None:

@@ -114,6 +114,10 @@ ACCEPTED: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "var of nothing": (lambda x: x.var(0), (0, 3)),
     "std of all of nothing": (lambda x: x.std(), (0, 3)),
     "var of nothings": (lambda x: x.var(1), (0, 3)),
+    "var_mean over a tuple": (lambda x: torch.var_mean(x + 1000, (0, 2)), (4, 5, 6)),
+    "std_mean that keeps": (lambda x: torch.std_mean(x + 1000, 1, keepdim=True), (4, 5, 6)),
+    "var of old": (lambda x: (x + 1000).var(False), (4, 5, 6)),
+    "var of old over a tuple": (lambda x: (x + 1000).var((1, 2), False), (4, 5, 6)),
     "adaptive average to nothing": (
         lambda x: F.adaptive_avg_pool2d(x.detach(), (0, 2)),
         (2, 3, 4, 5),

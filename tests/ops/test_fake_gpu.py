@@ -306,18 +306,6 @@ def test_no_case_mixes_devices_or_waits(case: str, method: str) -> None:
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("pool", [F.max_pool2d, F.avg_pool2d])
-def test_gradients_of_pooling_keep_the_channels_last(pool: Callable[..., Tensor]) -> None:
-    last: Any = {"memory_format": torch.channels_last}
-    x = DryRunGrid({"height": 3}, 1).tensor((2, 4, 12, 8))
-    x.shard = x.shard.contiguous(**last).requires_grad_()
-    kept: list[bool] = []
-    x.shard.register_hook(lambda gradient: kept.append(gradient.is_contiguous(**last)))
-    pool(x, 3, 2, 1).sin().sum().backward()
-    assert kept == [True]
-
-
-@pytest.mark.parallel([1])
 @pytest.mark.parametrize(
     "move",
     [

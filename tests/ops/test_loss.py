@@ -14,26 +14,6 @@ import distconv as dc
 from tests.support.serial import agrees, random_tensor
 
 
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize(
-    "function",
-    [
-        F.mse_loss,
-        F.l1_loss,
-        F.binary_cross_entropy_with_logits,
-        lambda x, y: F.cross_entropy(x, (y[:, 0] > 0.5).long()),
-        lambda x, y: F.cross_entropy(x, y),
-    ],
-)
-@pytest.mark.parametrize("axis", ["sample", "channel", "height"])
-def test_a_rank_without_elements_takes_part(function: Any, axis: str) -> None:
-    rng = random.Random(6)
-    grid = dc.ProcessGrid(channel=-1)
-    layout = dc.Layout(**{axis: "channel"})
-    x = [random_tensor(rng, (1, 3, 1, 4)), random_tensor(rng, (1, 3, 1, 4)).sigmoid()]
-    agrees(lambda x, y: function(x, y.detach()), x, [], grid, rng, [layout, layout])
-
-
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ignore_index", [-100, 2, 300])

@@ -209,15 +209,6 @@ def test_autocast_is_that_of_the_ranks_that_are_played_also_without_a_gpu(gpu: b
     assert not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu")
 
 
-def test_a_parameter_that_nobody_uses_is_no_obstacle() -> None:
-    class Forgetful(nn.Conv2d):
-        def __init__(self) -> None:
-            super().__init__(3, 3, 3)
-            self.spare = nn.Parameter(torch.ones(5))
-
-    assert sums_of(record_step(Forgetful(), [SHAPE], {"height": 2}))
-
-
 def test_convolutions_run_between_the_start_of_an_exchange_and_its_end() -> None:
     recording = recorded((4, 3, 256, 256), {"height": 2})
     kinds = [

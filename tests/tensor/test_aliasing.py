@@ -85,26 +85,6 @@ def test_a_view_whose_block_was_brought_and_its_base_see_each_other(
 
 
 @pytest.mark.parallel([2, 4])
-def test_writes_to_slices_of_cut_dimensions_have_serial_gradients() -> None:
-    serial, _ = distributed()
-    grid = dc.ProcessGrid(height=-1)
-    a, b = serial.clone().requires_grad_(), dc.distribute_tensor(serial, grid).requires_grad_()
-    p, q = (torch.full((4, 1, 5), 2.0, requires_grad=True) for _ in range(2))
-    losses = []
-    for x, weight in ((a, p), (b, q)):
-        out = x * 1
-        out[:, :, 2:5] *= weight
-        out[0] += x[1]
-        out.narrow(2, 4, 3).add_(x[:, :, :3])
-        out.diagonal(0, 2, 3).zero_()
-        losses.append((out * out).sum())
-    losses[0].backward()
-    losses[1].backward()
-    torch.testing.assert_close(b.grad.full_tensor(), a.grad)
-    torch.testing.assert_close(q.grad, p.grad)
-
-
-@pytest.mark.parallel([2, 4])
 def test_what_may_be_a_view_or_a_copy_is_not_written_while_its_source_is_in_use() -> None:
     serial, x = distributed()
     y = x.transpose(2, 3).contiguous()

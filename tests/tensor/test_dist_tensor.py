@@ -232,20 +232,6 @@ def test_a_gradient_can_be_set_and_cleared() -> None:
             d.grad = dc.distribute_tensor(x[:2], grid, dc.Layout())
 
 
-@pytest.mark.parallel(RANKS)
-def test_a_detached_tensor_shares_memory_and_a_clone_does_not() -> None:
-    for _, grid, x, layout in cases(15, 4):
-        d = dc.distribute_tensor(x, grid, layout).requires_grad_()
-        detached, clone = d.detach(), d.clone()
-        assert detached.is_leaf and not detached.requires_grad and detached.layout == layout
-        assert clone.grad_fn is not None and clone.requires_grad and not clone.is_leaf
-        clone.sum().backward()
-        assert close(d.grad.full_tensor(), torch.ones_like(x))
-        detached.mul_(0)
-        assert not d.full_tensor().any()
-        assert torch.equal(clone.full_tensor(), x)
-
-
 # Errors, on every rank
 
 
@@ -305,32 +291,12 @@ def test_layouts_have_to_be_the_same_on_every_rank() -> None:
         assert "differ in layout" in raised_everywhere(ValueError, make, x, grid, layout)
 
 
-@pytest.mark.parallel([2, 4])
-def test_a_batch_smaller_than_the_sample_axis_leaves_ranks_without_samples() -> None:
-    grid = dc.ProcessGrid(sample=-1)
-    x = torch.arange(2.0 * (grid.size - 1)).view(-1, 2)
-    d = dc.distribute_tensor(x, grid)
-    assert d.shard.shape == (int(grid.rank < grid.size - 1), 2)
-    again = dc.DistTensor.from_local(d.to_local(), grid)
-    assert again.shape == x.shape and torch.equal(again.full_tensor(), x)
-
-
 @pytest.mark.parallel([1, 2])
 def test_what_is_distributed_already_is_not_distributed_again() -> None:
     grid = dc.ProcessGrid(width=-1)
     d = dc.distribute_tensor(torch.zeros(4), grid)
     message = raised_everywhere(TypeError, dc.distribute_tensor, d, grid)
     assert "use x.redistribute(layout)" in message
-
-
-@pytest.mark.parallel([1, 2])
-def test_a_layout_that_the_tensor_does_not_have_is_refused() -> None:
-    grid = dc.ProcessGrid(depth=-1)
-    x, layout = torch.zeros(4, 4, 4, 4), dc.Layout(depth="depth")
-    message = raised_everywhere(ValueError, dc.distribute_tensor, x, grid, layout)
-    assert "a tensor of 4 dimensions has (sample, channel, height, width)" in message
-    d = dc.distribute_tensor(x, grid)
-    assert message == raised_everywhere(ValueError, d.redistribute, layout)
 
 
 @pytest.mark.parallel([1, 2])

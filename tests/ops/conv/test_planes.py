@@ -105,30 +105,6 @@ def test_networks_train_as_serial_ones(extents: dict[str, int], loss: Any, last:
         assert deviation(p.grad, wanted.grad) <= 10 * CLOSE
 
 
-@pytest.mark.parallel(1)
-@pytest.mark.parametrize(
-    "arguments",
-    [{"padding": 1}, {"padding": 2, "stride": 2}, {"padding": "same"}, {"dilation": (2, 1)}],
-    ids=str,
-)
-@pytest.mark.usefixtures("any_size")
-def test_gradients_of_any_order_are_those_of_torch(arguments: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    x, w, b = torch.randn(2, 3, 13, 11), torch.randn(8, 3, 3, 3), torch.randn(8)
-    d = dc.distribute_tensor(x, dc.ProcessGrid(device="cpu"))
-    assert is_last(F.conv2d(d, w, b, **arguments))
-
-    def gradients(x: Tensor) -> tuple[Tensor, ...]:
-        operands = [p.clone().requires_grad_() for p in (w, b)]
-        made = F.conv2d(x, *operands, **arguments)
-        first = torch.autograd.grad((made**3).sum(), operands, create_graph=True)
-        squares = first[0].pow(2).sum() + first[1].pow(2).sum()
-        return *first, *torch.autograd.grad(squares, operands)
-
-    for got, wanted in zip(gradients(d), gradients(x), strict=True):
-        assert deviation(got, wanted) <= CLOSE
-
-
 @pytest.mark.parallel([1, 2])
 @pytest.mark.usefixtures("any_size")
 def test_functions_of_ones_own_get_contiguous_blocks() -> None:
@@ -173,33 +149,6 @@ def test_a_change_of_format_is_written_to_where_it_is_alone() -> None:
         alone = made.clone().to(memory_format=memory_format)
         alone.add_(1)
         assert deviation(alone.full_tensor(), made.full_tensor() + 1) == 0
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda x, y, w: F.mse_loss(x, y, weight=w.expand(y.shape)),
-        lambda x, y, w: F.smooth_l1_loss(x, y, reduction="sum"),
-        lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, w),
-        lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, pos_weight=w[0]),
-        lambda x, y, w: F.kl_div(x, y, reduction="batchmean"),
-    ],
-)
-def test_losses_of_blocks_with_channels_last(loss: Any) -> None:
-    torch.manual_seed(0)
-    grid = dc.ProcessGrid(height=-1, device="cpu")
-    x, y = torch.rand(2, 2, 3, 6, 4, dtype=torch.float64)
-    w = torch.rand(1, 3, 1, 1, dtype=torch.float64)
-    expected = loss(x.requires_grad_(), y, w)
-    expected.backward()
-    d = dc.distribute_tensor(x.detach(), grid).contiguous(**LAST).requires_grad_()
-    got = loss(d, dc.distribute_tensor(y, grid), w)
-    got.backward()
-    assert d.grad is not None and x.grad is not None
-    assert is_last(d.grad) or 0 in d.to_local().shape
-    assert deviation(got.full_tensor(), expected) <= 1e-12
-    assert deviation(d.grad.full_tensor(), x.grad) <= 1e-12  # type: ignore[attr-defined]
 
 
 @pytest.mark.parallel([1, 2])

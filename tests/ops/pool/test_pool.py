@@ -47,26 +47,6 @@ def random_windows(rng: random.Random, n: int, dilated: bool) -> dict[str, Any]:
     return arguments
 
 
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: F.max_pool2d(x, 2),
-        lambda x: F.avg_pool2d(x, 2),
-        lambda x: F.avg_pool2d(x, 3, 1, 1),
-        lambda x: F.adaptive_avg_pool2d(x, 2),
-        lambda x: F.adaptive_max_pool2d(x, 2),
-    ],
-    ids=["max", "average", "overlapping average", "adaptive average", "adaptive maximum"],
-)
-@pytest.mark.parametrize("axis", ["sample", "channel", "height"])
-def test_a_rank_without_elements_takes_part(function: Any, axis: str) -> None:
-    rng = random.Random(0)
-    grid = dc.ProcessGrid(channel=-1)
-    layout = dc.Layout(**{axis: "channel"})
-    agrees(function, [random_tensor(rng, (1, 1, 2, 4))], [], grid, rng, [layout])
-
-
 @pytest.mark.parallel([1, 2])
 def test_average_pooling_of_integers_equals_serial() -> None:
     rng = random.Random(1)

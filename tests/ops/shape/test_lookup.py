@@ -79,20 +79,6 @@ def test_positions_do_not_move_where_the_input_is_whole() -> None:
     assert torch.equal(found.full_tensor(), of_classes(torch.eye(4, 3), labels))
 
 
-@pytest.mark.parallel([2])
-def test_rows_of_a_plain_table_stay_with_their_positions() -> None:
-    grid = dc.ProcessGrid(height=2)
-    table = torch.randn(4, 2, requires_grad=True)
-    index = positions(random.Random(3), [2, 5, 3], 4, first=-4)
-    rows = table[dc.distribute_tensor(index, grid, dc.Layout(channel="height"))]
-    assert rows.cuts == ((), ("height",), (), ())
-    torch.testing.assert_close(rows.full_tensor(), table[index])
-    (rows**2).sum().backward()
-    found, table.grad = table.grad, None
-    (table[index] ** 2).sum().backward()
-    torch.testing.assert_close(found, table.grad)
-
-
 @pytest.mark.parallel(RANKS)
 def test_gather_with_a_shorter_or_longer_index() -> None:
     rng = random.Random(2)

@@ -79,25 +79,6 @@ def dice(scores: Any, labels: Any, onehot: Any) -> Any:
     return (1 - 2 * both / (probabilities + onehot).sum(over)).mean()
 
 
-@pytest.mark.parallel([1, 2, 4])
-def test_the_usual_dice_loss_equals_serial() -> None:
-    rng = random.Random(3)
-    scores = random_tensor(rng, (2, 4, 6, 5))
-    labels = (4 * random_tensor(rng, (2, 1, 6, 5)).abs()).long().clamp(max=3)
-
-    def scattered(scores: Any, labels: Any) -> Any:
-        return dice(scores, labels, torch.zeros_like(scores).scatter_(1, labels, 1.0))
-
-    def by_classes(scores: Any, labels: Any) -> Any:
-        return dice(scores, labels, F.one_hot(labels[:, 0], 4).movedim(-1, 1))
-
-    def into_plain(scores: Any, labels: Any) -> Any:
-        return dice(scores, labels, torch.zeros(2, 4, 6, 5).scatter_(1, labels, 1.0))
-
-    for function in (scattered, by_classes, into_plain):
-        agrees(function, [scores, labels], [], random_grid(rng), rng)
-
-
 def histogram(x: Any, labels: Any, *, within: bool) -> Any:
     """Return sums of x by label for each sample, added to zeros of x's kind or to plain ones."""
     n = labels.shape[0]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
 from tests.support.serial import agrees, deviation, random_grid, random_tensor
@@ -166,19 +164,6 @@ def test_merged_tensors_equal_serial_in_any_layout(name: str) -> None:
         agrees(function, [x], [weight], random_grid(rng), rng)
 
 
-@pytest.mark.parallel([2, 4])
-def test_a_few_results_by_a_distributed_weight_equal_serial() -> None:
-    x, cut = _merged()
-    weight = dc.distribute_tensor(_ROW, cut.grid, dc.Layout()).requires_grad_()
-    serial = _ROW.clone().requires_grad_()
-    y, expected = F.linear(cut.flatten(1), weight), F.linear(x.flatten(1), serial)
-    for total in (y, expected):
-        total.square().sum().backward()
-    gradient: Any = weight.grad
-    assert torch.allclose(y.full_tensor(), expected)
-    assert torch.allclose(gradient.full_tensor(), serial.grad)
-
-
 def _merged() -> tuple[Tensor, dc.DistTensor]:
     """A tensor and its distributed twin, whose tokens are merged where there are several ranks."""
     x = random_tensor(random.Random(7), (2, C, H, W))
@@ -230,24 +215,6 @@ def test_results_of_a_parallelized_module_have_their_blocks() -> None:
     assert dc.redistributions() == []
     y.square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parallel([2, 4])
-def test_a_checkpoint_computes_again_what_is_merged() -> None:
-    def gradient(x: Tensor) -> Tensor:
-        x.requires_grad_()
-        rows = tokens(x)
-
-        def region(r: Tensor) -> Tensor:
-            return (r.sin() * 2).tanh() * r.cumsum(0)
-
-        y: Tensor = checkpoint(region, rows, use_reentrant=False)
-        y.square().sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    serial, cut = _merged()
-    assert deviation(gradient(cut).full_tensor(), gradient(serial)) < 1e-12
 
 
 @pytest.mark.parallel([2])
