@@ -349,18 +349,6 @@ def test_workers_draw_the_serial_noise_and_another_in_each_part_of_the_samples(
 
 
 @every_size
-def test_loaders_with_a_way_of_their_own_go_it() -> None:
-    torch.manual_seed(0)
-    expected = [x for x, _ in Reversing(BOTH, 2, shuffle=True)]
-    for extents in GRIDS[WORLD.size]:
-        torch.manual_seed(0)
-        found = [
-            x for x, _ in distribute(Reversing(BOTH, 2, shuffle=True), dc.ProcessGrid(**extents))
-        ]
-        assert all(torch.equal(a.full_tensor(), b) for a, b in zip(found, expected, strict=True))
-
-
-@every_size
 def test_a_sampler_without_end_is_drawn_as_far_as_the_loop_goes() -> None:
     class Endless(BatchSampler):
         def __init__(self) -> None:

@@ -12,7 +12,6 @@ import distconv as dc
 from distconv.data.checkpoint import checkpoints_in
 from examples.mesh_tangling.data import LIMIT, MeshTanglingData
 from examples.mesh_tangling.train import main
-from examples.trainer.example import check_batch_size
 from tests.support.jobs import end_of, start
 from tests.support.mesh_runs import REPOSITORY, SIZE, arguments, write_file
 
@@ -72,16 +71,6 @@ def test_a_rank_reads_its_own_box_and_nothing_else(file, monkeypatch):
         assert WORLD.allreduce(data.bytes_read) == 6 * SIZE * SIZE * (18 * 4 + 1)
 
 
-@pytest.mark.parallel(2)
-def test_a_batch_size_that_does_not_fit_is_an_error_with_the_way_out(file):
-    data = MeshTanglingData(file, dc.ProcessGrid(sample=2))
-    check_batch_size(2, data, file)
-    with pytest.raises(ValueError, match="batch size 6 is larger than the 5 samples .* at most 5"):
-        check_batch_size(6, data, file)
-    with pytest.raises(ValueError, match="batch size 1 leaves .* choose at least 2"):
-        check_batch_size(1, data, file)
-
-
 # Training
 
 
@@ -127,16 +116,6 @@ def test_a_run_continues_on_another_grid_with_the_same_result(file, folder):
     serial(file, output, {}, 3, "--resume", str(output))
     main(arguments(file, folder / "straight", first, 3))
     assert_same_run(output, folder / "straight")
-
-
-@pytest.mark.parallel([2])
-@pytest.mark.usefixtures("drawn")
-def test_the_comparison_with_one_rank_finds_no_difference(file, folder, capsys):
-    main(arguments(file, folder / "run", GRIDS[WORLD.size][-1], 1, "--compare-serial", "2"))
-    comparison = json.loads((folder / "run" / "metrics.json").read_text())["compare_serial"]
-    for name in ("loss", "parameters"):
-        assert comparison["grid"][name] < 1e-13 + 100 * comparison["rounding"][name]
-    assert ("and one rank: " in capsys.readouterr().out) == (WORLD.rank == 0)
 
 
 @pytest.mark.parallel([1, 2])

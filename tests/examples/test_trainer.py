@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import json
 import sys
 import types
 from pathlib import Path
@@ -119,19 +118,6 @@ def test_events_without_tensorboard_are_an_error_with_the_way_out(
     assert caught.value.code == 2
     said = capsys.readouterr().err
     assert ("pip install tensorboard" in said) == (WORLD.rank == 0)
-
-
-@pytest.mark.parallel([1, 2])
-def test_a_run_reports_the_share_of_time_that_it_waits_for_samples(folder: Path) -> None:
-    file, output = folder / "data.h5", folder / "run"
-    on_rank_zero(lambda: write_file(file))
-    main(arguments(file, output, {"height": WORLD.size}, 1))
-    metrics = json.loads((output / "metrics.json").read_text())
-    seconds = 4 / metrics["history"][0]["samples_per_second"]
-    most = max(metrics["seconds_waited_by_rank"])
-    assert 0 < metrics["waiting_share"] < 1
-    assert metrics["waiting_share"] * seconds <= most * (1 + 1e-9)
-    assert (output / "log.csv").read_text().count("\n") == 2
 
 
 def test_the_next_command_has_each_option_once() -> None:

@@ -50,13 +50,6 @@ def test_one_axis_takes_the_ranks_that_the_others_leave() -> None:
 
 
 @pytest.mark.parallel([8])
-def test_ranks_that_share_a_sample_are_neighbours_in_rank_order() -> None:
-    grid = dc.ProcessGrid(sample=2, height=2, width=2)
-    place = (WORLD.rank // 4, WORLD.rank // 2 % 2, WORLD.rank % 2)
-    assert (grid.coords["sample"], grid.coords["height"], grid.coords["width"]) == place
-
-
-@pytest.mark.parallel([8])
 @pytest.mark.parametrize(
     ("extents", "message"),
     [
@@ -142,12 +135,6 @@ def test_variables_of_one_rank_alone_are_errors_on_all(monkeypatch: pytest.Monke
 def test_what_is_no_communicator_is_refused() -> None:
     with pytest.raises(TypeError, match="comm='world' is no intracommunicator"):
         dc.ProcessGrid("world")  # type: ignore[arg-type]
-
-
-@pytest.mark.parallel([1])
-def test_an_axis_too_long_for_one_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="height=2 does not divide 1 ranks; choose 1, or -1"):
-        dc.ProcessGrid(height=2)
 
 
 @pytest.mark.parallel([2])

@@ -21,7 +21,6 @@ from tests.support.serial import deviation, noted, random_tensor
 GRIDS = {
     1: [{}],
     2: [{"height": 2}, {"sample": 2}, {"channel": 2}],
-    3: [{"width": 3}, {"channel": 3}, {"sample": 3}],
     4: [
         {"sample": 2, "height": 2},
         {"height": 2, "width": 2},

@@ -18,7 +18,6 @@ from tests.support.serial import TOLERANCE, deviation, random_tensor
 GRIDS = {
     1: [{}],
     2: [{"height": 2}, {"channel": 2}],
-    3: [{"height": 3}, {"channel": 3}],
     4: [
         {"height": 2, "width": 2},
         {"sample": 2, "height": 2},

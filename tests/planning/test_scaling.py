@@ -70,12 +70,6 @@ def test_the_usual_grid_has_all_ranks_and_blocks_near_cubes(ranks: int, sizes: l
     assert usual_grid(WEAK, (2, 3, *sizes), ranks) == {"sample": ranks}
 
 
-def test_the_usual_grid_of_a_square_is_square_and_cuts_rows_first() -> None:
-    assert usual_grid(STRONG, SHAPE, 16) == {"height": 4, "width": 4}
-    assert usual_grid(STRONG, SHAPE, 2) == {"height": 2}
-    assert usual_grid(STRONG, (1, 1, 8, 8, 8), 8) == {"depth": 2, "height": 2, "width": 2}
-
-
 def test_efficiency_is_paired_by_rounds() -> None:
     # The machine was half as fast in the second round, for both cases.
     s = study(STRONG, ({}, [1.0, 2.0, 1.0]), ({"height": 4}, [0.5, 1.0, 0.5]))

@@ -12,12 +12,11 @@ from mpi4py import MPI
 from torch import nn
 
 import distconv as dc
-from distconv.geometry.topology import Topology
 from distconv.planning import Machine, plan, predict
 from distconv.planning.scaling import STRONG, Case, Study
 from distconv.planning.table import byte_size
 from distconv.tools.command_line import main
-from distconv.tools.reports.drawing import MOST_NODES, Bar, bars, grid_section, lanes, ticks
+from distconv.tools.reports.drawing import bars
 from distconv.tools.reports.layers import explain_page, verify_page
 from distconv.tools.reports.steps import plan_page, prediction_page
 from distconv.tools.reports.studies import scale_page
@@ -77,19 +76,6 @@ def test_page_of_explain_holds_the_layers_and_their_bytes() -> None:
     assert byte_size(found.kept_bytes) in "".join(root.itertext())
     ranks = [text for text in root.itertext() if re.fullmatch(r"rank \d: .*", text)]
     assert ranks[1:3] == ["rank 1: sample 0, height 1", "rank 2: sample 1, height 0"]
-
-
-def test_page_of_explain_says_what_is_refused() -> None:
-    found = dc.explain(nn.Softmax2d(), SHAPE, {"sample": 2}, show=False)
-    assert found.refusal is None
-    module = nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.PixelUnshuffle(2), nn.FractionalMaxPool2d(2, 4)
-    )
-    refused = dc.explain(module, SHAPE, GRID, show=False)
-    assert refused.refusal is not None
-    root = parsed(explain_page(refused, GRID))
-    assert refused.refusal in "".join(root.itertext())
-    assert [row.get("class") for row in root.iter("tr")].count("marked") == 1
 
 
 @pytest.mark.parallel(2)
@@ -205,24 +191,3 @@ def test_bars_are_as_long_as_their_amounts_and_the_longest_of_many_are_kept() ->
     assert widths == [pytest.approx(100 * n / 99, rel=1e-3) for n in range(60, 100)]
     assert "the 40 longest of 99" in "".join(root.itertext())
     assert bars([("none", {"n": 0.0})], str, {"n": "#000"}) == ""
-
-
-def test_lanes_join_what_no_eye_tells_apart() -> None:
-    crowd = [Bar(i * 1e-6, i * 1e-6 + 5e-7, "#000", "many") for i in range(1000)]
-    root = parsed(f"<div>{lanes({'x': [*crowd, Bar(0.5, 1.0, '#000', 'late')]}, 0.0, 1.0)}</div>")
-    drawn = [r for r in root.iter("rect") if r.get("fill")]
-    assert [_percent(r, "x") for r in drawn] == [0, 50]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 83), (0, 0.4), (3, 1000), (2, 2)])
-def test_ticks_are_few_and_within(low: float, high: float) -> None:
-    marks = ticks(low, high, 6)
-    assert 1 <= len(marks) <= 8 and low <= min(marks) and max(marks) <= high * (1 + 1e-9)
-
-
-def test_large_grids_show_their_first_nodes() -> None:
-    root = parsed(f"<div>{grid_section({'sample': 8, 'height': 64}, 4)}</div>")
-    captions = ["".join(c.itertext()) for c in root.iter("figcaption")]
-    assert captions == [f"node {i}" for i in range(MOST_NODES)]
-    nodes = Topology((8, 1, 1, 1, 64, 1)).size // 4
-    assert f"and {nodes - MOST_NODES} more" in "".join(root.itertext())

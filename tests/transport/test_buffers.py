@@ -25,10 +25,6 @@ def test_a_message_has_the_shape_and_type_it_was_asked_for(dtype):
     assert message.sum() == 6
 
 
-def test_an_empty_message_needs_no_memory():
-    assert BufferPool().empty((0, 3), LIKE).shape == (0, 3)
-
-
 def test_memory_of_a_message_that_is_over_is_used_again_for_any_type():
     memory = BufferPool()
     first = memory.empty((6,), LIKE)

@@ -158,16 +158,6 @@ def test_halos_are_bitwise_those_of_mpi(method: str) -> None:
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parallel([2, 3, 4])
-def test_grids_of_torch_and_of_mpi_work_in_turns() -> None:
-    x = torch.arange(96.0, dtype=torch.float64).reshape(1, 2, 8, 6)
-    for name in ("torch", "mpi") * 3:
-        grid = dc.ProcessGrid(width=-1, transport=name)
-        cut = dc.distribute_tensor(x, grid)
-        assert torch.equal(F.avg_pool2d(cut, 3, 1, 1).full_tensor(), F.avg_pool2d(x, 3, 1, 1))
-        assert cut.sum().item() == x.sum().item()
-
-
 def ended(tmp_path: Path, body: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return job(tmp_path, body, DISTCONV_TRANSPORT="torch", **variables)
 
@@ -175,14 +165,6 @@ def ended(tmp_path: Path, body: str, **variables: str) -> subprocess.CompletedPr
 def test_a_job_by_torch_ends_in_silence(tmp_path: Path) -> None:
     end = ended(tmp_path, "assert grid.transport.name == 'torch' and x.sum().item() > 0")
     assert (end.returncode, end.stdout, end.stderr) == (0, "", "")
-
-
-def test_a_rank_that_waits_too_long_ends_the_job_with_one_message(tmp_path: Path) -> None:
-    body = "if grid.rank == 1: __import__('time').sleep(1000)\nx.sum()"
-    end = ended(tmp_path, body, DISTCONV_TIMEOUT="4")
-    assert end.returncode != 0
-    assert end.stderr.count("ranks wait for more than DISTCONV_TIMEOUT=4 seconds") == 1
-    assert "rank 0: waiting" in end.stderr and "rank 1: elsewhere at" in end.stderr
 
 
 def test_two_ranks_that_call_different_operators_are_told_both(tmp_path: Path) -> None:

@@ -63,13 +63,6 @@ def test_spheres_of_8_megaparsecs_have_the_deviation_asked_for() -> None:
     assert PLANCK.power(np.array([0.0])) == 0
 
 
-def test_the_window_is_that_of_a_sphere() -> None:
-    np.testing.assert_allclose(sphere_window(np.array([0.0, 1e-3])), 1, atol=1e-6)
-    x = np.array([0.0099, 0.0101])
-    assert abs(np.diff(sphere_window(x))[0] + 0.0002 * 0.01 / 5) < 1e-9
-    assert sphere_window(np.array([4.493409457909064])) == pytest.approx(0, abs=1e-12)
-
-
 def test_cosmologies_lie_in_their_ranges_and_differ() -> None:
     drawn = np.array([list(vars(draw_cosmology(3, index)).values()) for index in range(200)])
     low, high = np.array(list(RANGES.values())).T

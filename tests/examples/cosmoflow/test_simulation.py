@@ -77,18 +77,6 @@ def plane_wave(width: int, waves: int, amplitude: float, dimension: int) -> dc.D
 
 
 @pytest.mark.parametrize("dimension", [0, 1, 2])
-def test_a_plane_wave_is_displaced_as_zeldovich_has_it(dimension: int) -> None:
-    width, waves, amplitude = 32, 2, 0.6
-    psi = displacements(plane_wave(width, waves, amplitude, dimension))
-    k = 2 * np.pi * waves / width
-    expected = -amplitude / k * np.sin(k * np.arange(width))
-    for d, field in enumerate(psi):
-        along = np.moveaxis(whole(field)[0, 0], dimension, 0)
-        wanted = expected.reshape(-1, 1, 1) if d == dimension else 0.0
-        np.testing.assert_allclose(along, np.broadcast_to(wanted, along.shape), atol=1e-12)
-
-
-@pytest.mark.parametrize("dimension", [0, 1, 2])
 def test_the_density_of_a_plane_wave_is_zeldovichs(dimension: int) -> None:
     width, amplitude, growth = 64, 0.8, 0.5
     psi = displacements(plane_wave(width, 1, amplitude, dimension))

@@ -1,4 +1,4 @@
-"""Pooling of integers, and ranks without elements; see also `windowed/test_properties`."""
+"""Pooling of integers, of the lowest values, and back; see also `windowed/test_properties`."""
 
 from __future__ import annotations
 
@@ -11,40 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import distconv as dc
-from tests.support.serial import (
-    agrees,
-    examples,
-    noted,
-    random_grid,
-    random_layout,
-    random_tensor,
-)
+from tests.support.serial import agrees, noted, random_grid, random_tensor
 
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-
-
-def random_plane(rng: random.Random, n: int, smallest: int = 5) -> Tensor:
-    """Draw values that are all negative, or equal in many places, or any: hard cases of maxima."""
-    shape = (
-        rng.choice([1, 2, 3]),
-        rng.choice([1, 2, 3]),
-        *(rng.randrange(smallest, 13) for _ in range(n)),
-    )
-    x = random_tensor(rng, shape)
-    return rng.choice([x, -1 - x.abs(), x.relu(), x.round(), torch.zeros_like(x)])
-
-
-def random_windows(rng: random.Random, n: int, dilated: bool) -> dict[str, Any]:
-    kernel = [rng.choice([1, 2, 3, 4]) for _ in range(n)]
-    arguments: dict[str, Any] = dict(
-        kernel_size=kernel,
-        stride=rng.choice([None, [rng.choice([1, 2, 3, 5]) for _ in range(n)]]),
-        padding=[rng.randrange(k // 2 + 1) for k in kernel],
-        ceil_mode=rng.random() < 0.5,
-    )
-    if dilated:
-        arguments["dilation"] = [rng.choice([1, 1, 2]) for _ in range(n)]
-    return arguments
+UNPOOLS = {1: F.max_unpool1d, 2: F.max_unpool2d, 3: F.max_unpool3d}
 
 
 @pytest.mark.parallel([1, 2])
@@ -62,19 +32,19 @@ def test_windows_of_nothing_but_the_lowest_value_take_their_first_element(
     n: int, indices: bool
 ) -> None:
     rng = random.Random(n)
-    for _ in examples(20):
-        grid, x, arguments = random_grid(rng), random_plane(rng, n, 7), random_windows(rng, n, True)
-        x = torch.where(random_tensor(rng, x.shape) > rng.choice([-9, 0, 1]), -torch.inf, x)
-        layout = random_layout(rng, grid, x.shape)
-        with noted(tuple(x.shape), arguments, layout, grid):
-            agrees(
-                lambda x, a=arguments: MAX[n](x, return_indices=indices, **a),
-                [x],
-                [],
-                grid,
-                rng,
-                [layout],
-            )
+    windows = (2, None), (3, 2, 1, 1, True), (3, 1, 1, 2), (2, 3, 1, 1, True), (4, 2, 2, 1, False)
+    for arguments in windows:
+        for share in (-9, 0, 1):
+            x = random_tensor(rng, (2, 2, *(9, 8, 7)[:n])).round()
+            x = torch.where(random_tensor(rng, x.shape) > share, -torch.inf, x)
+
+            def pooled(x: Tensor, arguments: Any = arguments) -> Any:
+                names = "kernel_size", "stride", "padding", "dilation", "ceil_mode"
+                given = dict(zip(names, arguments, strict=False))
+                return MAX[n](x, return_indices=indices, **given)
+
+            with noted(arguments, share):
+                agrees(pooled, [x], [], random_grid(rng), rng)
 
 
 @pytest.mark.parallel([2])
@@ -96,3 +66,30 @@ def test_a_maximum_keeps_places_and_no_copy_of_its_inputs() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t):
         y = F.max_pool2d(x, 3, 1, 1)
     assert sum(kept) < 9 * y.shard.numel(), "the places, and what is small"
+
+
+@pytest.mark.gpu
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_unpooling_what_was_pooled_moves_halos_only(n: int) -> None:
+    grid = dc.ProcessGrid(width=-1)
+    x = torch.randn(2, 3, *(12 + d for d in range(n)), dtype=torch.float64)
+    d = dc.distribute_tensor(x, grid).requires_grad_()
+    x.requires_grad_()
+    dc.redistributions(reset=True)
+    for y in (x, d):
+        values, indices = MAX[n](y, 3, stride=2, return_indices=True)
+        made = UNPOOLS[n](values * 2, indices, 3, 2, output_size=x.shape[2:])
+        made.pow(2).sum().backward()
+    assert dc.redistributions() == []
+    torch.testing.assert_close(d.grad.full_tensor(), x.grad, rtol=1e-13, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parallel([2, 3])
+def test_indices_far_from_their_windows_are_found() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.arange(1.0, 17).reshape(1, 1, 4, 4)
+    indices = torch.arange(64).flip(0)[::4].reshape(1, 1, 4, 4)
+    made = F.max_unpool2d(dc.distribute_tensor(x, grid), indices, 2)
+    torch.testing.assert_close(made.full_tensor(), F.max_unpool2d(x, indices, 2))

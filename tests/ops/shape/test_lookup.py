@@ -191,3 +191,20 @@ def test_a_list_of_anything_but_numbers_is_a_tuple_of_indices_as_in_torch() -> N
             return y * x
 
         agrees(assigned, [x], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel(RANKS)
+def test_assignment_where_positions_pick_elements() -> None:
+    rng = random.Random(8)
+    x, values = random_tensor(rng, (5, 4, 3)), random_tensor(rng, (5, 4, 3))
+    places = torch.tensor([3, 0, -1])
+
+    def written(x, values):
+        y = x * 1.5
+        y[:, places] = values[:, :3]
+        y[[4, 1], 2:, [0, 2]] = 7.0
+        return y * x
+
+    for _ in range(3):
+        agrees(written, [x, values], [], random_grid(rng), rng)
+        agrees(written, [x], [values], random_grid(rng), rng)

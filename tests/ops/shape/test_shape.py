@@ -1,4 +1,4 @@
-"""Arguments of changes of shape that are refused, and shapes that change in place."""
+"""Shapes that change in place, and cuts that stay."""
 
 from __future__ import annotations
 

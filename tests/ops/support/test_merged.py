@@ -203,20 +203,6 @@ def test_a_block_is_brought_once_with_the_gradients_of_when_it_was_made() -> Non
     assert rows.layout == dc.Layout() and rows.requires_grad and not rows.is_leaf
 
 
-@pytest.mark.parallel([2, 4])
-def test_results_of_a_parallelized_module_have_their_blocks() -> None:
-    _, x = _merged()
-    model = dc.parallelize(
-        torch.nn.Sequential(torch.nn.Conv2d(C, 3, 1), torch.nn.Flatten()), x.grid
-    )
-    y = model.double()(x)
-    dc.redistributions(reset=True)
-    y.to_local()
-    assert dc.redistributions() == []
-    y.square().sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 @pytest.mark.parallel([2])
 def test_a_merged_tensor_changes_its_shape_in_place() -> None:
     serial, cut = _merged()
@@ -243,16 +229,6 @@ def test_dropout_of_a_merged_tensor_draws_the_numbers_of_its_positions() -> None
     torch.manual_seed(1)
     F.dropout(looked_at, 0.4, inplace=True)
     assert torch.equal((looked_at * 1).full_tensor(), rows.full_tensor())
-
-
-@pytest.mark.parallel([2])
-def test_a_new_tensor_like_a_merged_one_can_be_a_leaf() -> None:
-    serial, cut = _merged()
-    ones = [torch.ones_like(tokens(x), requires_grad=True) for x in (serial, cut)]
-    for one, x in zip(ones, (serial, cut), strict=True):
-        (one * tokens(x)).square().sum().backward()
-        assert one.is_leaf and one.grad is not None
-    assert deviation(ones[1].grad.full_tensor(), ones[0].grad) < 1e-12
 
 
 @pytest.mark.parallel([2])

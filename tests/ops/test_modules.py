@@ -1,0 +1,116 @@
+"""Modules of torch.nn equal the serial ones: recurrent layers, attention, padding modes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import distconv as dc
+from tests.support.serial import agrees, examples, random_grid, random_tensor, refused
+
+LAYERS = {
+    "LSTM": lambda: nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True),
+    "LSTM of projections": lambda: nn.LSTM(4, 3, proj_size=2),
+    "GRU": lambda: nn.GRU(4, 3, bias=False),
+    "RNN": lambda: nn.RNN(4, 3, nonlinearity="relu", bidirectional=True),
+}
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", LAYERS)
+def test_recurrent_layers_equal_serial_ones(name: str) -> None:
+    rng = random.Random(1)
+    torch.manual_seed(0)
+    layer = LAYERS[name]().double()
+    keys, weights = zip(*layer.named_parameters(), strict=True)
+
+    def function(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        output, ends = functional_call(layer, dict(zip(keys, weights, strict=True)), (x,))
+        return [output, *([ends] if isinstance(ends, Tensor) else ends)]
+
+    for _ in examples(4):
+        x = random_tensor(rng, (rng.randrange(1, 5), rng.randrange(1, 5), 4))
+        agrees(function, [x], [w.detach() for w in weights], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_a_state_that_is_given_is_cut_like_the_samples() -> None:
+    rng = random.Random(2)
+    cell = nn.GRU(4, 3).double().requires_grad_(False)
+    x, begun = random_tensor(rng, (5, 3, 4)), random_tensor(rng, (1, 3, 3))
+    agrees(lambda x, h: list(cell(x, h)), [x, begun], [], random_grid(rng), rng)
+    agrees(lambda x, h: list(cell(x, h)), [x], [begun], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([2])
+def test_dropout_between_layers_is_refused() -> None:
+    layer = nn.LSTM(4, 3, num_layers=2, dropout=0.5)
+    rng = random.Random(3)
+    refused(lambda x: layer(x), [torch.ones(5, 3, 4)], [], dc.ProcessGrid(width=2), rng)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "samples first": {"batch_first": True},
+    "keys of other features": {"kdim": 6, "vdim": 6},
+    "an additional key": {"add_bias_kv": True, "add_zero_attn": True},
+    "without bias": {"bias": False, "batch_first": True},
+}
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_multi_head_attention_equals_serial(name: str, weights: bool) -> None:
+    rng = random.Random(name)
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, **OPTIONS[name]).double()
+    names = [n for n, _ in module.named_parameters()]
+    first = OPTIONS[name].get("batch_first", False)
+    query = random_tensor(rng, (3, 5, 8) if first else (5, 3, 8))
+    features = OPTIONS[name].get("kdim", 8)
+    key = random_tensor(rng, (3, 4, features) if first else (4, 3, features))
+    padding = torch.tensor([[False, True, False, False]] * 3)
+    mask = random_tensor(rng, (5, 4)) > 1
+
+    def function(q: Tensor, k: Tensor, *parameters: Tensor) -> Any:
+        state = dict(zip(names, parameters, strict=True))
+        options = {"need_weights": weights, "attn_mask": mask, "key_padding_mask": padding}
+        result = functional_call(module, state, (q, k, k), options)
+        return tuple(r for r in result if r is not None)
+
+    parameters = [p.detach() for p in module.parameters()]
+    for _ in range(3):
+        agrees(function, [query, key], parameters, random_grid(rng), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_all_padding_modes_of_convolution_modules(mode: str, n: int) -> None:
+    rng = random.Random(7 * n)
+    for _ in range(2):
+        grid = random_grid(rng)
+        make = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[n]
+        conv = make(
+            2,
+            3,
+            rng.choice([2, 3, 4]),
+            padding=rng.choice([1, 2, "same"]),
+            dilation=rng.choice([1, 2]),
+            padding_mode=mode,
+        ).double()
+        shape = (2, 2, *(rng.randrange(4, 11) for _ in range(n)))
+        x = random_tensor(rng, shape)
+
+        def function(x, w, b, conv=conv):
+            return functional_call(conv, {"weight": w, "bias": b}, (x,))
+
+        parameters = [random_tensor(rng, p.shape) for p in conv.parameters()]
+        agrees(function, [x], parameters, grid, rng)
