@@ -48,6 +48,13 @@ def test_the_network_has_the_published_number_of_layers_and_weights(build, layer
     assert {(norm.eps, norm.momentum) for norm in norms} == {(1e-5, 0.1)}
 
 
+def test_a_block_is_convolution_then_relu_then_batch_norm():
+    opening = mesh_tangling_2k(width=1 / 128).blocks[0]
+    assert [type(layer) for layer in opening] == 3 * [nn.Conv2d, nn.ReLU, nn.BatchNorm2d]
+    windows = [(layer.kernel_size, layer.stride, layer.padding) for layer in opening[::3]]
+    assert windows == [((5, 5), (2, 2), (2, 2))] + 2 * [((3, 3), (1, 1), (1, 1))]
+
+
 @pytest.mark.parametrize(
     ("build", "sides"),
     [

@@ -175,6 +175,29 @@ def test_halos_of_channel_blocks_travel_while_they_are_convolved() -> None:
     assert overlapped.call_count == (3 if grid.size > 2 else 0)
 
 
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("algorithm", ["x", "y", "w"])
+def test_second_derivatives_are_the_serial_ones(algorithm: str) -> None:
+    rng = random.Random(7)
+    for grid, layout in grids():
+        x, w = random_tensor(rng, (2, 5, 6, 5)), random_tensor(rng, (4, 5, 3, 3))
+        b = random_tensor(rng, (4,)).requires_grad_()
+
+        def product(x: Tensor, w: Tensor, b: Tensor = b) -> tuple[Tensor, ...]:
+            with parallel(algorithm):
+                loss = F.conv2d(x, w, b, padding=1).tanh().square().sum()
+            g, h = torch.autograd.grad(loss, [x, w], create_graph=True)
+            return torch.autograd.grad((g * x).sum() + (h * w).sum(), [x, w])
+
+        expected = product(x.requires_grad_(), w.requires_grad_())
+        d = dc.distribute_tensor(x.detach(), grid, layout).requires_grad_()
+        cut = dc.distribute_tensor(w.detach(), grid, dc.Layout(filter="channel")).requires_grad_()
+        for other in (w, cut):
+            for got, wanted in zip(product(d, other), expected, strict=True):
+                full = got.full_tensor() if isinstance(got, dc.DistTensor) else got
+                assert deviation(full.detach(), wanted) <= TOLERANCE
+
+
 @contextmanager
 def received(grid: dc.ProcessGrid) -> Iterator[list[int]]:
     """Yield a list that grows by the elements of each message that arrives at this rank."""
