@@ -12,7 +12,6 @@ from mpi4py import MPI
 from torch import nn
 
 import distconv as dc
-from distconv.geometry.topology import Topology
 from distconv.planning import Machine, plan, predict
 from distconv.planning.scaling import STRONG, Case, Study
 from distconv.planning.table import byte_size
@@ -78,19 +77,6 @@ def test_page_of_explain_holds_the_layers_and_their_bytes() -> None:
     assert byte_size(found.kept_bytes) in "".join(root.itertext())
     ranks = [cell.get("title") for cell in root.iter("span") if "rank " in cell.get("title", "")]
     assert ranks[1:3] == ["rank 1: sample 0, height 1", "rank 2: sample 1, height 0"]
-
-
-def test_page_of_explain_says_what_is_refused() -> None:
-    found = dc.explain(nn.Softmax2d(), SHAPE, {"sample": 2}, show=False)
-    assert found.refusal is None
-    module = nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.PixelUnshuffle(2), nn.FractionalMaxPool2d(2, 4)
-    )
-    refused = dc.explain(module, SHAPE, GRID, show=False)
-    assert refused.refusal is not None
-    root = parsed(explain_page(refused, GRID))
-    assert refused.refusal in "".join(root.itertext())
-    assert [row.get("class") for row in root.iter("tr")].count("marked") == 1
 
 
 @pytest.mark.parallel(2)
