@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import providers
 from mpi4py import MPI
 from torch import distributed
 
@@ -42,6 +43,8 @@ settings.register_profile(
     "nightly", settings.get_profile("default"), derandomize=False, max_examples=5000
 )
 settings.load_profile("default")
+# Nor on constants of imported modules: compilers import others on each rank.
+providers.is_local_module_file = lambda path: False
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from torch import nn
 
 import distconv as dc
+from distconv.geometry.topology import Topology
 from distconv.planning import Machine, plan, predict
 from distconv.planning.scaling import STRONG, Case, Study
 from distconv.planning.table import byte_size
