@@ -12,21 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.layout import Cuts
+from distconv.comm.collectives import all_reduce_with_grad
+from distconv.geometry.layout import Cuts, cutting_axes
+from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import user_line
-from distconv.ops.math.pointwise import pointwise_rule
 from distconv.ops.support.memory_format import in_order_of_memory
 from distconv.ops.support.operands import (
-    accumulation_type,
     as_distributed,
+    broadcast_cuts,
     broadcast_shape,
     common_grid,
     gather_whole,
     local_operand,
+    to_accumulation_type,
     uncut,
 )
 from distconv.ops.support.ranges import in_range
-from distconv.tensor.dispatch import RULES, implements, refuse
+from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import recorded
 from distconv.torch_private import dropped_weight, reduction_of_flags
@@ -53,9 +55,7 @@ def reduction_name(
 def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
     """Register a loss of torch, of which the decorated function returns the terms.
 
-    It takes torch's arguments by their names, without those of the reduction, and halves in
-    float32, in which sums of many elements are accurate. It may also return a pair: terms, and
-    weights by whose sum the sum of terms is divided for the mean.
+    It takes torch's arguments by their names, without those of the reduction.
     """
     signature = inspect.signature(function)
 
@@ -65,55 +65,71 @@ def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
             given = signature.bind(*args, **options).arguments
             flags = given.pop("size_average", None), given.pop("reduce", None)
             name = reduction_name(*flags, given.pop("reduction", "mean"), function.__name__)
-            kind = next(iter(given.values())).dtype
-            half = accumulation_type(kind) != kind
-            found: Any = terms(**({k: _wide(x) for k, x in given.items()} if half else given))
-            found, weights = found if isinstance(found, tuple) else (found, None)
-            if name == "mean" and weights is None:
-                found = found.mean()
-            elif name != "none":
-                found = found.sum() / (weights.sum() if name == "mean" else 1)
-            return found.to(kind) if half else found  # type: ignore[no-any-return]
+            found = terms(**given)
+            if name == "none":
+                return found
+            return found.mean() if name == "mean" else found.sum()
 
         return terms
 
     return register
 
 
-def _wide(x: Any) -> Any:
-    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
+    """Return the sum of `local` over ranks, divided by a number, or by the sum of a tensor over
+    ranks.
+
+    The result has the type `kind`. All ranks call it.
+    """
+    axes = cutting_axes(cuts)
+    if isinstance(over, Tensor):
+        both = all_reduce_with_grad(torch.stack([local, over.to(local.dtype)]), grid, axes)
+        total = both[0] / both[1]
+    else:
+        total = all_reduce_with_grad(local, grid, axes) / over
+    return DistTensor(total.to(kind.to_real()), (), (), grid)
 
 
-def _elementwise(
-    function: Callable[..., Tensor], operands: dict[str, Tensor | None], **options: Any
-) -> Tensor:
-    """Return the terms of a loss that treats every element alone."""
+def _terms(reduction: str, *tensors: Any) -> list[Any]:
+    """Return the tensors in a type accurate for sums, unless `reduction` is "none"."""
+    if reduction == "none":
+        return list(tensors)
+    return [t if t is None else to_accumulation_type(t) for t in tensors]
 
-    def local(*blocks: Tensor | None) -> Tensor:
-        ordered = in_order_of_memory(blocks)
-        named = dict(zip(operands, ordered, strict=True))
-        made = function(**named, reduction="none", **options)
-        return made if ordered is blocks else made.movedim(-1, 1)
 
-    local.__name__ = function.__name__
-    terms: Tensor = pointwise_rule(local)(*operands.values())
-    return terms
+def _elements(reduction: str, *tensors: Any) -> list[Any]:
+    """Return the operands of an element-wise loss in a type accurate for sums and in one memory
+    format, unless `reduction` is "none".
+    """
+    return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
 
 
 def _regression(function: Callable[..., Tensor]) -> None:
     """Register a loss of the difference of input and target, optionally weighted by element."""
     name = function.__name__
 
-    @terms_of(function)
-    def terms(input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Any:
+    @implements(function)
+    def rule(
+        input: Tensor,
+        target: Tensor,
+        size_average: bool | None = None,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        **arguments: float,
+    ) -> DistTensor:
+        reduction = reduction_name(size_average, reduce, reduction, name)
         if weight is None:
-            (weight,) = recorded(name, (dropped_weight(function),))
+            *_, weight = recorded(name, (input, target, dropped_weight(function)))
+        grid = common_grid(name, (input, target, weight))
+        shape = broadcast_shape(name, (input, target))
+        cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
         if weight is not None and weight.shape != input.shape:
             raise ValueError(
                 f"{name}: weight has shape {tuple(weight.shape)}, expected that of the input, "
                 f"{tuple(input.shape)}"
             )
-        if weight is not None and weight.shape != broadcast_shape(name, (input, target)):
+        if weight is not None and tuple(weight.shape) != shape:
             refuse(
                 name,
                 "a weighted input is broadcast to the target",
@@ -121,31 +137,69 @@ def _regression(function: Callable[..., Tensor]) -> None:
                 target,
                 way_out="Expand the input to the target's shape first",
             )
-        found = _elementwise(function, {"input": input, "target": target}, **options)
-        if weight is None:
-            return found
-        # torch divides a weighted Huber loss by the number of elements, unlike the others.
-        return found * weight if function is F.huber_loss else (found * weight, weight)
+        blocks = [local_operand(t, shape, cuts, grid, name) for t in (input, target, weight)]
+        x, y, w = _elements(reduction, *blocks)
+        summed = reduction != "none" and w is None
+        local = function(x, y, reduction="sum" if summed else "none", **arguments)
+        if w is not None:
+            local = local * w
+        if reduction == "none":
+            return DistTensor(local, shape, cuts, grid)
+        over: Any = 1
+        if reduction == "mean":
+            # torch divides a weighted Huber loss by the number of elements, unlike the others.
+            by_weight = w is not None and function is not F.huber_loss
+            over = w.sum() if by_weight else torch.Size(shape).numel()
+        kind = torch.promote_types(input.dtype, target.dtype)
+        return _total(local if summed else local.sum(), over, cuts, grid, kind)
 
 
 def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
     """Register binary cross entropy, for probabilities or for logits."""
     name = function.__name__
 
-    @terms_of(function)
-    def terms(input: Tensor, target: Tensor, **weights: Tensor | None) -> Tensor:
+    @implements(function)
+    def rule(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        **pos_weight: Tensor | None,
+    ) -> DistTensor:
+        reduction = reduction_name(size_average, reduce, reduction, name)
+        weights = {"weight": weight, **pos_weight}
+        grid = common_grid(name, (input, target, *weights.values()))
         if target.shape != input.shape:
             raise ValueError(
                 f"{name}: target has shape {tuple(target.shape)} and input {tuple(input.shape)}; "
                 "they must be the same"
             )
-        shape = broadcast_shape(name, [input, *(w for w in weights.values() if w is not None)])
+        shape = broadcast_shape(name, [t for t in (input, *weights.values()) if t is not None])
         if shape != tuple(input.shape):
             raise RuntimeError(
                 f"{name}: the weights broadcast the input from {tuple(input.shape)} to {shape}; "
                 "give weights that are broadcast to the input"
             )
-        return _elementwise(function, {"input": input, "target": target, **weights})
+        cuts = broadcast_cuts(
+            [t for t in (input, target) if isinstance(t, DistTensor)]
+            or [as_distributed(input, grid)],
+            shape,
+        )
+        operands = (input, target, *weights.values())
+        blocks = [local_operand(t, shape, cuts, grid, name) for t in operands]
+        x, y, *scales = _elements(reduction, *blocks)
+        local = function(
+            x,
+            y,
+            reduction="none" if reduction == "none" else "sum",
+            **dict(zip(weights, scales, strict=True)),
+        )
+        if reduction == "none":
+            return DistTensor(local, shape, cuts, grid)
+        over = torch.Size(shape).numel() if reduction == "mean" else 1
+        return _total(local, over, cuts, grid, input.dtype)
 
 
 def _check_without_samples(
@@ -190,14 +244,18 @@ def _classification(function: Callable[..., Tensor]) -> None:
     """
     name = function.__name__
 
-    @terms_of(function)
-    def terms(
+    @implements(function)
+    def rule(
         input: Tensor,
         target: Tensor,
         weight: Tensor | None = None,
+        size_average: bool | None = None,
         ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
         **smoothing: float,
-    ) -> Any:
+    ) -> DistTensor:
+        reduction = reduction_name(size_average, reduce, reduction, name)
         grid = common_grid(name, (input, target, weight))
         x = as_distributed(input, grid)
         classes = 1 if x.dim() > 1 else 0
@@ -228,24 +286,22 @@ def _classification(function: Callable[..., Tensor]) -> None:
         else:
             _warn_of_labels_apart(name, x, target, cuts)
             labels = local_operand(target, shape, cuts, grid, name)
+        scores, labels, weight = _terms(reduction, x.shard, labels, weight)
+        options["reduction"] = "none" if reduction == "none" else "sum"
         with in_range(f"{name}, class number", labels, x.shape[classes], ignore_index):
-            local = function(x.shard, labels, weight, reduction="none", **options)
-        found = DistTensor(local, shape, cuts, grid)
-        if probabilities:
-            return found if x.shape[classes] else found * math.nan
-        numbers = labels.long()
-        counted = numbers != ignore_index
-        if weight is not None:
-            counted = torch.where(counted, weight[numbers.where(counted, 0)], 0)
-        return found, DistTensor(counted, shape, cuts, grid)
-
-
-@terms_of(F.kl_div)
-def _divergence(input: Tensor, target: Tensor, log_target: bool = False) -> Tensor:
-    return _elementwise(F.kl_div, {"input": input, "target": target}, log_target=log_target)
-
-
-_reduced_divergence = RULES[F.kl_div]
+            local = function(scores, labels, weight, **options)
+        if reduction == "none":
+            return DistTensor(local, shape, cuts, grid)
+        over: Any = 1
+        if reduction == "mean" and probabilities:
+            over = torch.Size(shape).numel() if x.shape[classes] else math.nan
+        elif reduction == "mean":
+            numbers = labels.long()
+            counted = numbers != ignore_index
+            if weight is not None:
+                counted = torch.where(counted, weight[numbers.where(counted, 0)], 0)
+            over = counted.sum()
+        return _total(local, over, cuts, grid, input.dtype)
 
 
 @implements(F.kl_div)
@@ -256,11 +312,22 @@ def kl_div(
     reduce: bool | None = None,
     reduction: str = "mean",
     log_target: bool = False,
-) -> Tensor:
+) -> DistTensor:
     by_batch = reduction == "batchmean"
-    name = "sum" if by_batch else reduction
-    found = _reduced_divergence(input, target, size_average, reduce, name, log_target)
-    return found / input.shape[0] if by_batch and input.dim() else found
+    reduction = reduction_name(size_average, reduce, "sum" if by_batch else reduction, "kl_div")
+    grid = common_grid("kl_div", (input, target))
+    shape = broadcast_shape("kl_div", (input, target))
+    cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
+    blocks = [local_operand(t, shape, cuts, grid, "kl_div") for t in (input, target)]
+    x, y = _elements(reduction, *blocks)
+    local = F.kl_div(
+        x, y, reduction="none" if reduction == "none" else "sum", log_target=log_target
+    )
+    if reduction == "none":
+        return DistTensor(local, shape, cuts, grid)
+    batch = input.shape[0] if input.dim() else 1
+    over = batch if by_batch else torch.Size(shape).numel() if reduction == "mean" else 1
+    return _total(local, over, cuts, grid, torch.promote_types(input.dtype, target.dtype))
 
 
 @terms_of(F.gaussian_nll_loss)
