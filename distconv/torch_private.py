@@ -269,8 +269,7 @@ def address_of_memory(x: Tensor) -> int:
 
 def users_of_memory(x: Tensor) -> int:
     """Return the number of tensors and Python objects that hold the memory of `x`. Without it, a
-    plain tensor
-    can become distributed while a view of it keeps the old elements.
+    plain tensor can become distributed while a view of it keeps the old elements.
     """
     memory: Any = x.untyped_storage()  # the object holds a use, whether it existed before or not
     count: int = torch._C._storage_Use_Count(memory._cdata)  # type: ignore[attr-defined]
@@ -295,14 +294,12 @@ def is_marked_parameter(x: Tensor) -> bool:
 
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which torch does not dispatch to subclasses. Without it, reading a DistTensor's
-metadata
-does not end.
+metadata does not end.
 """
 
 without_torch_dispatch: Any = torch._C._DisableTorchDispatch
 """A context in which torch does not dispatch to subclasses below its functions either. Without it,
-the
-shape of a DistTensor cannot change in place.
+the shape of a DistTensor cannot change in place.
 """
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -539,8 +536,7 @@ of their counters, which do not exist there."""
 
 CODE_OF_MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 """The code that runs a module. Without it, messages, plans and timelines cannot name their layer:
-the
-frames of this code are searched on the stack, so that calls need not be noted."""
+the frames of this code are searched on the stack, so that calls need not be noted."""
 
 
 def parts_and_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -40,7 +40,7 @@ class CompiledModule:
         self._module, self._evaluated, self._backend = module, evaluated, backend
         self._called: dict[nn.Module, None] = {}
         """All modules that were called within it."""
-        self._cases: dict[Any, _Replayed | None] = {}
+        self._cases: dict[Any, _ReplayedModule | None] = {}
         """The decided cases: None for those that are not replayed."""
         self._traces: dict[Any, list[_Traced]] = {}
         self._calls = Calls("module")
@@ -121,7 +121,7 @@ class CompiledModule:
         if cases.obstacle_on_any_rank(why, grid, "the module", stacklevel=3):
             self._cases[key] = None
         elif number == 2:
-            self._cases[key] = _Replayed(complete[1], self._backend, self._calls.made)
+            self._cases[key] = _ReplayedModule(complete[1], self._backend, self._calls.made)
             self._calls.made += 1
         if key in self._cases:
             traces.clear()
@@ -139,7 +139,7 @@ class CompiledModule:
         live = _Live(call, shards_of(inner))
         return self._applied(live, call.results, shards_of(tensors), call.leaves)
 
-    def _replay(self, case: _Replayed, tensors: Sequence[Tensor]) -> Any:
+    def _replay(self, case: _ReplayedModule, tensors: Sequence[Tensor]) -> Any:
         reduction = reduction_of(self._module)
         if reduction is not None:
             reduction.prepare()
@@ -300,7 +300,7 @@ class _Live:
                 of.update(before)
 
 
-class _Replayed:
+class _ReplayedModule:
     """A module in its replayed form.
 
     Parameters
@@ -338,7 +338,7 @@ class _Replayed:
 class _Once:
     """The passes of one replay."""
 
-    def __init__(self, case: _Replayed, given: Sequence[Tensor]) -> None:
+    def __init__(self, case: _ReplayedModule, given: Sequence[Tensor]) -> None:
         self._case, self._given, self.differentiable = case, given, case.differentiable
         self._kept = 0
 

@@ -40,10 +40,10 @@ def compile(
     """Return a function equivalent to `step`, which is replayed from its fourth call on.
 
     A step is the part that a loop repeats: the forward pass, a loss, `backward()`, and the
-    optimizer's
-    step, or some of these. It is traced on all ranks as it runs: every function of torch on this
-    rank's blocks, every message, in one order. A replay makes the same calls without modules,
-    autograd, rules and hooks, and gives the same bits. All ranks of the grid call it together.
+    optimizer's step, or some of these. It is traced on all ranks as it runs: every function of
+    torch on this rank's blocks, every message, in one order. A replay makes the same calls without
+    modules, autograd, rules and hooks, and gives the same bits. All ranks of the grid call it
+    together.
 
     The first call of a case runs as it is; the second and the third are traced, and must agree.
     Cases differ in shapes, types and layouts of tensors among the arguments, in other arguments, in
@@ -60,8 +60,7 @@ def compile(
 
     For a module, its forward and its backward pass are traced, each as one function of autograd;
     gradients are accumulated, summed over the ranks and used as usual. Call the result in place of
-    the
-    module, and use the module itself for parameters, states and modes.
+    the module, and use the module itself for parameters, states and modes.
 
     Parameters
     ----------
@@ -101,7 +100,7 @@ class CompiledStep(Generic[Given, Result]):
         self._step, self._backend = step, backend
         self._called: dict[nn.Module, None] = {}
         """All modules that were called within the step."""
-        self._cases: dict[Any, list[_Replayed]] = {}
+        self._cases: dict[Any, list[_ReplayedStep]] = {}
         self._last: dict[Any, _TracedCase] = {}
         self._seen: set[Any] = set()
         """The cases that have run, whichever gradients existed."""
@@ -169,7 +168,7 @@ class CompiledStep(Generic[Given, Result]):
             if backend == cases.CAPTURE:
                 backend = None
                 case.step = _captured(case.step, grid)
-            self._cases.setdefault(key, []).append(_Replayed(case, backend, self._calls.made))
+            self._cases.setdefault(key, []).append(_ReplayedStep(case, backend, self._calls.made))
             self._calls.made += 1
         return _without_gradients(result)
 
@@ -249,7 +248,7 @@ def _sizes(optimizer: Optimizer) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
-class _Replayed:
+class _ReplayedStep:
     """A step in its replayed form.
 
     Parameters

@@ -20,8 +20,8 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """Return the norm of each tensor, as plain tensors without dimensions, outside autograd.
 
     The norm of a DistTensor is of the whole tensor, the same on all ranks, which call it together;
-    one
-    message serves all tensors cut over the same axes of a grid. For plain tensors nothing is sent.
+    one message serves all tensors cut over the same axes of a grid. For plain tensors nothing is
+    sent.
     """
     with torch.no_grad():
         norms = [_norm(shard_of(x), order) for x in tensors]

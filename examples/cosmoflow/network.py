@@ -21,8 +21,7 @@ BOTTOM = 4
 @dataclass(frozen=True)
 class Form:
     """One of the published forms: the filters of the first block, which double in each next one;
-    the pool
-    after each block; and the outputs of the linear layers before the last.
+    the pool after each block; and the outputs of the linear layers before the last.
     """
 
     first: int

@@ -16,8 +16,7 @@ class UNet3d(nn.Module):
 
     Input (samples, channels, D, H, W), output (samples, classes, D, H, W), for sides of any size:
     an odd plane is pooled with half a window at its end, and upsampled volumes are cropped. With
-    sides
-    that are multiples of 8 this is the published network.
+    sides that are multiples of 8 this is the published network.
 
     Args:
         channels: the channels of the input.
