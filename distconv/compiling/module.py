@@ -317,8 +317,8 @@ class _ReplayedModule:
         step, given = call.step, len(call.strides)
         turn = next(i for i, x in enumerate(step.calls) if x.function is tracing.turn)
         first, second = step.calls[:turn], step.calls[turn + 1 :]
-        number = len(self.differentiable)
-        results, found = step.results[:number], step.results[number:]
+        own = len(self.differentiable)
+        results, found = step.results[:own], step.results[own:]
         inputs, gradients = step.inputs[:given], step.inputs[given:]
         there = {*inputs, *(n for x in first for n in x.made)}
         used = dict.fromkeys(x for call in second for x in call.used)

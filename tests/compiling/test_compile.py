@@ -571,6 +571,17 @@ def test_a_step_needs_a_distributed_tensor() -> None:
 # Replays
 
 
+def adding(model: nn.Module, compiled: bool) -> Any:
+    """Return a step, compiled or not, that adds to gradients which are there."""
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    return dc.compile(step) if compiled else step
+
+
 @pytest.mark.parallel([1, 2])
 def test_gradients_that_are_there_are_a_case_of_their_own() -> None:
     """A step adds to gradients that the program has kept."""
@@ -579,13 +590,7 @@ def test_gradients_that_are_there_are_a_case_of_their_own() -> None:
         torch.manual_seed(0)
         grid = dc.ProcessGrid(height=-1)
         model = dc.parallelize(nn.Conv2d(3, 2, 3, padding=1), grid)
-
-        def step(x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
-
-        f: Any = dc.compile(step) if compiled else step
+        f = adding(model, compiled)
         found = []
         for i, (x, _) in enumerate(batches(grid)):
             for _ in range(4):
@@ -606,13 +611,7 @@ def test_parts_of_gradients_stay_parts_until_they_are_summed() -> None:
         torch.manual_seed(0)
         grid = dc.ProcessGrid(height=-1)
         model = dc.parallelize(nn.Conv2d(3, 2, 3, padding=1), grid)
-
-        def step(x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
-
-        f: Any = dc.compile(step) if compiled else step
+        f = adding(model, compiled)
         found = []
         for x, _ in batches(grid):
             with dc.no_sync(model):
