@@ -26,7 +26,12 @@ GRIDS = {
     4: [{"sample": 2, "height": 2}, {"height": 2, "width": 2}, {"channel": 2, "filter": 2}],
 }
 
-SLACK = {"DeepLab": 0.02, "SegResNet": 0.02, "U-Net 2-D, group norm": 0.003}
+SLACK = {
+    "DeepLab": 0.02,
+    "SegResNet": 0.02,
+    "U-Net 2-D, group norm": 0.003,
+    "U-Net 2-D, instance norm": 0.003,
+}
 """Without elements, torch gives the short lists of weights of linear interpolation other strides,
 and a convolution's result the memory format of its input alone, where a kernel on elements also
 looks at the weight; statistics of a few more channels are kept for it then."""
