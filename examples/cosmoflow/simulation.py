@@ -25,9 +25,6 @@ from .cosmology import Cosmology
 SLABS = dc.Layout(sample="sample", depth="depth")
 """The layout of fields."""
 
-_TRANSPOSED = dc.Layout(sample="sample", height="depth")
-"""The layout of modes."""
-
 _PARTICLES = 2**19
 """Particles that are assigned to cells at once, so that temporaries stay small."""
 
@@ -52,15 +49,13 @@ def white_noise(
 
 def to_modes(field: dc.DistTensor) -> dc.DistTensor:
     """Return the discrete Fourier transform of a field, without a factor. Collective."""
-    planes = torch.fft.rfft2(field).redistribute(_TRANSPOSED)
-    return torch.fft.fft(planes, dim=2)
+    return torch.fft.rfftn(field, dim=(2, 3, 4))
 
 
 def to_field(modes: dc.DistTensor) -> dc.DistTensor:
     """Return the field with these modes, the inverse of `to_modes`. Collective."""
     width = modes.shape[2]
-    planes = torch.fft.ifft(modes, dim=2).redistribute(SLABS)
-    return torch.fft.irfft2(planes, s=(width, width))
+    return torch.fft.irfftn(modes, s=(width,) * 3, dim=(2, 3, 4))
 
 
 def wave_numbers(modes: dc.DistTensor) -> list[Tensor]:

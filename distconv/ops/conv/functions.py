@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from math import prod
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +16,13 @@ from distconv.ops.conv.spatial import convolve_whole_channels
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.conv.transposed_convolution import TransposedConvolution
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
-from distconv.ops.support.merged import treats_samples_alone
+from distconv.ops.support.merged import (
+    factors_of,
+    is_merged,
+    merge_as,
+    treats_samples_alone,
+    unmerged,
+)
 from distconv.ops.support.operands import distributed_input
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -42,6 +49,10 @@ def _convolution(function: Callable[..., Tensor], n: int) -> None:
             to_tuple(dilation, n, "dilation"),
             groups,
         )
+        if is_merged(input):
+            made = _convolve_points(input, weight, bias, spec)
+            if made is not None:
+                return made
         return _convolve(input, weight, bias, spec)
 
 
@@ -75,6 +86,22 @@ def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
 def _specification(kind: Callable[..., ConvolutionSpec], *arguments: Any) -> ConvolutionSpec:
     """Return a specification, one object for equal arguments, to find cached results fast."""
     return kind(*arguments)
+
+
+def _convolve_points(
+    input: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
+) -> DistTensor | None:
+    """Return a convolution of merged positions by a kernel of one element; None for others."""
+    runs = factors_of(input)
+    space = sum(map(len, runs[2:]))
+    points = prod(weight.shape[2:]) == 1 and set(spec.stride) == {1}
+    padded = not isinstance(spec.padding, str) and any(spec.padding)
+    if not points or padded or space > 3 or any(len(run) > 1 for run in runs[:2]):
+        return None
+    kernel = weight.reshape((*weight.shape[:2], *(1,) * space))
+    convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[space - 1]
+    made = convolve(unmerged(input), kernel, bias, groups=spec.groups)
+    return cast(DistTensor, merge_as(made, (*made.shape[:2], *input.shape[2:])))
 
 
 def _convolve(

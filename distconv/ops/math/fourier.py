@@ -1,24 +1,39 @@
-"""Fourier transforms; the dimensions that are transformed are made whole on every rank."""
+"""Fourier transforms: dimensions are made whole by moving their cuts to others.
+
+Each rank then transforms a part of the channels, for example, in place of all of them. Where no
+other dimension is large enough, the dimensions are transformed one after the other, each cut while
+another is transformed. Results of inverse transforms are cut in space again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distconv.geometry.layout import Cuts, cutting_axes, default_cuts
+from distconv.geometry.topology import AXES
 from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import gather_whole
 from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import redistribute
+
+_OF_OTHERS = {
+    **{"fft": "fft", "rfft": "fft", "hfft": "fft"},
+    **{"ifft": "ifft", "irfft": "ifft", "ihfft": "ifft"},
+}
+"""Transforms, each with the one that it is along all dimensions but the last."""
 
 
-def _transform(name: str) -> None:
+def _transform(kind: str, form: str) -> None:
+    name = kind + form
     function: Callable[..., Tensor] = getattr(torch.fft, name)
-    last: Any = -1 if not name.endswith(("2", "n")) else (-2, -1) if name.endswith("2") else None
+    last: Any = {"": -1, "2": (-2, -1), "n": None}[form]
 
     @implements(function)
     def rule(
@@ -30,14 +45,71 @@ def _transform(name: str) -> None:
         check_on_meta(function, input, sizes, dim, norm)
         count = len(sizes) if dim is None and sizes is not None else input.dim()
         over = tuple(range(input.dim() - count, input.dim())) if dim is None else dim
-        chosen = normalize_dims(over, input.dim())
-        return apply_along(function, name, input, chosen, sizes, dim, norm)
+        dims = normalize_dims(over, input.dim())
+        lengths = (sizes,) if isinstance(sizes, int) else sizes
+        of_dims = None if lengths is None else dict(zip(dims, lengths, strict=True))
+        return _transformed(kind, name, input, dims, of_dims, norm)
 
 
-for _name in ("fft", "hfft", "rfft"):
+for _kind in _OF_OTHERS:
     for _form in ("", "2", "n"):
-        _transform(f"{_name}{_form}")
-        _transform(f"i{_name}{_form}")
+        _transform(_kind, _form)
+
+
+def _transformed(
+    kind: str,
+    name: str,
+    x: DistTensor,
+    dims: Sequence[int],
+    sizes: dict[int, int] | None,
+    norm: str | None,
+) -> DistTensor:
+    """Return the transform along `dims`. Collective."""
+    last = dims[-1]
+    to_space = kind in ("ifft", "irfft")
+    cuts = _in_space(x, dims) if to_space else x.cuts
+    left = sorted(dims, key=lambda d: bool(cuts[d]))
+    if kind in ("rfft", "ihfft"):  # which take real numbers
+        left.sort(key=lambda d: d != last)
+    elif kind in ("irfft", "hfft"):  # which return them
+        left.sort(key=lambda d: d == last)
+    while left:
+        now, moved = left, _elsewhere(x, cuts, left)
+        if moved is None:
+            whole = next(i for i, d in enumerate(left) if cuts[d])
+            now = left[: max(whole, 1)]
+            moved = _elsewhere(x, cuts, now)
+        x = redistribute(x, moved or x.cuts, name)
+        function = getattr(torch.fft, f"{kind if last in now else _OF_OTHERS[kind]}n")
+        now = sorted(now, key=dims.index)
+        lengths = None if sizes is None else [sizes[d] for d in now]
+        x = apply_along(function, name, x, now, lengths, now, norm)
+        left, cuts = left[len(now) :], x.cuts
+    return redistribute(x, _in_space(x, dims), name) if to_space else x
+
+
+def _elsewhere(x: DistTensor, cuts: Cuts, dims: Collection[int]) -> Cuts | None:
+    """Return cuts with `dims` whole, and their axes on other dimensions; None where these are too
+    small.
+    """
+    topology = x.grid.topology
+    moved = [() if d in dims else axes for d, axes in enumerate(cuts)]
+    for axis in sorted(cutting_axes(cuts[d] for d in dims), key=AXES.index):
+        room = {d: n // topology.parts(moved[d]) for d, n in enumerate(x.shape) if d not in dims}
+        widest = max(room, key=room.__getitem__, default=0)
+        if room.get(widest, 0) < topology.extent(axis):
+            return None
+        moved[widest] += (axis,)
+    return tuple(moved)
+
+
+def _in_space(x: DistTensor, dims: Sequence[int]) -> Cuts:
+    """Return cuts with the spatial ones among `dims` over the axes of their names."""
+    own = default_cuts(x.dim(), x.grid.topology)
+    own = tuple(axes if d in dims and d > 1 else () for d, axes in enumerate(own))
+    taken = cutting_axes(own)
+    rest = (tuple(a for a in axes if a not in taken) for axes in x.cuts)
+    return tuple(mine + others for mine, others in zip(own, rest, strict=True))
 
 
 def _shift(name: str, before: int) -> None:
