@@ -163,15 +163,15 @@ RANKS = [(3, 1), (16, 15)]
 
 
 def check(call: Callable[..., Any], sample: Sample, gpu: Gpu) -> bool:
-    """Run a call on tensors that are whole, and cut along the first and the last dimension.
+    """Run a call on tensors that are cut along the first and the last dimension, or whole.
 
     They take turns of `RANKS`. False where serial torch has to wait, too.
     """
     if _waits_serially(call, sample):
         return False
     shape = sample.operands(plain=False)[0].shape
-    for i, size in enumerate(dict.fromkeys((None, *shape[:1], *shape[-1:]))):
-        ranks, rank = RANKS[i % 2]
+    sizes = [*dict.fromkeys((*shape[:1], *shape[-1:], None))]
+    for size, (ranks, rank) in zip(sizes, RANKS, strict=False):
         grid = DryRunGrid({"height": ranks}, rank)
         where = f"cut where there are {size}, rank {rank} of {ranks}"
         with noted(where), suppress(dc.UnsupportedOperation):
