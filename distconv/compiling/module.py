@@ -233,6 +233,10 @@ class _Traced:
     def finish_backward(self, gradients: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
         """Note the gradients passed to the backward pass, and its results."""
         trace = self.trace
+        if any(
+            isinstance(x, Value) and x.number in trace.found for c in trace.calls for x in c.used
+        ):
+            trace.hinder("it uses the gradients of parameters")
         self.gradient_strides = [x.stride() for x in gradients]
         results = [*self._made, *trace.standing_for(list(found))]
         step = TracedStep(trace.inputs, trace.calls, results, trace.constants, [])

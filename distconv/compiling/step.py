@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from distconv.compiling import cases
 from distconv.compiling.cases import MOST_CASES, Calls, Results, check_backend
 from distconv.compiling.module import CompiledModule
-from distconv.compiling.program import TracedStep
+from distconv.compiling.program import TracedStep, Value
 from distconv.compiling.tracing import Trace, is_under_way, modules_called, traced
 from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import GradientReduction, reductions_noted_in
@@ -151,7 +152,8 @@ class CompiledStep(Generic[Given, Result]):
 
     def _trace(self, key: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Result:
         before = self._last.pop(key, None)
-        case = _TracedCase(tensors)
+        reductions = reductions_noted_in(self._called)
+        case = _TracedCase(tensors, [x for r in reductions for x in r.leaves])
         if obstacle := cases.why_not_replayed(args, kwargs, tensors):
             case.trace.hinder(obstacle)
         grid = cases.grid_of(tensors)
@@ -208,13 +210,18 @@ class _TracedCase:
     Parameters
     ----------
     tensors: the tensors among the arguments.
+    leaves: parameters whose gradients it may set, also without a call of torch.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], leaves: Iterable[Tensor]) -> None:
         self.trace = Trace(shards_of(tensors))
+        for x in leaves:
+            self.trace.standing_for(x)
         self.strides = [x.stride() for x in shards_of(tensors)]
         self.results = Results(())
         self.step = TracedStep([], [], [], {}, [])
+        self.added_to: list[Tensor] = []
+        """The leaves whose gradients are further inputs, after the tensors."""
         self.parts: list[tuple[GradientReduction, tuple[bool, ...]]] = []
         """The gradients that are parts of sums in the end."""
 
@@ -234,14 +241,26 @@ class _TracedCase:
             trace.hinder("a tensor among its arguments requires gradients")
         results = trace.standing_for(self.results.blocks)
         gradients = trace.gradients()
-        step = TracedStep(trace.inputs, trace.calls, results, trace.constants, gradients)
-        self.step = step.reduced()
+        inputs = [*trace.inputs, *trace.found]
+        step = TracedStep(inputs, trace.calls, results, trace.constants, gradients).reduced()
+        used = step.left.union(*(call.used for call in step.calls))
+        given = step.inputs[: len(trace.inputs)]
+        found = zip(step.inputs[len(given) :], trace.found.values(), strict=True)
+        added = {n: leaf for n, leaf in found if Value(n) in used}
+        self.added_to = list(added.values())
+        self.step = replace(step, inputs=[*given, *added])
 
     def difference(self, later: _TracedCase) -> str:
         """Return a message that says how a later call of the case differs; "" if it does not."""
         if self.results.words != later.results.words:
             return "its results differ each time"
+        if [*map(id, self.added_to)] != [*map(id, later.added_to)]:
+            return "it adds to the gradients of other tensors each time"
         return cases.difference(self.step, later.step)
+
+
+def _kind(gradient: Tensor | None) -> Any:
+    return None if gradient is None else (gradient.dtype, gradient.stride())
 
 
 def _sizes(optimizer: Optimizer) -> list[int]:
@@ -261,18 +280,22 @@ class _ReplayedStep:
         program = cases.program_of(case.step, backend)
         self._run, self.source = program.run, program.source
         self._results, self._strides, self._parts = case.results, case.strides, case.parts
-        used = set(map(id, case.step.constants.values()))
-        self._gradients = [
-            (leaf, first) for leaf, first in case.trace.leaves.values() if id(first) in used
-        ]
+        self._added_to = case.added_to
+        first = {id(leaf): gradient for leaf, gradient in case.trace.leaves.values()}
+        self._kinds = [_kind(first[id(leaf)]) for leaf in case.added_to]
+        constants = {id(None), *map(id, case.step.constants.values())}
+        self._fixed = [x for x in case.trace.leaves.values() if id(x[1]) in constants]
+        """Leaves whose gradients have to be the same objects, or None again."""
         self._optimizers = [(x, _sizes(x)) for x in case.trace.optimizers]
 
     def fits(self) -> bool:
-        """Return whether the gradients that the step adds to are the same tensors, and optimizers
-        have no other parameters.
+        """Return whether gradients are like those of the trace, and optimizers have no other
+        parameters.
         """
-        return all(leaf.grad is gradient for leaf, gradient in self._gradients) and all(
-            _sizes(x) == sizes for x, sizes in self._optimizers
+        return (
+            all(leaf.grad is gradient for leaf, gradient in self._fixed)
+            and [_kind(leaf.grad) for leaf in self._added_to] == self._kinds
+            and all(_sizes(x) == sizes for x, sizes in self._optimizers)
         )
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
@@ -280,7 +303,7 @@ class _ReplayedStep:
         given = shards_of(tensors)
         with cases.as_traced():
             blocks = list(map(cases.restrided, given, self._strides))
-            made = self._run(*blocks)
+            made = self._run(*blocks, *(leaf.grad for leaf in self._added_to))
             for x, block in zip(given, blocks, strict=True):
                 if x.data_ptr() != block.data_ptr():
                     x.copy_(block)  # which the step may have written to

@@ -104,6 +104,7 @@ class Trace:
     constants: the tensors from before the step, by their numbers.
     leaves: the constants whose gradients autograd makes, each with its gradient when the step
         reached it.
+    found: these gradients, as further inputs: their leaves, by the numbers of the values.
     optimizers: the optimizers, each with its settings when it stepped.
     obstacle: the reason why the step cannot be replayed; "" if it can.
     notes: the mappings in which tensors are looked up, which refer to them weakly.
@@ -113,6 +114,7 @@ class Trace:
         self.calls: list[TracedCall] = []
         self.constants: dict[int, Tensor] = {}
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.found: dict[int, Tensor] = {}
         self.optimizers: dict[Optimizer, list[dict[str, Any]]] = {}
         self.obstacle = ""
         self.paused = False
@@ -154,6 +156,8 @@ class Trace:
         self.constants[constant.number] = x
         if x.is_leaf and x.requires_grad:
             self.leaves[constant.number] = x, x.grad
+            if x.grad is not None and x.grad not in self._seen:
+                self.found[self.new(x.grad)] = x
         return constant
 
     @contextmanager
@@ -228,8 +232,9 @@ class Trace:
 
     def gradients(self) -> list[tuple[Existing, Any]]:
         """Return the leaves whose gradients have changed, each with its gradient."""
-        leaves = list(self.leaves.values())
-        changed = (x for x, first in leaves if first is None or x.grad is not first)
+        given = {call.arguments[0].number for call in self.calls if call.function is give}
+        leaves = list(self.leaves.items())
+        changed = (x for n, (x, first) in leaves if n in given or x.grad is not first)
         return [self.standing_for((x, x.grad)) for x in changed]
 
     def before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -623,7 +623,7 @@ def test_parts_of_gradients_stay_parts_until_they_are_summed() -> None:
 
     actual, f = run(True)
     assert identical(actual, run(False)[0])
-    assert f.replays >= CALLS - 3
+    assert f.replays == 2 * CALLS - 6
 
 
 @pytest.mark.parallel(2)
