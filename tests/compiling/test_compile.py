@@ -541,7 +541,7 @@ def differentiates_inputs(model: nn.Module, grid: dc.ProcessGrid) -> Step:
 LEFT = {
     reads: "reads elements",
     counts: "not the same each time",
-    replaces: "another tensor of shape",
+    replaces: "it changes 'kept'",
     schedules: "settings of an optimizer",
     sets_random_numbers: "state of random numbers",
     chooses: "reads elements",
