@@ -224,10 +224,10 @@ def load_checkpoint(
 ) -> Checkpoint | None:
     """Load a checkpoint into a model and the other objects, on this grid. Collective.
 
-    Rank 0 reads the file and sends it to all; of shards, every rank reads what its blocks need. In
-    a folder, the newest checkpoint that is whole and loads with weights_only is taken; damaged ones
-    are reported and renamed, so that they are not tried again. torch's random numbers continue with
-    the state of rank 0.
+    Rank 0 reads the file and sends it to all ranks; each rank reads the shards that its own blocks
+    need. In a folder, the newest checkpoint that is whole and loads with weights_only is taken;
+    damaged ones are reported and renamed, so that they are not tried again. torch's random numbers
+    continue with the state of rank 0.
 
     Parameters
     ----------
@@ -236,8 +236,8 @@ def load_checkpoint(
     optimizer, scheduler, loader: objects whose state is loaded; the saved state of others is
         ignored.
     missing_ok: return None where there is no checkpoint.
-    check: a function of the saved state, called on every rank before anything is changed; it raises
-        ValueError to refuse the state.
+    check: called on every rank with the checkpoint before anything is changed; raises ValueError to
+        refuse it.
 
     Returns the checkpoint.
 
@@ -412,7 +412,7 @@ def newest_whole(
         return candidate, content
     if complaints:
         before = "" if path.is_file() else "; there is no checkpoint before"
-        raise DamagedFile(f"{'; '.join(complaints)}{before}")
+        raise DamagedFile(f"{'; '.join(complaints)}{before}; restore a copy, or start anew")
     if missing_ok:
         return None, b""
     raise FileNotFoundError(

@@ -86,7 +86,7 @@ def _run(job: argparse.Namespace) -> int:
 
 
 def _minutes(text: str) -> int:
-    """Return a time in minutes, which is given so or as HH:MM:SS."""
+    """Return the minutes, rounded up, of a time given in minutes or as HH:MM:SS."""
     clock = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
     if clock is None and not text.lstrip("-").isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no time; give minutes, or HH:MM:SS")
@@ -97,16 +97,20 @@ def _minutes(text: str) -> int:
 
 
 def _complete(job: argparse.Namespace) -> None:
-    """Take from the machine what the command line leaves open.
+    """Fill in, from the machine, the options that the command line leaves open.
 
-    Its cores are for as many ranks as it has; its options and variables come first.
+    The machine's cores and GPUs of a rank apply only with its own number of ranks on a node. Its
+    options and setup come before those of the command line.
     """
     job.variables, job.options = {}, ()
     if job.machine is not None:
         machine = loaded(job.machine)
         launch = machine.launch
         if launch is None:
-            raise BadArguments(f"{str(job.machine)!r} does not say how jobs start there")
+            raise BadArguments(
+                f"{str(job.machine)!r} does not say how jobs start there; add its entry `launch`, "
+                "or give --scheduler in place of --machine"
+            )
         if launch.scheduler not in SCHEDULERS:
             names = " or ".join(SCHEDULERS)
             raise BadArguments(
