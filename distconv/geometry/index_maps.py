@@ -356,7 +356,7 @@ def _source(mode: str, inputs: Interval, position: int) -> int:
 
 
 def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
-    """Return the inputs that the positions [start, stop) outside, all on one side, repeat."""
+    """Return the interval of inputs repeated at [start, stop), outside the input on one side."""
     if start >= stop:
         return (0, 0)
     ends = _source(mode, inputs, start), _source(mode, inputs, stop - 1)

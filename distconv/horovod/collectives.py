@@ -165,10 +165,9 @@ def join(device: int = -1) -> int:
     """Add zeros to the sums of the others until all ranks have called it; return the last rank to
     do so.
 
-    A rank calls it when it has no samples left. An average is the sum over all ranks divided by
-    their number, including those that have joined, as in Horovod: to weight by samples, sum sums
-    and counts. Parameters stay those of the last step of the rank; broadcast those of the returned
-    rank.
+    A rank calls it when it has no samples left. As in Horovod, an average divides by the number of
+    all ranks, including ranks that have joined: to weight by samples, sum sums and counts. A rank
+    that has joined keeps the parameters of its last step; broadcast the returned rank's.
     """
     job = current()
     under_way: list[Request | None] = []

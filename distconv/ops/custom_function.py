@@ -275,7 +275,7 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:
-    """Return the shards of a checkpoint's inputs, saved like other tensors, and their places."""
+    """Return a checkpoint's inputs as it saves them, shards for DistTensors, and their places."""
     places = []
     for x in inputs:
         if isinstance(x, DistTensorBase):

@@ -183,9 +183,10 @@ class DryRunGrid(Grid):
 
 
 def without_elements(module: nn.Module, caller: str) -> nn.Module:
-    """Return a copy of a module whose parameters, buffers and other tensors have no elements; raise
-    ValueError, with the name of `caller`, for one that is parallelized or has parameters without
-    a shape.
+    """Return a copy of a module whose parameters, buffers and other tensors have no elements.
+
+    Raises ValueError, with the name of `caller`, for a module that is parallelized or has
+    parameters without a shape.
     """
     memo: dict[int, Any] = {}
     for part in module.modules():

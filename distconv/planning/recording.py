@@ -134,7 +134,7 @@ class HostWork(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The start of messages, or of a reduction."""
+    """The start of messages, or of a collective."""
 
     number: int
     collective: str | None
@@ -146,7 +146,7 @@ class Start(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A wait for the start with a number."""
+    """The wait for the completion of the `Start` with the same number."""
 
     number: int
     place: Place

@@ -30,8 +30,8 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 moderately; a missing halo or a wrong count makes a larger one."""
 
 _AMPLIFIED = 100
-"""The factor from the amplification of rounding in inputs and parameters, which is measured, to
-that of rounding in every addition."""
+"""The amplification of rounding in every addition over the measured one, of rounding in inputs and
+parameters."""
 
 _UNTELLING = 0.2
 """The difference above which nothing is rounding, however much the serial program amplifies."""
@@ -109,7 +109,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Return a message that says whether all agree, and which row deviates first."""
+        """Return a message with the first row that deviates; else with the largest difference."""
         first = self.first_deviation
         if first is None:
             largest = max(self.rows, key=lambda row: row.difference, default=None)

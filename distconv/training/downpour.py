@@ -23,8 +23,8 @@ MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 class Downpour:
     """Train with a server that steps with the gradients of workers whenever they arrive.
 
-    The gradients of a worker belong to the parameters of some updates before. With n equal workers
-    that acts as a momentum of 1 - 1/n (Mitliagkas et al., "Asynchrony begets momentum",
+    A worker computes its gradients at parameters that are some updates old. With n equal workers
+    the delay acts as a momentum of 1 - 1/n (Mitliagkas et al., "Asynchrony begets momentum",
     arXiv:1605.09774), so choose less momentum.
 
     Raises ValueError where a period is out of its range.

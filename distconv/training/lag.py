@@ -77,8 +77,7 @@ class GradientLag:
 
         All ranks of the grid call it together, once before each step of the optimizer. Gradients of
         earlier passes are dropped, as by `zero_grad()`. In the first steps with a lag there is no
-        late
-        gradient yet: gradients are None, and optimizers leave the parameters as they are.
+        late gradient yet: gradients are None, and optimizers leave the parameters as they are.
         """
         self._model.zero_grad()
         step, self._steps = self._steps, self._steps + 1

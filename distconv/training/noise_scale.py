@@ -82,11 +82,9 @@ class NoiseScale:
 
         All ranks of the grid call it together. For each micro-batch, gradients are summed among the
         ranks that share a sample, once its backward pass has ended, and then over the replicas:
-        nothing
-        is hidden, so use it every so often. Gradients of earlier passes are dropped, as by
+        nothing is hidden, so use it every so often. Gradients of earlier passes are dropped, as by
         `zero_grad()`. A step with a single unit, or with `samples` that is no multiple of the
-        number of
-        units, is not measured.
+        number of units, is not measured.
 
         Parameters
         ----------

@@ -236,7 +236,7 @@ def _compare(given: argparse.Namespace) -> int:
 
 
 def _compared(base: tuple[str, Study], other: tuple[str, Study]) -> Iterator[str]:
-    """Yield the cases that both studies have measured, with ratios of times, and what differs."""
+    """Yield a table of the cases that both studies measured, and notes on different conditions."""
     (name, mine), (other_name, theirs) = base, other
     rows: list[Sequence[Cell]] = [("ranks", "grid", name, other_name, "ratio", "")]
     for case in mine.measured:
