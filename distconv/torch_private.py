@@ -467,7 +467,7 @@ def of_lists(name: str) -> Callable[..., Any]:
 
 
 def fused_step(optimizer: str) -> Callable[..., Any]:
-    """Return the step of a fused optimizer such as "adam". Without it there is no rule for it."""
+    """Return the step of a fused optimizer such as "adam". Without it, its step has no rule."""
     function: Callable[..., Any] = getattr(torch, f"_fused_{optimizer}_")
     return function
 

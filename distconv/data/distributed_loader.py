@@ -322,11 +322,12 @@ class _ShareSampler:
 
 
 class _Indices:
-    """This rank's indices of each mini-batch, followed by the indices of all ranks.
+    """An iterator over this rank's indices of each mini-batch; it notes the indices of all ranks.
 
     Attributes
     ----------
-    drawn: the indices of each mini-batch that is being loaded, and the number of loaded ones.
+    drawn: for each mini-batch that is being loaded, the indices of all ranks, and the number of
+        this rank's.
     first: the indices of the first mini-batch.
     """
 

@@ -148,7 +148,7 @@ def _runs(window: AdaptiveWindow, size: int, start: int, stop: int) -> tuple[Run
 
 
 def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:
-    """Return whether adaptive pooling of the inputs of `outputs` outputs gives just these."""
+    """Return whether pooling `outputs` outputs from their own inputs alone has the same windows."""
     ((first, last),) = window.intervals(size, start, start + outputs)
     alone = AdaptiveWindow(outputs)
     return all(

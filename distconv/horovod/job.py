@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """A collective that a rank is about to take part in, as it tells the others.
+    """A rank's message to the others about a collective that it is about to take part in.
 
     Attributes
     ----------

@@ -52,9 +52,10 @@ class DryRequest:
 
 
 class DryTransport:
-    """A transport that carries nothing, and tells each movement to `started`, each wait to
-    `waited`, and to `makes` when the memory of a message is about to be allocated, and when it
-    has been.
+    """A transport that carries nothing, and calls a function for each event.
+
+    It calls `started` for each movement, `waited` for each wait, and `makes` before and after the
+    memory of a message is allocated.
     """
 
     name, ordered = "rehearsal", False

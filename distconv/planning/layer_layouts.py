@@ -2,7 +2,7 @@
 
 After Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training" (SC 2019): a
 vertex is a layer with the layout of its input, its weight the layer's time; an edge leads to the
-next layer, and its weight is the time to redistribute what is between them, forward and backward.
+next layer, and its weight is the time to redistribute that layer's input, forward and backward.
 """
 
 from __future__ import annotations
