@@ -487,7 +487,7 @@ unpooled_size: Callable[..., Any] = F._unpool_output_size  # type: ignore[attr-d
 
 fans: Callable[[Tensor], tuple[int, int]] = nn.init._calculate_fan_in_and_fan_out
 """Return fan-in and fan-out of a weight from its global shape; torch's `kaiming_uniform_` would use
-those of a block."""
+the shape of a block."""
 
 
 def only_raises(function: Callable[..., Any]) -> bool:

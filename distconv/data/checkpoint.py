@@ -333,7 +333,7 @@ def _check_newest(folder: Path, path: Path) -> None:
     for newest in checkpoints_in(folder)[:1]:
         if step_of(newest) > step_of(path):
             raise FileExistsError(
-                f"{newest} is of a later step than {path.name}, and would be taken for the newest; "
+                f"{newest} is of a later step than {path.name}, so it would stay the newest; "
                 "choose another folder, or remove it"
             )
 

@@ -26,8 +26,8 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.sample_format import in_sample_format
 
 _REMEDY = (
-    "Of one mini-batch for all ranks, each loads its samples: leave out a DistributedSampler and "
-    "whatever else divides samples among ranks (batch_size counts over all of them), draw samples "
+    "Each rank loads its samples of one mini-batch for all: leave out a DistributedSampler and "
+    "other divisions of samples among ranks (batch_size counts over all ranks), draw samples "
     "from torch's, numpy's or Python's own random numbers or from seeded ones, and pad all samples "
     "to one shape"
 )
@@ -449,7 +449,7 @@ def _text(tensors: Mapping[Any, Tensor]) -> str:
 
 
 def _tensors(content: Any, count: int | None) -> dict[Any, Tensor]:
-    """Return the tensors in a mini-batch by name; those of subclasses as plain tensors.
+    """Return the tensors in a mini-batch by name; subclasses become plain tensors.
 
     `count` is the number of loaded samples; None where it is not known. Raises DataError for a
     mini-batch without tensors, and for tensors that cannot be cut by samples.

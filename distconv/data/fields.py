@@ -94,7 +94,7 @@ class FieldOnGrid:
     space: the number of spatial dimensions, the last ones, that it shares with the first field.
     halo: the width of the halo in each dimension of a sample; empty for DistTensors.
     border: the kind of halo beyond the sample; see `Dataset`.
-    augmentations, changes: all random changes, and those that change this field's values.
+    augmentations, changes: all random changes, and the changes of this field's values.
     """
 
     number: int

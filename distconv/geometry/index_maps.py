@@ -334,7 +334,7 @@ class Pad:
         return None if order == list(range(len(buffer))) else order
 
     def _source_range(self, size: int) -> Interval:
-        """Return the inputs that the outside repeats: all, or for "circular" those not cropped."""
+        """Return the inputs that the outside repeats: all, or for "circular" all not cropped."""
         if self.mode == "circular":
             return max(-self.before, 0), size + min(self.after, 0)
         return 0, size

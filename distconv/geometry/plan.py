@@ -57,7 +57,7 @@ class Route:
     size: int
     """Number of elements in all boxes."""
     shape: tuple[int, ...]
-    """The shape of the message: that of a single box, or (size,) of several concatenated ones."""
+    """The shape of the message: a single box's shape, or (size,) of several concatenated boxes."""
 
     @classmethod
     def of(cls, peer: int, boxes: tuple[Slices, ...]) -> Route:

@@ -241,7 +241,7 @@ def _by_position(
         raise TypeError(
             f"{name}: torch passes the arguments of forward by position, and has none for "
             f"{', '.join(bound.kwargs)}: one before is left out, or forward takes it by name only. "
-            "Give all that come before"
+            "Give all arguments before it"
         )
     return bound.args[len(context) :]
 

@@ -382,7 +382,7 @@ def predict_all(
     """Predict the cases without a prediction; one process calls it, while others sleep.
 
     On a measured machine, that times the local operators without times, so nothing else may run.
-    Errors are those of `predict`, for the first case that cannot be predicted.
+    Raises as `predict` does, for the first case that cannot be predicted.
     """
     for case in study.cases:
         if case.predicted is None:

@@ -166,7 +166,7 @@ class DownpourRule:
         )
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Step with the gradients of one client, or with the weighted mean of those of several."""
+        """Step with one client's gradients, or with the weighted mean of several clients'."""
         for i, p in enumerate(self._parameters):
             p.grad = _mean([(tensors[i], samples) for tensors, samples in brought])
         samples = sum(samples for _, samples in brought)

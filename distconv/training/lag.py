@@ -111,8 +111,8 @@ class GradientLag:
                 g is not None and g.shape != p.shape for g, p in zip(late, leaves, strict=True)
             ):
                 raise ValueError(
-                    "GradientLag: the gradients saved are those of other parameters; load the "
-                    "state of the same model on the same grid"
+                    "GradientLag: the saved gradients belong to other parameters; load the state "
+                    "of the same model on the same grid"
                 )
             here = [None if g is None else g.to(self._grid.device, copy=True) for g in late]
             saved.append(partial(list, here))

@@ -135,9 +135,10 @@ class NoiseScale:
         return total
 
     def _learn(self, squares: Tensor, whole: Tensor, samples: int, units: int) -> None:
-        """Update the running averages with the estimates of a step of `units` units. `squares` and
-        `whole` are this rank's shares of the sum of the squared norms of their gradients, and of
-        that of the whole gradient.
+        """Update the running averages with the estimates of a step of `units` units.
+
+        `squares` and `whole` are this rank's shares of the sum of the squared norms of the units'
+        gradients, and of the squared norm of the whole gradient.
         """
         # A unit's part of the mean is 1 / units of its own gradient.
         both = torch.stack((units * squares, whole))

@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a number": (3, {}, "a source of samples cannot be 3"),
     "no file": ("absent.h5", {}, "absent.h5: no such file"),
     "no match": ("absent/*.h5", {}, "no file matches"),
-    "suffix": ("samples.txt", {}, "tells no kind of file"),
+    "suffix": ("samples.txt", {}, "names no kind of file"),
     "no field": (FIELDS, {"inputs": "w"}, r"no source for \['w'\]; there are \['x', 'y', 'z'\]"),
     "twice": (FIELDS, {"inputs": "x", "targets": "x"}, "name a field twice"),
     "named array": (X, {"inputs": "x"}, "ndarray has no fields"),

@@ -106,7 +106,7 @@ def _of_path(path: Path, field: Field = None, single: bool = False) -> Source:
             )
         return open_npy(path, single)
     raise ValueError(
-        f"{path}: its suffix {path.suffix!r} tells no kind of file; expected one of "
+        f"{path}: its suffix {path.suffix!r} names no kind of file; expected one of "
         f"{', '.join(KINDS)}, or pass a source, as distconv.data.HDF5Source(path, name)"
     )
 
