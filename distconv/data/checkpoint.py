@@ -573,5 +573,5 @@ def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                 raise ValueError(
                     f"the optimizer's {name} has shape {tuple(value.shape)} for a parameter of "
-                    f"{tuple(parameter.shape)}"
+                    f"{tuple(parameter.shape)}; load the checkpoint without optimizer"
                 )

@@ -54,7 +54,10 @@ class DCTensor(DistTensor):
         grid, layout = parallel_strategy.grid, parallel_strategy.layout(tensor.dim())
         kinds = grid.all_gather_object((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
         if len(set(kinds)) > 1:
-            raise ValueError(f"DCTensor.distribute: the ranks of a replica pass different {kinds}")
+            raise ValueError(
+                f"DCTensor.distribute: the ranks of a replica pass {kinds}; expected one shape, "
+                "type and requires_grad"
+            )
         whole = tensor.detach().to(grid.device, copy=True)
         broadcast(whole, grid)
         own = whole[local_box(whole.shape, grid, layout).slices].clone()
@@ -115,7 +118,7 @@ def _check(tensor: Tensor, parallel_strategy: ParallelStrategy, method: str) -> 
     check_plain(tensor, f"DCTensor.{method}: tensor")
     if not isinstance(parallel_strategy, ParallelStrategy):
         kind = type(parallel_strategy).__name__
-        raise TypeError(f"DCTensor.{method}: {kind} is no ParallelStrategy")
+        raise TypeError(f"DCTensor.{method}: {kind} is no ParallelStrategy; make one, and pass it")
 
 
 def _chunks(n: int, *parts: int) -> list[int]:

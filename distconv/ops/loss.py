@@ -346,7 +346,9 @@ def gaussian_nll_loss(
             )
     own = var.shard if isinstance(var, DistTensor) else torch.as_tensor(var)
     if (own < 0).any():
-        raise ValueError("gaussian_nll_loss: var has negative elements; expected none below 0")
+        raise ValueError(
+            f"gaussian_nll_loss: var has elements down to {own.min().item():g}; expected 0 or more"
+        )
     var = var.clone() if isinstance(var, Tensor) else torch.full_like(input, var)
     with torch.no_grad():
         var.clamp_(min=eps)

@@ -154,7 +154,7 @@ def triplet_margin_with_distance_loss(
     """Return `triplet_margin_loss` with a distance of the user's."""
     name = "triplet_margin_with_distance_loss"
     if margin <= 0:
-        raise ValueError(f"{name}: margin={margin} is not positive")
+        raise ValueError(f"{name}: margin={margin} is not positive; give a number above 0")
     _check_dimensions(name, anchor, positive, negative)
     distance = distance_function or F.pairwise_distance
     return _triplet(anchor, positive, negative, distance, margin, swap)

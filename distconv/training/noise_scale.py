@@ -52,7 +52,9 @@ class NoiseScale:
     def __init__(self, model: nn.Module, *, decay: float = 0.95):
         reduction = required_reduction("NoiseScale", model)
         if not 0 <= decay < 1:
-            raise ValueError(f"NoiseScale: decay={decay!r} is none; give 0.95, say, at least 0")
+            raise ValueError(
+                f"NoiseScale: decay={decay!r} is no decay; give a number from 0 to 1, such as 0.95"
+            )
         for name, p in model.named_parameters():
             if isinstance(p, DistTensor) and "sample" in cutting_axes(p.cuts):
                 raise ValueError(

@@ -226,11 +226,13 @@ def _listed(study: Study) -> str:
 def _compare(given: argparse.Namespace) -> int:
     shared.check_alone("compare")
     if len(given.studies) < 2:
-        raise BadArguments("it takes two studies to compare")
+        raise BadArguments(f"{given.studies[0]} is one study; name two or more to compare")
     with complaining(ValueError):
         studies = [(str(path.with_suffix("")), Study.load(path)) for path in given.studies]
     if len({study.kind for _, study in studies}) > 1:
-        raise BadArguments("one study is of strong scaling and the other of weak; compare alike")
+        raise BadArguments(
+            "the studies are of strong and of weak scaling; name studies of one kind to compare"
+        )
     print(*(line for other in studies[1:] for line in _compared(studies[0], other)), sep="\n")
     return 0
 
