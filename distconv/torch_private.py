@@ -2,9 +2,8 @@
 
 A docstring says what goes wrong without its entry. Each entry was seen in torch 2.6, 2.11, 2.13,
 2.14 and 2.15 where it names no versions, and has a test of its own in
-`tests/test_torch_private.py`. No
-other module names a private part of torch. Nothing is patched by an import: `at_first_grid` says
-when.
+`tests/test_torch_private.py`. No other module names a private part of torch. Nothing is patched by
+an import: `at_first_grid` says when.
 """
 
 from __future__ import annotations
@@ -126,9 +125,9 @@ def replace_saved_inputs(
 
 
 def keeps_inputs(function: Any) -> bool:
-    """Return whether a `torch.autograd.Function` is the one by which non-reentrant checkpoints keep
-    their
-    inputs, and works with DistTensors: in torch 2.11 and 2.12. Without it, checkpoints are refused.
+    """Return whether non-reentrant checkpoints keep their inputs by this `torch.autograd.Function`.
+
+    It works with DistTensors, in torch 2.11 and 2.12. Without this entry checkpoints are refused.
     """
     kept = (function.__module__, function.__name__) == (checkpoint.__name__, "_NoopSaveInputs")
     return kept and torch.__version__ >= "2.11"
@@ -361,8 +360,7 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 
 def run_eagerly(function: Called) -> Called:
-    """Let torch.compile break its graph where `function` is called, and run it, with everything it
-    calls, uncompiled.
+    """Let torch.compile break its graph at `function`, and run it and its callees uncompiled.
 
     `torch.compiler.disable` does the same, but imports the compiler into every program. torch
     2.6 has no way to mark code, and torch.compile fails there.
@@ -441,9 +439,9 @@ _UPSAMPLING = {
 
 
 def upsampling(mode: str, antialias: bool, spatial: int) -> Callable[..., Tensor]:
-    """Return the kernel of `torch.nn.functional.interpolate` for a mode and spatial dimensions. It
-    takes
-    both sizes and scales, as a block needs: its scale is that of the whole.
+    """Return the kernel of `torch.nn.functional.interpolate` for a mode and spatial dimensions.
+
+    It takes both sizes and scales, as a block needs: its scale is the whole tensor's.
     """
     kernel: Callable[..., Tensor] = getattr(_KERNELS, _UPSAMPLING[mode][antialias].format(spatial))
     return kernel
@@ -469,7 +467,7 @@ def of_lists(name: str) -> Callable[..., Any]:
 
 
 def fused_step(optimizer: str) -> Callable[..., Any]:
-    """Return the step of a fused optimizer such as "adam". Without it there is no rule for it."""
+    """Return the step of a fused optimizer such as "adam". Without it, its step has no rule."""
     function: Callable[..., Any] = getattr(torch, f"_fused_{optimizer}_")
     return function
 
@@ -489,7 +487,7 @@ unpooled_size: Callable[..., Any] = F._unpool_output_size  # type: ignore[attr-d
 
 fans: Callable[[Tensor], tuple[int, int]] = nn.init._calculate_fan_in_and_fan_out
 """Return fan-in and fan-out of a weight from its global shape; torch's `kaiming_uniform_` would use
-those of a block."""
+the shape of a block."""
 
 
 def only_raises(function: Callable[..., Any]) -> bool:

@@ -88,7 +88,7 @@ class GroupNorm(nn.GroupNorm):
     ----------
     statistics: the elements of a sample over which the statistics of a group are taken.
         "global": all of them, as in serial torch.
-        "local": those of this rank's own block, without communication. That is **not exact**: the
+        "local": the elements of this rank's block, without communication. It is **not exact**: the
         result depends on how samples are cut, so use a network with the cut it was trained with. On
         plain tensors, and where the plane is not cut, both are equal.
     """

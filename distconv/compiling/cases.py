@@ -5,19 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from enum import Enum
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distconv.compiling.program import Existing, Program, TracedCall, TracedStep
+from distconv.compiling.variables import told, unknown_kind
 from distconv.device.kinds import KINDS
 from distconv.grid.interface import Grid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import replaced, shards_of, tensors_in
-from distconv.torch_private import buffers_of, parts_and_parameters
+from distconv.torch_private import buffers_of, hooks_of_module, parts_and_parameters
 
 MOST_CASES = 16
 """The most cases, such as shapes of a last mini-batch, that are traced."""
@@ -31,17 +30,8 @@ CAPTURE = "graph"
 _DEVICES = ("cpu", *KINDS)
 """The kinds of devices on which a program may run by autocast."""
 
-_SETTINGS = {bool, float, str}
+_SETTINGS = {bool, int, float, str, tuple, list}
 """The types of attributes that distinguish cases, such as a module's mode, or a rate of dropout."""
-
-_PLACE: Any = ...
-"""Marks a tensor among the arguments that distinguish cases."""
-
-_TOLD = {
-    *(int, float, complex, bool, str, bytes, type(None), type(_PLACE), slice, range),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-}
-"""Types whose values differ in their `repr`."""
 
 _FEW = 4096
 """The largest number of elements of a constant that is compared by its elements."""
@@ -61,7 +51,10 @@ def check_backend(backend: str | None) -> None:
 def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
     """Return the part of a case's key that follows from arguments and modes."""
     if not any(isinstance(x, DistTensor) for x in tensors):
-        raise TypeError("compile: no DistTensor is among the arguments; pass the batch")
+        raise TypeError(
+            "compile: no DistTensor is among the arguments; pass the batch as tensors, also in "
+            "lists, tuples and dictionaries"
+        )
     about = tuple(
         (
             x.shape,
@@ -71,7 +64,6 @@ def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         )
         for x in tensors
     )
-    rest = replaced((args, kwargs), dict.fromkeys(map(id, tensors), _PLACE))
     ids = [id(x) for x in tensors]
     same = tuple(map(ids.index, ids))
     modes = (
@@ -81,7 +73,7 @@ def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         torch.get_default_dtype(),
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES),
     )
-    return about, same, repr(rest), modes
+    return about, same, unknown_kind((args, kwargs)) or told((args, kwargs)), modes
 
 
 def why_not_replayed(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> str:
@@ -90,23 +82,13 @@ def why_not_replayed(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> str:
         return "a tensor among its arguments has merged dimensions"
     if any(map(is_expanded, shards_of(tensors))):
         return "a tensor among its arguments is expanded, with several elements in one place"
-    kind = _unknown_kind((args, kwargs))
+    kind = unknown_kind((args, kwargs))
     if kind is not None:
         return (
             f"an argument is a {kind.__module__}.{kind.__qualname__}, which may change unseen; "
             "pass tensors, numbers and strings"
         )
     return ""
-
-
-def _unknown_kind(argument: Any) -> type | None:
-    """Return the type of an argument that may change while its `repr` does not; None for none."""
-    if isinstance(argument, (tuple, list)):
-        return next(filter(None, map(_unknown_kind, argument)), None)
-    if isinstance(argument, dict):
-        return _unknown_kind([*argument, *argument.values()])
-    known = isinstance(argument, (Tensor, Enum, type, FunctionType)) or type(argument) in _TOLD
-    return None if known else type(argument)
 
 
 def is_expanded(x: Tensor) -> bool:
@@ -122,15 +104,21 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def key_of_modules(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Any:
-    """Return the part of a case's key that follows from the state and settings of modules.
-
-    Whole numbers are left out, which many modules count calls in.
-    """
+    """Return the part of a case's key that follows from the state and settings of modules."""
     tables = [table for m in modules for table in (parts_and_parameters(m)[1], buffers_of(m))]
+    found = [x for m in modules for x in vars(m).values() if type(x) in _SETTINGS]
+    settings = tuple(x for x in found if type(x) is not list)
+    try:
+        hash(settings)
+    except TypeError:
+        settings = tuple(map(told, settings))
     return (
-        tuple(x for m in modules for x in vars(m).values() if type(x) in _SETTINGS),
+        settings,
         tuple((id(p), p.dtype, p.requires_grad) for p in parameters),
+        tuple(x.stride() for x in shards_of(parameters)),
         tuple(id(x) for table in tables for x in table.values()),
+        tuple(id(y) for x in found if type(x) is list for y in x if isinstance(y, nn.Module)),
+        tuple(number for m in modules for hooks in hooks_of_module(m) for number in hooks),
     )
 
 
@@ -145,6 +133,7 @@ class Results:
         others = {id(x): place for x, place in zip(tensors, self._places, strict=True)}
         self._structure = replaced(returned, others)
         self._made = [_description(x) for x in tensors]
+        self.holds_fractions = _holds_fractions(returned)
         self.words = repr(self._structure)
         """The structure as a text, to compare."""
 
@@ -152,6 +141,12 @@ class Results:
         """Return the results of a call from the blocks of their tensors."""
         made = map(_distributed, blocks, self._made)
         return replaced(self._structure, dict(zip(map(id, self._places), made, strict=True)))
+
+
+def _holds_fractions(x: Any) -> bool:
+    if isinstance(x, (list, tuple)):
+        return any(map(_holds_fractions, x))
+    return _holds_fractions([*x.values()]) if isinstance(x, dict) else isinstance(x, float)
 
 
 def _description(x: Tensor) -> Any:
@@ -174,7 +169,7 @@ def difference(mine: TracedStep, theirs: TracedStep) -> str:
     """Return a message that says how two traces of one case differ; "" if they do not."""
     for a, b in zip(mine.calls, theirs.calls, strict=False):
         if a != b:
-            return f"it is not the same each time: {_told(a)}, and then {_told(b)}"
+            return f"it is not the same each time: {_in_words(a)}, and then {_in_words(b)}"
     rest = len(mine.calls), mine.results, mine.gradients
     if rest != (len(theirs.calls), theirs.results, theirs.gradients):
         return "it is not the same each time"
@@ -187,7 +182,7 @@ def difference(mine: TracedStep, theirs: TracedStep) -> str:
     }
     for n, x in mine.constants.items():
         y = theirs.constants[n]
-        if x is not y and (n in written or x.numel() > _FEW or not _equal(x, y)):
+        if x is not y and (n in written or not is_equal(x, y)):
             return (
                 f"it uses another tensor of shape {tuple(y.shape)} each time, which is not "
                 "among its arguments"
@@ -195,11 +190,14 @@ def difference(mine: TracedStep, theirs: TracedStep) -> str:
     return ""
 
 
-def _told(call: TracedCall) -> str:
+def _in_words(call: TracedCall) -> str:
     return f"{call.function.__name__}{call.arguments}"
 
 
-def _equal(x: Tensor, y: Tensor) -> bool:
+def is_equal(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors are known to be equal: the same one, or small ones."""
+    if x is y or x.numel() > _FEW:
+        return x is y
     return x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x, y)
 
 
@@ -243,14 +241,20 @@ class Calls:
         self._warned = True
         return False
 
-    def take_another(self, known: int) -> bool:
-        """Return whether another case is worth a trace beside the known ones; warn once if not."""
+    def take_another(self, known: int, changed: str = "") -> bool:
+        """Return whether another case is worth a trace beside the known ones; warn once if not.
+
+        Parameters
+        ----------
+        changed: the name of a variable that distinguishes it from the case before.
+        """
         if known < MOST_CASES:
             return True
         if not self._full:
+            named = f", such as values of {changed!r}," if changed else ","
             warnings.warn(
-                f"compile: the {self._name} is called in more than {MOST_CASES} cases, and runs as "
-                "it is in others; pass numbers that change as tensors",
+                f"compile: the {self._name} is called in more than {MOST_CASES} cases{named} and "
+                "runs as it is in others; pass numbers that change as tensors",
                 stacklevel=3,
             )
         self._full = True

@@ -87,6 +87,9 @@ class CompiledModule:
             "compiled for parameters, states and modes"
         )
 
+    def __reduce__(self) -> Any:
+        return CompiledModule, (self._module, self._evaluated, self._backend)
+
     def _key(self, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         parameters = cases.parameters_of(self._called)
         return (
@@ -133,8 +136,12 @@ class CompiledModule:
         call = _Traced(inner, cases.grid_of(tensors))
         traces.append(call)
         args, kw = replaced((args, kw), dict(zip(map(id, tensors), inner, strict=True)))
+        known = list(self._called)
+        before = cases.key_of_modules(known, cases.parameters_of(known))
         with traced(call.trace, call.grid), modules_called(self._called):
             returned = self._module(*args, **kw)
+        if hash(cases.key_of_modules(known, cases.parameters_of(known))) != hash(before):
+            call.trace.hinder("it changes settings of modules, which a replay would not")
         call.finish_forward(returned)
         live = _Live(call, shards_of(inner))
         return self._applied(live, call.results, shards_of(tensors), call.leaves)
@@ -233,6 +240,10 @@ class _Traced:
     def finish_backward(self, gradients: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
         """Note the gradients passed to the backward pass, and its results."""
         trace = self.trace
+        if any(
+            isinstance(x, Value) and x.number in trace.found for c in trace.calls for x in c.used
+        ):
+            trace.hinder("it uses the gradients of parameters")
         self.gradient_strides = [x.stride() for x in gradients]
         results = [*self._made, *trace.standing_for(list(found))]
         step = TracedStep(trace.inputs, trace.calls, results, trace.constants, [])

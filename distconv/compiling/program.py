@@ -91,14 +91,17 @@ class TracedStep:
     constants: Mapping[int, Tensor]
     gradients: Sequence[tuple[Existing, Value | Existing | None]]
 
+    @property
+    def left(self) -> set[Value | Existing | None]:
+        """Return the values and constants that it leaves behind, as results or gradients."""
+        return {*self.results, *(gradient for _, gradient in self.gradients)}
+
     def reduced(self) -> TracedStep:
         """Return the same step without calls whose only effect is an unused value.
 
-        Values and constants are renumbered, in the order of appearance. Leaves that the calls do
-        not use are left out.
+        Values and constants are renumbered, in the order of appearance.
         """
-        left = (*self.results, *(gradient for _, gradient in self.gradients))
-        kept, live = [], {x.number for x in left if isinstance(x, Value)}
+        kept, live = [], {x.number for x in self.left if isinstance(x, Value)}
         for call in reversed(self.calls):
             if call.is_pure and live.isdisjoint(call.made):
                 continue
@@ -108,9 +111,7 @@ class TracedStep:
         inputs = [numbering.value(n) for n in self.inputs]
         calls = [numbering.call(call) for call in reversed(kept)]
         results = numbering.argument(tuple(self.results))
-        used = [pair for pair in self.gradients if pair[0].number in numbering.constants]
-        used.sort(key=lambda pair: numbering.constants[pair[0].number])
-        gradients = numbering.argument(used)
+        gradients = numbering.argument(list(self.gradients))
         constants = {new: self.constants[old] for old, new in numbering.constants.items()}
         return TracedStep(inputs, calls, results, constants, gradients)
 
@@ -129,7 +130,7 @@ def in_pieces(
     """
     pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
     calls: list[TracedCall] = []
-    live = {*step.results, *(gradient for _, gradient in step.gradients)}
+    live = step.left
     for piece in reversed(pieces):
         if id(piece[0]) not in apart:
             made = {Value(n) for call in piece for n in call.made}
@@ -203,8 +204,7 @@ class Program:
             last |= dict.fromkeys(call.made, i)
             last |= {x.number: i for x in call.used if isinstance(x, Value)}
         ends: list[list[int]] = [[] for _ in step.calls]
-        left = (*step.results, *(gradient for _, gradient in step.gradients))
-        returned = {x.number for x in left if isinstance(x, Value)}
+        returned = {x.number for x in step.left if isinstance(x, Value)}
         for number, i in last.items():
             if i >= 0 and number not in returned:
                 ends[i].append(number)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -12,14 +14,18 @@ from torch.optim import Optimizer
 from distconv.compiling import cases
 from distconv.compiling.cases import MOST_CASES, Calls, Results, check_backend
 from distconv.compiling.module import CompiledModule
-from distconv.compiling.program import TracedStep
+from distconv.compiling.program import TracedStep, Value
 from distconv.compiling.tracing import Trace, is_under_way, modules_called, traced
+from distconv.compiling.variables import Variables, changed_in
 from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import GradientReduction, reductions_noted_in
 from distconv.tensor.nested import replaced, shards_of, tensors_in
+from distconv.torch_private import hooks_of
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+
+_CHANGES = "it changes {!r}, which a replay would not".format
 
 
 @overload
@@ -47,13 +53,15 @@ def compile(
 
     The first call of a case runs as it is; the second and the third are traced, and must agree.
     Cases differ in shapes, types and layouts of tensors among the arguments, in other arguments, in
-    modes of modules, of autograd and of autocast, in frozen parameters, in `no_sync`, and in
-    whether gradients exist. Optimizers step with their present settings.
+    modes, settings and hooks of modules, in modes of autograd and of autocast, in frozen
+    parameters, in `no_sync`, in whether gradients exist, and in the variables that the code of the
+    step mentions: global ones, those around it, and their attributes. Optimizers step with their
+    present settings.
 
-    In a replay Python runs no line of the step: numbers read from variables are those of the trace.
-    Let schedulers step, and numbers be printed, outside. A step that cannot be replayed, because it
-    reads elements of a tensor (`loss.item()`) or uses other numbers each time, runs unchanged, and
-    warns once with the reason and the line.
+    In a replay Python runs no line of the step. Let schedulers step, and numbers be printed and
+    counted, outside. A step that cannot be replayed, because it reads elements of a tensor
+    (`loss.item()`), uses other numbers each time or changes a variable, runs unchanged, and warns
+    once with the reason and the line.
 
     Tensors of the result have no gradients to compute. Tensors of arguments and results may be
     nested in lists, tuples and dictionaries.
@@ -84,7 +92,7 @@ def compile(
                 "forward pass, backward() and the optimizer's step in place of the module"
             )
         # The module itself would lend the compiled step its attributes.
-        return CompiledModule(step, CompiledStep(lambda *x, **y: step(*x, **y), backend), backend)
+        return CompiledModule(step, CompiledStep(step.__call__, backend), backend)
     return CompiledStep(step, backend)
 
 
@@ -107,16 +115,37 @@ class CompiledStep(Generic[Given, Result]):
         self._eager: set[Any] = set()
         """The cases that are not replayed."""
         self._calls = Calls("step")
+        self._variables = Variables(step)
+        self._changes_variables = False
+        self._noted: list[Any] = []
+        """The variables as they were in the last case that was new."""
         self.replays = 0
         update_wrapper(self, step)
+
+    def __reduce__(self) -> Any:
+        return CompiledStep, (self._step, self._backend)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Return the step as a method of an instance, which keeps it."""
+        if instance is None:
+            return self
+        method: Any = self._step
+        bound = CompiledStep(method.__get__(instance, owner), self._backend)
+        vars(instance)[self._name] = bound
+        return bound
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Run the step."""
         if is_under_way():
             return _without_gradients(self._step(*args, **kwargs))
         tensors = tensors_in(args, kwargs)
-        key = cases.key_of_call(args, kwargs, tensors), *_circumstances(self._called)
-        case = next((x for x in self._cases.get(key, ()) if x.fits()), None)
+        call = cases.key_of_call(args, kwargs, tensors), self._variables.now()
+        key = call, *_circumstances(self._called)
+        outside = self._variables.tensors
+        case = next((x for x in self._cases.get(key, ()) if x.fits(outside)), None)
         grid = cases.grid_of(tensors)
         number = self._number(key) if case is None else case.number
         if self._calls.agree(number, grid):
@@ -126,14 +155,22 @@ class CompiledStep(Generic[Given, Result]):
                 return result
             if number != cases.AS_IT_IS:
                 return self._trace(key, tensors, args, kwargs)
-            if key in self._eager:
+            if key in self._eager or self._changes_variables:
                 return _without_gradients(self._step(*args, **kwargs))
-        if key[:2] not in self._seen and not self._calls.take_another(len(self._seen)):
+        is_known = key[:2] in self._seen
+        if not is_known and not self._calls.take_another(len(self._seen), changed_in(self._noted)):
             return _without_gradients(self._step(*args, **kwargs))
+        self._noted = self._variables.values()
         with modules_called(self._called):
             result = _without_gradients(self._step(*args, **kwargs))
+        if self._seen and (changed := changed_in(self._noted)):
+            self._changes_variables = True
+            if grid.rank == 0:
+                warnings.warn(
+                    f"compile: the step runs as it is, as {_CHANGES(changed)}", stacklevel=2
+                )
         # As it will be the next time, with the modules that are known now.
-        self._seen.add((key[0], _circumstances(self._called)[0]))
+        self._seen.add((call, _circumstances(self._called)[0]))
         return result
 
     @property
@@ -143,21 +180,29 @@ class CompiledStep(Generic[Given, Result]):
 
     def _number(self, key: Any) -> int:
         """Return the number by which ranks tell apart cases that are not replayed."""
-        if key in self._eager or key[:2] not in self._seen:
+        if key in self._eager or key[:2] not in self._seen or self._changes_variables:
             return cases.AS_IT_IS
-        if key not in self._last and len(self._last) + len(self._cases) >= 2 * MOST_CASES:
+        if key not in self._last and len(self._last) + self._calls.made >= 2 * MOST_CASES:
             return cases.AS_IT_IS
         return cases.TRACED - (key in self._last)
 
     def _trace(self, key: Any, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Result:
         before = self._last.pop(key, None)
-        case = _TracedCase(tensors)
+        reductions = reductions_noted_in(self._called)
+        optimizers = before.trace.optimizers if before else ()
+        case = _TracedCase(tensors, [x for r in reductions for x in r.leaves], optimizers)
         if obstacle := cases.why_not_replayed(args, kwargs, tensors):
             case.trace.hinder(obstacle)
-        grid = cases.grid_of(tensors)
+        grid, known = cases.grid_of(tensors), list(self._called)
+        variables, outside = self._variables.values(), self._variables.tensors
         with traced(case.trace, grid), modules_called(self._called):
             result = self._step(*args, **kwargs)
         case.finish(tensors, result, reductions_noted_in(self._called))
+        if changed := changed_in(variables):
+            self._changes_variables = True
+            case.trace.hinder(_CHANGES(changed))
+        elif hash(_circumstances(known)[0]) != hash(key[1]):
+            case.trace.hinder("it changes modes or settings of modules, which a replay would not")
         why = case.trace.obstacle or (before.difference(case) if before else "")
         if cases.obstacle_on_any_rank(why, grid, "the step", stacklevel=3):
             self._eager.add(key)
@@ -168,7 +213,8 @@ class CompiledStep(Generic[Given, Result]):
             if backend == cases.CAPTURE:
                 backend = None
                 case.step = _captured(case.step, grid)
-            self._cases.setdefault(key, []).append(_ReplayedStep(case, backend, self._calls.made))
+            replayed = _ReplayedStep(case, backend, self._calls.made, outside)
+            self._cases.setdefault(key, []).append(replayed)
             self._calls.made += 1
         return _without_gradients(result)
 
@@ -192,9 +238,12 @@ def _circumstances(modules: Iterable[nn.Module]) -> Any:
     which are parts of sums.
     """
     parameters = cases.parameters_of(modules)
+    leaves = shards_of(parameters)
     reductions = reductions_noted_in(modules)
-    state = cases.key_of_modules(modules, parameters), tuple(r.enabled for r in reductions)
-    exist = tuple(x.grad is None for x in shards_of(parameters))
+    hooks = tuple(tuple(hooks_of(x) or ()) for x in leaves)
+    enabled = tuple(r.enabled for r in reductions)
+    state = cases.key_of_modules(modules, parameters), hooks, enabled
+    exist = tuple(x.grad is None for x in leaves)
     return state, (exist, tuple(r.parts for r in reductions))
 
 
@@ -208,13 +257,24 @@ class _TracedCase:
     Parameters
     ----------
     tensors: the tensors among the arguments.
+    leaves: parameters whose gradients it may set, also without a call of torch.
+    optimizers: optimizers that are known to step in it.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.trace = Trace(shards_of(tensors))
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        leaves: Iterable[Tensor],
+        optimizers: Iterable[Optimizer],
+    ) -> None:
+        self.trace = Trace(shards_of(tensors), optimizers)
+        for x in leaves:
+            self.trace.standing_for(x)
         self.strides = [x.stride() for x in shards_of(tensors)]
         self.results = Results(())
         self.step = TracedStep([], [], [], {}, [])
+        self.added_to: list[Tensor] = []
+        """The leaves whose gradients are further inputs, after the tensors."""
         self.parts: list[tuple[GradientReduction, tuple[bool, ...]]] = []
         """The gradients that are parts of sums in the end."""
 
@@ -230,18 +290,32 @@ class _TracedCase:
         """
         self.parts = [(r, r.parts) for r in reductions]
         trace, self.results = self.trace, Results(result)
+        if self.results.holds_fractions:
+            trace.hinder("it returns a fraction that is no tensor, which may change unseen")
         if any(x.requires_grad for x in arguments):
             trace.hinder("a tensor among its arguments requires gradients")
         results = trace.standing_for(self.results.blocks)
         gradients = trace.gradients()
-        step = TracedStep(trace.inputs, trace.calls, results, trace.constants, gradients)
-        self.step = step.reduced()
+        inputs = [*trace.inputs, *trace.found]
+        step = TracedStep(inputs, trace.calls, results, trace.constants, gradients).reduced()
+        used = step.left.union(*(call.used for call in step.calls))
+        given = step.inputs[: len(trace.inputs)]
+        found = zip(step.inputs[len(given) :], trace.found.values(), strict=True)
+        added = {n: leaf for n, leaf in found if Value(n) in used}
+        self.added_to = list(added.values())
+        self.step = replace(step, inputs=[*given, *added])
 
     def difference(self, later: _TracedCase) -> str:
         """Return a message that says how a later call of the case differs; "" if it does not."""
         if self.results.words != later.results.words:
             return "its results differ each time"
+        if [*map(id, self.added_to)] != [*map(id, later.added_to)]:
+            return "it adds to the gradients of other tensors each time"
         return cases.difference(self.step, later.step)
+
+
+def _kind(gradient: Tensor | None) -> Any:
+    return None if gradient is None else (gradient.dtype, gradient.stride())
 
 
 def _sizes(optimizer: Optimizer) -> list[int]:
@@ -254,25 +328,39 @@ class _ReplayedStep:
     Parameters
     ----------
     number: the number of the case, the same on all ranks.
+    outside: the tensors among the variables.
     """
 
-    def __init__(self, case: _TracedCase, backend: str | None, number: int) -> None:
+    def __init__(
+        self, case: _TracedCase, backend: str | None, number: int, outside: Sequence[Tensor]
+    ) -> None:
         self.number = number
         program = cases.program_of(case.step, backend)
         self._run, self.source = program.run, program.source
         self._results, self._strides, self._parts = case.results, case.strides, case.parts
-        used = set(map(id, case.step.constants.values()))
-        self._gradients = [
-            (leaf, first) for leaf, first in case.trace.leaves.values() if id(first) in used
+        self._added_to = case.added_to
+        first = {id(leaf): gradient for leaf, gradient in case.trace.leaves.values()}
+        self._kinds = [_kind(first[id(leaf)]) for leaf in case.added_to]
+        constants = {id(None), *map(id, case.step.constants.values())}
+        self._fixed = [x for x in case.trace.leaves.values() if id(x[1]) in constants]
+        """Leaves whose gradients have to be the same objects, or None again."""
+        self._outside = [
+            (i, x)
+            for i, (x, shard) in enumerate(zip(outside, shards_of(outside), strict=True))
+            if id(shard) in constants
         ]
+        """The variables that it uses."""
         self._optimizers = [(x, _sizes(x)) for x in case.trace.optimizers]
 
-    def fits(self) -> bool:
-        """Return whether the gradients that the step adds to are the same tensors, and optimizers
-        have no other parameters.
+    def fits(self, outside: Sequence[Tensor]) -> bool:
+        """Return whether gradients are like those of the trace, variables are the same tensors,
+        and optimizers have no other parameters.
         """
-        return all(leaf.grad is gradient for leaf, gradient in self._gradients) and all(
-            _sizes(x) == sizes for x, sizes in self._optimizers
+        return (
+            all(cases.is_equal(*shards_of((x, outside[i]))) for i, x in self._outside)
+            and all(leaf.grad is gradient for leaf, gradient in self._fixed)
+            and [_kind(leaf.grad) for leaf in self._added_to] == self._kinds
+            and all(_sizes(x) == sizes for x, sizes in self._optimizers)
         )
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
@@ -280,7 +368,7 @@ class _ReplayedStep:
         given = shards_of(tensors)
         with cases.as_traced():
             blocks = list(map(cases.restrided, given, self._strides))
-            made = self._run(*blocks)
+            made = self._run(*blocks, *(leaf.grad for leaf in self._added_to))
             for x, block in zip(given, blocks, strict=True):
                 if x.data_ptr() != block.data_ptr():
                     x.copy_(block)  # which the step may have written to

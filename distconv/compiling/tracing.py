@@ -6,10 +6,12 @@ the backward pass and the sums of gradients as plain functions on this rank's bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -45,6 +47,10 @@ _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 """The names of torch.distributed's functions in the dispatcher."""
+
+_SCHEDULES = (
+    "it changes the settings of an optimizer, as a scheduler does; let the scheduler step outside"
+)
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 
@@ -98,21 +104,29 @@ def turn() -> None:
 class Trace:
     """A step that is being traced.
 
+    Parameters
+    ----------
+    inputs: its inputs.
+    optimizers: optimizers that are known to step in it.
+
     Attributes
     ----------
     calls: the calls of the step, in order.
     constants: the tensors from before the step, by their numbers.
     leaves: the constants whose gradients autograd makes, each with its gradient when the step
         reached it.
+    found: these gradients, as further inputs: their leaves, by the numbers of the values.
     optimizers: the optimizers, each with its settings when it stepped.
     obstacle: the reason why the step cannot be replayed; "" if it can.
     notes: the mappings in which tensors are looked up, which refer to them weakly.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], optimizers: Iterable[Optimizer] = ()) -> None:
+        self._settings = {x: _settings(x) for x in optimizers}
         self.calls: list[TracedCall] = []
         self.constants: dict[int, Tensor] = {}
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.found: dict[int, Tensor] = {}
         self.optimizers: dict[Optimizer, list[dict[str, Any]]] = {}
         self.obstacle = ""
         self.paused = False
@@ -125,6 +139,7 @@ class Trace:
         self.notes = self._seen, self._apart
         self._count = 0
         self._random = random_states()
+        self._outside = _states_outside()
         self.inputs = [self.new(x) for x in inputs]
 
     def new(self, x: Tensor | None = None) -> int:
@@ -154,6 +169,8 @@ class Trace:
         self.constants[constant.number] = x
         if x.is_leaf and x.requires_grad:
             self.leaves[constant.number] = x, x.grad
+            if x.grad is not None and x.grad not in self._seen:
+                self.found[self.new(x.grad)] = x
         return constant
 
     @contextmanager
@@ -218,18 +235,18 @@ class Trace:
             self.hinder("it sets the state of random numbers, as torch.utils.checkpoint does")
 
     def end(self) -> None:
-        """Check that the settings of optimizers are still those with which they stepped."""
+        """Check that nothing has changed that a replay would not change."""
+        if _states_outside() != self._outside:
+            self.hinder("it draws random numbers of Python or numpy; pass them as arguments")
         for optimizer, before in self.optimizers.items():
             if _settings(optimizer) != before:
-                self.hinder(
-                    "it changes the settings of an optimizer, as a scheduler does; let the "
-                    "scheduler step outside"
-                )
+                self.hinder(_SCHEDULES)
 
     def gradients(self) -> list[tuple[Existing, Any]]:
         """Return the leaves whose gradients have changed, each with its gradient."""
-        leaves = list(self.leaves.values())
-        changed = (x for x, first in leaves if first is None or x.grad is not first)
+        given = {call.arguments[0].number for call in self.calls if call.function is give}
+        leaves = list(self.leaves.items())
+        changed = (x for n, (x, first) in leaves if n in given or x.grad is not first)
         return [self.standing_for((x, x.grad)) for x in changed]
 
     def before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -239,7 +256,12 @@ class Trace:
             return  # the step of a base class, as part of the step of its subclass
         if any(map(callable, (*args[1:], *kwargs.values()))):
             self.hinder("an optimizer evaluates a closure")
-        self.optimizers.setdefault(optimizer, _settings(optimizer))
+        if any(getattr(optimizer, x, None) is not None for x in ("grad_scale", "found_inf")):
+            self.hinder("a GradScaler lets an optimizer step")
+        settings = _settings(optimizer)
+        if self._settings.get(optimizer, settings) != settings:
+            self.hinder(_SCHEDULES)
+        self.optimizers.setdefault(optimizer, settings)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for p in shards_of(parameters):
             self.calls.append(TracedCall(give, self.standing_for((p, p.grad))))
@@ -252,6 +274,12 @@ class Trace:
             return
         self.paused = False
         self.calls.append(TracedCall(step, (optimizer, tuple(args[1:]), dict(kwargs))))
+
+
+def _states_outside() -> Any:
+    """Return the states of the generators of random numbers of Python and of numpy."""
+    numbers: Any = np.random.get_state()
+    return random.getstate(), numbers[1].tobytes(), numbers[2:]
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -406,8 +434,8 @@ def traced(trace: Trace, grid: Grid) -> Iterator[None]:
 
 @contextmanager
 def modules_called(found: dict[nn.Module, None]) -> Iterator[None]:
-    """Add the modules that are called in the context to `found`."""
-    handle = register_module_forward_pre_hook(lambda m, _: found.setdefault(m))
+    """Add the modules that are called in the context to `found`, and all within them."""
+    handle = register_module_forward_pre_hook(lambda m, _: found.update(dict.fromkeys(m.modules())))
     try:
         yield
     finally:

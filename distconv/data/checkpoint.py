@@ -224,10 +224,10 @@ def load_checkpoint(
 ) -> Checkpoint | None:
     """Load a checkpoint into a model and the other objects, on this grid. Collective.
 
-    Rank 0 reads the file and sends it to all; of shards, every rank reads what its blocks need. In
-    a folder, the newest checkpoint that is whole and loads with weights_only is taken; damaged ones
-    are reported and renamed, so that they are not tried again. torch's random numbers continue with
-    the state of rank 0.
+    Rank 0 reads the file and sends it to all ranks; each rank reads the shards that its own blocks
+    need. In a folder, the newest checkpoint that is whole and loads with weights_only is taken;
+    damaged ones are reported and renamed, so that they are not tried again. torch's random numbers
+    continue with the state of rank 0.
 
     Parameters
     ----------
@@ -236,8 +236,8 @@ def load_checkpoint(
     optimizer, scheduler, loader: objects whose state is loaded; the saved state of others is
         ignored.
     missing_ok: return None where there is no checkpoint.
-    check: a function of the saved state, called on every rank before anything is changed; it raises
-        ValueError to refuse the state.
+    check: called on every rank with the checkpoint before anything is changed; raises ValueError to
+        refuse it.
 
     Returns the checkpoint.
 
@@ -333,7 +333,7 @@ def _check_newest(folder: Path, path: Path) -> None:
     for newest in checkpoints_in(folder)[:1]:
         if step_of(newest) > step_of(path):
             raise FileExistsError(
-                f"{newest} is of a later step than {path.name}, and would be taken for the newest; "
+                f"{newest} is of a later step than {path.name}, so it would stay the newest; "
                 "choose another folder, or remove it"
             )
 
@@ -412,7 +412,7 @@ def newest_whole(
         return candidate, content
     if complaints:
         before = "" if path.is_file() else "; there is no checkpoint before"
-        raise DamagedFile(f"{'; '.join(complaints)}{before}")
+        raise DamagedFile(f"{'; '.join(complaints)}{before}; restore a copy, or start anew")
     if missing_ok:
         return None, b""
     raise FileNotFoundError(
@@ -573,5 +573,5 @@ def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                 raise ValueError(
                     f"the optimizer's {name} has shape {tuple(value.shape)} for a parameter of "
-                    f"{tuple(parameter.shape)}"
+                    f"{tuple(parameter.shape)}; load the checkpoint without optimizer"
                 )

@@ -42,7 +42,7 @@ Batch: TypeAlias = Any
 boxes have halos."""
 
 _TOO_MUCH = 2.0
-"""Warn where the ranks fetch this many times the bytes of a sample."""
+"""Warn where the ranks fetch at least this many times the bytes that they need of a sample."""
 
 
 @dataclass
@@ -68,26 +68,25 @@ class Dataset:
     grid: the process grid.
     inputs, targets: the names of the fields of a sample, one or several each: datasets of a file,
         keys of a dictionary, or indices into items. All fields when neither is given.
-    layout: the layout of mini-batches of the first field, or a dictionary of layouts by field;
-        every
-        dimension over the axis of its own name when not given. Fields without a layout follow the
-        first: a field with as many dimensions is cut alike, one that lacks only the channel (labels
-        beside a volume) alike but for it, and any other (vectors, numbers) by samples only.
+    layout: the layout of mini-batches of the first field, or a dictionary of layouts by field; by
+        default every dimension is cut over the axis of its own name. A field without a layout is
+        cut as the first one if it has as many dimensions, or its shape without the channels (labels
+        beside a volume); other fields (vectors, numbers) are cut by samples only.
     dtype: the type of the tensors: one for all floating-point fields, or a dictionary by field.
         torch's default for floating-point fields when not given; other fields keep their type.
     transform: a function `transform(block, box)` of this rank's block of a mini-batch, read and
         converted, such as `Normalize`; several in a dictionary by field. It runs in a background
         thread, and must commute with cutting.
     check_finite: whether values that are not finite are an error, both as read and once converted.
-    halo: by how many elements a rank's box is larger on both sides of each spatial dimension (those
-        of the first field behind its channels). One number, one for each dimension, or a dictionary
-        of these by field. Fields with the space of the first then come as `HaloBlock`s, plain
-        arrays with the elements of neighbours, in place of DistTensors.
+    halo: the number of elements by which a rank's box grows on both sides of each spatial dimension
+        (of the first field: all dimensions after the channels). One number, one for each dimension,
+        or a dictionary of these by field. Fields with the first field's space then come as
+        `HaloBlock`s, plain tensors with elements of neighbours, in place of DistTensors.
     halo_border: the halo beyond the sample: none ("clip"), zeros ("zeros"), or the elements at the
         other end of the sample ("periodic").
     augment: random changes of each sample, in their order, such as `Flip()` and `Noise(0.1)`. They
         are the same on any grid, and come after `transform`. Moves of elements are the same in all
-        fields with the space of the first.
+        fields with the first field's space.
     augment_seed: the seed of their random numbers, which also depend on the epoch and the sample.
     cache: "memory", to keep the boxes of each sample on the ranks that read them first, and to send
         them by messages where a later mini-batch has the sample elsewhere; or a folder on a disk of
@@ -138,7 +137,7 @@ class Dataset:
 
         def opened() -> dict[Field, FieldOnGrid]:
             if len(set(names)) < len(names):
-                raise ValueError(f"inputs and targets name a field twice: {names}")
+                raise ValueError(f"inputs and targets name a field twice: {names}; name each once")
             if augment_seed < 0:
                 raise ValueError(f"augment_seed={augment_seed} is negative; choose 0 or more")
             sources = open_sources(source, names)
@@ -156,17 +155,18 @@ class Dataset:
             cuts = batch_cuts({name: shape for name, (shape, _) in shapes.items()}, layout, grid)
             fields = {
                 name: FieldOnGrid(
-                    number,
-                    name,
-                    own,
-                    cuts[name],
-                    tensor_type(own, dtype, name),
-                    transforms.get(name),
-                    *shapes[name],
-                    (),
-                    halo_border,
-                    augmentations,
-                    tuple(augmentations.changes(number, name)),
+                    number=number,
+                    name=name,
+                    source=own,
+                    cuts=cuts[name],
+                    dtype=tensor_type(own, dtype, name),
+                    transform=transforms.get(name),
+                    shape=shapes[name][0],
+                    space=shapes[name][1],
+                    halo=(),
+                    border=halo_border,
+                    augmentations=augmentations,
+                    changes=tuple(augmentations.changes(number, name)),
                 )
                 for number, (name, own) in enumerate(sources.items())
             }
@@ -374,4 +374,6 @@ def _check_samples(sources: Mapping[Field, Source]) -> None:
     counts = {own.name: own.samples for own in sources.values()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{n} in {name}" for name, n in counts.items())
-        raise ValueError(f"the fields have different numbers of samples: {listed}")
+        raise ValueError(
+            f"the fields have different numbers of samples: {listed}; expected one number"
+        )

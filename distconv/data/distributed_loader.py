@@ -26,8 +26,8 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.sample_format import in_sample_format
 
 _REMEDY = (
-    "Of one mini-batch for all ranks, each loads its samples: leave out a DistributedSampler and "
-    "whatever else divides samples among ranks (batch_size counts over all of them), draw samples "
+    "Each rank loads its samples of one mini-batch for all: leave out a DistributedSampler and "
+    "other divisions of samples among ranks (batch_size counts over all ranks), draw samples "
     "from torch's, numpy's or Python's own random numbers or from seeded ones, and pad all samples "
     "to one shape"
 )
@@ -41,15 +41,15 @@ def distribute(
 ) -> DistributedLoader:
     """Return the mini-batches of a loader as DistTensors. All ranks call it with equal loaders.
 
-    Of a DataLoader that draws the indices of its mini-batches, each rank loads only the samples of
-    its part of the `sample` axis, whole, and keeps its box of them. The indices are drawn from rank
-    0's random numbers, so shuffling needs no seed. Of any other iterable, such as a DataLoader on
-    an IterableDataset or one with an `__iter__` of its own, each rank goes through all
-    mini-batches, which must be equal. `Dataset` and `Loader` read no more than the box.
+    If a DataLoader draws the indices of its mini-batches, each rank loads only the samples of its
+    part of the `sample` axis, whole, and keeps its box of them. The indices are drawn from rank 0's
+    random numbers, so shuffling needs no seed. With any other iterable, such as a DataLoader on an
+    IterableDataset or one with an `__iter__` of its own, each rank goes through all mini-batches,
+    which must be equal. `Dataset` and `Loader` read no more than the box.
 
     Mini-batches keep their form: dictionaries, tuples, named tuples and lists, nested at will,
-    whose tensors have the samples first. Leaves that are no tensors, such as names, are those that
-    this rank loaded.
+    whose tensors have the samples first. Other leaves, such as names, are the ones that this rank
+    loaded.
 
     Parameters
     ----------
@@ -91,9 +91,9 @@ class DistributedLoader:
         return int(self._place["epoch"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the course of mini-batches; those that the loop has yielded are done.
+        """Return the place in the course of mini-batches, after the last one that the loop yielded.
 
-        Good for any grid; a checkpoint saves the place of rank 0.
+        It is good for any grid; a checkpoint saves the place of rank 0.
         """
         return dict(self._place)
 
@@ -157,10 +157,9 @@ class DistributedLoader:
         return mapped(batch.content, lambda name, leaf: made.get(name, leaf))
 
     def _unequal(self, tensors: Mapping[Any, Tensor], axes: tuple[str, ...]) -> str:
-        """Return a message naming a tensor that differs on ranks that should hold equal ones, or
-        "".
+        """Return a message that names a tensor that differs between ranks with the same samples.
 
-        Collective. Ranks that differ along no axis of `axes` are compared.
+        Collective. These ranks have the same coordinates along `axes`. "" if no tensor differs.
         """
         full = self.grid.journal.debug
         sums = self.grid.all_gather_object([checksum(x, full) for x in tensors.values()])
@@ -171,8 +170,7 @@ class DistributedLoader:
         return ""
 
     def _check_dataset(self, shares: _Shares) -> None:
-        """Compare two samples of the dataset between ranks, which load different samples.
-        Collective.
+        """Compare two samples of the dataset among all ranks. Collective.
 
         Samples that differ each time this rank loads them are not compared.
         """
@@ -312,11 +310,10 @@ class _ShareSampler:
         return len(self._drawing)
 
     def _seed_workers(self) -> None:
-        """Draw the seed of the workers where the serial loader would; each part of samples gets its
-        own.
+        """Draw the seed of this rank's workers where the serial loader draws it.
 
-        Workers on ranks that share samples change them alike; where samples are not cut, they
-        change them as in the serial program.
+        Each part of the `sample` axis has a seed of its own, so that workers on ranks that share
+        samples change them alike. The first part has the serial program's seed.
         """
         self._seeded = True
         self.seeds.set_state(self._own.get_state())
@@ -325,11 +322,12 @@ class _ShareSampler:
 
 
 class _Indices:
-    """This rank's indices of each mini-batch, followed by the indices of all ranks.
+    """An iterator over this rank's indices of each mini-batch; it notes the indices of all ranks.
 
     Attributes
     ----------
-    drawn: the indices of each mini-batch that is being loaded, and the number of loaded ones.
+    drawn: for each mini-batch that is being loaded, the indices of all ranks, and the number of
+        this rank's.
     first: the indices of the first mini-batch.
     """
 
@@ -451,7 +449,7 @@ def _text(tensors: Mapping[Any, Tensor]) -> str:
 
 
 def _tensors(content: Any, count: int | None) -> dict[Any, Tensor]:
-    """Return the tensors in a mini-batch by name; those of subclasses as plain tensors.
+    """Return the tensors in a mini-batch by name; subclasses become plain tensors.
 
     `count` is the number of loaded samples; None where it is not known. Raises DataError for a
     mini-batch without tensors, and for tensors that cannot be cut by samples.

@@ -32,13 +32,13 @@ _WIDER = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
 
 @dataclass(frozen=True)
 class HaloBlock:
-    """A rank's box of a mini-batch with some of its neighbours' elements: a plain, local array.
+    """A rank's box of a mini-batch with some of its neighbours' elements: a plain, local tensor.
 
     Attributes
     ----------
     local: the elements, on the device of the grid.
-    box: their indices in the mini-batch. It begins below 0, or ends beyond the mini-batch, where
-        the halo is zeros, or comes from the other end.
+    box: their indices in the mini-batch. Elements with indices outside the mini-batch are zeros, or
+        come from its other end.
     own: the rank's own box, without the halo.
     shape: the shape of the mini-batch.
     """
@@ -92,9 +92,9 @@ class FieldOnGrid:
     name: its name in the program.
     shape: the shape of a sample after augmentation.
     space: the number of spatial dimensions, the last ones, that it shares with the first field.
-    halo: for each dimension of a sample, the width of the halo; empty for DistTensors.
+    halo: the width of the halo in each dimension of a sample; empty for DistTensors.
     border: the kind of halo beyond the sample; see `Dataset`.
-    augmentations, changes: all random changes, and those that change this field's values.
+    augmentations, changes: all random changes, and the changes of this field's values.
     """
 
     number: int
@@ -112,7 +112,7 @@ class FieldOnGrid:
 
     @property
     def moves(self) -> bool:
-        """Return whether a rank's box may hold elements outside its box of the stored sample."""
+        """Return whether a rank may have to read elements outside its box of the stored sample."""
         moved = any(isinstance(one, Move) for one in self.augmentations.chosen)
         return bool(self.halo or (self.space and moved))
 
@@ -195,7 +195,7 @@ class FieldOnGrid:
     def check_finite(self, finite: Any, wanted: Wanted, where: str = "") -> None:
         """Raise `DataError` naming the samples with values that are not finite.
 
-        `finite` tells for each element of this rank's block whether it is finite.
+        `finite` says for each element of this rank's block whether it is finite.
         """
         if not finite.all():
             bad = [i for i, one in zip(wanted.samples, finite, strict=True) if not one.all()]

@@ -17,14 +17,14 @@ def batch_cuts(
 ) -> dict[Name, Cuts]:
     """Return the grid axes over which each dimension of each field of a mini-batch is cut.
 
-    Fields without a layout follow the first: a field with as many dimensions is cut alike, one that
-    lacks only its channel alike but for it, and any other by samples only.
+    A field without a layout is cut as the first one if it has as many dimensions, or its shape
+    without the channels; other fields are cut by samples only.
 
     Parameters
     ----------
     shapes: the shape of one sample of each field, without the dimension of samples.
-    layout: the layout of the first field, or by field; every dimension over the axis of its own
-        name when not given.
+    layout: the layout of the first field, or a dictionary of layouts by field; by default every
+        dimension is cut over the axis of its own name.
 
     Raises ValueError for names that are no fields, and dimensions that a field does not have.
     """

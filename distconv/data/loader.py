@@ -28,8 +28,7 @@ def prefetched(
     """Yield `read(request)` for every request in order, read by one background thread.
 
     At most `ahead` items are read before they are asked for. An exception of `read` is raised where
-    its item would have been yielded. The thread ends with the iteration, also with an abandoned
-    one.
+    its item would have been yielded. The thread ends with the iteration, also if that is abandoned.
     """
     background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     waiting: deque[Future[Item]] = deque()
@@ -143,7 +142,10 @@ class Loader:
 
     @property
     def traffic(self) -> Traffic:
-        """Return the cost of reading on this rank so far, of the dataset over all its loaders."""
+        """Return the cost of reading on this rank so far.
+
+        Bytes are counted over all loaders of the dataset, seconds in this loader alone.
+        """
         data = self.dataset
         received = 0 if data.cache is None else data.cache.bytes_received
         return Traffic(data.bytes_read, data.bytes_fetched, self._waited, received)
@@ -161,9 +163,9 @@ class Loader:
         return self._batches(self.batch_sampler.batches(self._epoch)[self._batch :])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the course of mini-batches; those that the loop has yielded are done.
+        """Return the place in the course of mini-batches, after the last one that the loop yielded.
 
-        The same on all ranks, and good for any grid.
+        It is the same on all ranks, and good for any grid.
         """
         epoch, batch = self._position()
         return {"epoch": epoch, "batch": batch, "sampler": self.batch_sampler.description()}

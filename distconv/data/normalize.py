@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -37,10 +38,14 @@ class Normalize:
                 f"Normalize: {len(self.mean)} means and {len(self.deviation)} deviations; expected "
                 "one of each for every channel"
             )
-        if not self.mean.isfinite().all():
-            raise ValueError("Normalize: the mean must be finite in every channel")
-        if not (self.deviation.isfinite() & (self.deviation > 0)).all():
-            raise ValueError("Normalize: the deviation must be positive in every channel")
+        for mean, deviation in zip(self.mean.tolist(), self.deviation.tolist(), strict=True):
+            if not isfinite(mean):
+                raise ValueError(f"Normalize: mean {mean} of a channel; expected finite numbers")
+            if not 0 < deviation < inf:
+                raise ValueError(
+                    f"Normalize: deviation {deviation} of a channel; expected finite numbers above "
+                    "0, such as 1 for a channel that is constant"
+                )
 
     def __call__(self, block: Tensor, box: Box) -> Tensor:
         """Scale the block of a mini-batch that lies at `box`."""

@@ -148,7 +148,7 @@ def _runs(window: AdaptiveWindow, size: int, start: int, stop: int) -> tuple[Run
 
 
 def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:
-    """Return whether adaptive pooling of the inputs of `outputs` outputs gives just these."""
+    """Return whether pooling `outputs` outputs from their own inputs alone has the same windows."""
     ((first, last),) = window.intervals(size, start, start + outputs)
     alone = AdaptiveWindow(outputs)
     return all(
@@ -334,7 +334,7 @@ class Pad:
         return None if order == list(range(len(buffer))) else order
 
     def _source_range(self, size: int) -> Interval:
-        """Return the inputs that the outside repeats: all, or for "circular" those not cropped."""
+        """Return the inputs that the outside repeats: all, or for "circular" all not cropped."""
         if self.mode == "circular":
             return max(-self.before, 0), size + min(self.after, 0)
         return 0, size
@@ -356,7 +356,7 @@ def _source(mode: str, inputs: Interval, position: int) -> int:
 
 
 def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
-    """Return the inputs that the positions [start, stop) outside, all on one side, repeat."""
+    """Return the interval of inputs repeated at [start, stop), outside the input on one side."""
     if start >= stop:
         return (0, 0)
     ends = _source(mode, inputs, start), _source(mode, inputs, stop - 1)

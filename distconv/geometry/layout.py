@@ -113,9 +113,8 @@ class Layout:
     __slots__ = ("_cut", "by_dimension")
     dense: ClassVar[object] = None
     """`torch.strided`, torch's layout of dense tensors, set where torch is known. Every layout
-    equals it
-    and has its hash, as a DistTensor is dense: torch tests `x.layout == torch.strided`, and
-    `torch.testing.assert_close` uses a set."""
+    equals it and has its hash, as a DistTensor is dense: torch tests `x.layout == torch.strided`,
+    and `torch.testing.assert_close` uses a set."""
     by_dimension: frozenset[tuple[str, tuple[str, ...]]]
     """The cuts, with one name for each dimension, the same for equal layouts. Use it, not the
     layout, as a key of dictionaries, as all layouts have one hash."""

@@ -35,8 +35,8 @@ def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
 def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
     """Return the coarsest factors from which each of these factorisations is made by merging runs.
 
-    None where there are none: (2, 3) and (3, 2) end their first factors at 2 and 3 of 6 positions,
-    and a size of 0 has none.
+    None for a size of 0, and where no factors fit: (2, 3) and (3, 2) divide 6 positions at 2 and at
+    3, so their common factors (2, 3 / 2, 2) would be no integers.
     """
     if any(0 in row for row in splits):
         return None
@@ -69,7 +69,7 @@ def merged_runs(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ..
 def factors_of_reshape(before: Shape, after: Shape) -> tuple[Shape, ...] | None:
     """Return for each dimension of `after` the factors that it shares with dimensions of `before`.
 
-    Each dimension of `before` is a product of these factors, too. None where there are none.
+    Each dimension of `before` is a product of these factors, too. None where no factors fit both.
     """
     found: list[Shape] = []
     for old, new in groups(before, after):

@@ -57,7 +57,7 @@ class Route:
     size: int
     """Number of elements in all boxes."""
     shape: tuple[int, ...]
-    """The shape of the message: that of a single box, or (size,) of several concatenated ones."""
+    """The shape of the message: a single box's shape, or (size,) of several concatenated boxes."""
 
     @classmethod
     def of(cls, peer: int, boxes: tuple[Slices, ...]) -> Route:
@@ -107,7 +107,7 @@ class Plan:
         """Return a dimension, and the pieces that concatenate to the buffer along it.
 
         A piece is the number of a message, -1 for the own box, or the shape of padding. None where
-        the pieces do not lie so, or where messages can arrive directly in the buffer.
+        no such dimension exists, or where messages can arrive directly in the buffer.
         """
         boxes = [box for _, box in self.own] + [box for r in self.receives for box in r.boxes]
         shape, whole = self.buffer_shape, tuple(slice(0, n) for n in self.buffer_shape)
@@ -147,7 +147,7 @@ class _Dimension:
 
     @property
     def identity(self) -> bool:
-        """Return whether every target part needs the source part of its number, on its ranks."""
+        """Return whether target part i needs just source part i, and the same ranks hold both."""
         if self.source_axes != self.target_axes:
             return False
         if is_identity(self.needs, self.size):
@@ -186,7 +186,7 @@ class _Dimension:
         return sum(n for n in pieces if n > 0)
 
     def targets(self, source: int) -> set[int]:
-        """Return target parts that include all that take elements from source part `source`."""
+        """Return all target parts that take elements from source part `source`, perhaps others."""
         start, stop = block(self.size, self.source_parts, source)
         if start == stop:
             return set()

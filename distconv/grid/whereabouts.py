@@ -174,6 +174,11 @@ def _name_within(outer: nn.Module, inner: nn.Module) -> str:
     return type(inner).__name__
 
 
+def is_of_program(file: str) -> bool:
+    """Return whether a file of code belongs to the user's program, not to an installed library."""
+    return not file.startswith((*_OWN, *_LIBRARIES))
+
+
 def _user_line(frame: FrameType | None) -> str:
     """Return the innermost line of the user's program, or else of an installed library."""
     fallback = None
@@ -181,7 +186,7 @@ def _user_line(frame: FrameType | None) -> str:
         file = outer.f_code.co_filename
         if file.startswith(_OWN):
             continue
-        if not file.startswith(_LIBRARIES):
+        if is_of_program(file):
             return _line(outer)
         fallback = outer if fallback is None else fallback
     return "an unknown place" if fallback is None else _line(fallback)

@@ -165,10 +165,9 @@ def join(device: int = -1) -> int:
     """Add zeros to the sums of the others until all ranks have called it; return the last rank to
     do so.
 
-    A rank calls it when it has no samples left. An average is the sum over all ranks divided by
-    their number, including those that have joined, as in Horovod: to weight by samples, sum sums
-    and counts. Parameters stay those of the last step of the rank; broadcast those of the returned
-    rank.
+    A rank calls it when it has no samples left. As in Horovod, an average divides by the number of
+    all ranks, including ranks that have joined: to weight by samples, sum sums and counts. A rank
+    that has joined keeps the parameters of its last step; broadcast the returned rank's.
     """
     job = current()
     under_way: list[Request | None] = []
@@ -547,8 +546,8 @@ def _family(
 _ABOUT_VARIANTS = {
     "": " Differentiable.",
     "_async": " Return a handle for `synchronize`; outside autograd.",
-    "_": " The result is written to what is given, and returned; outside autograd.",
-    "_async_": " Return a handle for `synchronize`, which writes the result to what is given.",
+    "_": " The result is written to the given tensor, and returned; outside autograd.",
+    "_async_": " Return a handle for `synchronize`, which writes the result to the given tensor.",
 }
 
 allreduce, allreduce_async, allreduce_, allreduce_async_ = _family(
@@ -595,16 +594,15 @@ alltoall, alltoall_async = _family(
     "alltoall",
     _EXCHANGE,
     "splits name process_set",
-    "Return the rows that all ranks have for this one, in rank order. `splits` says how many rows "
-    "go to each rank, all alike by default; where it is given, how many have come from each is "
-    "returned as well.",
+    "Return the rows that all ranks send to this one, in rank order. `splits` has the number of "
+    "rows for each rank, equal by default; if given, the numbers received are returned as well.",
 )
 reducescatter, reducescatter_async = _family(
     "reducescatter",
     _SCATTER,
     _OF_SCATTERS,
-    "Return this rank's rows of the reduction of a tensor: ranks have as many, earlier ones one "
-    "more. For the gradient those of all ranks are gathered.",
+    "Return this rank's rows of the reduction of a tensor; earlier ranks may have one more. The "
+    "gradient gathers the rows of all ranks.",
 )
 grouped_reducescatter, grouped_reducescatter_async = _family(
     "grouped_reducescatter", _SCATTER, _OF_SCATTERS, "Return `reducescatter` of each tensor."

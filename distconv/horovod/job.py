@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """A collective that a rank is about to take part in, as it tells the others.
+    """A rank's message to the others about a collective that it is about to take part in.
 
     Attributes
     ----------
@@ -238,8 +238,8 @@ def check_environment() -> None:
     for name, way_out in _VARIABLES.items():
         if launch.switched_on(name):
             raise NotImplementedError(
-                f"distconv.horovod: {name}={os.environ[name]} asks for what is not here; unset it, "
-                f"and {way_out}"
+                f"distconv.horovod: {name}={os.environ[name]} is not supported; unset it, and "
+                f"{way_out}"
             )
 
 

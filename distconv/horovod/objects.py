@@ -20,7 +20,7 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Overwrite parameters and buffers by those of one rank. All ranks call it together.
+    """Overwrite parameters and buffers by one rank's. All ranks call it together.
 
     Parameters
     ----------

@@ -122,7 +122,7 @@ def _check_names(named: list[Any], optimizer: Optimizer) -> None:
     if unnamed:
         raise ValueError(
             f"{_OWNER}: {unnamed} of the optimizer's parameters are not in named_parameters; pass "
-            "those of all models that it trains"
+            "the parameters of all models that it trains"
         )
 
 

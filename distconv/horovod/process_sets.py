@@ -231,7 +231,7 @@ def nccl_built() -> int:
 
 
 def mpi_threads_supported() -> bool:
-    """Return False: one thread of a rank sends messages, and by no carrier of IBM or Intel."""
+    """Return False: only one thread of a rank sends; carriers of IBM and Intel are not used."""
     return False
 
 

@@ -20,24 +20,24 @@ from distconv.tensor.validation import check_plain
 class DCTensor(DistTensor):
     """A tensor of a replica's samples, which are cut over its ranks.
 
-    `.shape` is the shape of the whole, and functions are those of the whole: sums, means, norms and
-    losses, too. What functions make of a DCTensor is one.
+    `.shape` is the global shape, and functions compute on the whole tensor: sums, means, norms and
+    losses, too. Their results are DCTensors.
 
     Attributes
     ----------
-    summands: the grid axes over which the tensor is a sum of what the ranks would have alone. The
-        program may add it up over them by `torch.distributed.all_reduce`, which changes nothing.
+    summands: the grid axes over which LBANN's program would add up the tensor. Adding it up over
+        them by `torch.distributed.all_reduce` changes nothing here.
     """
 
     summands: frozenset[str] = frozenset()
 
     @classmethod
     def from_shard(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:
-        """Make the tensor of which every rank of a replica passes its own block.
+        """Return the tensor of which `tensor` is this rank's block; all ranks of a replica call it.
 
-        They call it together. Blocks are canonical: the first n mod p have one element more. The
-        gradient of `tensor` is that of the block. Raises `ValueError` on all of them where a block
-        is off.
+        Blocks are canonical: the first n mod p have one element more. The gradient of `tensor` is
+        the gradient of its block. Raises `ValueError` on all these ranks where a block has another
+        shape.
         """
         _check(tensor, parallel_strategy, "from_shard")
         ps = parallel_strategy
@@ -54,7 +54,10 @@ class DCTensor(DistTensor):
         grid, layout = parallel_strategy.grid, parallel_strategy.layout(tensor.dim())
         kinds = grid.all_gather_object((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
         if len(set(kinds)) > 1:
-            raise ValueError(f"DCTensor.distribute: the ranks of a replica pass different {kinds}")
+            raise ValueError(
+                f"DCTensor.distribute: the ranks of a replica pass {kinds}; expected one shape, "
+                "type and requires_grad"
+            )
         whole = tensor.detach().to(grid.device, copy=True)
         broadcast(whole, grid)
         own = whole[local_box(whole.shape, grid, layout).slices].clone()
@@ -111,11 +114,11 @@ ReplicaGrid.tensor_type = DCTensor
 
 
 def _check(tensor: Tensor, parallel_strategy: ParallelStrategy, method: str) -> None:
-    """Raise TypeError where a method of the class was given something else."""
+    """Raise TypeError for arguments other than a plain tensor and a ParallelStrategy."""
     check_plain(tensor, f"DCTensor.{method}: tensor")
     if not isinstance(parallel_strategy, ParallelStrategy):
         kind = type(parallel_strategy).__name__
-        raise TypeError(f"DCTensor.{method}: {kind} is no ParallelStrategy")
+        raise TypeError(f"DCTensor.{method}: {kind} is no ParallelStrategy; make one, and pass it")
 
 
 def _chunks(n: int, *parts: int) -> list[int]:

@@ -32,7 +32,7 @@ class DistConvDDP(nn.Module):
 
     Parameters
     ----------
-    module: any module; it becomes `.module`, and keys of the state_dict begin so.
+    module: any module; it becomes `.module`, so keys of the state_dict begin with "module.".
     grad_reduction_factor: the number of replicas when not given.
     parallel_strategy: how the ranks are arranged.
     device_ids, output_device, options: options of DistributedDataParallel without effect on

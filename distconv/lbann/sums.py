@@ -1,9 +1,8 @@
 """Sums of DCTensors, which programs add up over the ranks of a replica once more.
 
-A reduction of LBANN's class is that of the rank's block, and the program makes it that of the
-sample by `torch.distributed.all_reduce`. Here it is that of the sample already. So adding up
-changes nothing, where the tensor is a sum; a mean that is added up, to be divided, would be too
-small.
+With LBANN's class, a reduction covers the rank's block only, and the program extends it to the
+sample by `torch.distributed.all_reduce`. Here it covers the sample from the start. So `add_up`
+leaves a sum as it is; a mean that is added up, to be divided, would be too small.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ def summands_of(
     kwargs: Mapping[str, Any],
     result: DistTensorBase,
 ) -> frozenset[str]:
-    """Return the grid axes over which a function's result is a sum of what each rank would have.
+    """Return the grid axes over which LBANN's program would add up ranks' own results to `result`.
 
-    Empty where it is none, or that is not known.
+    Empty where `result` is no sum over ranks, or not known to be one.
     """
     tensors = tensors_in(args, kwargs)
     operands = [x for x in tensors if isinstance(x, DistTensorBase)]

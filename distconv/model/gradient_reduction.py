@@ -61,7 +61,12 @@ def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
 
 
 class GradientReduction:
-    """Hooks on the parameters of one module that sum their gradients over a grid."""
+    """Hooks on the parameters of one module that sum their gradients over a grid.
+
+    Attributes
+    ----------
+    leaves: the parameters as autograd knows them; for a sharded one, this rank's block.
+    """
 
     def __init__(
         self,
@@ -83,9 +88,8 @@ class GradientReduction:
         for p in self._parameters:
             if isinstance(p, DistTensor):
                 p.mark_summed_when_accumulated()
-        # For a sharded parameter autograd knows this rank's block.
-        self._leaves = shards_of(self._parameters)
-        own((*self._parameters, *self._leaves, *module.buffers()), grid.size)
+        self.leaves = shards_of(self._parameters)
+        own((*self._parameters, *self.leaves, *module.buffers()), grid.size)
         self._axes = [axes_of_sum(p, grid) for p in self._parameters]
         """For each parameter, the grid axes over which its gradient is summed."""
         self._wire, self._error_feedback = wire, error_feedback
@@ -95,7 +99,7 @@ class GradientReduction:
         self._bucket_of: dict[int, int] = {}
         """For each parameter's number the number of its bucket."""
         self._laid_out: list[Any] = []
-        self._is_part = [False] * len(self._leaves)
+        self._is_part = [False] * len(self.leaves)
         """For each parameter whether .grad is this rank's part of a sum, not equal on all ranks."""
         self._missing: list[int] = []
         """For each bucket, the number of gradients that this backward pass has not made yet."""
@@ -109,7 +113,7 @@ class GradientReduction:
         """Whether a warning was given that ranks train different parameters."""
         self.layout = 0
         """The fingerprint of the layout of the buckets."""
-        self._hooks = ParameterHooks(self, self._parameters, self._leaves, grid, self._axes)
+        self._hooks = ParameterHooks(self, self._parameters, self.leaves, grid, self._axes)
         self._make_communicators()
         self.prepare()
 
@@ -148,9 +152,9 @@ class GradientReduction:
     def release(self) -> None:
         """Remove the hooks from the parameters, whose gradients must be sums."""
         self.settle()
-        self._check_sums("the parameters leave their module", [True] * len(self._leaves))
+        self._check_sums("the parameters leave their module", [True] * len(self.leaves))
         self._hooks.remove()
-        tensors = (*self._parameters, *self._leaves)
+        tensors = (*self._parameters, *self.leaves)
         disown(tensors)
         for x in tensors:
             PARAMETERS.pop(x, None)
@@ -169,9 +173,9 @@ class GradientReduction:
 
     def give(self, sums: Iterable[Tensor | None]) -> None:
         """Set the gradient of each parameter to a sum over the ranks computed elsewhere."""
-        for p, gradient in zip(self._leaves, sums, strict=True):
+        for p, gradient in zip(self.leaves, sums, strict=True):
             p.grad = gradient
-        self._is_part = [False] * len(self._leaves)
+        self._is_part = [False] * len(self.leaves)
 
     def average(self, factor: float) -> None:
         """Divide each rank's part of a gradient, from now on, by `factor`.
@@ -252,12 +256,12 @@ class GradientReduction:
 
     def prepare(self) -> None:
         """Register hooks on trainable parameters and lay out the buckets, last ones first."""
-        trainable = [(n, p) for n, p in enumerate(self._leaves) if p.requires_grad]
+        trainable = [(n, p) for n, p in enumerate(self.leaves) if p.requires_grad]
         self._hooks.watch([n for n, _ in trainable])
         layout = [(n, p.dtype, p.shape, p.stride()) for n, p in trainable]
         if layout == self._laid_out:
             return
-        self._check_sums("parameters were frozen", [not p.requires_grad for p in self._leaves])
+        self._check_sums("parameters were frozen", [not p.requires_grad for p in self.leaves])
         self._laid_out = layout
         self.layout = fingerprint([self.kind(p) for p in self._parameters])
         self._buckets = self._filled()
@@ -269,7 +273,7 @@ class GradientReduction:
         """Raise where the gradient of a concerned parameter is still a part of a sum."""
         if any(
             x and part and p.grad is not None
-            for p, part, x in zip(self._leaves, self._is_part, concerned, strict=True)
+            for p, part, x in zip(self.leaves, self._is_part, concerned, strict=True)
         ):
             raise RuntimeError(
                 f"{event} while their gradients are still parts, after no_sync; run a backward "
@@ -285,7 +289,7 @@ class GradientReduction:
     def _filled(self) -> list[Bucket]:
         """Return the buckets in the order in which backward passes fill them."""
         trained = [
-            (p, axes) for p, axes in zip(self._leaves, self._axes, strict=True) if p.requires_grad
+            (p, axes) for p, axes in zip(self.leaves, self._axes, strict=True) if p.requires_grad
         ]
         return [
             Bucket(
@@ -311,7 +315,7 @@ class GradientReduction:
 
     def expect_part(self, n: int) -> bool:
         first: bool = self._buckets[self._bucket_of[n]].comm.rank == 0
-        gradient = self._leaves[n].grad
+        gradient = self.leaves[n].grad
         if gradient is not None and not self._is_part[n] and not first:
             # A sum of an earlier backward pass becomes a part again, the whole of it on one rank.
             gradient.zero_()

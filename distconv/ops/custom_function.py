@@ -241,7 +241,7 @@ def _by_position(
         raise TypeError(
             f"{name}: torch passes the arguments of forward by position, and has none for "
             f"{', '.join(bound.kwargs)}: one before is left out, or forward takes it by name only. "
-            "Give all that come before"
+            "Give all arguments before it"
         )
     return bound.args[len(context) :]
 
@@ -275,7 +275,7 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:
-    """Return the shards of a checkpoint's inputs, saved like other tensors, and their places."""
+    """Return a checkpoint's inputs as it saves them, shards for DistTensors, and their places."""
     places = []
     for x in inputs:
         if isinstance(x, DistTensorBase):

@@ -105,10 +105,9 @@ def windowed(
 
     The decorated function gets its first argument, (sample, channel, *spatial), contiguous and with
     the padding attached, and returns one output for every window that lies within it, as a
-    convolution without padding does. On plain tensors it is called in the same way. Its gradients
-    are those of autograd through it. Further tensors are passed whole. All ranks of the grid call
-    it together. A result of another shape, or windows that do not fit the plane, raise `ValueError`
-    on every rank.
+    convolution without padding does. On plain tensors it is called in the same way. Autograd makes
+    its gradients. Further tensors are passed whole. All ranks of the grid call it together. A
+    result of another shape, or windows that do not fit the plane, raise `ValueError` on every rank.
 
     Parameters
     ----------

@@ -53,9 +53,9 @@ def reduction_name(
 
 
 def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
-    """Register a loss of torch, of which the decorated function returns the terms.
+    """Return a decorator that registers a loss of torch by a function that returns its terms.
 
-    It takes torch's arguments by their names, without those of the reduction.
+    The decorated function takes torch's arguments, except for the reduction's, by name.
     """
     signature = inspect.signature(function)
 
@@ -76,10 +76,9 @@ def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
 
 
 def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
-    """Return the sum of `local` over ranks, divided by a number, or by the sum of a tensor over
-    ranks.
+    """Return the sum of `local` over ranks, divided by `over`, in the real type of `kind`.
 
-    The result has the type `kind`. All ranks call it.
+    A tensor `over` is summed over ranks first. All ranks call it.
     """
     axes = cutting_axes(cuts)
     if isinstance(over, Tensor):
@@ -98,9 +97,7 @@ def _terms(reduction: str, *tensors: Any) -> list[Any]:
 
 
 def _elements(reduction: str, *tensors: Any) -> list[Any]:
-    """Return the operands of an element-wise loss in a type accurate for sums and in one memory
-    format, unless `reduction` is "none".
-    """
+    """Return `_terms` of an element-wise loss; tensors to be summed share a memory format."""
     return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
 
 
@@ -226,7 +223,7 @@ def _check_without_samples(
 
 
 def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) -> None:
-    """Warn on rank 0 where labels have another layout than the scores, and move in every call."""
+    """Warn on rank 0 where labels have another layout than scores, so every call moves them."""
     apart = isinstance(target, DistTensor) and any(target.cuts) and target.cuts != cuts
     if apart and x.grid.rank == 0:
         warnings.warn(
@@ -238,10 +235,7 @@ def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) 
 
 
 def _classification(function: Callable[..., Tensor]) -> None:
-    """Register a loss over classes, which are dimension 1.
-
-    Every rank needs all classes of its elements.
-    """
+    """Register a loss over classes, dimension 1 or the only one, which is made whole."""
     name = function.__name__
 
     @implements(function)
@@ -296,12 +290,16 @@ def _classification(function: Callable[..., Tensor]) -> None:
         if reduction == "mean" and probabilities:
             over = torch.Size(shape).numel() if x.shape[classes] else math.nan
         elif reduction == "mean":
-            numbers = labels.long()
-            counted = numbers != ignore_index
-            if weight is not None:
-                counted = torch.where(counted, weight[numbers.where(counted, 0)], 0)
-            over = counted.sum()
+            over = _weight_of(labels.long(), weight, ignore_index)
         return _total(local, over, cuts, grid, input.dtype)
+
+
+def _weight_of(labels: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """Return the sum of the classes' weights, by default 1, over labels other than `ignored`."""
+    counted = labels != ignored
+    if weight is not None:
+        counted = torch.where(counted, weight[labels.where(counted, 0)], 0)
+    return counted.sum()
 
 
 @implements(F.kl_div)
@@ -334,9 +332,9 @@ def kl_div(
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6
 ) -> Tensor:
-    """Return the negative logarithm of a Gaussian density of given variance, at least `eps`.
+    """Return the negative logarithm of a Gaussian density of variance `var`, clamped to `eps`.
 
-    The rank that holds a negative variance raises.
+    The rank that holds a negative variance raises ValueError.
     """
     if isinstance(var, Tensor) and var.shape != input.shape:
         if var.shape == input.shape[:-1]:
@@ -348,7 +346,9 @@ def gaussian_nll_loss(
             )
     own = var.shard if isinstance(var, DistTensor) else torch.as_tensor(var)
     if (own < 0).any():
-        raise ValueError("gaussian_nll_loss: var has negative elements; expected none below 0")
+        raise ValueError(
+            f"gaussian_nll_loss: var has elements down to {own.min().item():g}; expected 0 or more"
+        )
     var = var.clone() if isinstance(var, Tensor) else torch.full_like(input, var)
     with torch.no_grad():
         var.clamp_(min=eps)

@@ -93,10 +93,10 @@ def multilabel_soft_margin_loss(
 def multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of max(0, margin - right score + other score)^p over the last dimension's
-    classes.
+    """Return the sum over other classes of max(0, margin - right score + other score)^p, divided by
+    the number of classes.
 
-    The classes are made whole on every rank.
+    The classes, the last dimension, are made whole on every rank.
     """
     options: Any = dict(p=p, margin=margin, weight=gather_whole(weight, "multi_margin_loss"))
     return _of_classes(F.multi_margin_loss, input, target, 0, **options)
@@ -104,9 +104,10 @@ def multi_margin_loss(
 
 @terms_of(F.multilabel_margin_loss)
 def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
-    """Return the sum of max(0, 1 - right score + other score) over the last dimension's classes.
+    """Return the sum of max(0, 1 - right score + other score), divided by the number of classes.
 
-    The classes are made whole on every rank.
+    The sum is over pairs of a right and another class. The classes, the last dimension, are made
+    whole on every rank.
     """
     return _of_classes(F.multilabel_margin_loss, input, target, 1)
 
@@ -153,7 +154,7 @@ def triplet_margin_with_distance_loss(
     """Return `triplet_margin_loss` with a distance of the user's."""
     name = "triplet_margin_with_distance_loss"
     if margin <= 0:
-        raise ValueError(f"{name}: margin={margin} is not positive")
+        raise ValueError(f"{name}: margin={margin} is not positive; give a number above 0")
     _check_dimensions(name, anchor, positive, negative)
     distance = distance_function or F.pairwise_distance
     return _triplet(anchor, positive, negative, distance, margin, swap)

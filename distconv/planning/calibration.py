@@ -183,10 +183,11 @@ def _link(
 def _under_way(
     grid: ProcessGrid, start: Callable[[], Any], written: Tensor, late: bool, seconds: float
 ) -> tuple[float, float, float, bool]:
-    """Return medians over rounds of the slowest rank's times (total, starting, waiting after work),
-    and whether ranks that wait at once wait for those that work first.
+    """Return medians over rounds of the slowest rank's seconds (total, starting, waiting after
+    work), and whether messages move only while both ranks wait.
 
-    `written` is written before each start, as halos are packed and gradients made.
+    `written` is written before each start, as halos are packed and gradients made. Ranks with
+    `late` work before they wait, where the others wait at once.
     """
     clock = time.perf_counter
     comm = grid.comm

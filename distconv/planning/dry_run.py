@@ -52,9 +52,10 @@ class DryRequest:
 
 
 class DryTransport:
-    """A transport that carries nothing, and tells each movement to `started`, each wait to
-    `waited`, and to `makes` when the memory of a message is about to be allocated, and when it
-    has been.
+    """A transport that carries nothing, and calls a function for each event.
+
+    It calls `started` for each movement, `waited` for each wait, and `makes` before and after the
+    memory of a message is allocated.
     """
 
     name, ordered = "rehearsal", False
@@ -183,9 +184,10 @@ class DryRunGrid(Grid):
 
 
 def without_elements(module: nn.Module, caller: str) -> nn.Module:
-    """Return a copy of a module whose parameters, buffers and other tensors have no elements; raise
-    ValueError, with the name of `caller`, for one that is parallelized or has parameters without
-    a shape.
+    """Return a copy of a module whose parameters, buffers and other tensors have no elements.
+
+    Raises ValueError, with the name of `caller`, for a module that is parallelized or has
+    parameters without a shape.
     """
     memo: dict[int, Any] = {}
     for part in module.modules():

@@ -2,7 +2,7 @@
 
 After Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training" (SC 2019): a
 vertex is a layer with the layout of its input, its weight the layer's time; an edge leads to the
-next layer, and its weight is the time to redistribute what is between them, forward and backward.
+next layer, and its weight is the time to redistribute that layer's input, forward and backward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_LAYOUTS = 32
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """Layouts of layers on a grid; prints as what `parallelize` takes."""
+    """Layouts of layers on a grid; prints as an argument of `parallelize`."""
 
     grid: dict[str, int]
     layouts: dict[str, Layout]
@@ -148,9 +148,10 @@ def shortest_path(
     edge: Callable[[int, State, State], float],
     first: State,
 ) -> list[State]:
-    """Return one state for each step of a chain, so that `vertex`, the cost of a state in a step,
-    and `edge`, the cost of going there from a state of the step before, add up to the least. The
-    chain comes from `first`.
+    """Return the states of least total cost, one for each step of a chain.
+
+    `vertex` is the cost of a state in a step, `edge` the cost of going to a step from one state to
+    another. `first` is the state before the first step.
     """
     reached: list[tuple[float, list[State]]] = [(0.0, [])]
     before: Sequence[State] = [first]
@@ -175,9 +176,9 @@ def chain_of(
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype | None = None,
 ) -> list[ChainedLayer]:
-    """Return the layers of a module without elements, of which each takes what the last returned.
+    """Return the layers of a module without elements, each called on the result of the last.
 
-    Modules within which that is not so count as layers themselves.
+    A module whose children form no such chain is a layer itself.
     """
     calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
     """Arguments and results of each module, in the order of the first calls."""
@@ -209,7 +210,7 @@ def chain_of(
 
 
 def _is_chain(calls: Sequence[Sequence[tuple[Any, Any]]], args: Any, result: Any) -> bool:
-    """Return whether each was called once, with what the one before it has returned."""
+    """Return whether each module was called once, on the tensor of the previous one's result."""
     comes = args
     for several in calls:
         inputs = tensors_in(several[0][0])
@@ -223,7 +224,7 @@ def _is_chain(calls: Sequence[Sequence[tuple[Any, Any]]], args: Any, result: Any
 class _Costs:
     """Seconds of layers, and of redistributions between them, on the slower of two ranks of a grid.
 
-    The first rank has the largest block of whatever is cut, and the middle one the most neighbours.
+    The first rank has the largest block of every tensor, and the middle one the most neighbours.
     """
 
     def __init__(self, grid: Mapping[str, int], machine: Machine, layout: Layout | None, ndim: int):
@@ -278,7 +279,7 @@ class _Costs:
         return max(self._moved(chain[i], comes, cuts, rank, passes) for rank in self._ranks)
 
     def _moved(self, layer: ChainedLayer, comes: Cuts, cuts: Cuts, rank: int, passes: int) -> float:
-        """Return the seconds to redistribute a layer's input on a rank, also back in two passes."""
+        """Return a rank's seconds to redistribute a layer's input, in 2 passes its gradient too."""
         size = layer.dtype.itemsize
         needs = (Same(),) * len(cuts)
         plan = make_plan(self._dry.topology, rank, layer.shape, comes, cuts, needs)

@@ -38,11 +38,13 @@ def messages_cost(
     leaving: Sequence[tuple[int, int]],
     machine: Machine,
 ) -> Cost:
-    """Return the cost of an exchange: (rank, bytes) of each message that arrives or leaves.
+    """Return the cost of an exchange for `rank`, in seconds.
+
+    `arriving` and `leaving` hold the other rank and the bytes of each message.
 
     After the LogGP model of Alexandrov et al., "LogGP: Incorporating Long Messages into the LogP
-    Model" (SPAA 1995): the latencies of a rank's messages overlap. Serial are only the host's work
-    for each message (starting and completing an empty one) and the bytes over links of one kind.
+    Model" (SPAA 1995): the latencies of a rank's messages overlap. The host's work for messages
+    (starting and completing an empty one) adds up, and so do the bytes over links of one kind.
     Links within and between nodes work at the same time.
     """
     posted = after = host = 0.0
@@ -113,5 +115,8 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
 
 
 def _share(kind: str, ranks: int) -> float:
-    """Return the bytes a rank sends over its contribution: by Rabenseifner's sum, or a ring."""
+    """Return the bytes that a rank sends per byte of its contribution.
+
+    Sums follow Rabenseifner's algorithm, gathers a ring.
+    """
     return 2 * (ranks - 1) / ranks if kind == "all_reduce" else ranks - 1

@@ -112,7 +112,7 @@ class Launch:
 
     Attributes
     ----------
-    scheduler: by its name for the command `launch`.
+    scheduler: the scheduler's name for the command `launch`.
     gpus_per_node: the devices of a node, each with a rank of its own.
     directives: options of the scheduler.
     options: further options of the command that starts the ranks.

@@ -54,8 +54,9 @@ _OF_VOLUMES: dict[str, Callable[..., object]] = {
 
 
 class Operands:
-    """Memory for the operands of operators, handed out piece by piece: enough for all operands of
-    any one operator but the first, and for the first.
+    """Memory for the operands of operators, handed out piece by piece.
+
+    It has room for the first operand of each operator, which is copied, and for all its others.
     """
 
     def __init__(self, operators: Iterable[LocalOperator]):
@@ -67,8 +68,10 @@ class Operands:
         self._next = 0
 
     def tensor(self, spec: TensorSpec, places: int = 0, *, own: bool = False) -> Tensor:
-        """Return a tensor of numbers from 0.5 to 1.5, in memory of its `own` or not; of integers
-        below `places`, the size of the plane that they index.
+        """Return a tensor of numbers from 0.5 to 1.5, or of integers below `places`.
+
+        `places` is the size of the plane that integers index. With `own` the numbers are copied to
+        fresh memory.
         """
         elements = _extent(spec)
         if not prod(spec.shape):
@@ -95,9 +98,10 @@ def _extent(spec: TensorSpec) -> int:
 
 
 def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
-    """Return a function that runs the operator once, on operands in this memory. The first operand
-    is freshly written, as by the operator before it; so are all of an operator that writes to
-    some.
+    """Return a function that runs the operator once, on operands in this memory.
+
+    The first operand is freshly written, as by the operator before it; so are all operands of an
+    operator that writes to some.
     """
     _, name, overload = operator.name.split(".")
     function: Any = getattr(getattr(torch.ops.aten, name), overload)

@@ -162,8 +162,7 @@ def predict(
     """Return the time and memory of a training step on a grid, which need not exist.
 
     One process calls it. On a measured machine, local operators without a time in `machine` are
-    timed
-    here, and added to it: call it on the machine itself, where nothing else runs.
+    timed here, and added to it: call it on the machine itself, where nothing else runs.
 
     Raises UnsupportedOperation where the module cannot run on the grid. Raises RuntimeError where
     the step raises, for example for a module that reads the elements of a tensor, or operators

@@ -121,7 +121,7 @@ def _first_of(result: Any) -> _Output:
 
 
 class Recorder(ModuleCalls, torch_private.DispatchMode):
-    """A context that notes all that a rank does; `trace_movements` fills `movements`."""
+    """A context that notes the events of a rank; `trace_movements` fills `movements`."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
     # Where in the step it is.
 
     def move(self, place: Place) -> None:
-        """Set the place of what follows: another place of the forward pass, or the optimizer."""
+        """Set the place of later events: another place of the forward pass, or the optimizer."""
         self._place, self._backward = place, False
         self._stretches.append(_Stretch(torch_private.next_node_number(), place, None))
 
@@ -365,8 +365,9 @@ def bytes_here(x: Tensor) -> int:
 
 
 def _way(events: Sequence[Event]) -> str:
-    """Return a suffix for the name of a function with these events: whether it communicates, and
-    whether it computes meanwhile.
+    """Return a suffix for the name of a function with these events.
+
+    It says whether the function communicates, and whether it convolves meanwhile; "" if neither.
     """
     way = ""
     under_way = set[int]()

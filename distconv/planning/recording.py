@@ -134,7 +134,7 @@ class HostWork(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The start of messages, or of a reduction."""
+    """The start of messages, or of a collective."""
 
     number: int
     collective: str | None
@@ -146,7 +146,7 @@ class Start(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A wait for the start with a number."""
+    """The wait for the completion of the `Start` with the same number."""
 
     number: int
     place: Place
@@ -171,8 +171,7 @@ class LayerPlan:
     """One call of a layer in the forward pass, or of a function between layers, on one rank."""
 
     name: str
-    """The layer's name in the module; for a function, that of the module whose `forward` calls
-    it."""
+    """The layer's name in the module; for a function, the name of the module that calls it."""
     kind: str
     """The type of the layer, or the name of the function."""
     shape: tuple[int, ...] | None

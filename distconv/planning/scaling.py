@@ -172,9 +172,7 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> Study:
-        """Return the study in a file; raise ValueError where it holds none, and say what is
-        missing.
-        """
+        """Return the study in a file; raise ValueError, with the reason, where it holds none."""
         try:
             given = json.loads(path.read_text())
             if given.pop("format") != FORMAT:
@@ -190,8 +188,9 @@ class Study:
             raise ValueError(f"{str(path)!r} is no scaling study: {what}") from None
 
     def resumed_from(self, earlier: Study) -> Study:
-        """Return this study with the rounds and predictions of an earlier one; raise ValueError
-        where that one is of other cases, or was measured elsewhere.
+        """Return this study with the rounds and predictions of an earlier one.
+
+        Raises ValueError where the earlier one has other cases, or was measured elsewhere.
         """
         mine, theirs = self._identity(), earlier._identity()
         for what, value in mine.items():
@@ -232,10 +231,11 @@ def cases_of(
     grids: Iterable[Mapping[str, int]],
     measured: bool = True,
 ) -> list[Case]:
-    """Return a case for each grid, with these shapes of inputs. For weak scaling they are those on
-    one rank: each dimension is multiplied by the ranks along the axis of its name. Raises
-    ValueError for a grid that appears twice, an unknown axis, and one whose dimension cannot
-    grow.
+    """Return a case for each grid, with these shapes of inputs.
+
+    For weak scaling `shapes` are the shapes on one rank: each dimension is multiplied by the ranks
+    along the axis of its name. Raises ValueError for a grid that appears twice, an unknown axis,
+    and an axis whose dimension cannot grow.
     """
     found: dict[str, Case] = {}
     for grid in grids:
@@ -293,8 +293,7 @@ def measure(
     step: Mapping[str, Any] | None = None,
     finished: Callable[[int], object] = lambda rounds: None,
 ) -> None:
-    """Run the measured cases until each has `rounds` rounds. All ranks of `comm`, of the job, call
-    it.
+    """Run the measured cases until each has `rounds` rounds. All ranks of `comm` call it.
 
     A case runs on the first ranks, on a communicator of their own, while the others sleep. In each
     round every case is timed once, every second round in reverse; a case that takes less than 10 ms
@@ -383,7 +382,7 @@ def predict_all(
     """Predict the cases without a prediction; one process calls it, while others sleep.
 
     On a measured machine, that times the local operators without times, so nothing else may run.
-    Errors are those of `predict`, for the first case that cannot be predicted.
+    Raises as `predict` does, for the first case that cannot be predicted.
     """
     for case in study.cases:
         if case.predicted is None:

@@ -246,11 +246,13 @@ def plan(
         raise ValueError(
             f"{ranks} ranks cannot be laid out over an input of shape {shapes[0]}"
             + (f" along {', '.join(axes)}" if axes else "")
+            + "; choose a product of numbers up to these extents, such as a power of two"
         )
     times = OperatorTimes(machine, machine.at_once(ranks))
     options["gpu"] = machine.asynchronous
-    search = _Search(without_elements(module, "plan"), shapes, limit, times, options)
+    dry = without_elements(module, "plan")
     end = time.perf_counter() + BUDGET
+    search = _Search(dry, shapes, limit, machine, times, options, progress, end)
     out: list[Candidate] = []
     recorded: list[tuple[dict[str, int], Recording]] = []
     for i, grid in enumerate(chosen):
@@ -259,19 +261,13 @@ def plan(
             recorded.append((grid, search.record(grid)))
         except RuntimeError as refusal:
             out.append(Candidate(grid, None, str(refusal)))
-    left = max(end - time.perf_counter(), _AT_LEAST)
-    times.prepare_approximately([r.operators for _, r in recorded], progress, left)
-    tried = [search.judged(grid, [recording], machine) for grid, recording in recorded]
+    search.time_operators([recording for _, recording in recorded], _AT_LEAST)
+    tried = [search.judged(grid, [recording]) for grid, recording in recorded]
     fitting = sorted((c for c in tried if c.refusal is None), key=_seconds)
     out += [c for c in tried if c.refusal is not None]
     best: list[Candidate] = []
     while fitting and len(best) < REFINED:
-        grid = fitting.pop(0).grid
-        progress(f"refined: {in_words(grid)}")
-        several = record_ranks(search.module, shapes, grid, **options)
-        left = max(end - time.perf_counter(), 0.0)
-        times.prepare_approximately([r.operators for r in several], progress, left)
-        refined = search.judged(grid, several, machine)
+        refined = search.refined(fitting.pop(0).grid)
         (best if refined.refusal is None else out).append(refined)
     best.sort(key=_seconds)
     out.sort(key=lambda c: (c.prediction is None, c.prediction.peak if c.prediction else 0))
@@ -293,13 +289,17 @@ def _seconds(c: Candidate) -> float:
 
 @dataclass
 class _Search:
-    """A step, and the memory into which it should fit."""
+    """A search over grids for a step on a machine, until `end` by `time.perf_counter`."""
 
     module: nn.Module
     shapes: list[tuple[int, ...]]
     limit: int | None
+    """Bytes of a rank's memory; None to ignore memory."""
+    machine: Machine
     times: OperatorTimes
     options: dict[str, Any]
+    progress: Progress
+    end: float
 
     def record(
         self, grid: Mapping[str, int], module: nn.Module | None = None, **more: Any
@@ -316,12 +316,22 @@ class _Search:
         options = self.options | more
         return record_step(module or self.module, self.shapes, grid, rank=rank, **options)
 
-    def judged(
-        self, grid: dict[str, int], recordings: Sequence[Recording], machine: Machine
-    ) -> Candidate:
+    def time_operators(self, recordings: Sequence[Recording], at_least: float = 0.0) -> None:
+        """Time operators until the end of the search, or for `at_least` seconds."""
+        left = max(self.end - time.perf_counter(), at_least)
+        self.times.prepare_approximately([r.operators for r in recordings], self.progress, left)
+
+    def refined(self, grid: dict[str, int]) -> Candidate:
+        """Return a grid with its prediction from several ranks."""
+        self.progress(f"refined: {in_words(grid)}")
+        several = record_ranks(self.module, self.shapes, grid, **self.options)
+        self.time_operators(several)
+        return self.judged(grid, several)
+
+    def judged(self, grid: dict[str, int], recordings: Sequence[Recording]) -> Candidate:
         """Return a grid with its prediction, excluded where it needs too much memory."""
         name, samples = type(self.module).__name__, self.shapes[0][0]
-        p = predicted(name, samples, grid, recordings, machine, self.times)
+        p = predicted(name, samples, grid, recordings, self.machine, self.times)
         over = self.limit is not None and p.peak > self.limit
         return Candidate(grid, p, f"needs {byte_size(p.peak)}" if over else None)
 
@@ -367,7 +377,10 @@ class _Search:
 
 
 def with_checkpoints(module: nn.Module) -> nn.Module:
-    """Return a copy with checkpoints around the children of the first module that has three."""
+    """Return a copy that checkpoints each module of the first level with three or more modules.
+
+    A copy without such a level has no checkpoints.
+    """
     copied = copy.deepcopy(module)
     blocks = [copied]
     while 0 < len(blocks) < 3:

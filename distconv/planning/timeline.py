@@ -126,7 +126,9 @@ def play(recordings: Sequence[Recording], machine: Machine, times: OperatorTimes
                 moving = True
     stuck = [r for r, rank in ranks.items() if rank.next < len(rank.recording.events)]
     if stuck:
-        raise RuntimeError(f"ranks {stuck} wait for messages that nobody sends; this is a mistake")
+        raise RuntimeError(
+            f"ranks {stuck} wait for messages that nobody sends: a mistake of distconv; report it"
+        )
     ends = {r: max(rank.now, rank.host) for r, rank in ranks.items()}
     slowest = max(ends, key=ends.__getitem__)
     return Timeline(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from operator import is_
 from typing import Any
 
@@ -51,9 +52,16 @@ def replaced(argument: Any, others: Mapping[int, Tensor]) -> Any:
         items = [replaced(x, others) for x in argument]
         if all(map(is_, items, argument)):
             return argument
-        return items if isinstance(argument, list) else tuple(items)
+        if isinstance(argument, list):
+            return items
+        kind: Any = type(argument)
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
     if isinstance(argument, dict):
-        return {key: replaced(x, others) for key, x in argument.items()}
+        found = {key: replaced(x, others) for key, x in argument.items()}
+        if type(argument) is dict:
+            return found
+        (other := copy(argument)).update(found)
+        return other
     return argument
 
 

@@ -100,7 +100,9 @@ def grid_axes(text: str, axes: Sequence[str] = AXES) -> dict[str, int]:
         try:
             extents[axis] = int(ranks)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{part!r}: {ranks!r} is not a whole number") from None
+            raise argparse.ArgumentTypeError(
+                f"{part!r}: {ranks!r} is no number of ranks; write a whole number, such as {axis}=2"
+            ) from None
     return extents
 
 

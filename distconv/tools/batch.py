@@ -1,7 +1,7 @@
 """Batch scripts that start a program on the nodes of a cluster, by Slurm, LSF, Flux or PBS.
 
-A job is the parsed command line of `launch`, whose help explains each option. A machine adds its
-`variables`, and `options` of the command that starts the ranks.
+A job is the parsed command line of `launch`, whose help explains each option. A machine's file adds
+`variables` of the environment, and `options` of the command that starts the ranks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ TRANSPORTS = ("mpi", "torch", "nccl")
 class Scheduler(NamedTuple):
     """A scheduler: the command that reads a script, and the lines of the script.
 
-    Lines hold values of the job by name, and are left out where the job lacks one. Besides its
-    options these are `title`, `clock`, `ranks` of the whole job, and `gpus` of a node; `on_gpus`,
-    `own_gpus`, `shared_gpus`, `staged` and `unbound` are empty, and there if that is so.
+    Lines name values of the job in braces, and are left out where the job lacks one of them. Beside
+    the job's options there are `title`, `clock`, `ranks` of the whole job, and `gpus` of a node.
+    `on_gpus`, `own_gpus`, `shared_gpus`, `staged` and `unbound` are conditions: a line with one is
+    left out where it does not hold.
 
     Attributes
     ----------
     prefix: begins a line that the scheduler reads.
-    launch: the command that starts the ranks, with its options; `$cores` are those of a rank.
+    launch: the command that starts the ranks, with its options; `$cores` is the cores of a rank.
     note: a comment that explains the options.
-    setup: lines of shell before those of the job.
+    setup: lines of shell before the job's own setup.
     """
 
     submit: tuple[str, ...]
@@ -195,7 +196,7 @@ def check_job(job: Namespace) -> None:
 
 
 def title_of(job: Namespace) -> str:
-    """Return the name of the job: as given, or that of the program's script or module."""
+    """Return the name of the job: the given one, or the name of its script or module."""
     if job.name is not None:
         return str(job.name)
     words = list(job.command_line)
@@ -238,7 +239,7 @@ def script_of(job: Namespace) -> str:
 
 
 def _filled(lines: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines with their values, without those of which a value is None or 0."""
+    """Yield lines with their values filled in, without lines that name a value of None or 0."""
     for line in lines:
         names = [name for _, name, _, _ in Formatter().parse(line) if name]
         if all(values[name] not in (None, 0) for name in names):
@@ -246,5 +247,5 @@ def _filled(lines: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _word(value: str) -> str:
-    """Return a value as a word of the shell, which puts in the variables that it names."""
+    """Return a value as a word of the shell, in which `$NAME` is replaced."""
     return value if re.fullmatch(r"[\w./:,=+@-]+", value) else f'"{value}"'

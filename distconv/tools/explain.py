@@ -1,7 +1,7 @@
 """The plan of a module on a grid: layouts, halos, redistributions and memory of each layer.
 
-It is the forward pass of a recording (`planning.recorded_step`), made by the same code that will
-run, and agrees with `predict` and `plan`.
+It shows the forward pass of a recording (`planning.recorded_step`), made by the same code that will
+run, and agrees with `predict` and `plan`. `planning.recorder` counts the bytes.
 """
 
 from __future__ import annotations
@@ -85,15 +85,12 @@ def explain(
     progress: Callable[[LayerPlan], object] = lambda layer: None,
     **options: Any,
 ) -> Explanation:
-    """Return, and print, the plan of each layer of `module` on one rank of `grid`, without running
-    it.
+    """Return, and print, the plan of each layer of `module` on one rank of `grid`.
 
     The forward pass runs on tensors without elements, in the module's current mode; no memory of
-    the
-    size of the model or its input is allocated, and the module is not changed. No communication:
-    one
-    process suffices for any grid. Under `torch.no_grad()` layers keep no memory for a backward
-    pass.
+    the size of the model or its input is allocated, and the module is not changed. No
+    communication: one process suffices for any grid. Under `torch.no_grad()` layers keep no memory
+    for a backward pass.
 
     Raises TypeError or ValueError for arguments that do not fit: no Module, no shape, or not one
     type or layout for each input. Raises RuntimeError where the forward pass raises, naming the

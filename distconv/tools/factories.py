@@ -26,12 +26,16 @@ def module_from(factory: str, seed: int) -> nn.Module:
     for part in name.split("."):
         make = getattr(make, part, None)
     if not callable(make):
-        raise BadArguments(f"{path} has no function or class {name!r}")
+        raise BadArguments(
+            f"{path} has no function or class {name!r}; name one that makes the module"
+        )
     torch.manual_seed(seed)
     try:
         module = make()
     except TypeError as error:
-        raise BadArguments(f"{factory} raised TypeError without arguments: {error}") from error
+        raise BadArguments(
+            f"{factory} raised TypeError: {error}; expected a function that takes no arguments"
+        ) from error
     if not isinstance(module, nn.Module):
         raise BadArguments(f"{factory} makes a {type(module).__name__}, not a torch.nn.Module")
     return module
@@ -53,7 +57,7 @@ def _imported(path: str) -> Any:
 def _from_file(path: Path) -> Any:
     """Import and return the module in a file, with its folder on the path, as for a script."""
     if not path.is_file():
-        raise BadArguments(f"there is no file {str(path)!r}")
+        raise BadArguments(f"there is no file {str(path)!r}; give its path from the current folder")
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

@@ -30,8 +30,8 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 moderately; a missing halo or a wrong count makes a larger one."""
 
 _AMPLIFIED = 100
-"""The factor from the amplification of rounding in inputs and parameters, which is measured, to
-that of rounding in every addition."""
+"""The amplification of rounding in every addition over the measured one, of rounding in inputs and
+parameters."""
 
 _UNTELLING = 0.2
 """The difference above which nothing is rounding, however much the serial program amplifies."""
@@ -109,7 +109,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Return a message that says whether all agree, and which row deviates first."""
+        """Return a message with the first row that deviates; else with the largest difference."""
         first = self.first_deviation
         if first is None:
             largest = max(self.rows, key=lambda row: row.difference, default=None)
@@ -206,8 +206,8 @@ def verify(
     amplified = sum(row.ok and row.difference > tolerance for row in judged)
     if amplified:
         notes.append(
-            f"{amplified} differences are beyond the tolerance and within {_AMPLIFIED} times what "
-            "rounding does to the serial program itself; float64, or a larger input, tells more"
+            f"{amplified} differences are beyond the tolerance and within {_AMPLIFIED} times the "
+            "effect of rounding on the serial program; float64, or a larger input, shows more"
         )
     blurred = sum(allowance * row.rounding > _UNTELLING for row in judged)
     if blurred:
@@ -253,12 +253,12 @@ def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> 
 
 
 _DIFFER = (
-    "the input of rank {rank} is not that of rank 0; pass the same whole tensor on every rank, "
+    "the input of rank {rank} differs from rank 0's; pass the same whole tensor on every rank, "
     "such as one drawn from the same seed",
     "layout, layouts, tolerance, backward and seed are {value} on rank {rank} and {first} on rank "
     "0; pass the same on every rank",
-    "the module of rank {rank} is built otherwise than that of rank 0, or in another mode; build "
-    "the same on every rank",
+    "the module of rank {rank} is built otherwise than rank 0's, or in another mode; build the "
+    "same on every rank",
 )
 
 

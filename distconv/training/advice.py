@@ -67,8 +67,8 @@ def advise(
         )
     elif batch_size % replicas:
         found.append(
-            f"The batch size {batch_size} is no multiple of {replicas} replicas: those with "
-            f"{batch_size // replicas} samples wait for those with one more"
+            f"The batch size {batch_size} is no multiple of {replicas} replicas: replicas with "
+            f"{batch_size // replicas} samples wait for replicas with one more"
         )
     # As many replicas as the batch can feed at the present samples per replica.
     each = max(1, batch_size // replicas)

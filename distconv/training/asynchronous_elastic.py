@@ -114,7 +114,7 @@ class ElasticClient:
 
 
 class ElasticRule:
-    """The part of a server: its center moves towards the parameters of each client."""
+    """The server's part: its center moves towards the parameters of each client."""
 
     kinds: tuple[Kind, ...] = (Kind.PULL,)
     waits = False

@@ -15,8 +15,10 @@ class ConcurrentReductions:
     The reductions of each model have communicators of their own, as the thread teams of the Cray PE
     ML plug-in do, so that backward passes may come in another order on every rank:
 
-        both = ConcurrentReductions(generator, critic) with both:
-            loss_of_generator.backward() loss_of_critic.backward()
+        both = ConcurrentReductions(generator, critic)
+        with both:
+            loss_of_generator.backward()
+            loss_of_critic.backward()
         # here the gradients are the sums
 
     Within the context backward passes return before the sums are complete: do not use gradients

@@ -22,10 +22,9 @@ class Decay(ABC):
 
     @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor in a step, of `steps` after the warm-up. Later steps have the last
-        one's.
+        """Return the factor in `step`, from 0; if `needs_end`, it is constant from `steps` on.
 
-        Without `needs_end`, `steps` is ignored.
+        Other decays ignore `steps`, the number of steps after the warm-up.
         """
 
 

@@ -23,8 +23,8 @@ MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 class Downpour:
     """Train with a server that steps with the gradients of workers whenever they arrive.
 
-    The gradients of a worker belong to the parameters of some updates before. With n equal workers
-    that acts as a momentum of 1 - 1/n (Mitliagkas et al., "Asynchrony begets momentum",
+    A worker computes its gradients at parameters that are some updates old. With n equal workers
+    the delay acts as a momentum of 1 - 1/n (Mitliagkas et al., "Asynchrony begets momentum",
     arXiv:1605.09774), so choose less momentum.
 
     Raises ValueError where a period is out of its range.
@@ -166,7 +166,7 @@ class DownpourRule:
         )
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Step with the gradients of one client, or with the weighted mean of those of several."""
+        """Step with one client's gradients, or with the weighted mean of several clients'."""
         for i, p in enumerate(self._parameters):
             p.grad = _mean([(tensors[i], samples) for tensors, samples in brought])
         samples = sum(samples for _, samples in brought)

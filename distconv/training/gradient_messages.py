@@ -16,10 +16,11 @@ from distconv.tensor.nested import shards_of
 
 
 class GradientMessage(NamedTuple):
-    """Blocks of gradients of one type that are summed over the same grid axes: concatenated in
-    `flat`, followed by one number for each, 1 where this rank has the gradient, else 0; after
-    the sum it is the number of ranks that have it. `places` has the number of each block's
-    parameter, and its shape.
+    """Blocks of gradients of one type that are summed over the same grid axes.
+
+    `flat` concatenates them, followed by one number for each: 1 where this rank has the gradient,
+    else 0; after the sum it is the number of ranks that have it. `places` has the number of each
+    block's parameter, and its shape.
     """
 
     axes: tuple[str, ...]

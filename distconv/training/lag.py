@@ -77,8 +77,7 @@ class GradientLag:
 
         All ranks of the grid call it together, once before each step of the optimizer. Gradients of
         earlier passes are dropped, as by `zero_grad()`. In the first steps with a lag there is no
-        late
-        gradient yet: gradients are None, and optimizers leave the parameters as they are.
+        late gradient yet: gradients are None, and optimizers leave the parameters as they are.
         """
         self._model.zero_grad()
         step, self._steps = self._steps, self._steps + 1
@@ -112,8 +111,8 @@ class GradientLag:
                 g is not None and g.shape != p.shape for g, p in zip(late, leaves, strict=True)
             ):
                 raise ValueError(
-                    "GradientLag: the gradients saved are those of other parameters; load the "
-                    "state of the same model on the same grid"
+                    "GradientLag: the saved gradients belong to other parameters; load the state "
+                    "of the same model on the same grid"
                 )
             here = [None if g is None else g.to(self._grid.device, copy=True) for g in late]
             saved.append(partial(list, here))

@@ -52,7 +52,9 @@ class NoiseScale:
     def __init__(self, model: nn.Module, *, decay: float = 0.95):
         reduction = required_reduction("NoiseScale", model)
         if not 0 <= decay < 1:
-            raise ValueError(f"NoiseScale: decay={decay!r} is none; give 0.95, say, at least 0")
+            raise ValueError(
+                f"NoiseScale: decay={decay!r} is no decay; give a number from 0 to 1, such as 0.95"
+            )
         for name, p in model.named_parameters():
             if isinstance(p, DistTensor) and "sample" in cutting_axes(p.cuts):
                 raise ValueError(
@@ -82,11 +84,9 @@ class NoiseScale:
 
         All ranks of the grid call it together. For each micro-batch, gradients are summed among the
         ranks that share a sample, once its backward pass has ended, and then over the replicas:
-        nothing
-        is hidden, so use it every so often. Gradients of earlier passes are dropped, as by
+        nothing is hidden, so use it every so often. Gradients of earlier passes are dropped, as by
         `zero_grad()`. A step with a single unit, or with `samples` that is no multiple of the
-        number of
-        units, is not measured.
+        number of units, is not measured.
 
         Parameters
         ----------
@@ -137,9 +137,10 @@ class NoiseScale:
         return total
 
     def _learn(self, squares: Tensor, whole: Tensor, samples: int, units: int) -> None:
-        """Update the running averages with the estimates of a step of `units` units. `squares` and
-        `whole` are this rank's shares of the sum of the squared norms of their gradients, and of
-        that of the whole gradient.
+        """Update the running averages with the estimates of a step of `units` units.
+
+        `squares` and `whole` are this rank's shares of the sum of the squared norms of the units'
+        gradients, and of the squared norm of the whole gradient.
         """
         # A unit's part of the mean is 1 / units of its own gradient.
         both = torch.stack((units * squares, whole))

@@ -12,7 +12,7 @@ _ALIGNMENT = 16
 
 
 class Packing:
-    """The layout of tensors in a message: a byte for each, whether it is there, then those."""
+    """The layout of a message: a byte for each tensor, 1 if it is present, then those present."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._kinds = [(t.shape, t.dtype, t.numel() * t.element_size()) for t in tensors]

@@ -76,9 +76,13 @@ class Rule(Protocol):
 
 
 class Server:
-    """One shard of a server, for clients numbered from 0, each of which must send the text `agreed`
-    in its HELLO. `above` leads to the server of which this one is a client; `save` saves the
-    state of this shard under a number that the clients choose.
+    """One shard of a server, for clients numbered from 0.
+
+    Parameters
+    ----------
+    agreed: the text that each client must send in its HELLO.
+    above: the connection to the server of which this one is a client.
+    save: saves the state of this shard under a number that the clients choose.
     """
 
     def __init__(
@@ -130,7 +134,7 @@ class Server:
         raise ValueError(f"client {client} asks for {kind.name}, which this method does not know")
 
     def drop(self, client: int, why: str) -> Due:
-        """Continue without a client; return the answers that were waiting for it."""
+        """Continue without a client; return the answers for which it was the last obstacle."""
         if client in self.active:
             self.active.discard(client)
             self.report.lost[client] = why
@@ -190,7 +194,7 @@ class Server:
         return due
 
     def _average_buffers(self, theirs: Sequence[Tensor | None]) -> None:
-        """Move the buffers towards a client's, by its share of the samples; copy integers."""
+        """Move the buffers towards a client's by 1 / (active clients); keep the larger integers."""
         for own, other in zip(self._buffers, theirs, strict=True):
             if other is None:
                 continue

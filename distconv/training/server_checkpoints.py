@@ -129,5 +129,7 @@ def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
             stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             state |= stored["model"]
     if not state:
-        raise FileNotFoundError(f"{folder} holds no state of a server")
+        raise FileNotFoundError(
+            f"{folder} holds no state of a server; pass the folder that `serve` was given"
+        )
     return state

@@ -37,7 +37,7 @@ class Method(Protocol):
         clients: int,
         above: Connection | None,
     ) -> Rule:
-        """Return the server's part of the method."""
+        """Return the part of a server of `clients` clients; `above` leads to its own server."""
 
     def client(
         self,
@@ -47,7 +47,10 @@ class Method(Protocol):
         server: Connection,
         steps: int,
     ) -> Any:
-        """Return the client's part of the method."""
+        """Return the part of a client of `server`; the client took `steps` steps in earlier runs.
+
+        `optimizer` steps with the client's own gradients, if the method lets it.
+        """
 
 
 class AllWorkersLost(RuntimeError):
@@ -70,18 +73,17 @@ def serve(
     is dropped with a warning, and the others continue; where ranks are started by MPI, their
     launcher ends the job instead. A lost server ends the job.
 
-    Raises AllWorkersLost when the last worker is gone, and none has finished; the state is saved
-    before. Raises FileExistsError where `folder` holds the state of another run and `resume` is not
-    given; clients raise ServerLost with the same words. Raises ServerLost where the server above
-    has ended. Raises ValueError where the ranks have different models or methods; clients raise
-    ServerLost with the same words.
+    Raises AllWorkersLost when all workers are gone and none has finished; the state is saved first.
+    Raises ServerLost where the server above has ended. Raises ValueError where the ranks have
+    different models or methods, and FileExistsError where `folder` holds the state of another run
+    and `resume` is not given; after these two, clients raise ServerLost with the same words.
 
     Parameters
     ----------
     model: the same as the workers', which start with its parameters; it is not changed.
-    folder: the folder in which this rank saves its shard, in a folder of its own; see
-        `server_state`. None to save nothing.
-    save_every: the number of updates between checkpoints, one more is made at the end; None to save
+    folder: the folder in which each rank saves its shard, in a subfolder; read by `server_state`.
+        None to save nothing.
+    save_every: the number of updates between checkpoints; one more is made at the end. None to save
         only when the workers do, by `Worker.save`.
     keep: the largest number of checkpoints.
     resume: whether to load the last checkpoint in `folder`, if there is one; or the path of a
@@ -93,12 +95,12 @@ def serve(
         )
     if save_every is not None:
         check_count("serve", "save_every", save_every, 1)
-    shards = shards_of_model(model, team)
-    part = shards.parts[team.rank % len(shards.parts)]
-    shard = parallelize(_only(model, part), ProcessGrid([team.rank], device="cpu"))
+    parts = shards_of_model(model, team).parts
+    own = _only(model, parts[team.rank % len(parts)])
+    shard = parallelize(own, ProcessGrid([team.rank], device="cpu"))
     parameters, buffers = list(shard.parameters()), list(shard.buffers())
-    above = None
     agreed = described(model, method)
+    above = None
     if team.above:
         above = Connection(team.above, Shards(parameters, buffers, 1), agreed)
     links = dict(enumerate(team.below))
@@ -110,7 +112,7 @@ def serve(
         len(links),
         agreed=agreed,
         above=above,
-        save=lambda number: state.save_under(number),
+        save=lambda number: state.save_under(number),  # `state` below needs the server
     )
     place = None if folder is None else team.folder(folder)
     state = ServerCheckpoints(shard, rule, server, place, save_every, keep)

@@ -29,13 +29,11 @@ class UNet(nn.Module):
     Args:
         classes: the number of classes, background included.
         scale: the scale of the volumes, 2^scale voxels a side; there are `scale - 3` levels, at
-        least
-            one, each with half the side and twice the channels.
+            least one, each with half the side and twice the channels.
         channels: the channels at full resolution, a multiple of 8; the benchmark has 64.
         statistics: the statistics of group norms, "global" or "local", which is not exact.
         recompute: whether to keep only the input of each double convolution, and to compute it
-        again in
-            the backward pass.
+            again in the backward pass.
     """
 
     def __init__(

@@ -184,11 +184,9 @@ def oddy(zones: Quadrilaterals) -> Array:
 
 
 def scaled_jacobian(zones: Quadrilaterals) -> Array:
-    """Return the least sine of an included angle, min a_k / (|L_{k-1}| |L_k|). In [-1, 1],
-    rectangles
-    1.
+    """Return the least sine of an included angle, min a_k / (|L_{k-1}| |L_k|).
 
-    0 where two neighbouring nodes coincide.
+    It lies in [-1, 1]: 1 for rectangles, 0 where two neighbouring nodes coincide.
     """
     sines = _ratio(zones.corner_jacobians, zones.length_products, if_zero=0.0).min(axis=0)
     return np.where(zones.has_zero_edge, 0.0, np.clip(sines, -1.0, 1.0))

@@ -145,8 +145,8 @@ class Flow:
     """A shock, and the vortices that it leaves behind on the interface of a bubble.
 
     `blobs`, of shape (2, blobs), are the positions of the vortices at time zero, in m;
-    `circulations`
-    are their circulations after the shock, in m^2/s; within `core`, in m, they turn nearly rigidly.
+    `circulations` are their circulations after the shock, in m^2/s; within `core`, in m, they turn
+    nearly rigidly.
     """
 
     bubble: Bubble

@@ -117,8 +117,8 @@ def test_channels_are_scaled_as_in_the_serial_program() -> None:
     ("arguments", "message"),
     [
         (([1.0], [1.0, 2.0]), "1 means and 2 deviations"),
-        (([float("nan")], [1.0]), "mean must be finite"),
-        (([0.0], [0.0]), "deviation must be positive"),
+        (([float("nan")], [1.0]), "mean nan of a channel; expected finite"),
+        (([0.0], [0.0]), "deviation 0.0 of a channel; expected .* above 0"),
     ],
 )
 def test_what_cannot_scale_is_refused(arguments: Any, message: str) -> None:
@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a number": (3, {}, "a source of samples cannot be 3"),
     "no file": ("absent.h5", {}, "absent.h5: no such file"),
     "no match": ("absent/*.h5", {}, "no file matches"),
-    "suffix": ("samples.txt", {}, "tells no kind of file"),
+    "suffix": ("samples.txt", {}, "names no kind of file"),
     "no field": (FIELDS, {"inputs": "w"}, r"no source for \['w'\]; there are \['x', 'y', 'z'\]"),
     "twice": (FIELDS, {"inputs": "x", "targets": "x"}, "name a field twice"),
     "named array": (X, {"inputs": "x"}, "ndarray has no fields"),

@@ -69,7 +69,7 @@ def test_arrays_have_the_type_of_what_is_read(kind: str) -> None:
         (lambda stored: stored[..., :1], r"returned int16 of shape .*; expected int16 of shape"),
         (lambda stored: stored * (0.5 if stored.max() > 500 else 1), "float64 .* expected int16"),
         (lambda stored: stored + 1j * (stored.max() > 500), None),
-        (lambda stored: np.ma.masked_greater(stored, 500), "missing values, and those of type int"),
+        (lambda stored: np.ma.masked_greater(stored, 500), "missing values, which int"),
     ],
 )
 def test_arrays_that_change_shape_or_type_are_an_error_on_all_ranks(
@@ -183,8 +183,8 @@ def test_fill_values_of_zarr_are_missing_only_where_netcdf_has_them_so(folder: P
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"_FillValue": np.int16(4)}, "missing values, and those of type int16 cannot say so"),
-        ({"valid_max": np.int16(400)}, "missing values, and those of type int16 cannot say so"),
+        ({"_FillValue": np.int16(4)}, "missing values, which int16 cannot represent"),
+        ({"valid_max": np.int16(400)}, "missing values, which int16 cannot represent"),
         ({"valid_range": np.int16([1, 2, 3])}, "a valid_range of other than two numbers"),
         ({"valid_min": 0.5, "scale_factor": 0.5}, "validity 0.5, of floating point, for stored"),
         ({"valid_min": "none"}, "the attribute valid_min='none'; expected a number"),

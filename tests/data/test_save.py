@@ -131,7 +131,7 @@ def test_a_folder_that_other_ranks_do_not_see_is_told(
 
 
 WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
-    "suffix": ("x.txt", torch.ones(2, 3), {}, "'.txt' tells no kind of file"),
+    "suffix": ("x.txt", torch.ones(2, 3), {}, "'.txt' names no kind of file"),
     "names": ("x.npy", {"x": torch.ones(2, 3)}, {}, "one array without a name; save .'x'."),
     "slash": ("x.h5", {"a/b": torch.ones(2, 3)}, {}, "'a/b' is no name"),
     "nothing": ("x.h5", torch.ones(2, 0), {}, "shape .2, 0. holds no samples"),

@@ -136,7 +136,7 @@ def test_a_network_that_amplifies_rounding_is_not_mistaken_for_a_wrong_one() -> 
     x = torch.randn(1, 8, 2, 2)
     result = dc.verify(network("global"), x, {"height": 2}, show=False)
     assert result.ok and max(row.difference for row in result.rows) > result.tolerance
-    assert "rounding does to the serial program itself" in str(result)
+    assert "effect of rounding on the serial program" in str(result)
     wrong = dc.verify(network("local"), x, {"height": 2}, show=False)
     assert wrong.first_deviation is not None and wrong.first_deviation.layer == "0.2"
 
@@ -276,7 +276,7 @@ def test_bad_arguments_raise_on_every_rank() -> None:
         (odd, x, grid, {}, r"is not a torch.nn.Module \(rank 0\)"),
         (conv, dc.distribute_tensor(x, grid), grid, {}, "pass the whole plain tensor"),
         (conv, [1.0], grid, {}, "the input is a float"),
-        (conv, x + rank, grid, {}, "the input of rank 1 is not that of rank 0"),
+        (conv, x + rank, grid, {}, "the input of rank 1 differs from rank 0's"),
         (conv, x, grid, {"seed": rank}, "pass the same on every rank"),
         (conv, x, {"height": 3}, {}, "does not divide 2 ranks"),
         (conv, x, grid, {"layout": [None, None]}, "2 layouts for 1 inputs"),

@@ -130,7 +130,7 @@ def test_a_checkpoint_takes_along_what_is_under_way() -> None:
         twins.parallel.state_dict().items(), again.state_dict().values(), strict=True
     ):
         assert torch.equal(value, p), name
-    with pytest.raises(ValueError, match="those of other parameters"):
+    with pytest.raises(ValueError, match="belong to other parameters"):
         GradientLag(dc.parallelize(Slope(), grid)).load_state_dict(whole.state_dict())
 
 

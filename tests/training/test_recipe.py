@@ -187,7 +187,7 @@ def test_replicas_without_a_sample_and_uneven_ones_are_mentioned() -> None:
     assert "leaves 2 of 8 replicas without a sample" in idle
     assert better.startswith("sample=4 with 2 ranks")
     (uneven,) = advise({"sample": 4}, 6, 10_000)
-    assert "no multiple of 4 replicas: those with 1 samples wait" in uneven
+    assert "no multiple of 4 replicas: replicas with 1 samples wait" in uneven
 
 
 @pytest.mark.parallel([1, 2])

@@ -21,7 +21,7 @@ class Arrivals:
 
     Attributes
     ----------
-    parts: by grid axes that cut samples, each new sample and the part that is to keep it.
+    parts: by the grid axes that cut samples, the part that is to keep each new sample.
     """
 
     parts: dict[Axes, list[tuple[int, int]]] = field(default_factory=dict)

@@ -112,7 +112,7 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
             f"{path}: reading zarr needs the package zarr; pip install 'distconv[data]'"
         ) from error
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such folder")
+        raise FileNotFoundError(f"{path}: no such folder; expected a zarr folder")
     try:
         found: Any = zarr.open(str(path), mode="r")
         arrays = None if hasattr(found, "shape") else dict(found.arrays())

@@ -67,7 +67,7 @@ class FilesSource(Source):
             source = self._open_file(path)
             if (source.shape, source.dtype) != (self.shape, self.dtype):
                 raise ValueError(
-                    f"{path}: its samples are {source.shape} of {source.dtype}, those of "
+                    f"{path}: its samples are {source.shape} of {source.dtype}, the samples of "
                     f"{self._paths[0]} {self.shape} of {self.dtype}; expected the same in all"
                 )
             now = os.stat(path)

@@ -15,7 +15,7 @@ from distconv.geometry.layout import Box
 
 
 class Function(Source):
-    """Samples of which a function returns any box.
+    """Samples made by a function that returns any box of one.
 
     Parameters
     ----------
@@ -107,5 +107,7 @@ class ItemSource(Source):
         try:
             values = item if self._field is None else item[self._field]
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{self.name}: there is none in sample {sample}") from error
+            raise ValueError(
+                f"{self.name} is missing in sample {sample}; expected it in every sample"
+            ) from error
         return np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values)

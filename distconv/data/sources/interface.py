@@ -67,7 +67,9 @@ class Source(ABC):
     def check_numbers(self) -> None:
         """Raise `ValueError` for values that are no numbers, and for a source without samples."""
         if self.dtype.kind not in NUMBERS:
-            raise ValueError(f"{self.name} has values of type {self.dtype}; expected numbers")
+            raise ValueError(
+                f"{self.name} has values of type {self.dtype}; expected numbers, such as float32"
+            )
         if not self.samples or not prod(self.shape):
             raise ValueError(
                 f"{self.name} holds no samples: its shape is {(self.samples, *self.shape)}"

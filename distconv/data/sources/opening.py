@@ -93,7 +93,7 @@ def _of_path(path: Path, field: Field = None, single: bool = False) -> Source:
     """Return the samples of one file; or the file as one sample."""
     kind = "zarr" if _is_zarr(path) else KINDS.get(path.suffix)
     if field is not None and not isinstance(field, str):
-        raise TypeError(f"{path}: {field!r} is not the name of a dataset")
+        raise TypeError(f"{path}: {field!r} is not the name of a dataset; expected a text")
     if kind == "hdf5":
         return HDF5Source(path, field, single)
     if kind == "zarr":
@@ -106,7 +106,7 @@ def _of_path(path: Path, field: Field = None, single: bool = False) -> Source:
             )
         return open_npy(path, single)
     raise ValueError(
-        f"{path}: its suffix {path.suffix!r} tells no kind of file; expected one of "
+        f"{path}: its suffix {path.suffix!r} names no kind of file; expected one of "
         f"{', '.join(KINDS)}, or pass a source, as distconv.data.HDF5Source(path, name)"
     )
 

@@ -70,8 +70,8 @@ class ScaleAndOffset:
             return np.asarray(values)
         if values.dtype.kind not in "fc":
             raise ValueError(
-                f"{self.name} has missing values, and those of type {values.dtype} cannot say so; "
-                "fill them in, or store them as floating-point numbers"
+                f"{self.name} has missing values, which {values.dtype} cannot represent; fill them "
+                "in, or store them as floating-point numbers"
             )
         return np.where(missing, values.dtype.type(np.nan), values)
 

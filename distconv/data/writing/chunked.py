@@ -92,7 +92,7 @@ def write_chunks(path: Path, name: str | None, box: Box, values: NDArray[Any]) -
 
 
 def sync_tree(path: Path) -> None:
-    """Bring the names of all files in a folder to the disk, and the files in its first level."""
+    """Bring the names of all files in a folder to the disk, and its own .json files."""
     for folder in (path, *(found for found in path.rglob("*") if found.is_dir())):
         sync_folder(folder)
     for found in path.glob("*.json"):

@@ -104,7 +104,7 @@ def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
     kind = KINDS.get(path.suffix)
     if kind is None:
         raise ValueError(
-            f"{path}: its suffix {path.suffix!r} tells no kind of file; expected one of "
+            f"{path}: its suffix {path.suffix!r} names no kind of file; expected one of "
             f"{', '.join(KINDS)}"
         )
     if kind == "npy" and None not in named:
@@ -113,7 +113,7 @@ def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
         )
     grids = {id(x.grid): str(x.grid) for x in named.values()}
     if len(grids) > 1 and len({x.grid for x in named.values()}) > 1:
-        raise ValueError(f"{path}: the tensors lie on different grids; save those of each alone")
+        raise ValueError(f"{path}: the tensors lie on different grids; save a file for each grid")
     return kind
 
 

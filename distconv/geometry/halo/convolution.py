@@ -33,14 +33,13 @@ def needs_halo(
 ) -> bool | None:
     """Return whether any part's windows reach beyond its own inputs, or None.
 
-    None means that the operator cannot run on the parts' own inputs: it must compute exactly a
-    part's own outputs from them, with padding equal on both sides, and most of these outputs must
-    be independent of halos.
+    None means that the operator cannot run on the parts' own inputs. It can where it computes from
+    them exactly the part's outputs, with padding equal on both sides, and where at least half of
+    these outputs need no halo.
 
     Parameters
     ----------
-    sizes, parts: the inputs along each spatial dimension, and the number of parts they are cut
-        into.
+    sizes, parts: for each spatial dimension, the number of inputs, and of parts that cut it.
     """
     found = False
     for window, size, n in zip(windows, sizes, parts, strict=True):

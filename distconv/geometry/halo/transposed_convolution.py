@@ -29,13 +29,12 @@ def transposed_needs_halo(
 ) -> bool | None:
     """Return whether any part's inputs reach beyond its own outputs, or None.
 
-    None means that the operator cannot run on the parts' own inputs: its results must contain the
-    own outputs, and most of these must be independent of halos.
+    None means that the operator cannot run on the parts' own inputs. It can where its results
+    contain the part's outputs, and where at least half of these need no halo.
 
     Parameters
     ----------
-    sizes, parts: the inputs along each spatial dimension, and the number of parts they are cut
-        into.
+    sizes, parts: for each spatial dimension, the number of inputs, and of parts that cut it.
     """
     found = False
     for m, size, n in zip(maps, sizes, parts, strict=True):
@@ -57,7 +56,7 @@ def _crop_arguments(
 ) -> tuple[int, int, Interval] | None:
     """Return padding, output padding, and crop with which these inputs give exactly these outputs.
 
-    None where it is impossible, as the first output lies before all that the inputs reach.
+    None where the first output lies before all outputs that the inputs reach.
     """
     first, last = _written_outputs(m, inputs, taps or (0, m.kernel))
     before, after = outputs[0] - first, last - outputs[1]

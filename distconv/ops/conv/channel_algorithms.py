@@ -91,8 +91,8 @@ class LayerPart:
     ----------
     operator: the name under which movements are recorded.
     cuts, needs: the cuts and index maps with which inputs are gathered.
-    stays: whether every rank computes on its own input with halos at most, and has some channels
-        and filters; the same on all ranks.
+    stays: whether every rank receives halos of inputs at most, and has channels and filters; the
+        same on all ranks.
     blocks: the number of blocks of the weights.
     box: the box of outputs to compute, with all filters of every group that it has some of.
     groups: the groups of the local operator.
@@ -130,11 +130,9 @@ class LayerPart:
         return (own, None, bias) if self._summed else (own, bias, None)
 
     def alone(self, x: Placement) -> tuple[tuple[int, ...], tuple[int, ...], Cuts]:
-        """Return the shapes of this rank's channels of input and output, and their cuts without
-        channels.
+        """Return shapes of input and output with this rank's channels, and cuts without channels.
 
-        For inputs that stay: ranks that share a block of channels compute as if there were no
-        others.
+        Where inputs stay, ranks that share a block of channels compute as if there were no others.
         """
         d = self._dimension
         own = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
@@ -227,7 +225,7 @@ class Layer(NamedTuple):
     transposed: bool = False
 
     def weight_axes(self, of: int) -> Axes:
-        """Return the axes that cut dimension `of` of the weight, and at most input channels."""
+        """Return the axes that cut dimension `of` of the weight, but neither samples nor space."""
         taken = cutting_axes(replaced_at(self.x.cuts, self.dimension, ()))
         return tuple(a for a in self.weights.cuts[of] if a not in taken)
 

@@ -47,7 +47,8 @@ class Convolution(ConvolutionSpec):
             if window.extent > size + sum(window.padding):
                 raise RuntimeError(
                     f"{self.name}: the kernel {weight[2:]} reaches over {window.extent} positions, "
-                    f"and the input {x} with its padding has {size + sum(window.padding)}"
+                    f"and the input {x} with its padding has {size + sum(window.padding)}; pad the "
+                    "input, or use a smaller kernel or dilation"
                 )
         return made
 

@@ -30,7 +30,7 @@ from distconv.tensor.redistribution import gather_by
 def convolve_cut_channels(
     x: DistTensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
 ) -> DistTensor:
-    """Return the convolution of an input, or by a weight, with cut channels. All ranks call it.
+    """Return a convolution whose input or weight is cut in channels or filters. All ranks call it.
 
     Parameters
     ----------

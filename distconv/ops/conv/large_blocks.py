@@ -1,4 +1,4 @@
-"""A word on blocks that may be too large for the libraries of accelerators."""
+"""A warning about blocks that may be too large for the libraries of accelerators."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The local operator runs on the rank's own block, with zeros in place of the halos. When the halos
 have arrived, their contributions are added, side by side (`convolution_boundary`). Backward, the
 gradients of the halos are computed first and travel while the full local pass runs; the weight
-gradient is the sum of the local one and those of the sides. Only the halos are saved beside the
+gradient is the sum of the contributions of block and sides. Only the halos are saved beside the
 input.
 """
 

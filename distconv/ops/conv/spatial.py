@@ -112,12 +112,12 @@ def spatial_plan(
     box: Box,
     boundary: Boundary | None,
 ) -> SpatialPlan:
-    """Return the plan for the outputs in `box` of a convolution with outputs of global shape
-    `shape`.
+    """Return the plan for the outputs in `box` of a convolution.
 
     Parameters
     ----------
     maps: the index map of each spatial dimension.
+    shape: the global shape of the output.
     needs, cuts: the index maps and output cuts with which an assembled computation gathers its
         inputs.
     """

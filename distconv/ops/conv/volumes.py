@@ -138,7 +138,7 @@ class _Volumes(ShardFunction):
 
 
 def gains(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether a convolution is of volumes, and is computed by kernels chosen here."""
+    """Return whether kernels chosen here compute a convolution; False unless it is of volumes."""
     return len(weight.shape) == 5 and _computes(x, weight, *arguments)
 
 

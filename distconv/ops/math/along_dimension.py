@@ -97,7 +97,7 @@ def frexp(input: DistTensor) -> Any:
 def local_response_norm(
     input: DistTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> DistTensor:
-    """Divide by a power of the mean square over neighbouring channels."""
+    """Divide by (k + alpha * the mean square over `size` neighbouring channels) ** beta."""
     check_on_meta(F.local_response_norm, any_type(input), size, alpha, beta, k)
     name = "local_response_norm"
     y = apply_along(F.local_response_norm, name, input, [1], size, alpha, beta, k)

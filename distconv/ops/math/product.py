@@ -241,7 +241,7 @@ def _added(
         shape = check_on_meta(product, *factors, **named)
         if broadcast_shape(name, (input, torch.empty(shape, device="meta"))) != shape:
             raise RuntimeError(
-                f"{name}: the input {tuple(input.shape)} is not broadcast to the product {shape}"
+                f"{name}: the input {tuple(input.shape)} does not broadcast to the product, {shape}"
             )
         whole_numbers = not (input.is_floating_point() or input.is_complex())
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):

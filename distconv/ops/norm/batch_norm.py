@@ -155,7 +155,12 @@ def _decide(
     if training and smallest == 1:
         raise ValueError(
             "batch_norm: expected more than 1 value per channel when training, got input size "
-            f"{x.shape}" + (f" with {smallest} in a group of ranks" if group != cutting else "")
+            f"{x.shape}"
+            + (
+                f' with {smallest} in a group of ranks; use statistics="global"'
+                if group != cutting
+                else ""
+            )
         )
     if elements:
         # torch's own checks of sizes and types, on two samples of the same channels.

@@ -66,7 +66,7 @@ class Runs(NamedTuple):
         return self.of(x).unbind() if self.matrices else (self.of(x),)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Return numbers (samples, groups, channels of a group or 1), broadcast to `of(x)`."""
+        """Return numbers (samples, groups, channels of a group or 1) that broadcast to `of(x)`."""
         if numbers.numel() != prod(self.numbers):
             numbers = numbers[:, None, :, :, None].expand(self.numbers)
         if self.matrices:
@@ -86,10 +86,9 @@ def runs_of(x: Tensor, form: Form) -> Runs:
 
 
 def channels_of(x: Tensor, form: Form) -> Runs:
-    """Return the form in which kernels without sums take a block: whole channels of one sample as
-    runs.
+    """Return the runs in which kernels without sums take a block.
 
-    Where samples share their statistics, the channels of the mini-batch are whole, too.
+    Where samples share their statistics, runs are whole channels of the mini-batch.
     """
     if form.of_each_sample and x.shape[0] > 1:
         return runs_of(x, form)
@@ -128,7 +127,7 @@ stays in the second cache while a kernel reads it twice."""
 
 
 def _part(n: int, least: int) -> int:
-    """Return the smallest divisor of n that is at least `least`; n if there is none nearby."""
+    """Return the smallest divisor of n from `least` to 16 * `least`; n if there is none."""
     return next((k for k in range(max(least, 1), min(n, 16 * least)) if n % k == 0), n)
 
 
@@ -137,7 +136,7 @@ _FEWEST = 2**13
 
 
 def rows_if_small(x: Tensor, form: Form) -> Tensor:
-    """Return a block whose samples form one matrix: `x`, or a copy with rows last."""
+    """Return `x`, or a contiguous copy where one call on it is faster than a call per sample."""
     each = form.of_each_sample and x.shape[0] > 1 and has_channels_last(x)
     return x.contiguous() if each and not (form.in_runs and x[0].numel() >= _FEWEST) else x
 

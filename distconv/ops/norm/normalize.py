@@ -173,7 +173,7 @@ def _recorded_gradients(
     count: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same gradients by functions that can be differentiated, to any order."""
+    """Return the results of `_gradients` by functions that can be differentiated to any order."""
     groups, channels = form.groups, x.shape[1] // max(form.groups, 1)
     shape = x.shape[0], groups, channels, prod(x.shape[2:])
     over = (2, 3) if form.of_each_sample else (0, 2, 3)

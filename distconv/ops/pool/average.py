@@ -81,7 +81,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> tuple[int, ...]:
-    """Return the divisors, the elements that count, of the averages `start` to `stop`."""
+    """Return the divisors of the averages [start, stop): the numbers of elements that count."""
     counts = []
     for o in range(start, stop):
         first = o * window.stride - window.padding[0]

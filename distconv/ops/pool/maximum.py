@@ -69,7 +69,7 @@ class Border(NamedTuple):
         buffer.narrow(self.dim, 0, len(self.repeated)).copy_(inner)
 
     def fold(self, gradient: Tensor) -> None:
-        """Add the gradients of the border to those of the elements that it repeats."""
+        """Add the gradients of the border to the gradients of the elements that it repeats."""
         outer = gradient.narrow(self.dim, 0, len(self.repeated)).clone()
         gradient.index_add_(self.dim, constant(gradient.device, self.repeated), outer)
 

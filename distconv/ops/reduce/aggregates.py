@@ -26,7 +26,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def _names_nothing(dim: Any) -> bool:
-    """Return whether `dim` is an empty sequence, which some functions do not take for all."""
+    """Return whether `dim` is an empty sequence, which some functions do not read as None."""
     return isinstance(dim, Sequence) and not dim
 
 

@@ -34,8 +34,8 @@ from distconv.tensor.redistribution import gather_inputs
 def getitem(input: Tensor, index: Any) -> DistTensor:
     """Return a part by integers, slices with positive steps, None, an ellipsis, tensors and lists.
 
-    Elements picked by a mask are whole on every rank. With several tensors as indices, everything
-    is made whole first.
+    The dimension of elements picked by a mask is whole on every rank. With several tensors as
+    indices, everything is made whole first.
     """
     items = indices_of(index)
     tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
@@ -48,15 +48,20 @@ def getitem(input: Tensor, index: Any) -> DistTensor:
     if len(tensors) == 1:
         return _looked_up(input, items, tensors[0])
     picks = index_per_dimension(input, items)
-    if input.unmerged is not None and (part := _of_merged(input, picks)) is not None:
-        return part
+    part = None if input.unmerged is None else _of_merged(input, picks)
+    return _sliced(input, tuple(picks)) if part is None else part
+
+
+def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
+    """Return a part by an integer or slice of each dimension, and None for each new one."""
+    # The inputs to gather, the index of the part among them, and the shape and cuts of the part.
     needs: list[IndexMap] = []
     cuts: list[tuple[str, ...]] = []
     local: list[Any] = []
     shape: list[int] = []
     kept: list[tuple[str, ...]] = []
     d = 0
-    for pick in picks:
+    for pick in index:
         if pick is None:
             local.append(None)
             shape.append(1)
@@ -81,7 +86,6 @@ def getitem(input: Tensor, index: Any) -> DistTensor:
             kept.append(axes)
     buffer = gather_inputs(input, needs, tuple(cuts), "indexing")
     moved = any(isinstance(need, Strided) for need in needs)
-    index = tuple(picks)
 
     def write(base: DistTensor, view: DistTensor) -> None:
         base[index] = view
@@ -135,7 +139,7 @@ def unmerged_picks(
 def indices_of(index: Any) -> tuple[Any, ...]:
     """Return an index as a tuple, with tensors in place of lists and arrays.
 
-    A short list of anything but numbers is such a tuple, as in torch.
+    As in torch, a list of less than 32 items with a slice, sequence, None or ellipsis is a tuple.
     """
     several = (Tensor, slice, list, tuple, range, np.ndarray, type(None), type(Ellipsis))
     if isinstance(index, list) and len(index) < 32 and any(isinstance(i, several) for i in index):
@@ -154,7 +158,10 @@ def picks_elements(item: Any) -> bool:
 
 
 def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
-    """Return one integer or slice for each dimension in order, with None for each new one."""
+    """Return an integer or slice for each dimension of `input`, and None for each new one.
+
+    Raises IndexError for too many indices.
+    """
     for item in index:
         if not (item is None or item is Ellipsis or isinstance(item, slice) or _is_integer(item)):
             refuse(
@@ -198,7 +205,7 @@ def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
 
 
 def _picked(input: Tensor, items: tuple[Any, ...]) -> DistTensor:
-    """Return the elements of the whole tensor at masks or several tensors of positions, whole."""
+    """Return the part that torch picks from the whole tensor; the result is whole, too."""
     grid = common_grid("indexing", (input, *items))
     whole = gather_whole(input, "indexing")[tuple(gather_whole(i, "indexing") for i in items)]
     return as_distributed(whole, grid)
@@ -250,7 +257,10 @@ def _is_integer(item: Any) -> bool:
 
 
 def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
-    """Return first position, step and number of positions of an integer or slice."""
+    """Return the first position, step and number of positions of an integer or slice.
+
+    Raises IndexError out of range, and ValueError for a step below 1.
+    """
     if isinstance(pick, int):
         if not -size <= pick < size:
             raise IndexError(
@@ -365,7 +375,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
 
 
 def _cat_unmerged(pieces: Sequence[DistTensor], d: int, total: int) -> DistTensor | None:
-    """Return the concatenation in unmerged form along a dimension merged in none; else None."""
+    """Return the concatenation of unmerged tensors; None if one is merged along dimension `d`."""
     runs = [factors_of(x) for x in pieces]
     shape = [*pieces[0].shape]
     factors = fitting_factors([(*run[:d], (), *run[d + 1 :]) for run in runs], shape)

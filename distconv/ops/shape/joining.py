@@ -1,4 +1,4 @@
-"""Several tensors brought to one shape, or joined, and tensors divided along a dimension."""
+"""Functions that bring tensors to one shape, join several, or divide one along a dimension."""
 
 from __future__ import annotations
 

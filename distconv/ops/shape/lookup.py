@@ -117,7 +117,9 @@ def _shared_factors(input: Tensor, index: Tensor, d: int) -> tuple[Shape, ...] |
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> DistTensor:
     """Return `gather` of operands broadcast against each other along the other dimensions."""
     if indices.dtype != torch.int64:
-        raise RuntimeError(f"take_along_dim: indices of {indices.dtype}; expected int64")
+        raise RuntimeError(
+            f"take_along_dim: indices of {indices.dtype}; expected int64, as indices.long() gives"
+        )
     if dim is None:
         return gather(input.flatten(), 0, indices.flatten())
     if input.dim() != indices.dim():

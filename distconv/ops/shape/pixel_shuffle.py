@@ -18,8 +18,8 @@ from distconv.tensor.redistribution import gather_inputs
 def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
     """Apply `function` to the last three dimensions.
 
-    All others become one: for volumes torch's result depends on the memory format, which differs
-    between ranks. Four dimensions stay as they are, as torch keeps their format.
+    The others are flattened into one, because torch's result for volumes depends on the memory
+    format, which differs between ranks. Four dimensions stay: torch keeps their format.
     """
     if buffer.dim() == 4:
         return function(buffer, r)

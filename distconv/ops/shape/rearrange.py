@@ -42,7 +42,9 @@ def roll(
         return torch.roll(input.flatten(), shifts, 0).view(tuple(input.shape))
     amounts, chosen = whole_numbers(shifts, "shifts"), whole_numbers(dims, "dims")
     if len(amounts) != len(chosen):
-        raise RuntimeError(f"roll: {len(amounts)} shifts for {len(chosen)} dimensions")
+        raise RuntimeError(
+            f"roll: {len(amounts)} shifts for {len(chosen)} dimensions; give one for each"
+        )
     total = [0] * input.dim()
     for shift, d in zip(amounts, chosen, strict=True):
         total[normalize_dim(d, input.dim())] += shift

@@ -234,7 +234,9 @@ def permute(input: DistTensor, *dims: Any) -> DistTensor:
     """Return the dimensions in another order, each with its cut."""
     named = as_sizes(dims)
     if len(named) != input.dim():
-        raise RuntimeError(f"permute: {named} does not name all {input.dim()} dimensions")
+        raise RuntimeError(
+            f"permute: {named} does not name all {input.dim()} dimensions; name each once"
+        )
     order = normalize_dims(named, input.dim())
     if input.unmerged is not None:
         places = places_of_factors(input)

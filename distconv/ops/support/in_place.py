@@ -72,7 +72,7 @@ _NOTES: list[MutableMapping[Tensor, Any]] = []
 def noted_in(*notes: MutableMapping[Tensor, Any]) -> Iterator[None]:
     """Let tensors become distributed in the context although these mappings refer to them weakly.
 
-    They drop a tensor that does.
+    The mappings drop a tensor that becomes distributed.
     """
     _NOTES.extend(notes)
     try:

@@ -1,9 +1,9 @@
 """Merged tensors: reshapes whose cut dimensions have become inner factors of others.
 
-Of x, (sample, channel, height, width) cut in height, `x.permute(0, 2, 3, 1).flatten(0, 2)` has rows
-of all ranks by turns, so canonical blocks would have to be moved. It is kept as the tensor before
-the reshape, `unmerged`. Functions that treat these rows alike work on that, and their results are
-merged, too; reading the `shard` of a merged tensor moves its blocks to their ranks.
+Where x, (sample, channel, height, width), is cut in height, rows of all ranks take turns in
+`x.permute(0, 2, 3, 1).flatten(0, 2)`, so canonical blocks would have to be moved. The result keeps
+the tensor before the reshape, `unmerged`. Functions that treat all rows alike work on `unmerged`,
+and their results are merged, too; reading the `shard` of a merged tensor moves its blocks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def unmerge(x: Tensor, factors: Sequence[Shape]) -> Tensor:
 
 
 def unmerged(x: Tensor) -> DistTensor:
-    """Return the tensor before the reshape of a merged one."""
+    """Return `x.unmerged`, the tensor before the reshape, of a merged tensor `x`."""
     return cast(DistTensor, cast(DistTensor, x).unmerged)
 
 
@@ -88,7 +88,7 @@ def in_blocks(x: Tensor) -> Tensor:
 
 
 def merge_as(result: Any, shape: Sequence[int]) -> Any:
-    """Return a result on unmerged tensors as a view in the shape that the program expects."""
+    """Return `result`, computed on unmerged tensors, as a view of this merged shape."""
     return result.view(tuple(shape)) if isinstance(result, Tensor) else result
 
 
@@ -144,7 +144,7 @@ def _on_merged(special: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
 
 def keeps_shape(rule: Rule) -> Rule:
-    """Let an element-wise rule of one tensor, which writes to none, take merged tensors."""
+    """Let an element-wise rule of one tensor, which it does not write to, take merged tensors."""
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
         result = rule(input.unmerged, *args, **kwargs)

@@ -1,4 +1,7 @@
-"""The choice between the two ways to compute a convolution, or to pool, on a cut plane."""
+"""The user's choice between the two ways to compute a convolution on a cut plane.
+
+By default `ops.conv.overlapped.may_overlap` chooses, by the size of a block.
+"""
 
 from __future__ import annotations
 

@@ -120,8 +120,7 @@ def filled_block(block: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return ones in place of a block without elements.
 
     They depend on `block` in the autograd graph. Computing with them gives all ranks the same
-    graph:
-    torch leaves out gradients of empty tensors, and with them exchanges that other ranks wait for.
+    graph: torch leaves out gradients of empty tensors, and so exchanges that other ranks wait for.
 
     `shape` is the shape of the ones; by default the block's, with 1 for 0.
     """

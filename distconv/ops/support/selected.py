@@ -84,7 +84,7 @@ class Selection:
 
 
 def _runs(shape: Shape, box: Box, last: int, device: torch.device) -> Tensor:
-    """Return for each run of a block a key that grows with its place in the whole tensor.
+    """Return the row-major index, in dimensions 0 to `last`, at which each run of a block starts.
 
     A run goes along dimension `last`, the last cut one, and the dimensions after it.
     """
@@ -95,7 +95,7 @@ def _runs(shape: Shape, box: Box, last: int, device: torch.device) -> Tensor:
 
 
 def _in_order(keys: Tensor, counts: Tensor) -> Tensor:
-    """Return the places of elements whose runs, of `counts` elements, are ordered by `keys`."""
+    """Return the place of each element when runs, of `counts` elements, are sorted by `keys`."""
     order = keys.argsort()
     starts = torch.empty_like(counts)
     starts[order] = counts[order].cumsum(0) - counts[order]

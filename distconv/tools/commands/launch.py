@@ -27,29 +27,34 @@ _TOLD = (
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("command_line", nargs="*", metavar="-- COMMAND", help="the program of a rank, behind --")
-    text = "a machine's, such as machines/frontier.json: what runs jobs there, and with what"
+    add(
+        "command_line",
+        nargs="*",
+        metavar="-- COMMAND",
+        help="the program that each rank runs, after --",
+    )
+    text = "the file of a machine, such as machines/frontier.json: its scheduler and options"
     add("--machine", type=Path, metavar="FILE", help=text)
-    add("--scheduler", choices=SCHEDULERS, help="what runs the job (default: the machine's)")
-    add("--nodes", type=int, required=True, help="how many the job gets, all to itself")
-    text = "one for each GPU, or socket (default: the machine's)"
+    add("--scheduler", choices=SCHEDULERS, help="the scheduler of the job (default: the machine's)")
+    add("--nodes", type=int, required=True, help="the number of nodes, for this job alone")
+    text = "ranks on a node, one for each GPU or socket (default: the machine's)"
     add("--ranks-per-node", type=int, help=text)
-    text = "when the job is ended: minutes, or HH:MM:SS"
+    text = "the longest time of the job: minutes, or HH:MM:SS"
     add("--time", type=_minutes, required=True, metavar="TIME", help=text)
-    text = "what a rank is bound to and computes with (default: the machine's, or the node's cores "
-    add("--cores-per-rank", type=int, help=f"{text}in equal parts)")
-    add("--gpus-per-node", type=int, help="of each node (default: the machine's, or none)")
-    text = "how messages travel (default: torch, by NCCL, with a GPU for each rank, else mpi)"
+    text = "cores of each rank (default: the machine's, or the node's cores in equal parts)"
+    add("--cores-per-rank", type=int, help=text)
+    add("--gpus-per-node", type=int, help="GPUs of each node (default: the machine's, or none)")
+    text = "the carrier of messages (default: torch, by NCCL, with a GPU for each rank, else mpi)"
     add("--transport", choices=TRANSPORTS, help=text)
-    add("--name", help="of the job (default: that of the program)")
-    add("--account", help="who is charged: account, project or bank")
-    add("--queue", help="where the job waits: partition or queue")
-    add("--mpi", help="how srun and MPI meet: pmi2 for MPICH, pmix for Open MPI (Slurm only)")
-    text = "of shell, run first, such as 'source .venv/bin/activate'; once for each line"
+    add("--name", help="the name of the job (default: the program's name)")
+    add("--account", help="the account, project or bank that is charged")
+    add("--queue", help="the partition or queue of the job")
+    add("--mpi", help="the --mpi of srun: pmi2 for MPICH, pmix for Open MPI (Slurm only)")
+    text = "a line of shell to run first, such as 'source .venv/bin/activate'; may be repeated"
     add("--setup", action="append", default=[], metavar="LINE", help=text)
-    text = "a further option of the scheduler, such as --directive=--qos=debug; once for each"
+    text = "a further option of the scheduler, such as --directive=--qos=debug; may be repeated"
     add("--directive", action="append", default=[], metavar="OPTION", help=text)
-    add("--output", type=Path, metavar="FILE", help="of the script (default: NAME.SCHEDULER)")
+    add("--output", type=Path, metavar="FILE", help="the script to write (default: NAME.SCHEDULER)")
     add("--submit", action="store_true", help="give the script to the scheduler as well")
     add("--dry-run", action="store_true", help="print the script; write and submit nothing")
 
@@ -86,7 +91,7 @@ def _run(job: argparse.Namespace) -> int:
 
 
 def _minutes(text: str) -> int:
-    """Return a time in minutes, which is given so or as HH:MM:SS."""
+    """Return the minutes, rounded up, of a time given in minutes or as HH:MM:SS."""
     clock = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
     if clock is None and not text.lstrip("-").isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no time; give minutes, or HH:MM:SS")
@@ -97,16 +102,20 @@ def _minutes(text: str) -> int:
 
 
 def _complete(job: argparse.Namespace) -> None:
-    """Take from the machine what the command line leaves open.
+    """Fill in, from the machine, the options that the command line leaves open.
 
-    Its cores are for as many ranks as it has; its options and variables come first.
+    The machine's cores and GPUs of a rank apply only with its own number of ranks on a node. Its
+    options and setup come before the command line's.
     """
     job.variables, job.options = {}, ()
     if job.machine is not None:
         machine = loaded(job.machine)
         launch = machine.launch
         if launch is None:
-            raise BadArguments(f"{str(job.machine)!r} does not say how jobs start there")
+            raise BadArguments(
+                f"{str(job.machine)!r} does not say how jobs start there; add its entry `launch`, "
+                "or give --scheduler in place of --machine"
+            )
         if launch.scheduler not in SCHEDULERS:
             names = " or ".join(SCHEDULERS)
             raise BadArguments(

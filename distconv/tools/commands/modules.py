@@ -28,7 +28,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     shared.add_grid_option(parser)
     shared.add_dtype_option(parser)
     shared.add_report_option(parser)
-    text = "whose part is told (default: in the middle of every axis)"
+    text = "the rank to show (default: the rank in the middle of every axis)"
     parser.add_argument("--rank", type=int, help=text)
 
 
@@ -49,8 +49,10 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     shared.add_module_options(parser)
     shared.add_grid_option(parser)
     shared.add_report_option(parser)
-    parser.add_argument("--float64", action="store_true", help="module and input in float64")
-    parser.add_argument("--tolerance", type=float, help="largest difference that is rounding")
+    parser.add_argument("--float64", action="store_true", help="run module and inputs in float64")
+    parser.add_argument(
+        "--tolerance", type=float, help="the largest relative difference that is rounding"
+    )
     parser.add_argument("--no-backward", action="store_true", help="compare no gradients")
 
 
@@ -88,6 +90,6 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 EXPLAIN = Command(
-    "tell what each layer would do on a grid, without running it", _explain_options, _explain
+    "show the work of each layer on a grid, without running it", _explain_options, _explain
 )
 VERIFY = Command("compare every layer on a grid with the serial program", _verify_options, _verify)

@@ -40,20 +40,20 @@ def add_module_options(parser: argparse.ArgumentParser) -> None:
     """Add the module, the shapes of its inputs, the layouts, the seed, and `--json`."""
     add = parser.add_argument
     text = (
-        "what makes the torch module when called without arguments: a function or a class, in "
+        "the function or class that makes the torch module when called without arguments, in "
         "package.module or ./file.py"
     )
     add("factory", metavar="MODULE:FACTORY", help=text)
-    text = "global shape of the input; once for each input"
+    text = "the global shape of the input; repeated for several inputs"
     several: Any = {"action": "append", "metavar": "N,C,...", "help": text}
     add("--shape", type=shape, required=True, **several)
-    text = "how the inputs are cut; by default every dimension over the axis of its name"
+    text = "the layout of the inputs; by default every dimension over the axis of its own name"
     add("--layout", type=layout, metavar="DIMENSION=AXIS+AXIS,...", help=text)
-    text = "how modules whose names match take their inputs; once for each pattern"
+    text = "the layout of the inputs of modules whose names match a pattern; may be repeated"
     several |= {"metavar": "PATTERN:DIMENSION=AXIS+AXIS,...", "help": text}
     add("--layouts", type=pattern_and_layout, default=[], **several)
-    add("--seed", type=int, default=0, help="of parameters and inputs (%(default)s)")
-    add("--json", action="store_true", help="one line of JSON instead of a table")
+    add("--seed", type=int, default=0, help="the seed of parameters and inputs (%(default)s)")
+    add("--json", action="store_true", help="print one line of JSON instead of a table")
 
 
 def add_grid_option(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,8 @@ def add_grid_option(parser: argparse.ArgumentParser) -> None:
 
 def add_dtype_option(parser: argparse.ArgumentParser) -> None:
     """Add `--dtype`, the type of the inputs."""
-    parser.add_argument("--dtype", choices=DTYPES, help="of the input (default: as the parameters)")
+    text = "the type of the inputs (default: the parameters')"
+    parser.add_argument("--dtype", choices=DTYPES, help=text)
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
@@ -72,13 +73,13 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add_module_options(parser)
     add_dtype_option(parser)
     add = parser.add_argument
-    text = "what `calibrate` has measured, or somebody described (default: %(default)s)"
+    text = "the file of a machine, measured by `calibrate` or described (default: %(default)s)"
     add("--machine", type=Path, default=Path("machine.json"), metavar="FILE", help=text)
-    add("--loss", choices=LOSSES, default="mse", help="what is minimised (default: %(default)s)")
-    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="by what (default: %(default)s)")
+    add("--loss", choices=LOSSES, default="mse", help="the loss to minimise (%(default)s)")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the optimizer (%(default)s)")
     add("--autocast", choices=DTYPES[2:], help="the type of autocast around module and loss")
-    add("--shard-parameters", action="store_true", help="as parallelize does")
-    add("--wire", choices=DTYPES[2:], help="in which gradients travel, as for parallelize")
+    add("--shard-parameters", action="store_true", help="cut weights, as parallelize does")
+    add("--wire", choices=DTYPES[2:], help="the type in which gradients are sent")
 
 
 def step_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from distconv.transport.world import world
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     add, output = parser.add_argument, Path("machine.json")
-    text = "where the machine is written (default: %(default)s)"
+    text = "the file to write the machine to (default: %(default)s)"
     add("--output", type=Path, default=output, metavar="FILE", help=text)
-    add("--name", help="of the machine (default: that of the host)")
-    add("--memory", type=byte_count, help="of a rank, as 16GiB (default: its share of the node's)")
-    add("--seconds", type=float, default=40.0, help="about how long it takes (%(default)s)")
+    add("--name", help="the name of the machine (default: the host's name)")
+    text = "memory of a rank, such as 16GiB (default: its share of the node's)"
+    add("--memory", type=byte_count, help=text)
+    add("--seconds", type=float, default=40.0, help="the approximate duration (%(default)s)")
     add("--json", action="store_true", help="print the machine as one line of JSON")
 
 
@@ -78,9 +79,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     shared.add_step_options(parser)
     shared.add_report_option(parser)
     add = parser.add_argument
-    add("--ranks", type=int, required=True, help="how many")
-    add("--memory", type=byte_count, help="of a rank, as 16GiB (default: the machine's)")
-    add("--axes", help="that may have several ranks, as sample,height,width (default: all)")
+    add("--ranks", type=int, required=True, help="the number of ranks")
+    add(
+        "--memory", type=byte_count, help="memory of a rank, such as 16GiB (default: the machine's)"
+    )
+    text = "the axes that may have several ranks, such as sample,height,width (default: all)"
+    add("--axes", help=text)
     text = "find the best layout of each layer on the best grid as well"
     add("--per-layer", action="store_true", help=text)
 

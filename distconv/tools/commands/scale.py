@@ -41,7 +41,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(required=True, metavar="KIND", dest="kind")
     for kind, purpose in (
         (STRONG, "the same step on more ranks"),
-        (WEAK, "a step that grows with the ranks: --shape is that of one rank"),
+        (WEAK, "a step that grows with the ranks; --shape is the shape on one rank"),
         ("compare", "set two studies, or more, side by side"),
     ):
         of_kind = kinds.add_parser(kind, help=purpose, description=purpose)
@@ -58,17 +58,17 @@ def _study_options(parser: argparse.ArgumentParser) -> None:
     shared.add_report_option(parser)
     parser.set_defaults(machine=None)  # without a machine nothing is predicted
     numbers: dict[str, Any] = {"type": _numbers, "default": [], "metavar": "N,N,..."}
-    add("--ranks", help="of the cases that are run", **numbers)
-    add("--predict-ranks", help="of cases that are predicted only", **numbers)
+    add("--ranks", help="the numbers of ranks to run", **numbers)
+    add("--predict-ranks", help="the numbers of ranks to predict only", **numbers)
     text = (
-        "the cases that are run, such as 'height=2;height=2,width=2', or auto (the default): "
+        "the grids to run, such as 'height=2;height=2,width=2', or auto (the default): "
         "strong scaling cuts each sample, weak scaling the mini-batch"
     )
     add("--grids", type=_grids, metavar="GRID;GRID;...", help=text)
-    add("--rounds", type=int, default=10, help="in which all cases take turns (%(default)s)")
-    add("--threads", type=int, default=1, help="of every rank (%(default)s)")
+    add("--rounds", type=int, default=10, help="rounds in which all cases take turns (%(default)s)")
+    add("--threads", type=int, default=1, help="threads of every rank (%(default)s)")
     text = (
-        "of the study, which is continued where it is there; without --html, its report lies "
+        "the file of the study, which is continued if it exists; without --html, its report lies "
         "beside it (default: scale-strong.json, scale-weak.json)"
     )
     add("--output", type=Path, metavar="FILE", help=text)
@@ -226,17 +226,19 @@ def _listed(study: Study) -> str:
 def _compare(given: argparse.Namespace) -> int:
     shared.check_alone("compare")
     if len(given.studies) < 2:
-        raise BadArguments("it takes two studies to compare")
+        raise BadArguments(f"{given.studies[0]} is one study; name two or more to compare")
     with complaining(ValueError):
         studies = [(str(path.with_suffix("")), Study.load(path)) for path in given.studies]
     if len({study.kind for _, study in studies}) > 1:
-        raise BadArguments("one study is of strong scaling and the other of weak; compare alike")
+        raise BadArguments(
+            "the studies are of strong and of weak scaling; name studies of one kind to compare"
+        )
     print(*(line for other in studies[1:] for line in _compared(studies[0], other)), sep="\n")
     return 0
 
 
 def _compared(base: tuple[str, Study], other: tuple[str, Study]) -> Iterator[str]:
-    """Yield the cases that both studies have measured, with ratios of times, and what differs."""
+    """Yield a table of the cases that both studies measured, and notes on different conditions."""
     (name, mine), (other_name, theirs) = base, other
     rows: list[Sequence[Cell]] = [("ranks", "grid", name, other_name, "ratio", "")]
     for case in mine.measured:

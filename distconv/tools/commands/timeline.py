@@ -14,11 +14,17 @@ from distconv.tools.timeline.report import add_up, read_trace, times_as_text
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("trace", type=Path, metavar="FILE", help="what distconv.timeline has written")
-    add("--json", action="store_true", help="one line of JSON instead of a table")
+    add("trace", type=Path, metavar="FILE", help="a file written by distconv.timeline")
+    add("--json", action="store_true", help="print one line of JSON instead of a table")
     add_report_option(parser)
-    add("--begin", type=float, default=0.0, metavar="MS", help="where drawings begin (%(default)s)")
-    add("--end", type=float, metavar="MS", help="where they end (default: with it)")
+    add(
+        "--begin",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="the beginning of drawings (%(default)s)",
+    )
+    add("--end", type=float, metavar="MS", help="the end of drawings (default: the timeline's)")
 
 
 def _run(given: argparse.Namespace) -> int:

@@ -168,7 +168,7 @@ MOST_RANKS = 32
 
 
 def grid_section(grid: Mapping[str, int], ranks_per_node: int | None) -> str:
-    """Return the ranks of a grid, node by node; those of each sample where nodes are not known."""
+    """Return a drawing of a grid's ranks by nodes, or by samples where nodes are not known."""
     topology = Topology(tuple(int(grid.get(axis, 1)) for axis in AXES))
     if topology.size == 1:
         return ""

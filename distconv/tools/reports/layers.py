@@ -71,8 +71,8 @@ def verify_page(found: Verification, grid: Mapping[str, int]) -> str:
     ]
     marked = {i for i, row in enumerate(rows) if not row.ok}
     note = (
-        "Each tensor in the order of the table: its difference from the serial one, and that of "
-        "two serial runs whose inputs differ in their last place."
+        "Each tensor in the order of the table: its difference from the serial one, and the "
+        "difference of two serial runs whose inputs differ in their last place."
     )
     sections = [
         alert(found.verdict, good=found.ok),

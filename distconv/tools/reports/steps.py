@@ -66,7 +66,7 @@ def _grids(found: GridPlan) -> str:
 
 
 def _own_layouts(layers: LayoutPlan | None) -> str:
-    """Return the layouts of the layers that gain by a layout of their own."""
+    """Return the section on layers that redistribute their input to a layout of their own."""
     if layers is None:
         return ""
     rows = [(name, repr(layout)) for name, layout in layers.layouts.items()]

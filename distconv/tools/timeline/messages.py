@@ -24,7 +24,7 @@ class Passage(NamedTuple):
 
     kind: str
     bytes: int
-    """The bytes that this rank has received, or of its summand."""
+    """The bytes that this rank received, or contributed to a reduction."""
     operator: str
     """The operator that needed them."""
     start: int

@@ -146,7 +146,7 @@ _ROUNDS = 10
 
 
 class Offset(NamedTuple):
-    """The difference of a rank's clock from that of rank 0, and its largest error, in nanoseconds,
+    """The difference of a rank's clock from rank 0's, and its largest error, in nanoseconds,
     measured at a time by the rank's own clock.
     """
 

@@ -15,18 +15,20 @@ Interval = tuple[float, float]
 
 
 class RankTimes(NamedTuple):
-    """The seconds of one rank: in torch's operators, waiting for others, and for each kind of
-    messages, those in which any were under way, and in which the rank waited for them; and the
-    bytes received.
-    """
+    """The sums of one rank's times, in seconds."""
 
     rank: int
     seconds: float
     compute: float
+    """Seconds in torch's operators."""
     wait: float
+    """Seconds of waiting for other ranks."""
     under_way: dict[str, float]
+    """By kind of messages, the seconds in which any were under way."""
     exposed: dict[str, float]
+    """By kind of messages, the seconds in which the rank waited for them."""
     bytes: dict[str, int]
+    """By kind of messages, the bytes received."""
 
 
 def read_trace(path: Path) -> list[Event]:
