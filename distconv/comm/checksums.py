@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distconv.comm.agreement import for_checks
 from distconv.device.kinds import is_accelerator
 from distconv.device.streams import is_capturing
 from distconv.geometry.topology import Topology
@@ -122,12 +121,8 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
     kinds: dict[tuple[str, ...], int] = defaultdict(int)
     for (name, number), (_, _, axes) in zip(mine, checked, strict=True):
         kinds[axes] = crc32(f"{name} {number}".encode(), kinds[axes])
-    with grid.collective("checksums"):
-        together = for_checks(grid).all_gather_numbers(list(kinds.values()))
-    if not any(
-        _odd(column, axes, grid.topology)
-        for column, axes in zip(together.T.tolist(), kinds, strict=True)
-    ):
+    together = zip(*grid.all_gather_object(list(kinds.values())), strict=True)
+    if not any(_odd(sums, axes, grid.topology) for sums, axes in zip(together, kinds, strict=True)):
         return None
     everyone = grid.all_gather_object(mine)
     for i in range(max(map(len, everyone))):

@@ -21,8 +21,8 @@ from distconv.compiling.program import Existing, Program, TracedCall, TracedStep
 from distconv.device import graphs
 from distconv.device.graphs import DeviceGraph
 from distconv.grid.interface import Grid
+from distconv.grid.watched import WrappedTransport
 from distconv.torch_private import Operator, returns_views
-from distconv.transport.watched import WrappedTransport
 
 _MESSAGES = (
     *(tracing.empty, tracing.start_exchange, tracing.start_sum),

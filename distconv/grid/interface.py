@@ -12,9 +12,9 @@ import torch
 from distconv.device.kinds import is_accelerator
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.journal import Journal
+from distconv.grid.waits import Wait
 from distconv.torch_private import install_patches
 from distconv.transport.interface import Transport
-from distconv.transport.watched import Wait
 
 
 class Grid(ABC):

@@ -21,13 +21,12 @@ from distconv.grid.abort import abort_when_a_rank_raises
 from distconv.grid.device_mesh import arranged, axes_of_mesh, make_device_mesh
 from distconv.grid.interface import Grid
 from distconv.grid.interrupt import end_when_abandoned
-from distconv.grid.members import ranks_of
+from distconv.grid.ranks import ranks_of, world
 from distconv.grid.stall import time_limit
+from distconv.grid.waits import Wait
 from distconv.transport.interface import Communicator, ObjectCommunicator
 from distconv.transport.launch import check_is_rank, launched, start_line
 from distconv.transport.torch_groups import TorchCommunicator
-from distconv.transport.watched import Wait
-from distconv.transport.world import world
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
-from distconv.grid.whereabouts import ranks_in_words
+from distconv.grid.rank_words import ranks_in_words
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.transport import launch
 

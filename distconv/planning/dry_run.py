@@ -20,13 +20,13 @@ from distconv.geometry.layout import Layout, rank_box
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.grid.journal import Journal
+from distconv.grid.waits import Waiting
 from distconv.planning.recording import Start
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.tensor.sample_format import in_sample_format
 from distconv.torch_private import BatchNorm
 from distconv.transport.interface import Message
-from distconv.transport.watched import Waiting
 
 
 class DryGroup(NamedTuple):

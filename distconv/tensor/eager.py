@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from distconv.grid.whereabouts import operator_name
+from distconv.grid.calls import operator_name
 from distconv.tensor.dispatch import SERIAL, refuse
 from distconv.tensor.nested import tensors_in
 from distconv.torch_private import (

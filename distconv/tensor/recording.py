@@ -12,8 +12,9 @@ from distconv.comm import replication
 from distconv.comm.checksums import CURE, due, names_of, unequal
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, Shape, cutting_axes, rank_box, replicating_axes
+from distconv.grid.calls import operator_name
 from distconv.grid.interface import Grid
-from distconv.grid.whereabouts import operator_name, user_line
+from distconv.grid.program_lines import user_line
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.eager import check_untraced

@@ -13,8 +13,9 @@ from torch import Tensor
 from distconv.comm.checksums import CURE, checksum, differing, due
 from distconv.geometry.layout import Cuts, Layout, block, cutting_axes, rank_box
 from distconv.geometry.topology import Topology
+from distconv.grid.calls import operator_name
 from distconv.grid.interface import Grid
-from distconv.grid.whereabouts import operator_name, user_line
+from distconv.grid.program_lines import user_line
 from distconv.tensor.aliasing import prepare_write
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import WAYS_OUT, refuse

@@ -20,8 +20,8 @@ from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow, Windo
 from distconv.geometry.plan import make_plan
 from distconv.geometry.topology import Topology
 from distconv.grid import communicators
+from distconv.grid.ranks import world
 from distconv.transport.launch import switched_on
-from distconv.transport.world import world
 
 COMPARING = pytest.mark.skipif(
     switched_on("DISTCONV_DEBUG"), reason="DISTCONV_DEBUG=1 compares what the ranks pass"

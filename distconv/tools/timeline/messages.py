@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from distconv.comm.ledger import Movement
-from distconv.grid.whereabouts import CURRENT, operator_name
+from distconv.grid.calls import CURRENT, operator_name
+from distconv.grid.watched import WrappedTransport
 from distconv.transport.interface import Message, Request, Transport
-from distconv.transport.watched import WrappedTransport
 
 HALO, REDISTRIBUTION, MESSAGE = "halo", "redistribution", "message"
 REDUCTION, GRADIENTS = "reduction", "gradient reduction"
