@@ -36,7 +36,7 @@ _PYTHON = tracing.give, tracing.step
 def why_not(step: TracedStep, grid: Grid) -> str:
     """Return in words why a step cannot be captured; "" where nothing is known to hinder it."""
     device = grid.device
-    if why := graphs.why_unavailable(device):
+    if why := graphs.why_no_graphs(device):
         return why
     for call in step.calls:
         function = call.function

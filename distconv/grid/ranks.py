@@ -37,7 +37,7 @@ def world_if_rank() -> Communicator | None:
 @cache
 def _world() -> Communicator:
     if launch.meets_by_torch():
-        launch.join()
+        launch.note_joined()
         return _by_torch()
     if launch.has_mpi():
         from distconv.transport.mpi import MPICommunicator

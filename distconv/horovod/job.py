@@ -243,7 +243,7 @@ def check_environment() -> None:
             )
 
 
-def check_plain(caller: str, *tensors: Tensor) -> None:
+def refuse_dist_tensors(caller: str, *tensors: Tensor) -> None:
     """Raise `TypeError` for anything but plain tensors, which each rank has for itself."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or isinstance(tensor, DistTensor):

@@ -39,13 +39,13 @@ _REACH = timedelta(seconds=20)
 """The time allowed for reaching the rank that keeps a store."""
 
 
-def why_unavailable(device: str) -> str | None:
+def why_no_process_groups(device: str) -> str | None:
     """Return why torch cannot carry messages between devices of a kind; None if it can."""
     distributed = torch.distributed
     if not distributed.is_available():
         return "this torch is built without torch.distributed"
     if is_accelerator(torch.device(device)):
-        return groups.why_unavailable(device)
+        return groups.why_no_backend(device)
     return None if distributed.is_gloo_available() else "this torch has no gloo"
 
 
