@@ -22,6 +22,7 @@ from distconv.device.kinds import is_accelerator
 from distconv.device.streams import is_capturing
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
+from distconv.grid.rank_words import ranks_in_words
 
 CURE = (
     "seed what it is drawn from alike on every rank (torch.manual_seed), or broadcast that of one "
@@ -102,10 +103,7 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
         return ""
     usual = odd[0][1]
     ranks = [rank for rank, other in odd if other == usual]
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} differs from rank {usual}"
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"ranks {', '.join(map(str, ranks[:8]))}{more} differ from rank {usual}"
+    return f"{ranks_in_words(ranks)} differ{'s' if len(ranks) == 1 else ''} from rank {usual}"
 
 
 def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple[str, str] | None:

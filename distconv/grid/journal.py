@@ -2,11 +2,11 @@
 
 One rule decides what is compared: the first 16 of a kind, and every 64th later; with
 DISTCONV_DEBUG=1 all. Such calls of a function on cut tensors are entries of the journal, with their
-arguments. So is every exchange and reduction outside a backward pass (a *step*), the others by name
-only. The ranks compare a running checksum of their entries: before each of the first 16 steps of a
-function, with each call of a parallelized module, and every 64 steps without waiting. Where
-checksums differ, the ranks exchange their latest entries, and all raise the same error. Contents of
-tensors are compared by the same rule.
+arguments. So is every exchange, and every reduction outside a backward pass (a *step*), the others
+by name only. The ranks compare a running checksum of their entries: before each of the first 16
+steps of a function, with each call of a parallelized module, and every 64 steps without waiting.
+Where checksums differ, the ranks exchange their latest entries, and all raise the same error.
+Contents of tensors are compared by the same rule.
 """
 
 from __future__ import annotations
@@ -144,13 +144,10 @@ class Journal:
             return
         if backward_pass() != -1:
             return
-        if function not in _BACKWARD:
-            self._write(f"call{call_in_words(CURRENT.call, self._known_from)}", user_line())
+        self._write(f"call{call_in_words(CURRENT.call, self._known_from)}", user_line())
+        if function != "backward":
             self.place = self.written
-            return
-        # Arguments of autograd's functions may be blocks, which differ between ranks.
-        self._write(f"call{function_in_words(CURRENT.call)}", user_line())
-        if self._compares_all:
+        elif self._compares_all:
             self.compare()  # before sums of gradients, which are not entered
 
     def take(self, kind: str, tag: int = 0) -> None:
@@ -174,8 +171,6 @@ class Journal:
             words = call_in_words(CURRENT.call, self._known_from)
         else:
             words = function_in_words(CURRENT.call)
-            backward = function is not None or backward_pass() != -1
-            compared = self._compares_all or (compared and not backward)
         numbered = f"{kind} {tag}" if tag else kind
         self._write(f"{numbered}{words}", user_line() if self._compares_all else None)
         self.place = self.written if with_arguments else None
@@ -239,12 +234,10 @@ class Journal:
         return number_alike
 
     def latest(self) -> int | None:
-        """Return the entry for a tensor that is made now; None on other threads and in a backward
-        pass, where ranks may be at different ones.
+        """Return the entry for a tensor that is made now; None on other threads, where ranks may be
+        at different ones.
         """
-        if threading.get_ident() != self.thread or backward_pass() != -1:
-            return None
-        return self.place
+        return self.place if threading.get_ident() == self.thread else None
 
     def compare(self) -> None:
         """Compare all entries, and wait; raise DivergenceError on every rank, where they differ."""

@@ -265,7 +265,7 @@ class DistTensorBase(torch.Tensor):
     def sync_requires_grad(self) -> None:
         """Tell torch, below its functions, whether the shard requires gradients."""
         with torch_private.without_torch_function():
-            torch_private.set_requires_grad(self, self.held.requires_grad)
+            Tensor.requires_grad_(self, self.held.requires_grad)
 
     @property
     def replicas(self) -> int:

@@ -21,7 +21,7 @@ from distconv.tensor.eager import check_untraced
 from distconv.tensor.nested import replaced, tensors_in
 from distconv.tensor.ownership import enter, is_owned, origins, owned_among
 from distconv.tensor.redistribution import redistribute
-from distconv.torch_private import hooks_of, node_of_tensor, without_torch_function
+from distconv.torch_private import hooks_of, without_torch_function
 
 ADVICE_FOR_FUNCTIONS = (
     "Use torch functions, or wrap it in a function with a rule (distconv.elementwise, .windowed, "
@@ -49,6 +49,10 @@ _OF_SPARSE: set[Any] = {
     torch.Tensor.__rmatmul__,
 }
 """Functions that accept plain sparse matrices beside distributed tensors."""
+
+
+_node_of_wrapper: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+"""Return the node at which torch has recorded a DistTensor itself, or None."""
 
 
 def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> Grid:
@@ -82,7 +86,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
         for x in operands:
             if isinstance(x, DistTensorBase):
                 distributed.append(x)
-                if lost is None and node_of_tensor(x) is not None:
+                if lost is None and _node_of_wrapper(x) is not None:
                     lost = x
     if lost is not None:
         refuse(
