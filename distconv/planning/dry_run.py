@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
@@ -168,9 +168,6 @@ class DryRunGrid(Grid):
         if not self._alike:
             raise RuntimeError(_ALONE)
         return [value]
-
-    def collective(self, kind: str) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def tensor(
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None

@@ -79,7 +79,7 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The collectives of communicators from here on, in a process that has made no grid yet."""
     counted: Counter[str] = Counter()
     kind = type(world())
-    for name in ("allgather", "bcast", "all_gather_numbers", "compare", "subgroup"):
+    for name in ("allgather", "bcast", "compare", "subgroup"):
         monkeypatch.setattr(kind, name, _counting(counted, name, getattr(kind, name)))
     fresh = communicators._Store()
     monkeypatch.setattr(communicators, "_store", lambda: fresh)
