@@ -20,10 +20,10 @@ from benchmarks.measuring.settings import Settings
 from benchmarks.networks import MESH, NETWORKS, UNET3D
 from benchmarks.overhead import overheads
 from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.ranks import world
 from distconv.tools.arguments import BadArguments, RankParser, grid_axes, shape
 from distconv.tools.progress import StatusLine
 from distconv.transport.torch_groups import TorchCommunicator
-from distconv.transport.world import world
 
 BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "layer": layers,

@@ -25,7 +25,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import _reduction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree, checkpoint
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _TENSOR = vars(torch._C.TensorBase)
@@ -222,20 +222,6 @@ DistTensor."""
 set_data: Callable[[Tensor, Tensor], None] = _TENSOR["data"].__set__
 """Set `.data` as torch does, for the function given to `replace_data_setter`."""
 
-node_of_tensor: Callable[[Tensor], Any] = _TENSOR["grad_fn"].__get__
-"""Return torch's own `grad_fn` of a subclass. Without it, a Function that was recorded on
-DistTensors, where its gradients are lost, is not found."""
-
-GETTERS_OF_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
-    name: _TENSOR[name].__get__ for name in ("real", "imag")
-}
-"""The functions by which `x.real` and `x.imag` reach `__torch_function__`. Without them there are
-no rules for these."""
-
-set_requires_grad: Callable[[Tensor, bool], Any] = torch._C.TensorBase.requires_grad_
-"""Set whether a tensor requires gradients, bypassing its subclass. Without it, results of a
-Function recorded on DistTensors are not found; see `node_of_tensor`."""
-
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view  # type: ignore[attr-defined]
 """Return whether a tensor is a view. Without it, a plain view becomes distributed, but not its
 base."""
@@ -311,30 +297,22 @@ elements are recorded as work of the program."""
 DispatchMode = TorchDispatchMode
 """The base of modes below torch's functions. Without it, recordings see no operators."""
 
-tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
-"""Return the leaves of arguments, nested in torch's way; needed for types under autocast."""
-
-tree_map_only: Callable[..., Any] = _pytree.tree_map_only
-"""Map the leaves of one type in nested arguments; see `tree_leaves`."""
-
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Return whether autocast is on for any device. Without it, each operator has to ask all
 devices."""
 
-is_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Return whether torch.jit traces. A trace would hold this rank's blocks, and no messages."""
-
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Return the number of modes below torch's functions; see `is_tracing`."""
+"""Return the number of modes below torch's functions. What a tool records by one would hold this
+rank's blocks, and no messages."""
 
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-"""Return the active transform of torch.func, or None; see `is_tracing`."""
+"""Return the active transform of torch.func, or None; see `count_modes`."""
 
 _mode_before_dispatch = _ops._mode_stack_state_for_pre_dispatch.get  # type: ignore[no-untyped-call]
 
 
 def make_fx_before_dispatch() -> Any:
-    """Return the mode of make_fx, or torch.export, before dispatch, or None; see `is_tracing`."""
+    """Return the mode of make_fx, or torch.export, before dispatch, or None; see `count_modes`."""
     return _mode_before_dispatch(0)
 
 
@@ -347,7 +325,7 @@ _TRACERS = {
 
 def tracing_mode() -> str:
     """Return the tool whose mode below torch's functions traces the program, or ""; see
-    `is_tracing`. Modes of users only observe, and are ignored.
+    `count_modes`. Modes of users only observe, and are ignored.
     """
     found = ""
     for mode, name in _TRACERS.items() if count_modes() else ():
@@ -454,13 +432,10 @@ unscale_gradients: Callable[..., None] = torch._amp_foreach_non_finite_check_and
 """Multiply gradients in place, and note values that are not finite. Without it GradScaler has no
 rule."""
 
-norms: Callable[..., Any] = torch._foreach_norm
-"""Return the norm of each tensor. Without it, torch's clipping of gradients has no rule."""
-
 
 def of_lists(name: str) -> Callable[..., Any]:
     """Return the function of lists of tensors for a function such as "add_". Without it, torch's
-    optimizers and averages of weights have no rule.
+    optimizers, averages of weights and clipping of gradients have no rule.
     """
     function: Callable[..., Any] = getattr(torch, f"_foreach_{name}")
     return function

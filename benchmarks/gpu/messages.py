@@ -17,7 +17,7 @@ from benchmarks.halo import exchange, plan_of
 from benchmarks.measuring.report import Row, over
 from benchmarks.measuring.turns import alternate
 from distconv import DistTensor, ProcessGrid
-from distconv.device.kinds import synchronize
+from distconv.device.kinds import wait_for_device
 from distconv.geometry.layout import default_cuts
 from distconv.planning.table import byte_size
 from distconv.planning.timing import Contender
@@ -71,7 +71,7 @@ def _rows(grid: ProcessGrid, nbytes: int, seconds: float) -> Iterator[Row]:
 def _several(run: Callable[[], object], device: torch.device) -> None:
     for _ in range(CALLS):
         run()
-    synchronize(device)
+    wait_for_device(device)
 
 
 def _bare(grid: ProcessGrid, nbytes: int) -> Callable[[], None]:

@@ -61,7 +61,7 @@ def left_out(kind: str, count: int) -> Iterator[str]:
     from distconv.device.kinds import library_of
 
     library = library_of(kind)
-    if why := groups.why_unavailable(kind):
+    if why := groups.why_no_backend(kind):
         yield f"transport torch: {why}"
     elif count < 4:
         seen = "one GPU" if count == 1 else f"{count} GPUs"
@@ -69,7 +69,7 @@ def left_out(kind: str, count: int) -> Iterator[str]:
             f"{library} on more than {seen}: it takes one rank on each; the other ranks share, and "
             "send by MPI"
         )
-    if why := cupy_nccl.why_unavailable(kind):
+    if why := cupy_nccl.why_no_cupy(kind):
         yield f"transport nccl: {why}"
     if kind != "cuda":
         yield "streams that sleep, and errors where the host waits: torch has both for CUDA and HIP"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distconv.grid.process_grid import ProcessGrid
-from distconv.transport.world import world
+from distconv.grid.ranks import world
 
 
 class Settings(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from benchmarks.measuring.network import Network
 from benchmarks.peers.peer import Step, Task
-from distconv.transport.world import world
+from distconv.grid.ranks import world
 
 _RANKS = world().size
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={_RANKS}"

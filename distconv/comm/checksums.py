@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distconv.comm.agreement import for_checks
 from distconv.device.kinds import is_accelerator
 from distconv.device.streams import is_capturing
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
+from distconv.grid.rank_words import ranks_in_words
 
 CURE = (
     "seed what it is drawn from alike on every rank (torch.manual_seed), or broadcast that of one "
@@ -103,10 +103,7 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
         return ""
     usual = odd[0][1]
     ranks = [rank for rank, other in odd if other == usual]
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} differs from rank {usual}"
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"ranks {', '.join(map(str, ranks[:8]))}{more} differ from rank {usual}"
+    return f"{ranks_in_words(ranks)} differ{'s' if len(ranks) == 1 else ''} from rank {usual}"
 
 
 def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple[str, str] | None:
@@ -122,12 +119,8 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
     kinds: dict[tuple[str, ...], int] = defaultdict(int)
     for (name, number), (_, _, axes) in zip(mine, checked, strict=True):
         kinds[axes] = crc32(f"{name} {number}".encode(), kinds[axes])
-    with grid.collective("checksums"):
-        together = for_checks(grid).all_gather_numbers(list(kinds.values()))
-    if not any(
-        _odd(column, axes, grid.topology)
-        for column, axes in zip(together.T.tolist(), kinds, strict=True)
-    ):
+    together = zip(*grid.all_gather_object(list(kinds.values())), strict=True)
+    if not any(_odd(sums, axes, grid.topology) for sums, axes in zip(together, kinds, strict=True)):
         return None
     everyone = grid.all_gather_object(mine)
     for i in range(max(map(len, everyone))):

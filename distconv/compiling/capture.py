@@ -21,8 +21,8 @@ from distconv.compiling.program import Existing, Program, TracedCall, TracedStep
 from distconv.device import graphs
 from distconv.device.graphs import DeviceGraph
 from distconv.grid.interface import Grid
+from distconv.grid.watched import WrappedTransport
 from distconv.torch_private import Operator, returns_views
-from distconv.transport.watched import WrappedTransport
 
 _MESSAGES = (
     *(tracing.empty, tracing.start_exchange, tracing.start_sum),
@@ -36,7 +36,7 @@ _PYTHON = tracing.give, tracing.step
 def why_not(step: TracedStep, grid: Grid) -> str:
     """Return in words why a step cannot be captured; "" where nothing is known to hinder it."""
     device = grid.device
-    if why := graphs.why_unavailable(device):
+    if why := graphs.why_no_graphs(device):
         return why
     for call in step.calls:
         function = call.function

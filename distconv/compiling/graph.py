@@ -21,9 +21,9 @@ from torch import Tensor, fx, nn
 
 from distconv.compiling import tracing
 from distconv.compiling.program import Existing, TracedCall, TracedStep, Value, in_pieces
+from distconv.grid.ranks import world
 from distconv.torch_private import signature_of
 from distconv.transport.interface import Request, Transport
-from distconv.transport.world import world
 
 aten, own = torch.ops.aten, torch.ops.distconv
 

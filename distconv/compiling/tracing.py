@@ -26,13 +26,13 @@ from distconv.compiling.program import Existing, TracedCall, Value
 from distconv.device.kinds import random_states
 from distconv.grid.communicators import carried_by
 from distconv.grid.interface import Grid
-from distconv.grid.whereabouts import user_line
+from distconv.grid.program_lines import user_line
+from distconv.grid.watched import WatchedTransport, WrappedTransport
 from distconv.ops.support.in_place import noted_in
 from distconv.tensor.eager import own_mode
 from distconv.tensor.nested import shards_of
 from distconv.torch_private import DispatchMode, Operator
 from distconv.transport.interface import Message, Request, Transport
-from distconv.transport.watched import WatchedTransport, WrappedTransport
 
 aten = torch.ops.aten
 

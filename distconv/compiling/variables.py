@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distconv.grid.whereabouts import is_of_program
+from distconv.grid.program_lines import is_of_program
 from distconv.torch_private import parts_and_parameters
 
 _TOLD = {

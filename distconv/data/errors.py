@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from itertools import count
 from typing import Any, TypeVar
+from zlib import crc32
 
-from distconv.comm.agreement import Agreement, fingerprint
 from distconv.grid.interface import Grid
-from distconv.grid.whereabouts import ranks_in_words
+from distconv.grid.rank_words import differences
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -79,15 +79,7 @@ def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
 
     Raises DataError on every rank, with the values that differ and the ranks that have them.
     """
-    everywhere = grid.all_gather_object(dict(facts))
-    complaints = []
-    for name in dict.fromkeys(name for facts in everywhere for name in facts):
-        ranks: dict[str | None, list[int]] = {}
-        for rank, there in enumerate(everywhere):
-            ranks.setdefault(there.get(name), []).append(rank)
-        if len(ranks) > 1:
-            values = (f"{v or 'missing'} on {ranks_in_words(those)}" for v, those in ranks.items())
-            complaints.append(f"{name} is {' and '.join(values)}")
+    complaints = differences(grid.all_gather_object(dict(facts)))
     if complaints:
         raise DataError(f"the ranks differ: {'; '.join(complaints)}. {remedy}")
 
@@ -124,7 +116,6 @@ def in_step(
     where the names differ, or some ranks have items left and others have none, or where making an
     item raised on any.
     """
-    agreement = Agreement(grid)
     with closing(items):
         for place in count(1):
             entry: tuple[str, Item] | None = None
@@ -133,8 +124,8 @@ def in_step(
                 entry = next(items, None)
             except Exception as caught:
                 error = caught
-            agreement.ask(fingerprint(entry and entry[0]), int(error is not None))
-            if not all(agreement.answer()) or error is not None:
+            number = crc32(repr((entry and entry[0], error is not None)).encode())
+            if not grid.journal.agrees("mini-batch", number) or error is not None:
                 _tell_apart(grid, place, entry and entry[0], error, remedy)
             if entry is None:
                 return

@@ -15,7 +15,7 @@ def bindings() -> Any:
     return nccl
 
 
-def why_unavailable(kind: str) -> str | None:
+def why_no_cupy(kind: str) -> str | None:
     """Return why this process cannot use NCCL by cupy; None if it can."""
     if kind != "cuda":
         return f"cupy has no library of messages between devices of kind {kind}"

@@ -12,7 +12,7 @@ from distconv.device.kinds import is_accelerator
 from distconv.device.streams import using
 
 
-def why_unavailable(device: torch.device) -> str | None:
+def why_no_graphs(device: torch.device) -> str | None:
     """Return why work on a device cannot be captured; None where it can."""
     if not is_accelerator(device):
         return f"graphs are for GPUs, and the grid computes on {device.type}"

@@ -12,7 +12,7 @@ from distconv.device.kinds import backend_of, library_of
 from distconv.torch_private import set_limit
 
 
-def why_unavailable(kind: str) -> str | None:
+def why_no_backend(kind: str) -> str | None:
     """Return why torch cannot carry messages between accelerators of a kind; None if it can."""
     distributed, backend = torch.distributed, backend_of(kind)
     if backend is None:

@@ -96,7 +96,7 @@ def _identity(number: int, properties: Any) -> str:
     return f"{socket.gethostname()} {masks} {number}"
 
 
-def synchronize(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Let the host wait for all work queued on an accelerator."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)

@@ -40,7 +40,7 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class _Stretch:
     """Consecutive elements of a source part along one dimension, and their place in the buffer."""
 
     source: int
@@ -168,14 +168,14 @@ class _Dimension:
         start, stop = block(self.size, self.source_parts, part)
         return ((start, stop),) if start < stop else ()
 
-    def taken(self, source: int, target: int) -> tuple[Piece, ...]:
+    def taken(self, source: int, target: int) -> tuple[_Stretch, ...]:
         """Return the elements that target part `target` takes from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
         found, offset = [], 0
         for first, last in self.intervals(target):
             a, b = max(first, start), min(last, stop)
             if a < b:
-                found.append(Piece(a - start, offset + a - first, b - a))
+                found.append(_Stretch(a - start, offset + a - first, b - a))
             offset += last - first
         return tuple(found)
 

@@ -20,8 +20,11 @@ from distconv.device.kinds import is_accelerator
 from distconv.device.streams import SideStream
 from distconv.grid.abort import ABANDONED
 from distconv.grid.journal import Journal
+from distconv.grid.ranks import world
 from distconv.grid.self_test import check_carrier, found_wrong
 from distconv.grid.stall import Watch, time_limit
+from distconv.grid.waits import Wait, Waiting
+from distconv.grid.watched import WatchedTransport
 from distconv.transport.interface import Communicator, StreamTransport, Transport
 from distconv.transport.nccl import NCCLTransport
 from distconv.transport.staged import (
@@ -32,8 +35,6 @@ from distconv.transport.staged import (
 )
 from distconv.transport.torch import TorchStreamTransport, TorchTransport
 from distconv.transport.torch_groups import Store, TorchCommunicator, common_store
-from distconv.transport.watched import Wait, Waiting, WatchedTransport
-from distconv.transport.world import world
 
 _LONGER = 60.0
 """Seconds by which the time limit of torch's groups between accelerators exceeds DISTCONV_TIMEOUT,

@@ -11,7 +11,7 @@ from distconv.device.kinds import backend_of
 from distconv.geometry.topology import AXES
 from distconv.grid import communicators
 from distconv.grid.interface import Grid
-from distconv.transport.world import world
+from distconv.grid.ranks import world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -93,8 +93,8 @@ def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
     """Return the reasons why this rank cannot use transports between devices of a kind, by name."""
     reasons = {
         "mpi": None if by_mpi else "MPI has not started the ranks; start them with mpiexec",
-        "torch": torch_groups.why_unavailable(kind),
-        "nccl": None if kind == "cpu" else cupy_nccl.why_unavailable(kind),
+        "torch": torch_groups.why_no_process_groups(kind),
+        "nccl": None if kind == "cpu" else cupy_nccl.why_no_cupy(kind),
     }
     return {name: why for name, why in reasons.items() if why is not None}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -12,9 +11,9 @@ import torch
 from distconv.device.kinds import is_accelerator
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.journal import Journal
+from distconv.grid.waits import Wait
 from distconv.torch_private import install_patches
 from distconv.transport.interface import Transport
-from distconv.transport.watched import Wait
 
 
 class Grid(ABC):
@@ -83,10 +82,6 @@ class Grid(ABC):
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks in rank order. All ranks of the grid call it together."""
-
-    @abstractmethod
-    def collective(self, kind: str) -> AbstractContextManager[object]:
-        """Return a context for a collective of the grid's communicators, compared between ranks."""
 
     def waiting(self) -> Wait:
         """Return a context in which this rank is shown as waiting for the grid's other ranks."""

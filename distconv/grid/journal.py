@@ -2,37 +2,31 @@
 
 One rule decides what is compared: the first 16 of a kind, and every 64th later; with
 DISTCONV_DEBUG=1 all. Such calls of a function on cut tensors are entries of the journal, with their
-arguments. So is every exchange and reduction outside a backward pass (a *step*), the others by name
-only. The ranks compare a running checksum of their entries: before each of the first 16 steps of a
-function, and then every 64 steps without waiting. Where checksums differ, the ranks exchange their
-latest entries, and all raise the same error. Contents of tensors are compared by the same rule.
+arguments. So is every exchange, and every reduction outside a backward pass (a *step*), the others
+by name only. The ranks compare a running checksum of their entries: before each of the first 16
+steps of a function, with each call of a parallelized module, and every 64 steps without waiting.
+Where checksums differ, the ranks exchange their latest entries, and all raise the same error.
+Contents of tensors are compared by the same rule.
 """
 
 from __future__ import annotations
 
 import threading
-from array import array
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 
-from distconv.grid.call_keys import (
-    Key,
-    code_of,
-    entry_in_words,
-    first_difference,
-    full_key,
-    short_key,
-)
-from distconv.grid.whereabouts import CURRENT, NO_CALL, by_ranks, is_parked, place_of, user_line
+from distconv.grid.calls import CURRENT, call_in_words, function_in_words
+from distconv.grid.program_lines import is_parked, place_of, user_line
+from distconv.grid.rank_words import by_ranks
+from distconv.grid.waits import Wait, Waiting
 from distconv.torch_private import backward_pass
 from distconv.transport.interface import Comparison, Tags
 from distconv.transport.launch import switched_on
-from distconv.transport.watched import Wait, Waiting
 
 _VARIABLE = "DISTCONV_DEBUG"
 _FIRST, _EVERY = 16, 64
@@ -41,7 +35,7 @@ steps the ranks take the result of one comparison, and start the next without wa
 _KEPT = 1024
 """The number of latest entries that are kept, to be named where ranks differ."""
 _KINDS = 4096
-"""The number of kinds of calls after which their counts are reset."""
+"""The number of kinds of uses after which their counts are reset."""
 _BACKWARD = {"backward", torch.autograd.backward, torch.autograd.grad}
 
 
@@ -50,6 +44,34 @@ class DivergenceError(RuntimeError):
 
     It is raised on all ranks. A program that catches it, on all ranks, may continue.
     """
+
+
+class Entries(NamedTuple):
+    """The latest entries of a rank's journal: the number of the first one, all texts, and lines of
+    the program where they are known. Lines may differ between ranks, texts may not.
+    """
+
+    first: int
+    texts: Sequence[str]
+    lines: Sequence[str | None]
+
+    def words(self, number: int) -> str:
+        """Return an entry as a user would write it."""
+        index = number - self.first
+        if not 0 <= index < len(self.texts):
+            return "nothing that is known"
+        line = self.lines[index]
+        return self.texts[index] + (f", at {line}" if line else "")
+
+
+def first_difference(ranks: Sequence[Entries]) -> int | None:
+    """Return the first entry in which ranks differ; None if it is older than the known entries."""
+    begin = max(entries.first for entries in ranks)
+    end = max(entries.first + len(entries.texts) for entries in ranks)
+    for number in range(begin, end):
+        if len({tuple(entries.texts[number - entries.first :][:1]) for entries in ranks}) > 1:
+            return number
+    return None
 
 
 class Journal:
@@ -62,8 +84,6 @@ class Journal:
     number: the number of steps of this rank, reductions of gradients among them.
     place: the number of the latest entry, if it has arguments; else None.
     written: the number of entries.
-    missed: the number of comparisons elsewhere that other ranks had started, and this one had not,
-        when the ranks were found to differ.
 
     Parameters
     ----------
@@ -77,17 +97,16 @@ class Journal:
         self.debug = self.compares and switched_on(_VARIABLE)
         self._all = False
         """Whether every step is compared for now."""
-        self.number = self.written = self.missed = 0
-        self._elsewhere = 0
-        """The number of comparisons elsewhere."""
+        self.number = self.written = 0
         self.place: int | None = None
-        self._folded = self._summed = 0
-        """The number of entries in the running checksum, and the checksum."""
+        self._checksum = 0
+        """The running checksum of all entries."""
         self._known_from = 0
         """The first entry by which tensors are told apart."""
         self._since = 0
         """The number of steps since the last comparison began."""
-        self._last: deque[tuple[str, int, Key, str | None]] = deque(maxlen=_KEPT)
+        self._last: deque[tuple[str, str | None]] = deque(maxlen=_KEPT)
+        """The texts and lines of the latest entries."""
         self._calls: dict[Any, int] = {}
         self._steps: dict[Any, int] = {}
         self._counts: dict[Hashable, int] = {}
@@ -103,7 +122,7 @@ class Journal:
         return CURRENT.call[0]
 
     def is_due(self, kind: Hashable) -> bool:
-        """Return whether to compare in this call of a kind: the first ones, and one in many.
+        """Return whether to compare in this use of a kind: the first ones, and one in many.
 
         Counted on each rank; the answer is the same on all ranks that make the same calls.
         """
@@ -125,12 +144,10 @@ class Journal:
             return
         if backward_pass() != -1:
             return
-        if function not in _BACKWARD:
-            self._write("call", 0, full_key(CURRENT.call, self._known_from), user_line())
-            return
-        # Arguments of autograd's functions may be blocks, which differ between ranks.
-        self._write("call", 0, short_key(CURRENT.call), user_line())
-        if self._compares_all:
+        self._write(f"call{call_in_words(CURRENT.call, self._known_from)}", user_line())
+        if function != "backward":
+            self.place = self.written
+        elif self._compares_all:
             self.compare()  # before sums of gradients, which are not entered
 
     def take(self, kind: str, tag: int = 0) -> None:
@@ -139,25 +156,24 @@ class Journal:
         Raises DivergenceError on every rank, where the ranks are found to differ. Raises
         RuntimeError where two threads use the grid at once.
         """
-        if threading.get_ident() != self.thread:
-            self._change_thread()
-        self.number += 1
+        self._begin_step()
         function = CURRENT.call[0]
         outside = function is None or function in _BACKWARD
         if outside and kind == "all_reduce":
             # Gradients are reduced as they become ready, in orders that differ between ranks.
             return
-        # Only the count decides, as it is the same on all ranks: a key that is new to one rank may
-        # be known to another, which would send its messages while the first waits to compare.
+        # Only the count decides, as it is the same on all ranks: arguments that are new to one rank
+        # may be known to another, which would send its messages while the first waits to compare.
         count = self._steps[function] = self._steps.get(function, 0) + 1
         compared = self._compares_all or count <= _FIRST
-        if not outside and (compared or not count % _EVERY):
-            key = full_key(CURRENT.call, self._known_from)
+        with_arguments = not outside and (compared or not count % _EVERY)
+        if with_arguments:
+            words = call_in_words(CURRENT.call, self._known_from)
         else:
-            key = short_key(CURRENT.call)
-            backward = function is not None or backward_pass() != -1
-            compared = self._compares_all or (compared and not backward)
-        self._write(kind, tag, key, user_line() if self._compares_all else None)
+            words = function_in_words(CURRENT.call)
+        numbered = f"{kind} {tag}" if tag else kind
+        self._write(f"{numbered}{words}", user_line() if self._compares_all else None)
+        self.place = self.written if with_arguments else None
         self._since += 1
         if compared:
             self.compare()
@@ -194,22 +210,34 @@ class Journal:
         DivergenceError
             On every rank, where the entries differ.
         """
+        return self.answer(self.ask(event, number))
+
+    def ask(self, event: str, number: int) -> Comparison | None:
+        """Enter an event, and start to compare all entries, and a number. Collective.
+
+        The result, for `answer`, is None on a single rank.
+        """
         if not self.compares:
+            return None
+        self._begin_step()
+        self._write(event, None)
+        self.place = None
+        return self._start(number)
+
+    def answer(self, question: Comparison | None) -> bool:
+        """Return whether the number of `ask` is the same on all ranks; raise as `agrees` does."""
+        if question is None:
             return True
-        if threading.get_ident() != self.thread:
-            self._change_thread()
-        self.number += 1
-        self._write(event, 0, short_key(NO_CALL), None)
-        self._start(number)
-        return self._settle()
+        if question is self._under_way:
+            self._settle()
+        _, number_alike = question.wait()
+        return number_alike
 
     def latest(self) -> int | None:
-        """Return the entry for a tensor that is made now; None on other threads and in a backward
-        pass, where ranks may be at different ones.
+        """Return the entry for a tensor that is made now; None on other threads, where ranks may be
+        at different ones.
         """
-        if threading.get_ident() != self.thread or backward_pass() != -1:
-            return None
-        return self.place
+        return self.place if threading.get_ident() == self.thread else None
 
     def compare(self) -> None:
         """Compare all entries, and wait; raise DivergenceError on every rank, where they differ."""
@@ -217,86 +245,64 @@ class Journal:
             self._start()
             self._settle()
 
-    def count_elsewhere(self) -> None:
-        """Count a comparison that begins elsewhere, without an entry."""
-        if self._compares_all:
-            self.compare()
-        self._elsewhere += 1
+    def latest_entries(self, most: int = _KEPT) -> Entries:
+        """Return the latest entries. The watching thread calls it, too."""
+        last = list(self._last)[-most:]
+        texts, lines = zip(*last, strict=True) if last else ((), ())
+        return Entries(self.written - len(last) + 1, texts, lines)
 
-    def _write(self, kind: str, tag: int, key: Key, line: str | None) -> None:
-        if self.written - self._folded == _KEPT:
-            self._fold()
-        self._last.append((kind, tag, key, line))
+    def _begin_step(self) -> None:
+        """Count a step, by the thread that now takes the steps."""
+        if threading.get_ident() != self.thread:
+            self._change_thread()
+        self.number += 1
+
+    def _write(self, text: str, line: str | None) -> None:
+        self._checksum = crc32(text.encode(), self._checksum)
+        self._last.append((text, line))
         self.written += 1
-        self.place = self.written if len(key) > 2 else None
 
-    def latest_codes(self, most: int = _KEPT) -> tuple[int, list[int]]:
-        """Return the number of the first of the latest entries, and their codes.
-
-        The watching thread calls it, too.
-        """
-        last = list(self._last)[max(0, len(self._last) - most) :]
-        codes = [code_of(kind, key) + tag for kind, tag, key, _ in last]
-        return self.written - len(last) + 1, codes
-
-    def entry(self, number: int | None) -> str:
-        """Return an entry as a user would write it; the latest one for None."""
-        last = list(self._last)
-        index = len(last) - 1 if number is None else number - 1 - self.written + len(last)
-        return entry_in_words(*last[index]) if 0 <= index < len(last) else "nothing yet"
-
-    def _fold(self) -> None:
-        """Add new entries to the running checksum."""
-        _, codes = self.latest_codes(self.written - self._folded)
-        self._summed = crc32(array("q", codes).tobytes(), self._summed)
-        self._folded = self.written
-
-    def _start(self, number: int = 0) -> None:
+    def _start(self, number: int = 0) -> Comparison:
         """Start to compare the running checksum, and a number, once the comparison under way has
         ended.
         """
         self._settle()
-        self._fold()
         self._since = 0
-        self._under_way = self._comm.compare([self._summed, number])
+        self._under_way = begun = self._comm.compare([self._checksum, number])
+        return begun
 
-    def _settle(self) -> bool:
-        """Wait for the comparison under way, if there is one, and raise where entries differ.
-
-        Return whether its number is the same on all ranks.
-        """
+    def _settle(self) -> None:
+        """Wait for the comparison under way, if there is one; raise where entries differ."""
         if self._under_way is None:
-            return True
+            return
         comparison, self._under_way = self._under_way, None
         with Wait(self.waiting):
-            alike, number_alike = comparison.wait()
+            alike, _ = comparison.wait()
         if not alike:
             raise DivergenceError(self._differences())
-        return number_alike
 
     def _differences(self) -> str:
         """Return each rank's first entry that differs, in words. Collective."""
+        told = self.latest_entries(), place_of(self.thread), self._tags.last
         with Wait(self.waiting):
-            ranks = self._comm.allgather(self.latest_codes())
-            number = first_difference(ranks)
-            told = self.entry(number), place_of(self.thread), self._tags.last, self._elsewhere
-            steps, places, tags, elsewhere = zip(*self._comm.allgather(told), strict=True)
+            ranks, places, tags = zip(*self._comm.allgather(told), strict=True)
+        number = first_difference(ranks)
         # A program that catches the error continues with the same numbers on all ranks.
         self._tags.last = max(tags)
-        self.missed += max(elsewhere) - self._elsewhere
-        self._elsewhere = max(elsewhere)
-        self._summed = self._since = 0
+        self._checksum = self._since = 0
         for known in (self._calls, self._steps, self._counts, self._last):
             known.clear()
-        self.written = self._folded = max(begin + len(codes) - 1 for begin, codes in ranks)
+        ends = [entries.first + len(entries.texts) - 1 for entries in ranks]
+        self.written = max(ends)
         # Tensors made after the ranks diverged have different entries.
         self._known_from, self.place = self.written + 1, None
-        begin = max(begin for begin, _ in ranks)
-        found = (
-            f"before collective step {begin}; their last ones are"
-            if number is None
-            else f"in collective step {number}"
-        )
+        if number is None:
+            begin = max(entries.first for entries in ranks)
+            found = f"before collective step {begin}; their last ones are"
+            steps = [entries.words(end) for entries, end in zip(ranks, ends, strict=True)]
+        else:
+            found = f"in collective step {number}"
+            steps = [entries.words(number) for entries in ranks]
         hint = f" {_VARIABLE}=1 compares before every step, and names its line."
         return (
             f"the ranks differ {found}. {by_ranks(steps, ': ')}. They are now: "

@@ -18,16 +18,16 @@ from distconv.device.numerics import asks_for_channels_last
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid import communicators, devices
 from distconv.grid.abort import abort_when_a_rank_raises
+from distconv.grid.calls import running
 from distconv.grid.device_mesh import arranged, axes_of_mesh, make_device_mesh
 from distconv.grid.interface import Grid
 from distconv.grid.interrupt import end_when_abandoned
-from distconv.grid.members import ranks_of
+from distconv.grid.ranks import ranks_of, world
 from distconv.grid.stall import time_limit
+from distconv.grid.waits import Wait
 from distconv.transport.interface import Communicator, ObjectCommunicator
 from distconv.transport.launch import check_is_rank, launched, start_line
 from distconv.transport.torch_groups import TorchCommunicator
-from distconv.transport.watched import Wait
-from distconv.transport.world import world
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -165,7 +165,8 @@ class ProcessGrid(Grid):
     def all_gather_object(self, value: Any) -> list[Any]:
         if self.size == 1:
             return [value]
-        with self.collective("all_gather_object"):
+        self.journal.take("all_gather_object")
+        with self.waiting():
             return self._comm.allgather(value)
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
@@ -191,7 +192,7 @@ class ProcessGrid(Grid):
         )
         if self.size > 1:
             group = self.communicator(AXES)
-            with self.collective("mean"):
+            with running("ProcessGrid.mean"):
                 self.transport.all_reduce(numbers, group).wait()
         total, weights, bad = numbers.tolist()
         if bad:
@@ -200,10 +201,6 @@ class ProcessGrid(Grid):
                 f"mean: {mine} is no weight; pass the number of samples, from 0 on, on every rank"
             )
         return total / weights if weights else nan
-
-    def collective(self, kind: str) -> Wait:
-        self.journal.take(kind)
-        return self.waiting()
 
     def __eq__(self, other: object) -> bool:
         return (

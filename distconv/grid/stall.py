@@ -15,22 +15,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from distconv.grid.abort import ABANDONED, abort_job
-from distconv.grid.board import Board
-from distconv.grid.call_keys import first_difference
-from distconv.grid.journal import Journal
-from distconv.grid.whereabouts import (
-    by_ranks,
-    operator_name,
-    operator_of,
-    place_of,
-    ranks_in_words,
-)
-from distconv.transport.torch_groups import open_store
-from distconv.transport.watched import StreamWait, Wait, Waiting
+from distconv.grid.calls import operator_name, operator_of
+from distconv.grid.journal import Entries, Journal, first_difference
+from distconv.grid.program_lines import place_of
+from distconv.grid.rank_words import by_ranks, ranks_in_words
+from distconv.grid.waits import StreamWait, Wait, Waiting
+from distconv.transport.torch_groups import Store, open_store
 
 _VARIABLE = "DISTCONV_TIMEOUT"
 _DEFAULT = 300.0
@@ -40,6 +35,8 @@ _ANSWER = 5.0
 """Seconds that the other ranks have for their answers."""
 _COMPARED = 256
 """The number of latest steps that the ranks compare then."""
+_UNKNOWN = Entries(1, (), ())
+"""The entries of a rank that has not told them."""
 
 
 def time_limit() -> float:
@@ -57,6 +54,37 @@ def time_limit() -> float:
     return seconds
 
 
+class Board:
+    """Notes of ranks for each other, by name, in a store of torch.distributed that the first rank
+    keeps.
+
+    Without a store, or once it cannot be reached, reads return nothing, and notes are lost.
+    """
+
+    def __init__(self, store: Store = None):
+        self._store = store
+
+    def post(self, name: str, text: str) -> None:
+        """Leave a note, which replaces the earlier one of that name."""
+        self._ask(lambda store: store.set(name, text))
+
+    def read(self, name: str) -> str | None:
+        """Return the note of that name; None where there is none."""
+        note = self._ask(lambda store: store.get(name) if store.check([name]) else None)
+        return None if note is None else note.decode()
+
+    def count(self, name: str, more: int = 1) -> int:
+        """Add to the counter of that name; return its new value, or -1 without a store."""
+        value = self._ask(lambda store: store.add(name, more))
+        return -1 if value is None else int(value)
+
+    def _ask(self, question: Callable[[Store], Any]) -> Any:
+        try:
+            return None if self._store is None else question(self._store)
+        except RuntimeError:
+            self._store = None
+
+
 class Watch:
     """A thread that watches the current wait of one of `size` ranks for the others."""
 
@@ -69,7 +97,6 @@ class Watch:
             self._limit = _DEFAULT  # and the grid raises the error, on all ranks
         # A large job asks the first rank less often.
         self._period = max(min(1.0, self._limit / 8), size / 2000)
-        self._noted = 0
         self._answered = False
         self._leaving = threading.Event()
         self._looking = threading.Thread(target=self._look, name="distconv-watch", daemon=True)
@@ -148,16 +175,15 @@ class Watch:
         """Note the latest entries of this waiting rank; return whether the next rank's note differs
         in an entry. Wherever ranks differ, two neighbours do.
         """
-        latest = self._journal.latest_codes(_COMPARED)
-        if self._journal.written != self._noted:
-            self._board.post(f"waits/{self._rank}", json.dumps(latest))
-            self._noted = self._journal.written
+        first, texts, _ = self._journal.latest_entries(_COMPARED)
+        sums = [crc32(text.encode()) for text in texts]
+        self._board.post(f"waits/{self._rank}", json.dumps((first, sums)))
         note = self._board.read(f"waits/{(self._rank + 1) % self._size}")
         if note is None:
             return False
-        (first, codes), (other, others) = latest, json.loads(note)
+        other, others = json.loads(note)
         begin = max(first, other)
-        pairs = zip(codes[begin - first :], others[begin - other :], strict=False)
+        pairs = zip(sums[begin - first :], others[begin - other :], strict=False)
         return any(mine != theirs for mine, theirs in pairs)
 
     def _state(self) -> _State:
@@ -172,8 +198,7 @@ class Watch:
         operator = operator_of(journal.thread)
         what += f" in {operator}" if operator else ""
         what += f" at {place_of(journal.thread)}, after {journal.number} collective steps"
-        first, codes = journal.latest_codes(_COMPARED)
-        return _State(what, first, codes, [journal.entry(first + i) for i in range(len(codes))])
+        return _State(what, journal.latest_entries(_COMPARED))
 
     def _answer(self) -> None:
         """Post this rank's state when another rank reports, once."""
@@ -201,23 +226,17 @@ class Watch:
                 if (steps := self._board.read(f"left/{rank}")) is not None:
                     states[rank] = _State(f"has left the program, after {steps} collective steps")
                 elif (note := self._board.read(f"state/{rank}")) is not None:
-                    states[rank] = _State(*json.loads(note))
+                    what, entries = json.loads(note)
+                    states[rank] = _State(what, Entries(*entries))
             time.sleep(min(0.1, self._period))
         return states
 
 
 class _State(NamedTuple):
-    """A rank's place in words, its first known entry, and the codes and words of its entries."""
+    """A rank's place in words, and the latest entries of its journal."""
 
     what: str
-    first: int = 1
-    codes: Sequence[int] = ()
-    words: Sequence[str] = ()
-
-    def entry(self, number: int) -> str:
-        """Return an entry in words."""
-        known = 0 <= number - self.first < len(self.words)
-        return self.words[number - self.first] if known else "nothing that is known"
+    entries: Entries = _UNKNOWN
 
 
 def _report(why: str, size: int, states: dict[int, _State]) -> str:
@@ -229,10 +248,11 @@ def _report(why: str, size: int, states: dict[int, _State]) -> str:
     for rank in range(size):
         places.setdefault(states[rank].what if rank in states else silent, []).append(rank)
     lines = [f"  {ranks_in_words(ranks)}: {what}" for what, ranks in places.items()]
-    known = {rank: state for rank, state in sorted(states.items()) if state.codes}
-    number = first_difference([(s.first, s.codes) for s in known.values()]) if known else None
+    known = [state.entries for state in states.values() if state.entries.texts]
+    number = first_difference(known) if known else None
     if number is not None:
-        words = [known[r].entry(number) if r in known else "unknown" for r in range(size)]
+        entries = [states[r].entries if r in states else _UNKNOWN for r in range(size)]
+        words = [theirs.words(number) for theirs in entries]
         lines.append(f"Step {number} is the first in which they differ. {by_ranks(words, ': ')}.")
     return "\n".join(
         (

@@ -20,7 +20,7 @@ from distconv.comm.half_sums import WIDE, HalfSum
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
 from distconv.horovod.handles import give_handle
-from distconv.horovod.job import JOINED, PURPOSE, Announcement, Job, Part, check_plain
+from distconv.horovod.job import JOINED, PURPOSE, Announcement, Job, Part, refuse_dist_tensors
 from distconv.horovod.process_sets import current, global_process_set
 from distconv.transport.interface import Request
 
@@ -476,7 +476,7 @@ def _called(
 ) -> Any:
     """Return the result, or the handle, of a call of one of Horovod's functions."""
     given = list(tensors) if several else [tensors]
-    check_plain(family + variant, *given)
+    refuse_dist_tensors(family + variant, *given)
     job = options["process_set"].job
     options["kind"] = family
     check_compression(family + variant, options.get("compression"))

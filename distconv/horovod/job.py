@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
-from distconv.grid.whereabouts import ranks_in_words
+from distconv.grid.rank_words import ranks_in_words
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.transport import launch
 
@@ -243,7 +243,7 @@ def check_environment() -> None:
             )
 
 
-def check_plain(caller: str, *tensors: Tensor) -> None:
+def refuse_dist_tensors(caller: str, *tensors: Tensor) -> None:
     """Raise `TypeError` for anything but plain tensors, which each rank has for itself."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or isinstance(tensor, DistTensor):

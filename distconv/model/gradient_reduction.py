@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from distconv import torch_private
-from distconv.comm.agreement import fingerprint
 from distconv.comm.half_sums import WIDE, ErrorFeedback, HalfSum
 from distconv.geometry.layout import replicating_axes
-from distconv.grid.call_keys import PARAMETERS
+from distconv.grid.calls import PARAMETERS
 from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
-from distconv.grid.whereabouts import user_line
+from distconv.grid.program_lines import user_line
 from distconv.model.buckets import Bucket, fill_buckets
 from distconv.model.parameter_hooks import ParameterHooks
 from distconv.tensor.dist_tensor import DistTensor
@@ -112,7 +112,7 @@ class GradientReduction:
         self._warned = False
         """Whether a warning was given that ranks train different parameters."""
         self.layout = 0
-        """The fingerprint of the layout of the buckets."""
+        """A checksum of the layout of the buckets."""
         self._hooks = ParameterHooks(self, self._parameters, self.leaves, grid, self._axes)
         self._make_communicators()
         self.prepare()
@@ -263,7 +263,7 @@ class GradientReduction:
             return
         self._check_sums("parameters were frozen", [not p.requires_grad for p in self.leaves])
         self._laid_out = layout
-        self.layout = fingerprint([self.kind(p) for p in self._parameters])
+        self.layout = crc32(repr([self.kind(p) for p in self._parameters]).encode())
         self._buckets = self._filled()
         number_of = {id(p): n for n, p in trainable}
         self._members = [[number_of[id(p)] for p in b.parameters] for b in self._buckets]

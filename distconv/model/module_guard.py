@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distconv.comm.agreement import Agreement, differences
 from distconv.comm.checksums import due, unequal
+from distconv.grid.rank_words import differences
 from distconv.model.consistency import checked_state
 from distconv.model.gradient_reduction import GradientReduction, reduction_of
 from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
@@ -19,6 +19,7 @@ from distconv.tensor.eager import check_untraced
 from distconv.tensor.module_call import enter_call, innermost_call
 from distconv.tensor.nested import tensors_in
 from distconv.torch_private import parts_and_parameters, run_eagerly
+from distconv.transport.interface import Comparison
 
 
 class ModuleGuard:
@@ -31,7 +32,8 @@ class ModuleGuard:
         """The dictionaries of parameters and submodules of the module and its submodules."""
         self._entries: list[Any] = []
         """The parameters and submodules that were in these dictionaries."""
-        self._agreement = Agreement(self._grid)
+        self._question: Comparison | None = None
+        """The comparison of the call under way between ranks."""
         self._calls = object()
         """A placeholder for the calls of the module, which the grid counts."""
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -74,7 +76,11 @@ class ModuleGuard:
                 )
         if outermost:
             self._check_equal(module)
-            self._agreement.ask(self._reduction.layout ^ self._reduction.enabled, module.training)
+            mode = "training" if module.training else "evaluation"
+            self._question = self._grid.journal.ask(
+                f"call of a parallelized module in {mode} mode",
+                self._reduction.layout ^ self._reduction.enabled,
+            )
 
     def _together(self, inputs: Iterable[Tensor]) -> bool:
         """Return whether all ranks of the grid make this call, as they do with cut tensors.
@@ -137,16 +143,9 @@ class ModuleGuard:
             )
 
     def _check_agreement(self, module: nn.Module) -> None:
-        """Raise where the ranks have not begun the forward pass in the same state."""
-        alike, in_mode = self._agreement.answer() or (True, True)
-        if not in_mode:
-            # The other ranks may wait within the forward pass, and see only this message.
-            raise RuntimeError(
-                f"the parallelized module is in {'training' if module.training else 'evaluation'} "
-                f"mode on rank {self._grid.rank}, and not on all others; call train() or eval() on "
-                "every rank"
-            )
-        if alike:
+        """Raise on every rank where the ranks have not begun the call in the same state."""
+        question, self._question = self._question, None
+        if self._grid.journal.answer(question):
             return
         names = (name for name, _ in module.named_parameters())
         kinds = dict(zip(names, map(self._reduction.kind, self._parameters), strict=True))

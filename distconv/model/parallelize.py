@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from distconv.comm.agreement import differences
 from distconv.comm.collectives import broadcast
 from distconv.comm.half_sums import wire_type
 from distconv.device import numerics
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.rank_words import differences
 from distconv.model.gradient_reduction import (
     REDUCTION_ATTRIBUTE,
     GradientReduction,

@@ -40,7 +40,7 @@ def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
     return rule
 
 
-@implements(torch_private.norms)
+@implements(torch_private.of_lists("norm"))
 def norm(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.interface import Grid
-from distconv.grid.whereabouts import user_line
+from distconv.grid.program_lines import user_line
 from distconv.ops.support.memory_format import in_order_of_memory
 from distconv.ops.support.operands import (
     as_distributed,

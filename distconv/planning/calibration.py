@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.ranks import world
 from distconv.planning.host_work import measure_host_work
 from distconv.planning.machine import LinkTimes, Machine, Table, allocator_here
-from distconv.transport.world import world
 
 MESSAGES = (8, 2**10, 2**13, 2**15, 2**16, 2**18, 2**20, 2**22, 2**24)
 GATHERED = (8, 2**10, 2**13, 2**15, 2**16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,13 +20,13 @@ from distconv.geometry.layout import Layout, rank_box
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.grid.journal import Journal
+from distconv.grid.waits import Waiting
 from distconv.planning.recording import Start
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.tensor.sample_format import in_sample_format
 from distconv.torch_private import BatchNorm
 from distconv.transport.interface import Message
-from distconv.transport.watched import Waiting
 
 
 class DryGroup(NamedTuple):
@@ -169,9 +169,6 @@ class DryRunGrid(Grid):
         if not self._alike:
             raise RuntimeError(_ALONE)
         return [value]
-
-    def collective(self, kind: str) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def tensor(
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None

@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from distconv.geometry.layout import default_cuts
 from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.ranks import world
 from distconv.model.parallelize import parallelize
 from distconv.ops.support.method import method
 from distconv.planning.dry_run import DryRunGrid
@@ -32,7 +33,6 @@ from distconv.planning.recording import Compute, HostWork, LocalOperator
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tensor.module_call import enter_call
 from distconv.tensor.ownership import own
-from distconv.transport.world import world
 
 
 class _Apply(nn.Module):

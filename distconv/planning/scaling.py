@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from distconv.data.durable import write_atomically
-from distconv.device.kinds import synchronize
+from distconv.device.kinds import wait_for_device
 from distconv.geometry.layout import Layout, dimension_names
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
@@ -366,7 +366,7 @@ def training_step(
             value.backward()
             taken.step()
             taken.zero_grad()
-        synchronize(grid.device)
+        wait_for_device(grid.device)
 
     return step
 

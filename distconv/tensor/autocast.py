@@ -17,6 +17,7 @@ from distconv import torch_private
 from distconv.device.kinds import rehearsed
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import RULES
+from distconv.tensor.nested import tensors_in
 from distconv.tensor.ownership import own_alike
 
 
@@ -140,12 +141,12 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = [x for x in torch_private.tree_leaves((args, kwargs)) if isinstance(x, StandIn)]
+        given = [x for x in tensors_in(args, kwargs) if isinstance(x, StandIn)]
         first, converts = given[0], func is torch_private.conversion
         named = {k: "meta" if k == "device" else x for k, x in (kwargs or {}).items()}
         if func in _COMPOSED and first is first.family[0]:
             raise NotImplementedError(f"{func} converts within")
-        args, named = torch_private.tree_map_only(Tensor, _without_elements, (tuple(args), named))
+        args, named = _mapped((tuple(args), named), _without_elements)
         result = func(*args, **named)
 
         def standing_in(made: Tensor) -> StandIn:
@@ -157,7 +158,7 @@ class StandIn(Tensor):
         if not func.is_view:
             for x in given:
                 x.uses.add(result.dtype if converts else x.dtype)
-        return torch_private.tree_map_only(Tensor, standing_in, result)
+        return _mapped(result, standing_in)
 
 
 def _without_elements(x: Tensor) -> Tensor:

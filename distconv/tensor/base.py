@@ -20,7 +20,7 @@ from torch.nn import Module
 from distconv import torch_private
 from distconv.geometry.layout import Box, Cuts, Layout, cutting_axes, rank_box
 from distconv.grid.interface import Grid
-from distconv.grid.whereabouts import module_calls, on_behalf_of
+from distconv.grid.module_path import module_calls, on_behalf_of
 from distconv.tensor.shared_memory import SharedMemory
 
 Distributed = TypeVar("Distributed", bound="DistTensorBase")
@@ -265,7 +265,7 @@ class DistTensorBase(torch.Tensor):
     def sync_requires_grad(self) -> None:
         """Tell torch, below its functions, whether the shard requires gradients."""
         with torch_private.without_torch_function():
-            torch_private.set_requires_grad(self, self.held.requires_grad)
+            Tensor.requires_grad_(self, self.held.requires_grad)
 
     @property
     def replicas(self) -> int:

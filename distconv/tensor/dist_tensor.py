@@ -18,10 +18,10 @@ from distconv.geometry.layout import (
     rank_box,
     replicating_axes,
 )
+from distconv.grid.calls import CURRENT, NO_CALL, operator_name, running
 from distconv.grid.device_mesh import arranged, axes_of_mesh
 from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
-from distconv.grid.whereabouts import CURRENT, NO_CALL, operator_name, running
 from distconv.tensor import autocast
 from distconv.tensor.aliasing import finish_write, mark_of_parameter
 from distconv.tensor.base import DistTensorBase

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from distconv.grid.whereabouts import operator_name
+import torch
+
+from distconv.grid.calls import operator_name
 from distconv.tensor.dispatch import SERIAL, refuse
 from distconv.tensor.nested import tensors_in
 from distconv.torch_private import (
     count_modes,
     innermost_transform,
-    is_tracing,
     make_fx_before_dispatch,
     tracing_mode,
 )
@@ -45,7 +46,7 @@ def maybe_traced() -> bool:
     """Return whether a mode is active below torch's functions; see `check_untraced`."""
     return (
         count_modes() != 0
-        or is_tracing()
+        or torch.jit.is_tracing()
         or innermost_transform() is not None
         or make_fx_before_dispatch() is not None
     )
@@ -57,7 +58,7 @@ def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
     All ranks run the same program, so all or none raise. A graph would hold this rank's blocks, and
     its gradients would lack the sums over ranks.
     """
-    tool = "torch.jit.trace" if is_tracing() else ""
+    tool = "torch.jit.trace" if torch.jit.is_tracing() else ""
     if innermost_transform() is not None:
         tool = "one of torch.func's transforms"
     tool = tracing_mode() or tool

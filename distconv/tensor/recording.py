@@ -12,15 +12,16 @@ from distconv.comm import replication
 from distconv.comm.checksums import CURE, due, names_of, unequal
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, Shape, cutting_axes, rank_box, replicating_axes
+from distconv.grid.calls import operator_name
 from distconv.grid.interface import Grid
-from distconv.grid.whereabouts import operator_name, user_line
+from distconv.grid.program_lines import user_line
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.eager import check_untraced
 from distconv.tensor.nested import replaced, tensors_in
 from distconv.tensor.ownership import enter, is_owned, origins, owned_among
 from distconv.tensor.redistribution import redistribute
-from distconv.torch_private import hooks_of, node_of_tensor, without_torch_function
+from distconv.torch_private import hooks_of, without_torch_function
 
 ADVICE_FOR_FUNCTIONS = (
     "Use torch functions, or wrap it in a function with a rule (distconv.elementwise, .windowed, "
@@ -48,6 +49,10 @@ _OF_SPARSE: set[Any] = {
     torch.Tensor.__rmatmul__,
 }
 """Functions that accept plain sparse matrices beside distributed tensors."""
+
+
+_node_of_wrapper: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+"""Return the node at which torch has recorded a DistTensor itself, or None."""
 
 
 def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> Grid:
@@ -81,7 +86,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
         for x in operands:
             if isinstance(x, DistTensorBase):
                 distributed.append(x)
-                if lost is None and node_of_tensor(x) is not None:
+                if lost is None and _node_of_wrapper(x) is not None:
                     lost = x
     if lost is not None:
         refuse(

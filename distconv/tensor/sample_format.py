@@ -18,15 +18,13 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from distconv.comm.packing import CHANNELS_LAST
 from distconv.device.numerics import asks_for_channels_last
 from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.interface import Grid
 
 FEWEST_ELEMENTS = 2**14
 """The smallest block, in elements, for which convolutions were measured to gain."""
-
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The formats with channels last, by the number of dimensions."""
 
 _Convolution = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -47,7 +45,7 @@ def channels_last(
             and not grid.computes_on_gpu
             and onednn_is_on()
         )
-    return _FORMATS.get(len(shape)) if chosen else None
+    return CHANNELS_LAST.get(len(shape)) if chosen else None
 
 
 def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid) -> Tensor:
@@ -71,7 +69,7 @@ def set_weight_formats(module: nn.Module, grid: Grid) -> None:
         # Not `part.weight`, which a parametrization would compute, so that a change would be lost.
         p = dict(part.named_parameters(recurse=False)).get("weight")
         if p is not None and isinstance(part, _Convolution) and (chosen or _gains(part, p)):
-            p.data = p.data.contiguous(memory_format=_FORMATS[p.dim()])
+            p.data = p.data.contiguous(memory_format=CHANNELS_LAST[p.dim()])
 
 
 def _gains(part: nn.Module, weight: Tensor) -> bool:

@@ -13,8 +13,10 @@ from torch import Tensor
 from distconv.comm.checksums import CURE, checksum, differing, due
 from distconv.geometry.layout import Cuts, Layout, block, cutting_axes, rank_box
 from distconv.geometry.topology import Topology
+from distconv.grid.calls import operator_name
 from distconv.grid.interface import Grid
-from distconv.grid.whereabouts import operator_name, user_line
+from distconv.grid.program_lines import user_line
+from distconv.grid.rank_words import differences
 from distconv.tensor.aliasing import prepare_write
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import WAYS_OUT, refuse
@@ -37,41 +39,32 @@ def global_shape(
     # A use counted by block would differ between ranks.
     whole = None if any(cuts) else local.shape
     check = replicated and due((operator, line, whole), grid)
-    held = grid.all_gather_object(
-        (
-            *(tuple(local.shape), str(local.dtype), local.requires_grad, layout, str(grid), device),
-            (checksum(local, grid.journal.debug), line) if check else None,
-        )
-    )
-    shapes = [meta[0] for meta in held]
+    mine = {"type": str(local.dtype), "requires_grad": local.requires_grad}
+    mine |= {"layout": layout, "grid": str(grid)}
+    number = checksum(local, grid.journal.debug) if check else None
+    held = grid.all_gather_object((tuple(local.shape), mine, device, number, line))
+    shapes, facts, devices, sums, lines = zip(*held, strict=True)
     if len({len(s) for s in shapes}) > 1:
         raise ValueError(f"the ranks' blocks differ in their number of dimensions: {shapes}")
-    for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3), ("grid", 4)):
-        if len({meta[i] for meta in held}) > 1:
-            usual, _ = Counter(meta[i] for meta in held).most_common(1)[0]
-            odd = next(r for r, meta in enumerate(held) if meta[i] != usual)
-            raise ValueError(
-                f"the ranks' blocks differ in {what}: rank {odd} has {held[odd][i]}, the others "
-                f"{usual}; pass the same on every rank"
-            )
-    for rank, (*_, elsewhere, _) in enumerate(held):
+    for found in differences(facts):
+        raise ValueError(f"the ranks' blocks differ: {found}; pass the same on every rank")
+    for rank, elsewhere in enumerate(devices):
         if elsewhere != "cpu":
             raise ValueError(
                 f"the tensor of rank {rank} lives on {elsewhere}, not on the device of the grid "
                 "there; pass x.to(grid.device), or a CPU tensor, which is moved there"
             )
     try:
-        shape = _fitting_shape(tuple(shapes), cuts, grid.topology)
+        shape = _fitting_shape(shapes, cuts, grid.topology)
     except ValueError as error:
         raise ValueError(f"{operator} at {line}: {error}") from None
-    sums = [meta[6] for meta in held]
-    if all(sums):
+    if None not in sums:
         axes = cutting_axes(cuts)
-        ranks = differing(local, axes, [number for number, _ in sums], grid)
+        ranks = differing(local, axes, sums, grid)
         if ranks:
             which = "the blocks of ranks that hold the same box are" if axes else "the tensor is"
             raise ValueError(
-                f"{operator} at {sums[0][1]}: {which} not the same on all ranks: {ranks}. Every "
+                f"{operator} at {lines[0]}: {which} not the same on all ranks: {ranks}. Every "
                 f"rank has to pass equal ones: {CURE}; or read a block of its own on each rank and "
                 "pass that to DistTensor.from_local"
             )

@@ -13,7 +13,7 @@ from typing import Any
 
 from distconv.geometry.layout import Layout
 from distconv.geometry.topology import AXES
-from distconv.transport.world import world_if_rank
+from distconv.grid.ranks import world_if_rank
 
 
 class BadArguments(Exception):

@@ -16,11 +16,11 @@ from torch import nn
 
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.ranks import world_if_rank
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import LayerPlan
 from distconv.planning.table import Cell, byte_size, size_cell, table
-from distconv.transport.world import world_if_rank
 
 Shape = Sequence[int]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from distconv.grid.ranks import world
 from distconv.tools.arguments import BadArguments
-from distconv.transport.world import world
 
 
 def module_from(factory: str, seed: int) -> nn.Module:

@@ -287,14 +287,14 @@ def _compare(
         x.data = _shaken(x.data, generator)
 
     torch.manual_seed(seed)
-    serial = _Run(plain, [x.clone() for x in inputs], generator)
+    serial = _ModuleRun(plain, [x.clone() for x in inputs], generator)
     torch.manual_seed(seed)
-    again = _Run(shaken, [_shaken_input(x, generator) for x in inputs], generator, serial)
+    again = _ModuleRun(shaken, [_shaken_input(x, generator) for x in inputs], generator, serial)
     rounding = {(row.layer, row.kind): row.difference for row in _compared(again, serial)}
     del again, shaken
     cut = [distribute_tensor(x, grid, k) for x, k in zip(inputs, of_inputs, strict=True)]
     rows = []
-    for row in _compared(_Run(model, cut, generator, serial), serial):
+    for row in _compared(_ModuleRun(model, cut, generator, serial), serial):
         progress(row)
         rows.append(replace(row, rounding=rounding.get((row.layer, row.kind), 0.0)))
     notes = []
@@ -313,7 +313,7 @@ def _compare(
     return rows, notes, {x.dtype for x in present if _is_continuous(x)}
 
 
-class _Run(ModuleCalls):
+class _ModuleRun(ModuleCalls):
     """A module run forward and backward, with all its tensors.
 
     Outputs are copied, before later layers may write to them.
@@ -331,7 +331,7 @@ class _Run(ModuleCalls):
         module: nn.Module,
         inputs: Sequence[Tensor],
         generator: torch.Generator,
-        serial: _Run | None = None,
+        serial: _ModuleRun | None = None,
     ):
         super().__init__(module)
         self.name = type(module).__name__
@@ -412,7 +412,7 @@ class _Run(ModuleCalls):
         self._state = state
 
 
-def _compared(run: _Run, serial: _Run) -> Iterator[TensorComparison]:
+def _compared(run: _ModuleRun, serial: _ModuleRun) -> Iterator[TensorComparison]:
     """Yield the comparisons of a run with the serial one; collective if it is distributed."""
 
     def differs(name: str, note: str, kind: str = "output") -> TensorComparison:

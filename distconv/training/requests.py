@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distconv.grid.program_lines import user_line
 from distconv.grid.stall import time_limit
-from distconv.grid.whereabouts import user_line
 from distconv.training.parcel import Packing, dealt_out
 from distconv.transport.link import Link, LinkLost, LinkSilent, Message, message
 

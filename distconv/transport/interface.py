@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from operator import eq, neg
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,9 +150,6 @@ class Communicator(ObjectCommunicator, Protocol):
     ranks: tuple[int, ...]
     """The job's numbers of its ranks, in their order."""
     purpose: str
-
-    def all_gather_numbers(self, numbers: Sequence[int]) -> np.ndarray:
-        """Return the numbers of every rank, of shape (size, len(numbers)), in 64 bits."""
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
         """Start to compare numbers of fewer than 64 bits with those of the other ranks."""

@@ -82,7 +82,7 @@ def is_copy() -> bool:
     return _copied_from is not None
 
 
-def join() -> None:
+def note_joined() -> None:
     """Note that this process meets the other ranks over a store of torch.distributed."""
     global _has_joined
     _has_joined = True

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -72,11 +71,6 @@ class MPICommunicator:
 
     def bcast(self, value: Any = None) -> Any:
         return self.mpi.bcast(value)
-
-    def all_gather_numbers(self, numbers: Sequence[int]) -> np.ndarray:
-        together = np.empty((self.size, len(numbers)), dtype=np.int64)
-        self.mpi.Allgather(np.array(numbers, dtype=np.int64), together)
-        return together
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
         check_is_rank()

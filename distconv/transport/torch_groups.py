@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,13 +38,13 @@ _REACH = timedelta(seconds=20)
 """The time allowed for reaching the rank that keeps a store."""
 
 
-def why_unavailable(device: str) -> str | None:
+def why_no_process_groups(device: str) -> str | None:
     """Return why torch cannot carry messages between devices of a kind; None if it can."""
     distributed = torch.distributed
     if not distributed.is_available():
         return "this torch is built without torch.distributed"
     if is_accelerator(torch.device(device)):
-        return groups.why_unavailable(device)
+        return groups.why_no_backend(device)
     return None if distributed.is_gloo_available() else "this torch has no gloo"
 
 
@@ -170,11 +169,10 @@ class TorchCommunicator:
         if self.size == 1:
             return [value]
         mine = _pickled(value)
-        lengths = self.all_gather_numbers([len(mine)])[:, 0].tolist()
+        lengths = self._gathered(torch.tensor([len(mine)])).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
-        together = padded.new_empty((self.size, len(padded)))
-        complete(gather_flat(self.group), together.view(-1), padded)
+        together = self._gathered(padded)
         return [_unpickled(row[:n]) for row, n in zip(together, lengths, strict=True)]
 
     def bcast(self, value: Any = None) -> Any:
@@ -187,14 +185,11 @@ class TorchCommunicator:
         complete(self.group.broadcast, message, 0)
         return _unpickled(message)
 
-    def all_gather_numbers(self, numbers: Sequence[int]) -> np.ndarray:
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        together = mine.new_empty((self.size, len(numbers)))
-        if self.size == 1:
-            together[0] = mine
-        else:
-            complete(gather_flat(self.group), together.view(-1), mine)
-        return together.numpy()
+    def _gathered(self, mine: Tensor) -> Tensor:
+        """Return the vectors of all ranks, stacked."""
+        together = mine.new_empty((self.size, len(mine)))
+        complete(gather_flat(self.group), together.view(-1), mine)
+        return together
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
         from torch.distributed import ReduceOp

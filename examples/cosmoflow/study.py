@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 
 from distconv.data.checkpoint import checkpoints_in
 from distconv.data.durable import write_atomically
+from distconv.grid.ranks import world
 from distconv.planning.table import markdown
-from distconv.transport.world import world
 from examples.trainer.arguments import command_line, natural, positive
 from examples.trainer.launch import become_ranks, generated, words
 from examples.trainer.logs import write_json

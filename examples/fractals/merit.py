@@ -20,9 +20,9 @@ from typing import Any
 
 from distconv.data.checkpoint import checkpoints_in
 from distconv.data.durable import write_atomically
+from distconv.grid.ranks import world
 from distconv.planning.table import markdown
 from distconv.transport.interface import ObjectCommunicator
-from distconv.transport.world import world
 from examples.trainer.arguments import command_line, positive
 from examples.trainer.logs import write_json
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import distconv as dc
+from distconv.grid.ranks import world
 from distconv.transport.interface import ObjectCommunicator
-from distconv.transport.world import world
 from examples.trainer.arguments import (
     Add,
     add_grid,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distconv.data.checkpoint import checkpoints_in
-from distconv.transport.world import world
+from distconv.grid.ranks import world
 
 from .arguments import command_line, natural
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import distconv as dc
 from distconv.data import DataError, Loader, Sampler, on_rank_zero, together
+from distconv.grid.ranks import world
 from distconv.transport.interface import ObjectCommunicator
-from distconv.transport.world import world
 
 from .apart import train_apart
 from .arguments import command_line, errors_in_one_line

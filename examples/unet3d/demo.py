@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distconv.transport.world import world
+from distconv.grid.ranks import world
 from examples.trainer.launch import demo, generated, start_anew, words
 
 from . import generate, segment, train

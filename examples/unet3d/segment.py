@@ -19,8 +19,8 @@ from torch import nn
 
 import distconv as dc
 from distconv.data import on_rank_zero
+from distconv.grid.ranks import world
 from distconv.transport.interface import ObjectCommunicator
-from distconv.transport.world import world
 from examples.segmenting.dice import count, dice_coefficients
 from examples.trainer.arguments import add_grid, command_line, errors_in_one_line, natural
 from examples.trainer.building import make_grid

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from distconv.data.durable import write_atomically
+from distconv.grid.ranks import world
 from distconv.planning.table import byte_size, markdown, table
-from distconv.transport.world import world
 from examples.trainer.launch import demo
 
 from .measure import Half, compare

@@ -219,7 +219,7 @@ def test_what_is_missing_is_named_by_its_wheel(monkeypatch, tmp_path: Path) -> N
 def test_the_first_lines_say_what_cannot_be_done(
     kind: str, count: int, said: list[str], monkeypatch
 ) -> None:
-    monkeypatch.setattr("distconv.device.groups.why_unavailable", lambda kind: None)
+    monkeypatch.setattr("distconv.device.groups.why_no_backend", lambda kind: None)
     lines = list(left_out(kind, count))
     assert len(lines) == len(said) and all(map(str.startswith, lines, said))
 

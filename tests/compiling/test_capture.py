@@ -64,7 +64,7 @@ def sanitizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
         return graph, graph
 
     monkeypatch.setattr(graphs, "_new", new)
-    monkeypatch.setattr(graphs, "why_unavailable", lambda device: None)
+    monkeypatch.setattr(graphs, "why_no_graphs", lambda device: None)
     yield watching
     gc.collect()  # requests that wait when they are dropped, for streams that stand in
 
@@ -149,7 +149,7 @@ def test_a_module_alone_is_not_captured() -> None:
 
 
 def test_a_tensor_of_the_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "why_unavailable", lambda device: None)
+    monkeypatch.setattr(graphs, "why_no_graphs", lambda device: None)
     ones = TracedCall(torch.ops.aten.ones.default, ([2],), {"device": CPU}, 0)
     taken = TracedCall(torch.ops.aten.add.Tensor, (Existing(0), Value(0)), {}, 1)
     grid: Any = SimpleNamespace(device=torch.device("meta"))

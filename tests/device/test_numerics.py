@@ -21,7 +21,7 @@ RANK = dc.ProcessGrid(device="cpu", sample=-1).rank
 def test_ranks_whose_settings_differ_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = dc.ProcessGrid(height=-1, device="cpu")
     monkeypatch.setattr(torch.backends.cudnn, name, grid.rank == 1)
-    with pytest.raises(ValueError, match=f"cudnn.{name} is True on rank 1 and False on rank 0"):
+    with pytest.raises(ValueError, match=f"cudnn.{name} is False on rank 0 and True on rank 1"):
         dc.parallelize(nn.Conv2d(1, 1, 3), grid)
 
 
@@ -32,7 +32,7 @@ def test_a_wish_for_channels_last_on_one_rank_is_an_error_on_all(
 ) -> None:
     if RANK == 1:
         monkeypatch.setenv("DISTCONV_CHANNELS_LAST", value)
-    told = {"1": "LAST is True on rank 1 and None on rank 0", "yes": "LAST='yes'.*rank 1"}
+    told = {"1": "LAST is None on rank 0 and True on rank 1", "yes": "LAST='yes'.*rank 1"}
     with pytest.raises(ValueError, match=told[value]):
         dc.parallelize(nn.Conv2d(1, 1, 3), dc.ProcessGrid(height=-1, device="cpu"))
 

@@ -110,7 +110,7 @@ def test_groups_are_those_of_the_backend_of_the_kind(
     kind = {"nccl": "cuda", "xccl": "xpu"}[backend]
     monkeypatch.setattr(distributed, f"ProcessGroup{named}", Group, raising=False)
     monkeypatch.setattr(distributed, "is_backend_available", lambda name: name == backend)
-    assert groups.why_unavailable(kind) is None
+    assert groups.why_no_backend(kind) is None
     limit = timedelta(seconds=7)
     groups.make_group("store", 1, 2, torch.device(kind), limit)
     assert made[0][:3] == ("store", 1, 2) and made[0][3]._timeout == limit
@@ -130,8 +130,8 @@ def test_a_torch_whose_groups_do_not_tell_of_errors_says_so(
 
 def test_a_torch_without_the_backend_says_so() -> None:
     if not distributed.is_backend_available("nccl"):
-        assert groups.why_unavailable("cuda") == "this torch has no NCCL"
-    assert "has no backend for mps" in (groups.why_unavailable("mps") or "")
+        assert groups.why_no_backend("cuda") == "this torch has no NCCL"
+    assert "has no backend for mps" in (groups.why_no_backend("mps") or "")
 
 
 class Library:

@@ -20,8 +20,8 @@ from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow, Windo
 from distconv.geometry.plan import make_plan
 from distconv.geometry.topology import Topology
 from distconv.grid import communicators
+from distconv.grid.ranks import world
 from distconv.transport.launch import switched_on
-from distconv.transport.world import world
 
 COMPARING = pytest.mark.skipif(
     switched_on("DISTCONV_DEBUG"), reason="DISTCONV_DEBUG=1 compares what the ranks pass"
@@ -79,7 +79,7 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The collectives of communicators from here on, in a process that has made no grid yet."""
     counted: Counter[str] = Counter()
     kind = type(world())
-    for name in ("allgather", "bcast", "all_gather_numbers", "compare", "subgroup"):
+    for name in ("allgather", "bcast", "compare", "subgroup"):
         monkeypatch.setattr(kind, name, _counting(counted, name, getattr(kind, name)))
     fresh = communicators._Store()
     monkeypatch.setattr(communicators, "_store", lambda: fresh)

@@ -266,6 +266,27 @@ def test_ranks_that_have_caught_the_error_go_on_right(grid: dc.ProcessGrid) -> N
 
 
 @pytest.mark.parallel([2, 3])
+def test_tensors_made_while_ranks_differ_are_as_good_as_others(unknown: dc.ProcessGrid) -> None:
+    x = planes(unknown)
+
+    def diverge(odd: bool) -> dc.DistTensor:
+        y = (x.tanh() if odd else x) * 2
+        with pytest.raises(DivergenceError):
+            y.sum()
+        return y
+
+    assert diverge(WORLD.rank == LAST).amax().item() > 0
+
+
+@pytest.mark.parallel([2, 3])
+def test_blocks_among_the_arguments_of_a_backward_pass_may_differ(grid: dc.ProcessGrid) -> None:
+    block = torch.ones(1, 1, 5 * WORLD.size - 1, 2).tensor_split(WORLD.size, 2)[WORLD.rank]
+    block.requires_grad_()
+    loss = dc.DistTensor.from_local(block, grid).sum()
+    assert torch.equal(torch.autograd.grad(loss, block)[0], torch.ones_like(block))
+
+
+@pytest.mark.parallel([2, 3])
 def test_equal_numbers_of_other_types_are_other_arguments(grid: dc.ProcessGrid) -> None:
     x = planes(grid)
     (x * 2).sum()

@@ -22,7 +22,7 @@ from distconv.tools.reports.drawing import MOST_NODES, Bar, grid_section, lanes,
 from distconv.tools.reports.layers import explain_page, verify_page
 from distconv.tools.reports.steps import plan_page, prediction_page
 from distconv.tools.reports.studies import scale_page
-from distconv.tools.timeline.report import add_up, read_trace
+from distconv.tools.timeline.report import read_trace, times_of_ranks
 from tests.planning.machines import described
 
 SHAPE, GRID = (2, 1, 16, 8), {"sample": 2, "height": 2}
@@ -157,7 +157,7 @@ def test_page_of_timeline_holds_what_ranks_do(folder: Path) -> None:
     assert main(["timeline", str(trace), "--html", str(report)]) == 0
     if MPI.COMM_WORLD.rank == 0:
         root = parsed(report.read_text())
-        sums = add_up(read_trace(trace))
+        sums = times_of_ranks(read_trace(trace))
         halos = [row for row in tables(root)[1][1:] if row[1] == "halo"]
         assert [row[2] for row in halos] == [byte_size(row.bytes["halo"]) for row in sums]
         lanes_of = [svg.get("aria-label") for svg in root.iter("svg")]

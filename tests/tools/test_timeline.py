@@ -15,7 +15,7 @@ from mpi4py import MPI
 import distconv as dc
 from distconv.tools.command_line import main
 from distconv.tools.timeline.recording import Offset, measure_offsets, on_clock_of_rank_0
-from distconv.tools.timeline.report import add_up, read_trace, spans, spans_under_way, total
+from distconv.tools.timeline.report import read_trace, spans, spans_under_way, times_of_ranks, total
 from examples import timeline as example
 from tests.support.serial import raised_everywhere
 
@@ -51,7 +51,7 @@ def test_all_that_travels_is_there_with_its_bytes(folder: Path) -> None:
     assert {e["pid"] for e in events} == set(range(WORLD.size))
     assert min(e["ts"] for e in events if "ts" in e) == 0
     samples = 2 // grid.shape["sample"]
-    for row in add_up(events):
+    for row in times_of_ranks(events):
         # A row of 8 numbers for each sample; in the backward pass also to the input.
         assert row.bytes["halo"] == 2 * samples * 8 * 4
         # Half of a sample comes from the neighbour, and half of the other's gradient; and then the

@@ -23,7 +23,7 @@ def test_memory_of_a_comparison_that_nobody_waits_for_is_not_used_again() -> Non
         MPI.COMM_WORLD.barrier()
         if MPI.COMM_WORLD.rank == 1:
             comm.compare([3, 4])
-        comm.all_gather_numbers([5])  # MPI goes on with what has been started
+        comm.allgather(5)  # MPI goes on with what has been started
         MPI.COMM_WORLD.barrier()
         assert all(other.tolist() == [7] * 4 for other in others)
 

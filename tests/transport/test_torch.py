@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 import distconv as dc
 from distconv.grid import communicators
+from distconv.grid.ranks import world
 from distconv.transport.interface import Transport
 from distconv.transport.torch_groups import open_store
-from distconv.transport.world import world
 from tests.grid.test_abort import job
 
 WORLD = MPI.COMM_WORLD

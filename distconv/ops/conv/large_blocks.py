@@ -8,7 +8,7 @@ import torch
 
 from distconv.device.kinds import is_accelerator
 from distconv.device.numerics import in_doubt
-from distconv.grid.whereabouts import module_path
+from distconv.grid.module_path import module_path
 from distconv.tensor.dist_tensor import DistTensor
 
 _HALVES = torch.bfloat16, torch.float16

@@ -32,7 +32,6 @@ from distconv.tensor.aliasing import (
 )
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.torch_private import GETTERS_OF_PARTS
 
 # Functions of one tensor and numbers, and n-ary ones that broadcast. Each name is looked up in
 # torch, torch.special, torch.Tensor and torch.nn.functional, with its in-place form.
@@ -210,8 +209,8 @@ def _part_of_complex(name: str, *functions: Callable[..., Any]) -> None:
     implements(getattr(torch, name), *functions)(view)
 
 
-_part_of_complex("real", GETTERS_OF_PARTS["real"])
-_part_of_complex("imag", GETTERS_OF_PARTS["imag"])
+_part_of_complex("real", torch.Tensor.real.__get__)  # type: ignore[attr-defined]
+_part_of_complex("imag", torch.Tensor.imag.__get__)  # type: ignore[attr-defined]
 _part_of_complex("conj", torch.Tensor.conj)
 
 

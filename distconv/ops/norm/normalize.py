@@ -61,13 +61,13 @@ def normalize(
     """
     if grid.computes_on_gpu:
         form = form._replace(in_runs=False)
-    y: Tensor = _Normalize.apply(
+    y: Tensor = _NormalizeBlock.apply(
         in_format_of(x, x), weight, bias, form, grid, group, counts, eps, update
     )
     return y
 
 
-class _Normalize(ShardFunction):
+class _NormalizeBlock(ShardFunction):
     @staticmethod
     def forward(
         ctx: Any,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.ranks import world
 from distconv.model.input_layouts import match_layouts
 from distconv.planning.recorded_step import dtype_of
 from distconv.tools.arguments import BadArguments, complaining
@@ -20,7 +21,6 @@ from distconv.tools.json_lines import as_json
 from distconv.tools.progress import StatusLine
 from distconv.tools.reports.layers import explain_page, verify_page
 from distconv.tools.verify import verify
-from distconv.transport.world import world
 
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distconv.data.durable import write_atomically
+from distconv.grid.ranks import world_if_rank
 from distconv.planning.machine import Machine
 from distconv.planning.recorded_step import LOSSES, OPTIMIZERS
 from distconv.tools.arguments import (
@@ -23,7 +24,6 @@ from distconv.tools.arguments import (
     report_file,
     shape,
 )
-from distconv.transport.world import world_if_rank
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from distconv.grid.ranks import world
 from distconv.planning.calibration import calibrate
 from distconv.planning.layer_layouts import plan_layouts
 from distconv.planning.machine import ALLOCATOR, as_dict
@@ -19,7 +20,6 @@ from distconv.tools.factories import module_from
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import StatusLine
 from distconv.tools.reports.steps import plan_page, prediction_page
-from distconv.transport.world import world
 
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:

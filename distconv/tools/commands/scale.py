@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from distconv.grid.ranks import world
 from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine, allocator_here
 from distconv.planning.recorded_step import record_step
@@ -33,7 +34,6 @@ from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import StatusLine
 from distconv.tools.reports.studies import scale_page
-from distconv.transport.world import world
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from distconv.tools.arguments import BadArguments, complaining
 from distconv.tools.commands.options import Command, add_report_option, is_first, write_report
 from distconv.tools.reports.timelines import timeline_page
-from distconv.tools.timeline.report import add_up, read_trace, times_as_text
+from distconv.tools.timeline.report import read_trace, times_as_text, times_of_ranks
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def _run(given: argparse.Namespace) -> int:
         return 0
     with complaining(OSError, ValueError):
         events = read_trace(given.trace)
-    rows = add_up(events)
+    rows = times_of_ranks(events)
     shown = json.dumps([row._asdict() for row in rows]) if given.json else times_as_text(rows)
     print(shown, flush=True)
     last = max((e["ts"] + e.get("dur", 0.0) for e in events if "ts" in e), default=1.0) / 1e3

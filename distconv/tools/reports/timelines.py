@@ -8,7 +8,7 @@ from distconv.planning.table import Cell, milliseconds, size_cell, time_cell
 from distconv.tools.reports.document import COLOURS, page, section, sortable
 from distconv.tools.reports.drawing import Bar, lanes
 from distconv.tools.timeline.messages import KINDS, ROWS, Event
-from distconv.tools.timeline.report import add_up, spans, spans_under_way
+from distconv.tools.timeline.report import spans, spans_under_way, times_of_ranks
 
 MOST_RANKS = 16
 """The most ranks that are drawn."""
@@ -20,7 +20,7 @@ OF_ROWS = dict(zip((*ROWS, *KINDS), (COLOURS[i] for i in (0, 1, 0, 2, 5, 3, 6, 7
 
 def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) -> str:
     """Return the page of a timeline, drawn from `begin` to `end` seconds."""
-    rows = add_up(events)
+    rows = times_of_ranks(events)
     longest = max((row.seconds for row in rows), default=0.0)
     waits = sum(row.wait for row in rows) / max(sum(row.seconds for row in rows), 1e-12)
     under_way = sum(sum(row.under_way.values()) for row in rows)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from distconv.comm.ledger import Movement
-from distconv.grid.whereabouts import CURRENT, operator_name
+from distconv.grid.calls import CURRENT, operator_name
+from distconv.grid.watched import WrappedTransport
 from distconv.transport.interface import Message, Request, Transport
-from distconv.transport.watched import WrappedTransport
 
 HALO, REDISTRIBUTION, MESSAGE = "halo", "redistribution", "message"
 REDUCTION, GRADIENTS = "reduction", "gradient reduction"
@@ -19,7 +19,7 @@ KINDS = (HALO, REDISTRIBUTION, REDUCTION, GRADIENTS, MESSAGE)
 """Kinds of messages; `message` is an exchange that is neither a halo nor a redistribution."""
 
 
-class Passage(NamedTuple):
+class PassedMessages(NamedTuple):
     """Messages that have passed; times are in nanoseconds since 1970."""
 
     kind: str
@@ -70,7 +70,7 @@ class RecordedTransport(WrappedTransport):
     """A carrier that notes the passage of its messages; see `Transport`."""
 
     def __init__(
-        self, carrier: Transport, kind_of: Callable[[int], str], passed: list[Passage]
+        self, carrier: Transport, kind_of: Callable[[int], str], passed: list[PassedMessages]
     ) -> None:
         super().__init__(carrier)
         self._kind_of, self._passed = kind_of, passed
@@ -107,7 +107,7 @@ class RecordedTransport(WrappedTransport):
 
         def waited(begun: int) -> None:
             times = start, max(begun, start), time_ns()
-            self._passed.append(Passage(kind, received, operator, *times))
+            self._passed.append(PassedMessages(kind, received, operator, *times))
 
         return waited
 
@@ -121,7 +121,7 @@ ROWS = ("compute", "wait", "device")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def events_of(trace: Mapping[str, Any], passed: Iterable[Passage], rank: int) -> list[Event]:
+def events_of(trace: Mapping[str, Any], passed: Iterable[PassedMessages], rank: int) -> list[Event]:
     """Return the events of a rank, with times in microseconds since 1970 by its own clock.
 
     Messages under way have asynchronous events, from their start to the end of the wait for them;

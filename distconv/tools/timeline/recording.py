@@ -28,7 +28,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.tools.timeline.messages import (
     Event,
     Kinds,
-    Passage,
+    PassedMessages,
     RecordedTransport,
     events_of,
     named_rows,
@@ -70,7 +70,7 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     if missing:
         raise FileNotFoundError(f"timeline: there is no folder {missing}; make it before")
     before = measure_offsets(grid)[grid.rank]
-    kinds, passed = Kinds(), list[Passage]()
+    kinds, passed = Kinds(), list[PassedMessages]()
     with (
         profile(activities=profiler_activities()) as recorded,
         profiler_refused(_refuse_profiler),
@@ -93,7 +93,7 @@ def _refuse_profiler(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(f"torch.profiler within dc.timeline(). {_ONE_AT_A_TIME}")
 
 
-def _exported(recorded: Any, passed: list[Passage], rank: int) -> list[Event]:
+def _exported(recorded: Any, passed: list[PassedMessages], rank: int) -> list[Event]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         recorded.export_chrome_trace(str(file))

@@ -46,8 +46,8 @@ def read_trace(path: Path) -> list[Event]:
     return events
 
 
-def add_up(events: Sequence[Event]) -> list[RankTimes]:
-    """Return the sums of each rank."""
+def times_of_ranks(events: Sequence[Event]) -> list[RankTimes]:
+    """Return the times of each rank, summed over its events."""
     ranks = sorted({e["pid"] for e in events})
     return [_of_rank(rank, [e for e in events if e["pid"] == rank]) for rank in ranks]
 

@@ -1,0 +1,76 @@
+"""Lines of the user's program, such as "train.py:41 in main", at which threads are now.
+
+They are found in the interpreter's stack of frames when they are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_LAYERS = str(Path(__file__).resolve().parents[2] / "layers") + os.sep
+_OWN = (_PACKAGE, _LAYERS)
+_LIBRARIES = (
+    str(Path(torch.__file__).resolve().parent) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<frozen",
+)
+
+
+def user_line() -> str:
+    """Return the line of the user's program from which the caller was called."""
+    return _user_line(sys._getframe(1))
+
+
+def place_of(thread: int) -> str:
+    """Return the line of the user's program at which a thread is."""
+    return _user_line(sys._current_frames().get(thread))
+
+
+def is_parked(thread: int) -> bool:
+    """Return whether a thread has ended, or waits for another one in Python's own library."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return True
+    return Path(frame.f_code.co_filename).stem in {"threading", "queue", "_base", "thread"}
+
+
+def is_of_program(file: str) -> bool:
+    """Return whether a file of code belongs to the user's program, not to an installed library."""
+    return not file.startswith((*_OWN, *_LIBRARIES))
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, its caller, and so on."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _user_line(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's program, or else of an installed library."""
+    fallback = None
+    for outer in outwards(frame):
+        file = outer.f_code.co_filename
+        if file.startswith(_OWN):
+            continue
+        if is_of_program(file):
+            return _line(outer)
+        fallback = outer if fallback is None else fallback
+    return "an unknown place" if fallback is None else _line(fallback)
+
+
+def _line(frame: FrameType) -> str:
+    file = Path(frame.f_code.co_filename)
+    if file.is_relative_to(Path.cwd()):
+        file = file.relative_to(Path.cwd())
+    function = frame.f_code.co_name
+    within = "" if function == "<module>" else f" in {function}"
+    return f"{file}:{frame.f_lineno}{within}"

@@ -1,0 +1,45 @@
+"""What ranks have in common, and in what they differ, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return numbers of ranks as text, such as "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(runs) > 1 or runs[0][0] != runs[0][1] else ''} {words}"
+
+
+def by_ranks(texts: Sequence[str], between: str) -> str:
+    """Return the text of each rank, with ranks of equal texts together."""
+    return "; ".join(
+        f"{ranks_in_words(r for r, text in enumerate(texts) if text == said)}{between}{said}"
+        for said in dict.fromkeys(texts)
+    )
+
+
+def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return each name whose value is not the same on all ranks, with all values and their ranks.
+
+    `everyone` has the values of each rank; a name that a rank lacks is "missing" there.
+    """
+    found = []
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name, "missing") for theirs in everyone]
+        if all(value == values[0] for value in values):
+            continue
+        distinct = [value for i, value in enumerate(values) if value not in values[:i]]
+        where = (
+            f"{one} on {ranks_in_words(r for r, value in enumerate(values) if value == one)}"
+            for one in distinct
+        )
+        found.append(f"{name} is {' and '.join(where)}")
+    return found
