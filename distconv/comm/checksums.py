@@ -87,9 +87,10 @@ def checksum(x: Tensor, full: bool = False) -> int:
 
 
 def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Grid) -> str:
-    """Return a message that names ranks whose tensor differs from others with their coordinates
-    along `axes`, or "". All ranks of the grid call it, with the checksums of all, and
-    communicate where any differ.
+    """Return a message that names ranks whose tensor differs from others with the same coordinates
+    along `axes`; "" if none differs.
+
+    All ranks of the grid call it, with the checksums of all, and communicate where any differ.
     """
     if not _odd(sums, axes, grid.topology):
         return ""

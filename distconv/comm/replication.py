@@ -42,7 +42,7 @@ _UNREPLICATED = "distconv_out"
 
 
 def replicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return a plain tensor, equal along `axes`, as a replicated value with summed gradients."""
+    """Return `local`, equal on the ranks along `axes`; its gradient is summed over these ranks."""
     result: Tensor = _Replicate.apply(local, grid, tuple(axes))
     return result
 

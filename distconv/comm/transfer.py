@@ -122,8 +122,10 @@ class Transfer:
         return torch.cat(parts, along)
 
     def start_backward(self, gradients: Sequence[Tensor], like: Tensor) -> InFlight:
-        """Start to send the gradients of halos, contiguous, one for each of the plan's receives, to
-        their owners, and to receive those of own boxes in memory as that of `like`.
+        """Start to send the gradients of halos to their owners, and to receive those of own boxes.
+
+        `gradients` are contiguous, one for each of the plan's receives; messages arrive in memory
+        like `like`.
         """
         plan, grid = self.plan, self.grid
         leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]

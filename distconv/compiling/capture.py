@@ -134,16 +134,16 @@ class _Piece:
 
 
 def _memory_like(x: Tensor) -> Tensor:
-    """Return memory with the strides of a tensor, each of whose elements has a place of its own."""
+    """Return memory like `x`, with its strides unless several of its elements share one place."""
     if is_expanded(x):
         return torch.empty_like(x)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _copies(tensors: Iterable[Tensor], constants: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield copies of tensors, of which those that lie in one memory do so as well.
+    """Yield copies of tensors; copies of tensors that share memory share memory, too.
 
-    Those that lie in the memory of constants are not copied.
+    Tensors in the memory of constants are yielded uncopied.
     """
     there = {x.untyped_storage().data_ptr() for x in constants}
     copied: dict[int, torch.UntypedStorage] = {}

@@ -226,8 +226,9 @@ class Calls:
         self.made = 0
 
     def agree(self, number: int, grid: Grid) -> bool:
-        """Return whether this call has the same number on all ranks, which all call it; warn once
-        where it has not.
+        """Return whether this call has the same number on all ranks; warn once if not.
+
+        All ranks of the grid call it.
         """
         if grid.journal.agrees(f"compiled {self._name}", number):
             return True

@@ -63,7 +63,7 @@ class _Posted:
 
     @property
     def arriving(self) -> list[Any]:
-        """Return the values and constants that are filled."""
+        """Return the values and constants that the message fills when it arrives."""
         if self._function is tracing.start_exchange:
             return [x for _, x in self._rest[0]]
         return [self._rest[0]]
@@ -212,7 +212,7 @@ def _apart(calls: Sequence[TracedCall]) -> set[int]:
 
 @contextmanager
 def _told(backend: str, number: int) -> Iterator[None]:
-    """Say on stderr of the first rank that calls are being compiled, and how long it took."""
+    """Print on stderr of the first rank that calls are being compiled, then the seconds it took."""
     if world().rank != 0:
         yield
         return

@@ -121,7 +121,7 @@ def in_pieces(
     apart: Container[int],
     taken: Callable[[Sequence[TracedCall], Sequence[Value]], TracedCall],
 ) -> TracedStep:
-    """Return a step in which one call each makes all calls between those that stay apart.
+    """Return a step in which each run of calls between the calls `apart` is one call.
 
     Parameters
     ----------

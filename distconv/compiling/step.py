@@ -179,7 +179,7 @@ class CompiledStep(Generic[Given, Result]):
         return "\n\n".join(case.source for cases in self._cases.values() for case in cases)
 
     def _number(self, key: Any) -> int:
-        """Return the number by which ranks tell apart cases that are not replayed."""
+        """Return the number of a case, by which ranks compare calls that are not replayed."""
         if key in self._eager or key[:2] not in self._seen or self._changes_variables:
             return cases.AS_IT_IS
         if key not in self._last and len(self._last) + self._calls.made >= 2 * MOST_CASES:
@@ -234,8 +234,9 @@ def _captured(step: TracedStep, grid: Grid) -> TracedStep:
 
 
 def _circumstances(modules: Iterable[nn.Module]) -> Any:
-    """Return two parts of a case's key: of the state of modules, and of gradients: which exist, and
-    which are parts of sums.
+    """Return two parts of a case's key: the modules' state, and the gradients' state.
+
+    Gradients differ in which of them exist, and which are parts of sums.
     """
     parameters = cases.parameters_of(modules)
     leaves = shards_of(parameters)

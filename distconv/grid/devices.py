@@ -32,7 +32,7 @@ _SHARE = "DISTCONV_SHARE_GPUS"
 
 
 class Offer(NamedTuple):
-    """The wishes and possibilities that a rank tells the others when it makes a grid."""
+    """The wishes and possibilities that a rank sends to the others when it makes a grid."""
 
     device: str | None
     """The device that the program asks for, a kind or one device; None for any."""
@@ -104,7 +104,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
 
     A rank without a chosen GPU takes the least used GPU that it sees, in rank order, so the ranks
     of a node take its GPUs in turn. Messages between GPUs travel by torch's NCCL where every rank
-    has a GPU of its own, and by MPI where ranks share GPUs; those between CPUs by MPI, or by
+    has a GPU of its own, and by MPI where ranks share GPUs; messages between CPUs by MPI, or by
     torch's gloo where MPI has not started the ranks.
 
     Raises ValueError when a requested device or transport is not available, or requests of ranks

@@ -115,8 +115,7 @@ class ProcessGrid(Grid):
         """Return the communicator of all ranks, in grid order, for use by the program.
 
         It is mpi4py's where MPI has started the ranks. Elsewhere it has methods for small objects
-        under
-        the same names: `rank`, `size`, `bcast(value)`, `allgather(value)`.
+        under the same names: `rank`, `size`, `bcast(value)`, `allgather(value)`.
         """
         return self._comm.for_program()
 
@@ -139,7 +138,7 @@ class ProcessGrid(Grid):
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """Return the same ranks as a mesh of torch.distributed, with the axes of several ranks.
+        """Return the grid's ranks as a mesh of torch.distributed, without axes of one rank.
 
         All ranks call it together the first time. The grid must have all ranks of the job. A
         default group of torch.distributed is initialised where there is none.

@@ -67,7 +67,7 @@ def _meeting() -> tuple[Any, int, int]:
 
 
 def ranks_of(comm: Any) -> tuple[int, ...]:
-    """Return the ranks of what `ProcessGrid` takes as `comm`, by their numbers in the job."""
+    """Return the numbers in the job of the ranks of `comm`, in the forms of `ProcessGrid`."""
     job = world()
     if isinstance(comm, (range, list, tuple)):
         return _by_number(comm, job)

@@ -33,7 +33,7 @@ def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) ->
 
 
 def check_carrier(carrier: Transport, comm: Communicator, device: torch.device) -> None:
-    """Raise on every rank where a carrier delivers wrong values to one. All ranks call it."""
+    """Raise RuntimeError on all ranks if a carrier delivers wrong values to one; all call it."""
     wrong = found_wrong(carrier, comm, device)
     if not wrong:
         return

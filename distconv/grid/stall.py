@@ -1,10 +1,10 @@
 """A thread that notices when ranks wait for each other in vain, reports it, and ends the job.
 
-The thread looks about once a second at the wait under way, the host's and that of a GPU's streams.
-It acts where a wait takes longer than DISTCONV_TIMEOUT seconds (300 by default), where it is for a
-rank that has left the program, where two waiting ranks have taken different steps, or where NCCL
-has met an error. Then it asks all ranks for their state and the first step in which they differ,
-prints one message, and aborts.
+The thread looks about once a second at the waits of the host and of a GPU's streams. It acts where
+a wait takes longer than DISTCONV_TIMEOUT seconds (300 by default), as for a rank that was killed,
+where the awaited rank has left the program, where two waiting ranks have taken different steps, or
+where NCCL has met an error. Then it asks all ranks for their state and the first step in which they
+differ, prints one message, and aborts.
 """
 
 from __future__ import annotations

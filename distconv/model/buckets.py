@@ -109,7 +109,7 @@ class _Sum(NamedTuple):
     request: Request
 
     def ranks(self) -> list[int]:
-        """Return the number of ranks that added a part to each gradient; it waits for a GPU.
+        """Return for each gradient the number of ranks that added a part; the host waits for a GPU.
 
         A dry run assumes that all ranks use the same parameters.
         """

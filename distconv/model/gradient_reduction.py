@@ -42,7 +42,7 @@ def reduction_of(module: nn.Module) -> GradientReduction | None:
 
 
 def reductions_noted_in(modules: Iterable[nn.Module]) -> list[GradientReduction]:
-    """Return the reductions of modules, and those that copies of them keep; each once."""
+    """Return the distinct reductions noted on modules; copies of parallelized ones have them."""
     noted = (m.__dict__.get(REDUCTION_ATTRIBUTE) for m in modules)
     return list(dict.fromkeys(r for r in noted if r is not None))
 

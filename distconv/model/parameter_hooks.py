@@ -37,7 +37,7 @@ class Parts(Protocol):
     def expect_part(self, n: int) -> bool:
         """Note that autograd is about to add this rank's part to the gradient of a parameter.
 
-        Return whether this rank is the first of those that sum the gradient.
+        Return whether this rank is the first of the ranks that sum the gradient.
         """
 
     def take_part(self, n: int, new: bool) -> None:

@@ -66,9 +66,9 @@ def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> L
 def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) -> Cuts:
     """Return the cuts of a layer's weight over the axes that cut the channels of its input.
 
-    It is cut in channels, in filters or in both, by the layer's `parallel` (see
-    `ops.conv.channel_algorithms`). By default it is cut in channels where partial sums of all
-    outputs have fewer elements than the inputs, and else in filters.
+    The layer's `parallel` chooses channels, filters or both (see `ops.conv.channel_algorithms`). By
+    default, "auto", channels are cut where outputs have fewer elements than inputs, else filters.
+    Grouped layers cut the dimension that holds all groups.
     """
     (axes,) = effective_cuts((layout.axes("channel"),), topology)
     if not axes:

@@ -26,7 +26,7 @@ def under_autocast(
 ) -> Callable[..., Any]:
     """Return the rule of a function with the types that autocast uses for it.
 
-    torch has no autocast for tensors without elements: a dry run uses that of the simulated ranks.
+    torch has no autocast for tensors without elements: a dry run uses the simulated ranks' device.
     """
     grid = next(x.grid for x in operands if isinstance(x, DistTensorBase))
     device = grid.device.type

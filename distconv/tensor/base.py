@@ -40,8 +40,7 @@ class ViewRecipe(NamedTuple):
     writable: whether all elements of the view are distinct elements of the base.
     place: for a part, the positions of its elements in the base.
     recorded, inference: whether autograd records the view, and whether it is made in inference
-    mode,
-        as when it was first made.
+        mode, as when it was first made.
     modules: the active calls of modules when it was first made.
     """
 
@@ -184,7 +183,7 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def held(self) -> Tensor:
-        """Return the elements on this rank: the block; of a merged tensor, or of a view whose base
+        """Return the elements on this rank: the block, or, for a merged tensor or a view whose base
         was written, the block of the base. No communication.
         """
         if self.unmerged is not None:

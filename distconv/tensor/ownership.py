@@ -81,8 +81,8 @@ def origins(
     """Return the origins of autograd nodes through plain tensors: an example of each kind.
 
     The kinds are "owned", a parameter of a module over several ranks; "free", any other leaf;
-    "out",
-    the node of a value returned as plain by a distributed tensor; and "entered", an operand's node.
+    "out", the node of a value returned as plain by a distributed tensor; and "entered", the node of
+    an operand.
 
     Parameters
     ----------

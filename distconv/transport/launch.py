@@ -171,8 +171,8 @@ def start_line(ranks: int) -> str:
 def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the ranks of the job find each other by torch.distributed, and not by MPI.
 
-    They do under torchrun; and where the same variables are set, or there is a default group,
-    unless a launcher of MPI has started several.
+    That is under torchrun, or where torchrun's variables or a default group are set and no launcher
+    of MPI has started several ranks; never with DISTCONV_ALLOW_SINGLE=1.
     """
     if switched_on(ALLOW_SINGLE, environment):
         return False

@@ -196,7 +196,7 @@ def open_links(
 def _accepted(
     listener: socket.socket, token: str, calling: Sequence[int], limit: float
 ) -> dict[int, socket.socket]:
-    """Return the connections of the ranks that call in time, without those of strangers."""
+    """Return the connections of the ranks that call in time; other callers are turned away."""
     found: dict[int, socket.socket] = {}
     until = time.monotonic() + limit
     with suppress(TimeoutError):

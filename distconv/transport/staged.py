@@ -69,7 +69,7 @@ class QueuedRequest:
         self._request = self._start()
 
     def wait(self) -> None:
-        """Return when it is complete; this starts everything queued."""
+        """Start all queued messages, and return when this request is complete."""
         self._queue.start_all()
         assert self._request is not None
         self._request.wait()

@@ -214,10 +214,9 @@ class TorchStreamTransport(TorchTransport):
         return self._side.mark(a for a in arguments if isinstance(a, Tensor))
 
     def _group_of(self, comm: Communicator) -> ProcessGroup:
-        """Return the process group of some ranks, which they make together at the first call.
+        """Return the process group of the ranks of `comm`; they make it together at the first call.
 
-        The library connects all of them at once; by a first batch of messages, only its ranks
-        would.
+        A first all-reduce connects all of them; a batch of messages would connect its ranks only.
         """
 
         def make(name: str) -> ProcessGroup:
