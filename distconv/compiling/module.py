@@ -15,6 +15,7 @@ from distconv.compiling import cases, tracing
 from distconv.compiling.cases import Calls, Results
 from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
 from distconv.compiling.tracing import Trace, modules_called, traced
+from distconv.compiling.variables import Variables, told
 from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.nested import replaced, shards_of, tensors_in
@@ -44,6 +45,7 @@ class CompiledModule:
         """The decided cases: None for those that are not replayed."""
         self._traces: dict[Any, list[_Traced]] = {}
         self._calls = Calls("module")
+        self._variables = Variables(module, self._called)
         self.replays = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +97,8 @@ class CompiledModule:
         return (
             cases.key_of_call(args, kwargs, tensors),
             cases.key_of_modules(self._called, parameters),
+            self._variables.now(),
+            told(self._variables.tensors, tensors=True),
         )
 
     def _number(self, key: Any) -> int:

@@ -115,7 +115,7 @@ class CompiledStep(Generic[Given, Result]):
         self._eager: set[Any] = set()
         """The cases that are not replayed."""
         self._calls = Calls("step")
-        self._variables = Variables(step)
+        self._variables = Variables(step, self._called)
         self._changes_variables = False
         self._noted: list[Any] = []
         """The variables as they were in the last case that was new."""
@@ -170,6 +170,7 @@ class CompiledStep(Generic[Given, Result]):
                     f"compile: the step runs as it is, as {_CHANGES(changed)}", stacklevel=2
                 )
         # As it will be the next time, with the modules that are known now.
+        call = call[0], self._variables.now()
         self._seen.add((call, _circumstances(self._called)[0]))
         return result
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
+import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -33,7 +34,9 @@ _FEW, _DEEP = 256, 4
 """The most elements of a list that are looked at, and the most attributes or lists in a row."""
 
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}
-_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"}
+_ATTRIBUTES = {"LOAD_ATTR", "STORE_ATTR"}
+_METHODS_BY_FLAG = sys.version_info >= (3, 12)
+"""Whether LOAD_ATTR loads methods, too, and says so by the lowest bit of its argument."""
 
 
 class _Same:
@@ -91,38 +94,48 @@ def _content(cell: CellType, name: str = "", default: Any = None) -> Any:
 
 
 @lru_cache(1024)
-def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the global variables and the attributes that code mentions."""
-    variables: set[str] = set()
-    attributes: set[str] = set()
+def _names_in(code: CodeType) -> tuple[frozenset[str], ...]:
+    """Return the global variables, the attributes and the methods that code mentions."""
+    names: tuple[set[str], ...] = set(), set(), set()
     for x in dis.get_instructions(code):
+        is_method = _METHODS_BY_FLAG and x.opname == "LOAD_ATTR" and (x.arg or 0) & 1
         if x.opname in _GLOBALS:
-            variables.add(x.argval)
+            names[0].add(x.argval)
+        elif x.opname == "LOAD_METHOD" or is_method:
+            names[2].add(x.argval)
         elif x.opname in _ATTRIBUTES:
-            attributes.add(x.argval)
+            names[1].add(x.argval)
         elif isinstance(x.argval, CodeType):
-            more = _names_in(x.argval)
-            variables |= more[0]
-            attributes |= more[1]
-    return frozenset(variables), frozenset(attributes)
+            for some, more in zip(names, _names_in(x.argval), strict=True):
+                some |= more
+    return tuple(map(frozenset, names))
 
 
 class Variables:
     """The variables of a function, and of functions of the same program that it calls.
+
+    Parameters
+    ----------
+    function: the function.
+    modules: the modules that it calls, which may become more, and whose settings are looked at
+        elsewhere.
 
     Attributes
     ----------
     tensors: the tensors among them when `now` was called.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], modules: Mapping[nn.Module, None]) -> None:
+        self._function, self._modules = function, modules
+        self._number = 0
+        """The number of modules when they were looked at."""
         self._places: dict[Any, tuple[Callable[..., Any], str, Any]] = {}
         """By which calls the variables are found."""
         self._functions: set[Any] = set()
         """The code of functions that were looked into, each with the id of its owner."""
-        self._names: set[str] = set()
-        """The attributes that they mention."""
+        self._attributes: set[str] = set()
+        self._methods: set[str] = set()
+        """The attributes and the methods that they mention."""
         self._roots: list[Any] = []
         self._objects: set[int] = set()
         """The ids of objects that were looked at."""
@@ -132,16 +145,18 @@ class Variables:
     def now(self) -> Any:
         """Return the present values, to compare and hash."""
         found = self._told()
-        if found != self._last:
+        if found != self._last or len(self._modules) != self._number:
             self._find()
             self._last = found = self._told()
         return found
 
     def _find(self) -> None:
         """Look into the function, and at objects until no other function is found."""
-        self._places, self._functions, self._names, self._roots = {}, set(), set(), []
-        self._look_at(self._function, _DEEP)
-        number = 0
+        self._places, self._functions, self._roots = {}, set(), [self._function]
+        self._attributes, self._methods = set(), set()
+        self._number, number = len(self._modules), -1
+        for m in self._modules:
+            self._look_into(type(m).forward, m)
         while number < len(self._functions):
             number = len(self._functions)
             self._objects = set()
@@ -185,7 +200,12 @@ class Variables:
             return
         own = getattr(x, "__dict__", {})
         parts = parts_and_parameters(x)[1] if isinstance(x, nn.Module) else {}
-        for name in sorted(self._names):
+        is_called = isinstance(x, nn.Module) and x in self._modules
+        for name in sorted(self._attributes | self._methods | {"__call__"}):
+            if name in own and type(own[name]) in _TOLD:
+                # Such as a counter `step`, where an optimizer's method is mentioned.
+                if is_called or name not in self._attributes:
+                    continue
             shared = inspect.getattr_static(type(x), name, None)
             if isinstance(shared, property):
                 shared = shared.fget
@@ -206,8 +226,9 @@ class Variables:
         if code is None or known or not is_of_program(code.co_filename):
             return
         self._functions.add((code, id(owner)))
-        variables, names = _names_in(code)
-        self._names |= names
+        variables, attributes, methods = _names_in(code)
+        self._attributes |= attributes
+        self._methods |= methods
         everything = function.__globals__
         self._roots.append(owner)
         for name in sorted(variables):

@@ -196,24 +196,25 @@ class Varied(nn.Module):
         self.parts = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()])
         self.unregistered = [nn.Tanh()]
         self.used = nn.Conv2d(4, 2, 1)
-        self.stage = 0
+        self.stage, self.settings = 0, {"scale": 1.0}
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for part in [*self.parts, *self.unregistered]:
             x = part(x)
+        x = x * self.settings["scale"] * FACTOR
         return F.conv2d(x, self.used.weight) if self.stage == 0 else self.used(x) * 2
 
 
-RATE = 1.0
+RATE = FACTOR = 1.0
 
 
 class Trainer:
     """A program whose step reads its variables in many places."""
 
     def __init__(self, grid: dc.ProcessGrid) -> None:
-        global RATE
-        RATE, self.grid = 1.0, grid
+        global RATE, FACTOR
+        RATE, FACTOR, self.grid, self.step = 1.0, 1.0, grid, 0
         self.model: Any = dc.parallelize(Varied().double(), grid)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.weight, self.settings = 1.0, {"power": 2, "scale": 1.0}
@@ -223,7 +224,7 @@ class Trainer:
         difference = (x - y) * self.scale * self.settings["scale"] * RATE
         return difference.pow(self.settings["power"]).mean() * self.weight
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         self.optimizer.zero_grad()
         loss = self.loss(self.model(x), y)
         loss.backward()
@@ -242,6 +243,15 @@ def sets(t: Trainer) -> None:
 def sets_a_global_variable(t: Trainer) -> None:
     global RATE
     RATE = 0.5
+
+
+def sets_within_a_module(t: Trainer) -> None:
+    t.model.settings["scale"] = 0.5
+
+
+def sets_what_a_module_reads(t: Trainer) -> None:
+    global FACTOR
+    FACTOR = 0.5
 
 
 def scales(t: Trainer) -> None:
@@ -291,8 +301,25 @@ def is_channels_last(t: Trainer) -> None:
 CHANGES = (
     *(weighs, sets, sets_a_global_variable, scales, optimizes_otherwise, begins_anew),
     *(swaps_a_part, swaps_in_a_list, freezes, counts_stages, dilates, hooks_a_module),
-    *(hooks_a_parameter, is_channels_last),
+    *(hooks_a_parameter, is_channels_last, sets_within_a_module, sets_what_a_module_reads),
 )
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("change", [sets_within_a_module, sets_what_a_module_reads, swaps_a_part])
+def test_changes_of_a_compiled_module_are_seen(change: Callable[[Trainer], None]) -> None:
+    def program(compile: Compile, grid: dc.ProcessGrid) -> Iterator[Any]:
+        trainer = Trainer(grid)
+        model = compile(trainer.model)
+        for i, (x, y) in enumerate(batches(grid)):
+            if i == CALLS // 2:
+                change(trainer)
+            F.mse_loss(model(x), y).backward()
+            with torch.no_grad():
+                yield model(x)
+        yield from gradients(trainer.model)
+
+    assert replays_of(program) == [CALLS - 6]
 
 
 @pytest.mark.parallel(2)
@@ -301,11 +328,12 @@ CHANGES = (
 def test_changes_between_calls_are_seen(change: Callable[[Trainer], None]) -> None:
     def program(compile: Compile, grid: dc.ProcessGrid) -> Iterator[Any]:
         trainer = Trainer(grid)
-        step = compile(trainer.step)
+        step = compile(trainer)
         for i, batch in enumerate(batches(grid)):
             if i == CALLS // 2:
                 change(trainer)
             yield step(*batch)
+            trainer.step += 1
         yield from gradients(trainer.model)
 
     # Other tensors are traced at once, other cases when they come for the second time. With a hook
@@ -416,21 +444,21 @@ def test_a_copy_of_a_compiled_module_is_of_a_copy_of_the_module() -> None:
 
 def counts(trainer: Trainer, x: Tensor, y: Tensor) -> Any:
     trainer.weight += 1
-    return trainer.step(x, y)
+    return trainer(x, y)
 
 
 def keeps(trainer: Trainer, x: Tensor, y: Tensor) -> Any:
-    trainer.settings["last"] = trainer.step(x, y)
+    trainer.settings["last"] = trainer(x, y)
     return trainer.settings["last"]
 
 
 def draws(trainer: Trainer, x: Tensor, y: Tensor) -> Any:
-    return trainer.step(x * (2 if random.random() < 0.2 else 1), y)
+    return trainer(x * (2 if random.random() < 0.2 else 1), y)
 
 
 def reports_rates(trainer: Trainer, x: Tensor, y: Tensor) -> Any:
     rate = trainer.optimizer.param_groups[0]["lr"]
-    return [trainer.step(x, y), rate]
+    return [trainer(x, y), rate]
 
 
 def scales_losses(trainer: Trainer, x: Tensor, y: Tensor) -> Any:
@@ -442,12 +470,12 @@ def scales_losses(trainer: Trainer, x: Tensor, y: Tensor) -> Any:
 
 def follows_a_schedule(trainer: Trainer, x: Tensor, y: Tensor) -> Any:
     trainer.optimizer.param_groups[0]["lr"] = next(trainer.rates)
-    return trainer.step(x, y)
+    return trainer(x, y)
 
 
 def sets_modes(trainer: Trainer, x: Tensor, y: Tensor) -> Any:
     trainer.model.train(next(trainer.turns))
-    return trainer.step(x, y)
+    return trainer(x, y)
 
 
 SCALER = torch.amp.GradScaler("cpu", init_scale=16.0)
