@@ -103,8 +103,9 @@ class Tags:
 
 
 class Comparison:
-    """A comparison of numbers among ranks, under way: `wait` completes `most`, this rank's numbers
-    followed by their negatives, which then are the maxima over the ranks.
+    """A comparison of numbers among ranks, under way.
+
+    `most` holds this rank's numbers and their negatives; `wait` makes them the maxima over ranks.
     """
 
     def __init__(self, wait: Callable[[], object], most: array[int]):
@@ -152,7 +153,7 @@ class Communicator(ObjectCommunicator, Protocol):
     purpose: str
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
-        """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
+        """Start to compare numbers of fewer than 64 bits with the other ranks' numbers."""
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> Communicator:
         """Return a communicator of some ranks, by their numbers in the job. Those call it."""
