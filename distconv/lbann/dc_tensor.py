@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from distconv.comm.collectives import broadcast
 from distconv.comm.replication import mark_handed_out
 from distconv.geometry.layout import Layout, block
-from distconv.lbann.strategy import ParallelStrategy, ReplicaGrid
+from distconv.lbann.strategy import ParallelStrategy, ReplicaGrid, check_strategy
 from distconv.lbann.sums import add_up, summands_of
 from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.module_call import innermost_call
@@ -30,6 +30,16 @@ class DCTensor(DistTensor):
     """
 
     summands: frozenset[str] = frozenset()
+
+    @staticmethod
+    def __new__(cls: type[DCTensor], *parts: Any) -> DCTensor:
+        """Refuse the call of LBANN's class, `DCTensor(block, parallel_strategy)`."""
+        if len(parts) < 4:
+            raise TypeError(
+                "DCTensor(...): use DCTensor.from_shard(block, parallel_strategy) of each rank's "
+                "block, or DCTensor.distribute(x, parallel_strategy) of a whole tensor"
+            )
+        return super().__new__(cls, *parts)
 
     @classmethod
     def from_shard(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:
@@ -116,9 +126,7 @@ ReplicaGrid.tensor_type = DCTensor
 def _check(tensor: Tensor, parallel_strategy: ParallelStrategy, method: str) -> None:
     """Raise TypeError for arguments other than a plain tensor and a ParallelStrategy."""
     check_plain(tensor, f"DCTensor.{method}: tensor")
-    if not isinstance(parallel_strategy, ParallelStrategy):
-        kind = type(parallel_strategy).__name__
-        raise TypeError(f"DCTensor.{method}: {kind} is no ParallelStrategy; make one, and pass it")
+    check_strategy(parallel_strategy, f"DCTensor.{method}")
 
 
 def _chunks(n: int, *parts: int) -> list[int]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from math import inf
 from typing import Any
 
 from torch import nn
 
 from distconv.comm.collectives import broadcast
 from distconv.grid.process_grid import ProcessGrid
-from distconv.lbann.strategy import ParallelStrategy
+from distconv.lbann.strategy import ParallelStrategy, check_strategy
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.parallelize import no_sync, parallelize
 
@@ -41,9 +42,10 @@ class DistConvDDP(nn.Module):
     Raises
     ------
     ValueError
-        Where both factor and strategy are missing, or the factor is not positive.
+        On every rank, where both factor and strategy are missing, the factor is no positive number
+        or differs between ranks, or the module is parallelized already.
     TypeError
-        For another option, and for a module that is parallelized or wrapped already.
+        For another option, another strategy, and a module that is wrapped already.
     """
 
     def __init__(
@@ -60,15 +62,21 @@ class DistConvDDP(nn.Module):
         unknown = sorted(options.keys() - _OPTIONS)
         if unknown:
             raise TypeError(f"DistConvDDP: {', '.join(unknown)} is not supported; leave it out")
+        if parallel_strategy is not None:
+            check_strategy(parallel_strategy, "DistConvDDP")
+        self._job = ProcessGrid(sample=-1) if parallel_strategy is None else parallel_strategy.job
         factor = grad_reduction_factor
         if factor is None and parallel_strategy is not None:
             factor = parallel_strategy.ddp_ranks
-        if factor is None or factor <= 0:
-            raise ValueError(
-                f"DistConvDDP: grad_reduction_factor={factor}; give a number above 0, or "
-                "parallel_strategy"
-            )
-        self._job = ProcessGrid(sample=-1) if parallel_strategy is None else parallel_strategy.job
+        factors = self._job.all_gather_object(factor)
+        for each in factors:
+            number = isinstance(each, int | float) and 0 < each < inf
+            if not number or each != factors[0]:
+                raise ValueError(
+                    f"DistConvDDP: grad_reduction_factor is {factors} on the ranks; give the same "
+                    "number above 0 on every rank, or parallel_strategy"
+                )
+        assert factor is not None
         self.module = parallelize(module, self._job)
         self.grad_reduction_factor = factor
         required_reduction("DistConvDDP", module).average(factor)

@@ -116,3 +116,9 @@ class ParallelStrategy:
         kind = self.job.device_mesh.device_type  # with the default group, where there is none
         shape, names = (self.ddp_ranks, *self.num_shards), ("ddp", *self.distconv_dim_names)
         return init_device_mesh(kind, shape, mesh_dim_names=names)
+
+
+def check_strategy(given: object, where: str) -> None:
+    """Raise TypeError where something else was given as the strategy."""
+    if not isinstance(given, ParallelStrategy):
+        raise TypeError(f"{where}: {type(given).__name__} is no ParallelStrategy")

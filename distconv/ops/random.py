@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from distconv.comm.collectives import broadcast
 from distconv.grid.interface import Grid
 from distconv.ops.support.merged import is_merged, merge_as, unmerged
+from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import broadcast_shape, global_numbers, local_operand
 from distconv.tensor.aliasing import finish_write, is_of_parameter, prepare_write
 from distconv.tensor.dispatch import RULES, implements, refuse
@@ -107,25 +108,19 @@ def _to_saturation(x: Tensor, kept: Tensor, p: float) -> Tensor:
 def _dropout(
     function: Callable[..., Tensor],
     drop: Callable[[Tensor, Tensor, float], Tensor],
-    dims: int | None,
+    leading: Callable[[int], int] | None = None,
 ) -> None:
-    name = function.__name__
+    """Register a function that drops elements, or planes.
+
+    `leading` returns, of the number of dimensions, how many of the first ones number the planes.
+    """
 
     @implements(function)
     def rule(
         input: DistTensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> DistTensor:
-        if not 0 <= p <= 1:
-            raise ValueError(f"{name}: p={p} is not a probability; choose from 0 to 1")
-        if dims is not None and input.dim() < 3:
-            refuse(
-                name,
-                f"an input of {input.dim()} dimensions has no planes to drop",
-                input,
-                way_out="Use dropout, or give it batch and channel dimensions",
-            )
-        if not isinstance(training, bool):
-            raise TypeError(f"dropout: training={training!r} is not a bool")
+        check_on_meta(function, input, p, training)
+        dims = None if leading is None else leading(input.dim())
         if not training or p == 0:
             return input
         if is_merged(input) and dims is None and not inplace:
@@ -133,16 +128,16 @@ def _dropout(
             return cast(DistTensor, merge_as(rule(unmerged(input), p), input.shape))
         shard = drop(input.shard, (_uniform(input, dims) >= p).to(input.dtype), p)
         if inplace:
-            return _written(input, shard, name)
+            return _written(input, shard, function.__name__)
         return DistTensor(shard, input.shape, input.cuts, input.grid)
 
 
-_dropout(F.dropout, _to_zero, None)
-_dropout(F.dropout1d, _to_zero, 2)
-_dropout(F.dropout2d, _to_zero, 2)
-_dropout(F.dropout3d, _to_zero, 2)
-_dropout(F.alpha_dropout, _to_saturation, None)
-_dropout(F.feature_alpha_dropout, _to_saturation, 2)
+_dropout(F.dropout, _to_zero)
+_dropout(F.dropout1d, _to_zero, lambda ndim: ndim - 1)
+_dropout(F.dropout2d, _to_zero, lambda ndim: 2)
+_dropout(F.dropout3d, _to_zero, lambda ndim: 2 if ndim == 5 else 1)
+_dropout(F.alpha_dropout, _to_saturation)
+_dropout(F.feature_alpha_dropout, _to_saturation, lambda ndim: 2)
 
 
 def _new(

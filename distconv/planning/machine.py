@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from inspect import Parameter, signature
 from math import inf
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from distconv.data.durable import write_atomically
 from distconv.planning.table import table
@@ -203,19 +205,19 @@ class Machine:
     def load(cls, path: str | Path) -> Machine:
         """Return the machine in a file that `save` or a person wrote.
 
-        Raises ValueError for a file that holds no machine, naming the missing entry.
+        Raises ValueError for a file that holds no machine, naming the entry and what it should be.
         """
         path = Path(path)
         try:
             given = json.loads(path.read_text())
-            if given["format"] == 1:
+            if not isinstance(given, dict):
+                raise ValueError(f"it is {given!r}, expected an object with named entries")
+            if given.get("format") == 1:
                 given |= {"operators": {}, "workspaces": {}}  # to be timed anew
-            elif given["format"] != FORMAT:
-                raise ValueError(f"its format is {given['format']}, expected {FORMAT}")
-            memory = given.get("memory")
-            if not (memory is None or (isinstance(memory, int) and memory > 0)):
-                raise ValueError(f"its memory is {memory!r}, expected the bytes that a rank has")
-            return _from_dict(given)
+            elif given.get("format") != FORMAT:
+                raise ValueError(f"format is {given.get('format')!r}, expected {FORMAT}")
+            machine: Machine = _made(Machine, {"threads": 1, "reductions": {}} | given, "")
+            return machine
         except FileNotFoundError:
             raise ValueError(
                 f"there is no machine in {str(path)!r}; make it by python -m distconv calibrate "
@@ -223,9 +225,8 @@ class Machine:
             ) from None
         except OSError as error:
             raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{str(path)!r} describes no machine: {what}") from None
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r} describes no machine: {error}") from None
 
 
 def allocator_here() -> dict[str, str]:
@@ -238,39 +239,64 @@ def as_dict(machine: Machine) -> dict[str, Any]:
     return {"format": FORMAT} | asdict(machine)
 
 
-def _from_dict(given: Mapping[str, Any]) -> Machine:
-    """Return the machine in a file's content, where sections may name their source."""
-    known: dict[str, Any] = {f.name: given[f.name] for f in fields(Machine) if f.name in given}
-    roofline = given.get("roofline")
-    if roofline is not None:
-        roofline = Roofline(**{k: v for k, v in roofline.items() if k != "source"})
-    links = {where: _link(link) for where, link in given["links"].items()}
-    reductions = {
-        kind: {int(ranks): _link(link) for ranks, link in links.items()}
-        for kind, links in given.get("reductions", {}).items()
-    }
-    host = {name: _table(table) for name, table in given["host"].items()}
-    more: dict[str, Any] = {"roofline": roofline, "links": links, "reductions": reductions}
-    more["packing"] = _table(given["packing"])
-    more |= {"host": host, "skew": _table(given.get("skew", 0.0)), "sources": given["sources"]}
-    if given.get("launch") is not None:
-        items = given["launch"].items()
-        launch: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in items}
-        more["launch"] = Launch(**launch)
-    return Machine(**({"threads": 1} | known | more))
+_POSITIVE = frozenset(("ranks_per_node", "threads", "memory", "bandwidth", "flops", "efficiency"))
+"""The entries of a file that are divided by, or counted from 1."""
+
+_BESIDE = frozenset(("format", "source", "copy"))
+"""Entries that make no part of a machine; `copy` is of older files."""
+
+_KINDS = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 
 
-def _table(given: Mapping[str, Any] | float) -> Table:
-    """Return a table in a file; a number stands for the same time at all sizes."""
-    if isinstance(given, int | float):
-        return Table((0.0,), (given,))
-    return Table(tuple(given["sizes"]), tuple(given["seconds"]))
+def _read(kind: Any, given: Any, key: str) -> Any:
+    """Return the value of an entry of a file as `kind`; raise ValueError where it is no such value.
+
+    A number stands for a table of the same time at all sizes; a latency and a bandwidth for a link.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if given is None else _read(inner[0], given, key)
+    if kind in (int, float):
+        least = "above 0" if _POSITIVE & set(key.split(".")) else "from 0"
+        number = isinstance(given, int | kind) and not isinstance(given, bool)
+        if number and (given > 0 or (given == 0 and least == "from 0")):
+            return given
+        raise ValueError(f"{key} is {given!r}, expected {_KINDS[kind]} {least}")
+    if kind in _KINDS:
+        if isinstance(given, kind):
+            return given
+        raise ValueError(f"{key} is {given!r}, expected {_KINDS[kind]}")
+    if origin is tuple:
+        if not isinstance(given, list):
+            raise ValueError(f"{key} is {given!r}, expected a list")
+        return tuple(_read(inner[0], each, f"{key}.{i}") for i, each in enumerate(given))
+    if kind is Table and isinstance(given, int | float):
+        return Table((0.0,), (_read(float, given, key),))
+    if not isinstance(given, dict):
+        names = "" if origin else " of " + ", ".join(signature(kind).parameters)
+        raise ValueError(f"{key} is {given!r}, expected an object{names}")
+    if origin is None:
+        described = kind is LinkTimes and "latency" in given
+        return _made(LinkTimes.described if described else kind, given, key)
+    counts = inner[0] is int
+    if counts and not all(map(str.isdecimal, given)):
+        raise ValueError(f"{key} has the entries {list(given)}, expected numbers of ranks")
+    read = {name: _read(inner[1], each, f"{key}.{name}") for name, each in given.items()}
+    return {int(name): each for name, each in read.items()} if counts else read
 
 
-def _link(given: Mapping[str, Any]) -> LinkTimes:
-    """Return a link given by tables, or by a latency and a bandwidth."""
-    if "latency" in given:
-        numbers = ("latency", "bandwidth", "posted", "after")
-        return LinkTimes.described(**{name: given[name] for name in numbers if name in given})
-    total, posted, after = (_table(given[name]) for name in ("total", "posted", "after"))
-    return LinkTimes(total, posted, after, given.get("eager"))
+def _made(make: Callable[..., Any], entries: Mapping[str, Any], key: str) -> Any:
+    """Call a class or function with the entries of an object in a file as its arguments."""
+    hints, parameters, prefix = get_type_hints(make), signature(make).parameters, key and f"{key}."
+    unknown = sorted(entries.keys() - parameters.keys() - _BESIDE)
+    if unknown:
+        raise ValueError(f"{prefix}{unknown[0]} is unknown, expected {', '.join(parameters)}")
+    for name, parameter in parameters.items():
+        if name not in entries and parameter.default is Parameter.empty:
+            raise ValueError(f"{prefix}{name} is missing")
+    given = {name: each for name, each in entries.items() if name in parameters}
+    arguments = {name: _read(hints[name], each, prefix + name) for name, each in given.items()}
+    try:
+        return make(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None

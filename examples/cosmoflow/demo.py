@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from examples.trainer.launch import demo, generated, start_anew, words
+from examples.trainer.launch import demo, generated, interrupted, words
 
 from . import generate, train
 
@@ -28,10 +28,12 @@ TRAIN = {
 
 
 def run(output: Path) -> None:
-    """Generate missing files in a folder, and train there from the start. Collective."""
+    """Generate missing files in a folder, and train there, going on with an interrupted run.
+    Collective.
+    """
     files = generated(output, generate.main, SAMPLES)
-    start_anew(output)
-    train.main(["--augment", *words(TRAIN | files | {"output": str(output)})])
+    options = TRAIN | files | interrupted(output)
+    train.main(["--augment", *words(options | {"output": str(output)})])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from examples.trainer.launch import demo, generated, start_anew, words
+from examples.trainer.launch import demo, generated, interrupted, words
 
 from . import generate, train
 
@@ -22,10 +22,12 @@ TRAIN = {"channels": "16", "grid": "depth=2,height=2", "epochs": "20"}
 
 
 def run(output: Path) -> None:
-    """Generate missing files in a folder, and train there from the start. Collective."""
+    """Generate missing files in a folder, and train there, going on with an interrupted run.
+    Collective.
+    """
     files = generated(output, generate.main, SAMPLES)
-    start_anew(output)
-    train.main(words(TRAIN | files | {"output": str(output)}))
+    options = TRAIN | files | interrupted(output)
+    train.main(words(options | {"output": str(output)}))
 
 
 if __name__ == "__main__":

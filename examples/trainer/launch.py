@@ -55,13 +55,19 @@ def generated(
     return paths
 
 
-def start_anew(output: Path) -> None:
-    """Remove the checkpoints of an earlier run from a folder. Collective."""
+def interrupted(output: Path) -> dict[str, str]:
+    """Return the option that resumes an interrupted run in a folder. Collective.
+
+    There is none where a run has ended, which writes metrics.json last: its files are removed.
+    """
     comm = world().for_program()
+    resume = False
     if comm.rank == 0:
-        for path in checkpoints_in(output):
-            path.unlink()
-    comm.bcast(None)
+        checkpoints, results = checkpoints_in(output), output / "metrics.json"
+        resume = bool(checkpoints) and not results.exists()
+        for path in [] if resume else [*checkpoints, results]:
+            path.unlink(missing_ok=True)
+    return {"resume": str(output)} if comm.bcast(resume) else {}
 
 
 def become_ranks(ranks: int, module: str, arguments: Sequence[str]) -> NoReturn:

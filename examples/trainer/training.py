@@ -136,8 +136,8 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
     waited = max(comm.allgather(loader.traffic.seconds_waited))
     metrics["waiting_share"] = waited / seconds if seconds else 0.0
     metrics["history"] = history
-    on_rank_zero(grid, lambda: write_metrics(args, metrics))
     example.draw(args, model, validation, history)
+    on_rank_zero(grid, lambda: write_metrics(args, metrics))
     if grid.rank == 0:
         print(results(example, args, example.is_done(args, history[-1])), flush=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distconv.grid.ranks import world
-from examples.trainer.launch import demo, generated, start_anew, words
+from examples.trainer.launch import demo, generated, interrupted, words
 
 from . import generate, segment, train
 
@@ -28,10 +28,12 @@ SEGMENT = {"size": "57,49,53", "grid": "depth=2,height=2"}
 
 
 def run(output: Path) -> None:
-    """Generate missing files in a folder, train there from the start, and segment. Collective."""
+    """Generate missing files in a folder, train there, going on with an interrupted run, and
+    segment. Collective.
+    """
     files = generated(output, generate.main, SAMPLES)
-    start_anew(output)
-    train.main(["--augment", *words(TRAIN | files | {"output": str(output)})])
+    options = TRAIN | files | interrupted(output)
+    train.main(["--augment", *words(options | {"output": str(output)})])
     made = {"output": output / "segmentation.zarr", "picture": output / "segmentation.png"}
     options = SEGMENT | {"checkpoint": str(output)} | {n: str(path) for n, path in made.items()}
     segment.main(words(options))

@@ -56,6 +56,10 @@ def test_the_demo_tells_that_ranks_are_exact_and_tiles_are_not(
     comm = MPI.COMM_WORLD
     output = Path(comm.bcast(str(tmp_path))) / "new" / "folder"
     demo.run(output)
+    monkeypatch.setattr(demo, "compare", None)
+    if comm.rank == 0:
+        (output / "vae.md").unlink()
+    demo.run(output)  # of the rows that are there
     if comm.rank:
         return
     assert (output / "Small.png").exists()

@@ -174,7 +174,7 @@ def test_sums_are_those_of_the_sample_and_others_are_not_added_up() -> None:
 
 @pytest.mark.parallel([2, 4])
 def test_misuse_raises_on_every_rank_and_the_program_goes_on() -> None:
-    ps, x = strategy(), torch.randn(1, 3, 8, 6)
+    ps, x, conv = strategy(), torch.randn(1, 3, 8, 6), nn.Conv2d(3, 1, 1)
     wrong: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (ValueError, "does not divide", lambda: strategy(3)),
         (ValueError, "1 to 3", lambda: strategy((1, 1, 1, 1), (2, 3, 4, 5))),
@@ -189,9 +189,14 @@ def test_misuse_raises_on_every_rank_and_the_program_goes_on() -> None:
         (ValueError, "unsqueeze", lambda: DCTensor.from_shard(torch.ones(4, 4), ps)),
         (ValueError, "expected one shape", lambda: DCTensor.distribute(x[..., WORLD.rank :], ps)),
         (ValueError, "blocks|block", lambda: DCTensor.from_shard(x[..., WORLD.rank % 2 :], ps)),
-        (ValueError, "factor", lambda: DistConvDDP(nn.Conv2d(3, 1, 1))),
-        (ValueError, "factor", lambda: DistConvDDP(nn.Conv2d(3, 1, 1), grad_reduction_factor=0)),
-        (TypeError, "process_group", lambda: DistConvDDP(nn.Conv2d(3, 1, 1), process_group=None)),
+        (ValueError, "factor", lambda: DistConvDDP(conv)),
+        (ValueError, "factor", lambda: DistConvDDP(conv, grad_reduction_factor=0)),
+        (ValueError, "on the ranks", lambda: DistConvDDP(conv, grad_reduction_factor=float("nan"))),
+        (ValueError, "on the ranks", lambda: DistConvDDP(conv, grad_reduction_factor="2")),  # type: ignore[arg-type]
+        (ValueError, "same", lambda: DistConvDDP(conv, grad_reduction_factor=1 + WORLD.rank)),
+        (TypeError, "int is no Par", lambda: DistConvDDP(conv, parallel_strategy=2)),  # type: ignore[arg-type]
+        (TypeError, "from_shard", lambda: DCTensor(x, ps)),
+        (TypeError, "process_group", lambda: DistConvDDP(conv, process_group=None)),
     ]
     if WORLD.size == 4:
         uneven = DCTensor.distribute(torch.ones(5, 1, 4, 4), strategy(4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,10 @@ def test_times_of_operators_in_older_files_are_taken_anew(tmp_path: Path) -> Non
     ("content", "words"),
     [
         (None, "calibrate"),
-        ("{}", "'format' is missing"),
+        ("{}", "format is None, expected 2"),
         ('{"format": 9}', "expected 2"),
+        ("[2]", r"it is \[2\], expected an object"),
         ("nonsense", "describes no machine"),
-        ('{"format": 2, "memory": "16GiB"}', "its memory is '16GiB', expected the bytes"),
     ],
 )
 def test_a_file_that_is_no_machine_is_refused_in_words(
@@ -53,6 +54,65 @@ def test_a_file_that_is_no_machine_is_refused_in_words(
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=words):
+        Machine.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("name", 7, "name is 7, expected text"),
+        ("assumed", "yes", "assumed is 'yes', expected true or false"),
+        ("ranks_per_node", "4", "ranks_per_node is '4', expected a whole number above 0"),
+        ("ranks_per_node", 0, "ranks_per_node is 0, expected a whole number above 0"),
+        ("threads", 1.5, "threads is 1.5, expected a whole number above 0"),
+        ("memory", "16GiB", "memory is '16GiB', expected a whole number above 0"),
+        ("links", [], r"links is \[\], expected an object"),
+        ("links.within", 1e9, "links.within is 1000000000.0, expected an object"),
+        ("links.within", {"latency": 1e-6}, "links.within.bandwidth is missing"),
+        ("links.within", {}, "links.within.total is missing"),
+        (
+            "links.within",
+            {"latency": 1e-6, "bandwidth": "25 GB/s"},
+            "links.within.bandwidth is '25 GB/s', expected a number above 0",
+        ),
+        ("links.within.total.sizes", 8, "links.within.total.sizes is 8, expected a list"),
+        ("links.within.total.seconds", [1, None], "seconds.1 is None, expected a number from 0"),
+        ("links.within.total", {"sizes": [1], "seconds": []}, "links.within.total: a table has 1"),
+        (
+            "reductions",
+            {"all_reduce within": {"two": 1}},
+            "within has the entries .* expected numbers of ranks",
+        ),
+        ("packing", None, "packing is None, expected an object of sizes, seconds"),
+        ("host.conv2d", "1e-5", "host.conv2d is '1e-5', expected an object"),
+        ("roofline", {"flops": {}}, "roofline.bandwidth is missing"),
+        (
+            "roofline",
+            {"flops": {"float32": 0}, "bandwidth": 1e9, "efficiency": {"": 1}, "smallest": 0},
+            "roofline.flops.float32 is 0, expected a number above 0",
+        ),
+        ("operators", {"2": {"relu": "fast"}}, "operators.2.relu is 'fast', expected a number"),
+        ("workspaces", {"relu": -1}, "workspaces.relu is -1, expected a whole number from 0"),
+        ("environment", {"OMP": 1}, "environment.OMP is 1, expected text"),
+        ("enviroment", {}, "enviroment is unknown, expected name, assumed"),
+        ("launch", {"scheduler": "slurm", "option": []}, "launch.option is unknown, expected sch"),
+        ("launch", {"scheduler": "slurm", "setup": "module"}, "launch.setup is 'module', expected"),
+        ("sources", "the vendor", "sources is 'the vendor', expected an object"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_named_with_its_key_and_what_it_should_be(
+    tmp_path: Path, key: str, value: object, words: str
+) -> None:
+    path = tmp_path / "machine.json"
+    described().save(path)
+    content = json.loads(path.read_text())
+    *outer, last = key.split(".")
+    section = content
+    for name in outer:
+        section = section[name]
+    section[last] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"machine.json' describes no machine: .*{words}"):
         Machine.load(path)
 
 

@@ -207,8 +207,18 @@ def test_the_demo_goes_from_nothing_to_pictures(
     samples = demo.VOLUMES | {"scale": "3", "grid": "depth=2", "samples": "2"}
     monkeypatch.setattr(demo, "SAMPLES", {"data": samples, "validation": samples})
     monkeypatch.setattr(demo, "TRAIN", {"channels": "8", "grid": "depth=2", "epochs": "1"})
+    losses = []
     for _ in range(2):  # it begins anew, with the samples that there are
         demo.run(folder)
-        assert len(json.loads((folder / "metrics.json").read_text())["history"]) == 1
+        history = json.loads((folder / "metrics.json").read_text())["history"]
+        losses.append([record["loss"] for record in history])
         for name in ("loss.png", "volume.png"):
             assert (folder / name).stat().st_size > 0
+        WORLD.Barrier()  # before rank 0 removes what the others read
+    if WORLD.rank == 0:
+        (folder / "metrics.json").unlink()  # as if the run had been interrupted after its epoch
+    monkeypatch.setitem(demo.TRAIN, "epochs", "2")
+    WORLD.Barrier()
+    demo.run(folder)
+    history = json.loads((folder / "metrics.json").read_text())["history"]
+    assert len(history) == 2 and losses == 2 * [[history[0]["loss"]]]
