@@ -95,7 +95,7 @@ class ModuleCalls:
         self.left(name, module, output)
 
 
-class _Stretch(NamedTuple):
+class _Origin(NamedTuple):
     """The autograd nodes from a number on, and the place of the step that made them."""
 
     start: int
@@ -138,7 +138,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._blocks: dict[str, tuple[int, ...]] = {}
         self._place = Place("", "forward")
         self._backward = self._makes_message = False
-        self._stretches: list[_Stretch] = []
+        self._origins: list[_Origin] = []
         self._starts: list[int] = []
         self._seen: set[int] = set()
         self._operators: dict[LocalOperator, LocalOperator] = {}
@@ -192,13 +192,13 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
     def move(self, place: Place) -> None:
         """Set the place of later events: another place of the forward pass, or the optimizer."""
         self._place, self._backward = place, False
-        self._stretches.append(_Stretch(torch_private.next_node_number(), place, None))
+        self._origins.append(_Origin(torch_private.next_node_number(), place, None))
 
     def turn(self) -> None:
         """Switch from the forward to the backward pass."""
         self.memory.turn()
         self._backward = True
-        self._starts = [stretch.start for stretch in self._stretches]
+        self._starts = [origin.start for origin in self._origins]
 
     def watch_gradients(self, leaves: Iterable[Tensor]) -> None:
         """Note when autograd has made the gradient of each of these parameters."""
@@ -227,11 +227,11 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         i = bisect_right(self._starts, number) - 1
         if i < 0:
             return Place("loss", "backward")
-        stretch = self._stretches[i]
-        place = Place(stretch.place.layer, "backward")
-        if stretch.function is not None and i not in self._seen:
+        origin = self._origins[i]
+        place = Place(origin.place.layer, "backward")
+        if origin.function is not None and i not in self._seen:
             self._seen.add(i)
-            self.work(f"{stretch.function} backward", place)
+            self.work(f"{origin.function} backward", place)
         return place
 
     # Functions and layers, and the movements, reductions and kept bytes since the one before.
@@ -255,7 +255,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         if any(issubclass(t, DistTensor) for t in types):
             name += _way(self._events[before:])
             if not self._backward:
-                self._stretches.append(_Stretch(start, self._place, name))
+                self._origins.append(_Origin(start, self._place, name))
                 self.work(name, self._place)
             elif self.stack:  # a checkpoint computes again
                 self.work(name, self._where())

@@ -45,7 +45,7 @@ def exchanges(root: Tensor, leaves: Sequence[Tensor]) -> Counter[str]:
 
 def _communicates(node: Any) -> bool:
     # The norm of a rank's own statistics is torch's, where the rank has elements.
-    alone = node.name() == "_NormalizeBackward" and node.context[2] == ()
+    alone = node.name() == "_NormalizeBlockBackward" and node.context[2] == ()
     return node.name() in FUNCTIONS and not alone
 
 
