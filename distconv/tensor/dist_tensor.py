@@ -214,8 +214,8 @@ class DistTensor(DistTensorBase):
 
         Its channels may be last in memory, whatever `is_contiguous` says of the whole. Where
         several ranks hold the block, its gradient is divided equally among them. The block of a
-        merged reshape, or of a view whose base was written, is brought here at the first call,
-        which all ranks make together.
+        merged reshape, or of a view of elements on other ranks, is a copy, which all ranks bring
+        together at the first call and after writes to the base; an earlier copy keeps its values.
         """
         check_untraced("to_local", self)
         if self.replicas > 1:
