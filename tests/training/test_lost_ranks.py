@@ -84,7 +84,8 @@ def test_a_lost_server_ends_the_job_which_goes_on_from_its_state(tmp_path: Path)
         assert "ServerLost: the server has ended: rank 0 is lost" in end.stderr
     newest = checkpoints_in(tmp_path / "state" / "server-0")[0]
     saved = int(newest.stem.split("-")[1])
-    assert 3 <= saved <= 15 and len(server_state(tmp_path / "state")) == 4
+    # The answer to the third update leaves before that is saved.
+    assert 2 <= saved <= 15 and len(server_state(tmp_path / "state")) == 4
     ends = [end_of(process) for process in begin(tmp_path, "downpour", 12)]
     assert not any(end.returncode for end in ends), [end.stderr for end in ends]
     assert "served 24 samples, lost 0" in ends[0].stdout
