@@ -21,7 +21,7 @@ def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tens
 
 
 def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the `local` of all ranks along `axes`, which all call it, stacked in rank order."""
+    """Stack the `local` of all ranks along `axes` in rank order. All these ranks call it."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local.unsqueeze(0)

@@ -226,7 +226,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 1 where torch has NCCL, and else 0."""
+    """Return 1 if torch has NCCL, else 0."""
     return int(torch.distributed.is_available() and torch.distributed.is_nccl_available())
 
 

@@ -1,4 +1,4 @@
-"""A model of which every replica of ranks has other samples."""
+"""A model whose replicas each have their own samples."""
 
 from __future__ import annotations
 

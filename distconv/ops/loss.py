@@ -223,7 +223,7 @@ def _check_without_samples(
 
 
 def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) -> None:
-    """Warn on rank 0 where labels have another layout than scores, so every call moves them."""
+    """Warn on rank 0 if labels and scores differ in layout, so every call moves labels."""
     apart = isinstance(target, DistTensor) and any(target.cuts) and target.cuts != cuts
     if apart and x.grid.rank == 0:
         warnings.warn(

@@ -363,7 +363,7 @@ _new(torch.Tensor.new_empty)
 
 @implements(torch.Tensor.new)
 def new(input: DistTensor, *size: Any) -> DistTensor:
-    """Return `new_empty`, under the name that older programs, and torch's LBFGS, use."""
+    """Return `new_empty(...)`; older programs and torch's LBFGS call it `new`."""
     if not all(type(n) is int for n in size):
         refuse("new", "only sizes are taken", input, way_out="Use distribute_tensor for data")
     return _made(torch.Tensor.new_empty, input, size)
