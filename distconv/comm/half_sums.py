@@ -28,7 +28,7 @@ def wire_type(owner: str, wire: str) -> torch.dtype:
 
 
 class ErrorFeedback:
-    """This rank's rounding errors of the last sum of a vector. The last elements, `exact` ones, are
+    """The rounding errors of this rank in the last sum of a vector, whose last `exact` elements are
     counts, which are not rounded.
     """
 

@@ -1,4 +1,4 @@
-"""Cases, results and differences of traced calls, for steps and modules alike."""
+"""Cases of compiled steps and modules: their keys, their results, and how two traces differ."""
 
 from __future__ import annotations
 

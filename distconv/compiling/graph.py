@@ -56,7 +56,7 @@ class _Posted:
 
     @property
     def leaving(self) -> list[Any]:
-        """Return the values and constants that are sent or summed."""
+        """Return the values and constants that this rank sends, or adds to a sum."""
         if self._function is tracing.start_exchange:
             return [x for _, x in self._rest[1]]
         return [self._rest[0]]

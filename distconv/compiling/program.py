@@ -52,7 +52,7 @@ class TracedCall:
 
     @property
     def used(self) -> Iterator[Value | Existing]:
-        """Yield the tensors among its arguments."""
+        """Yield the values and constants among its arguments."""
         return _within((self.arguments, self.options))
 
     @property

@@ -250,7 +250,7 @@ class Trace:
         return [self.standing_for((x, x.grad)) for x in changed]
 
     def before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Pause where an optimizer is about to step: in replays it steps itself."""
+        """Pause the trace before an optimizer steps, as it does by itself in replays."""
         self._steps += 1
         if self._steps > 1:
             return  # the step of a base class, as part of the step of its subclass

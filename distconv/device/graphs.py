@@ -22,9 +22,14 @@ def why_no_graphs(device: torch.device) -> str | None:
 
 
 class DeviceGraph:
-    """Work that is captured, on a stream of its own, and not done before it is replayed. `work`
-    gives it all to the current stream, on memory that stays where it is; every replay fills its
-    result, `made`, again. Threads that watch messages may ask for their events meanwhile.
+    """The work of a function on a device, recorded without being done, and done by each replay.
+
+    Every replay fills `made`, the function's result, again. Threads that watch messages may query
+    their events while it is recorded.
+
+    Parameters
+    ----------
+    work: queues work on the current stream only, on memory that stays where it is.
     """
 
     def __init__(self, device: torch.device, work: Callable[[], Any]):

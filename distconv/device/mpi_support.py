@@ -22,8 +22,8 @@ _NUMBERS = {"cuda": 0, "xpu": 1, "hip": 2}
 
 
 def is_gpu_aware(library: ctypes.CDLL, kind: str) -> bool:
-    """Return whether an MPI, loaded as `library`, says that it accepts pointers into the memory of
-    accelerators of a kind.
+    """Return whether MPI, loaded as `library`, reports that it takes pointers to the memory of this
+    kind of device.
     """
     if os.environ.get(_CRAY):
         return os.environ[_CRAY] == "1"

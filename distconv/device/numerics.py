@@ -77,9 +77,9 @@ def _takes_tf32(place: Any) -> bool:
 
 
 def _switch_of_tf32(place: Any) -> tuple[Any, str]:
-    """Return the object and the name of the attribute that switches TF32 on.
+    """Return the object and the name of its attribute that switches TF32 on.
 
-    torch from 2.9 on has another name, and refuses to read the old one once that was used.
+    From torch 2.9 on the attribute has a new name; once that was used, reading the old one raises.
     """
     try:
         _ = place.allow_tf32

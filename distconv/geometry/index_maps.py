@@ -356,7 +356,7 @@ def _source(mode: str, inputs: Interval, position: int) -> int:
 
 
 def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
-    """Return the interval of inputs repeated at [start, stop), outside the input on one side."""
+    """Return the inputs that padding repeats at [start, stop), before the input or behind it."""
     if start >= stop:
         return (0, 0)
     ends = _source(mode, inputs, start), _source(mode, inputs, stop - 1)

@@ -28,11 +28,11 @@ def block(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def distinct_parts(first: int, second: int, parts: int, steps: tuple[int, int]) -> Iterator[int]:
-    """Yield the numbers of parts that represent all parts of two dimensions with the same cut.
+    """Yield the number of one part of each kind, for two dimensions cut into equally many parts.
 
-    Every other part equals an earlier one: it has as many elements of both dimensions, and the same
-    distance between its starts, multiplied by `steps`. Where that distance changes from part to
-    part, each part is yielded.
+    Parts of a kind have equally many elements of each dimension, and start at equal distances in
+    both, each start multiplied by its number in `steps`. Where the distance changes from part to
+    part, every part is yielded.
 
     Parameters
     ----------

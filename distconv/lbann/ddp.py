@@ -1,4 +1,4 @@
-"""A model whose replicas each have their own samples."""
+"""A model whose replicas, of one or several ranks each, have samples of their own."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def uniform_at(numbers: Tensor, key: Tensor) -> Tensor:
 
 
 def normal_at(numbers: Tensor, key: Tensor) -> Tensor:
-    """Return standard normal random numbers, float64, by inversion, as `uniform_at` does."""
+    """Return standard normal random numbers, float64: `uniform_at` inverted."""
     return _normal(uniform_at(numbers, key))
 
 

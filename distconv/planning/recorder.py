@@ -183,7 +183,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self._reduced += start.arriving[0][1]
 
     def work(self, function: str, place: Place) -> None:
-        """Note that the host runs a function."""
+        """Note that the host runs a function at this place of the step."""
         self._events.append(HostWork(function, place, self._streamed))
         self._streamed = 0
 

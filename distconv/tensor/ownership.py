@@ -78,7 +78,7 @@ def is_summed(p: Tensor) -> bool:
 def origins(
     nodes: Iterable[Any], remember: bool = False, beyond: Iterable[Any] = ()
 ) -> dict[str, Any]:
-    """Return the origins of autograd nodes through plain tensors: an example of each kind.
+    """Return where autograd nodes come from, back through plain tensors: one node of each kind.
 
     The kinds are "owned", a parameter of a module over several ranks; "free", any other leaf;
     "out", the node of a value returned as plain by a distributed tensor; and "entered", the node of
@@ -148,9 +148,9 @@ def reaches(
 
 
 def enter(plain: Tensor, grid: Grid) -> Tensor:
-    """Return a plain tensor that depends on leaves of no module, as an operand on a grid.
+    """Return a plain tensor, computed from leaves of no module, as an operand on a grid.
 
-    The gradient of the tensor is the sum over the ranks. All ranks call it.
+    Its gradient is summed over the ranks. All ranks call it.
     """
     operand = replication.as_replicated(plain, grid)
     operand.register_hook(partial(_check_not_owned, get_gradient_edge(plain).node))

@@ -131,10 +131,10 @@ class ElasticAveraging:
                     x.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the center by parameter names, and the number of steps taken.
+        """Return the center's parameters by name, and the number of steps taken.
 
-        Each worker saves the state of its model and optimizer beside it. Of sharded parameters the
-        state holds this rank's blocks.
+        Each worker saves the states of its model and optimizer separately. Of sharded parameters
+        the result holds this rank's blocks.
         """
         blocks = (center.clone() for _, center in self._pairs())
         return {"steps": self._steps, "center": dict(zip(self._names, blocks, strict=True))}

@@ -84,7 +84,7 @@ def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _specification(kind: Callable[..., ConvolutionSpec], *arguments: Any) -> ConvolutionSpec:
-    """Return a specification, one object for equal arguments, to find cached results fast."""
+    """Return the same specification object for equal arguments, so that caches find it fast."""
     return kind(*arguments)
 
 

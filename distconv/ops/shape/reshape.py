@@ -40,7 +40,7 @@ def _inferred(sizes: Shape, shape: Shape) -> Shape:
 
 
 class _Regrouping(NamedTuple):
-    """Dimensions, the first of them cut, that a reshape turns into others of equal product."""
+    """Dimensions that a reshape turns into others of as many elements; the first one is cut."""
 
     old: range
     into: int
