@@ -86,7 +86,7 @@ def unknown_kind(argument: Any) -> type | None:
 
 
 def _content(cell: CellType, name: str = "", default: Any = None) -> Any:
-    """Return the variable of a function around another one; `default` before it is set."""
+    """Return the variable in a cell of a closure; `default` while it is not set."""
     try:
         return cell.cell_contents
     except ValueError:

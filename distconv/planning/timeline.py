@@ -95,7 +95,10 @@ class Timeline(NamedTuple):
     passages: Mapping[int, Sequence[Passage]]
 
     def critical_path(self) -> list[Segment]:
-        """Return the stretches that end with the step, in each of which the next one waited."""
+        """Return the segments on which the length of the step depends, in order.
+
+        Going back from its end, a wait leads to the rank that was waited for.
+        """
         path: list[Segment] = []
         rank, moment = self.slowest, self.seconds
         places = {r: len(s) for r, s in self.segments.items()}

@@ -101,7 +101,7 @@ class RecordedTransport(WrappedTransport):
         waited(0)
 
     def _started(self, kind: str, received: int) -> Callable[[int], object]:
-        """Return a function for the end of a wait, which notes the passage since now."""
+        """Return a function that notes, at the end of a wait, messages passed since this call."""
         start, (function, _, _) = time_ns(), CURRENT.call
         operator = "" if function is None else operator_name(function)
 
