@@ -110,7 +110,7 @@ def key_of_modules(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -
     settings = tuple(x for x in found if type(x) is not list)
     try:
         hash(settings)
-    except TypeError:
+    except TypeError:  # tuples with lists in them; elsewhere the values themselves are faster
         settings = tuple(map(told, settings))
     return (
         settings,

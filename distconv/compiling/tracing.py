@@ -115,7 +115,7 @@ class Trace:
     constants: the tensors from before the step, by their numbers.
     leaves: the constants whose gradients autograd makes, each with its gradient when the step
         reached it.
-    found: these gradients, as further inputs: their leaves, by the numbers of the values.
+    found: leaves by the numbers of the values that stand for their gradients, as further inputs.
     optimizers: the optimizers, each with its settings when it stepped.
     obstacle: the reason why the step cannot be replayed; "" if it can.
     notes: the mappings in which tensors are looked up, which refer to them weakly.

@@ -40,7 +40,7 @@ _METHODS_BY_FLAG = sys.version_info >= (3, 12)
 
 
 class _Same:
-    """Compares equal with the same object only."""
+    """Wrap an object, to compare equal with the same object only."""
 
     __slots__ = ("_it",)
 
@@ -55,7 +55,7 @@ class _Same:
 
 
 def told(x: Any, tensors: bool = False, depth: int = _DEEP) -> Any:
-    """Return a value to compare and hash: equal where a program does the same with both.
+    """Return a value to compare and hash, equal for objects with which a program does the same.
 
     Parameters
     ----------
@@ -76,7 +76,10 @@ def told(x: Any, tensors: bool = False, depth: int = _DEEP) -> Any:
 
 
 def unknown_kind(argument: Any) -> type | None:
-    """Return the type of an argument that may change while `told` does not; None for none."""
+    """Return the type of an object within an argument that may change without changing `told`.
+
+    None if there is no such object.
+    """
     if isinstance(argument, (tuple, list)):
         return next(filter(None, map(unknown_kind, argument)), None)
     if isinstance(argument, dict):

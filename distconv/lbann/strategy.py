@@ -121,4 +121,5 @@ class ParallelStrategy:
 def check_strategy(given: object, where: str) -> None:
     """Raise TypeError where something else was given as the strategy."""
     if not isinstance(given, ParallelStrategy):
-        raise TypeError(f"{where}: {type(given).__name__} is no ParallelStrategy")
+        kind = type(given).__name__
+        raise TypeError(f"{where}: {kind} is no ParallelStrategy; make one, and pass it")

@@ -65,7 +65,7 @@ def uniform_at(numbers: Tensor, key: Tensor) -> Tensor:
 
 
 def normal_at(numbers: Tensor, key: Tensor) -> Tensor:
-    """Return standard normal random numbers, float64: `uniform_at` inverted."""
+    """Return standard normal random numbers, float64: quantiles at `uniform_at`."""
     return _normal(uniform_at(numbers, key))
 
 
@@ -112,7 +112,7 @@ def _dropout(
 ) -> None:
     """Register a function that drops elements, or planes.
 
-    `leading` returns, of the number of dimensions, how many of the first ones number the planes.
+    Planes are numbered by the first dimensions, `leading(ndim)` of `ndim`; None drops elements.
     """
 
     @implements(function)

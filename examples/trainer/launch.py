@@ -58,7 +58,8 @@ def generated(
 def interrupted(output: Path) -> dict[str, str]:
     """Return the option that resumes an interrupted run in a folder. Collective.
 
-    There is none where a run has ended, which writes metrics.json last: its files are removed.
+    Without an interrupted run there is none. A run that has ended, as metrics.json shows, which it
+    writes last, makes room for a new one: its checkpoints and metrics.json are removed.
     """
     comm = world().for_program()
     resume = False

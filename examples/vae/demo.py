@@ -48,7 +48,8 @@ def run(output: Path) -> None:
             continue
         for half in compare(autoencoder, size, comm):
             if comm.rank == 0:
-                mine += (new := rows_of(half))
+                new = rows_of(half)
+                mine += new
                 print(table([_HEADS, *new], right=(4, 5, 6)), end="\n\n", flush=True)
                 if half.call == "decode":
                     plot_seams(output / f"{autoencoder.name}.png", half)

@@ -91,7 +91,7 @@ def _specification(kind: Callable[..., ConvolutionSpec], *arguments: Any) -> Con
 def _convolve_points(
     input: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
 ) -> DistTensor | None:
-    """Return a convolution of merged positions by a kernel of one element; None for others."""
+    """Convolve merged positions by a kernel of one element; return None for other convolutions."""
     runs = factors_of(input)
     space = sum(map(len, runs[2:]))
     points = prod(weight.shape[2:]) == 1 and set(spec.stride) == {1}

@@ -89,8 +89,9 @@ def _transformed(
 
 
 def _elsewhere(x: DistTensor, cuts: Cuts, dims: Collection[int]) -> Cuts | None:
-    """Return cuts with `dims` whole, and their axes on other dimensions; None where these are too
-    small.
+    """Return cuts with `dims` whole, and the axes of `dims` on other dimensions.
+
+    None where the other dimensions are too small.
     """
     topology = x.grid.topology
     moved = [() if d in dims else axes for d, axes in enumerate(cuts)]
