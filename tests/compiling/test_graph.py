@@ -23,8 +23,8 @@ from tests.compiling.test_compile import (
 from tests.support.serial import deviation
 
 
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("name", ["with_momentum", "with_accumulation", "of_halves"])
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", ["with_accumulation", "of_halves"])
 def test_a_graph_of_the_same_calls_has_the_same_bits(name: str) -> None:
     grid = dc.ProcessGrid(height=-1)
     expected = trained(STEPS[name], False, grid, classifier)

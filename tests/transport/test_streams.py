@@ -121,7 +121,7 @@ def reports(
     return sanitizer.reports
 
 
-@pytest.mark.parallel([2, 3])
+@pytest.mark.parallel([3])
 @pytest.mark.parametrize("method", ["overlapped", "assembled"])
 @pytest.mark.parametrize("name", CARRIERS)
 def test_a_step_of_training_waits_for_all_that_it_uses(
@@ -181,7 +181,7 @@ MISSING: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-@pytest.mark.parallel([2, 3])
+@pytest.mark.parallel([3])
 @pytest.mark.parametrize("method", ["overlapped", "assembled"])
 @pytest.mark.parametrize("where", MISSING)
 def test_a_wait_that_is_left_out_is_found(
