@@ -18,7 +18,7 @@ from tests.support import forks
 
 SHARED_CORES = {
     "OMP_NUM_THREADS": "1",
-    "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
+    "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
 }
 """Environment variables for more ranks than cores; see Makefile."""
