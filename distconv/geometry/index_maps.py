@@ -18,7 +18,7 @@ Interval = tuple[int, int]
 
 
 class IndexMap(Protocol):
-    """A map from outputs to needed inputs along one dimension; hashable, as a key of caches."""
+    """The inputs that outputs need along one dimension; hashable, as a key of caches."""
 
     def output_size(self, size: int) -> int:
         """Return the number of outputs along a dimension of `size` inputs."""
@@ -128,8 +128,7 @@ class AdaptiveWindow(Ascending):
     def runs(self, size: int, start: int, stop: int) -> tuple[Run, ...]:
         """Return runs of the buffer from which adaptive pooling computes the outputs [start, stop).
 
-        Where sizes do not divide, pooling of a run may have other windows than the whole; it is
-        halved then.
+        Pooled alone, a run may have other windows than in the whole; it is halved then.
         """
         return _runs(self, size, start, stop)
 
@@ -148,7 +147,7 @@ def _runs(window: AdaptiveWindow, size: int, start: int, stop: int) -> tuple[Run
 
 
 def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:
-    """Return whether pooling `outputs` outputs from their own inputs alone has the same windows."""
+    """Return whether `outputs` outputs from `start` on have the same windows if pooled alone."""
     ((first, last),) = window.intervals(size, start, start + outputs)
     alone = AdaptiveWindow(outputs)
     return all(
@@ -195,7 +194,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Grouped(Ascending):
-    """A map by which each `factor` outputs are computed from the next `inputs` inputs.
+    """Groups: the outputs [g*factor, (g+1)*factor) need the inputs [g*inputs, (g+1)*inputs).
 
     Used for pixel shuffle and grouped convolution.
     """
@@ -213,10 +212,7 @@ class Grouped(Ascending):
 
 @dataclass(frozen=True)
 class Rows(Ascending):
-    """A change of row length, as in a reshape: rows are contiguous.
-
-    Inputs are rows of `before` elements, outputs of `after` elements.
-    """
+    """A reshape of a run of elements: from rows of `before` elements to rows of `after` elements."""
 
     before: int
     after: int
@@ -228,7 +224,7 @@ class Rows(Ascending):
         return ((start * self.after // self.before, -(-stop * self.after // self.before)),)
 
     def offset(self, start: int) -> int:
-        """Return the position of output `start` in its buffer, in elements."""
+        """Return the number of elements in the buffer before the first one of output `start`."""
         return start * self.after % self.before
 
 
@@ -314,7 +310,7 @@ class Pad:
     def outside(self, size: int, start: int, stop: int) -> tuple[int, int] | None:
         """Return the numbers of outputs in [start, stop) before the first and after the last input.
 
-        None where padding the buffer by these numbers does not give the outputs.
+        Returns None if padding the buffer by these numbers does not give the outputs.
         """
         first, last = start - self.before, stop - self.before
         inside = (max(first, 0), min(last, size))
@@ -334,7 +330,7 @@ class Pad:
         return None if order == list(range(len(buffer))) else order
 
     def _source_range(self, size: int) -> Interval:
-        """Return the inputs that the outside repeats: all, or for "circular" all not cropped."""
+        """Return the inputs that padding may repeat: all, or for "circular" all not cropped."""
         if self.mode == "circular":
             return max(-self.before, 0), size + min(self.after, 0)
         return 0, size
@@ -346,7 +342,7 @@ def _hull(pieces: Sequence[Interval]) -> Interval:
 
 
 def _source(mode: str, inputs: Interval, position: int) -> int:
-    """Return the input of the output at `position`, which is counted from the first input."""
+    """Return the input that the output at `position` repeats, both counted from the first input."""
     start, stop = inputs
     if mode == "circular":
         return start + (position - start) % (stop - start)
@@ -391,7 +387,7 @@ class TransposedWindow(Ascending):
         return ((min(first, (start + self.padding) // self.stride), last),)
 
     def written(self, size: int, start: int, stop: int) -> Interval:
-        """Return the outputs, first to last, reached by the inputs needed for [start, stop)."""
+        """Return the outputs, first to last, that the inputs needed for [start, stop) reach."""
         ((first, last),) = self.intervals(size, start, stop)
         offset = -self.padding
         return (

@@ -28,15 +28,11 @@ def block(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def distinct_parts(first: int, second: int, parts: int, steps: tuple[int, int]) -> Iterator[int]:
-    """Yield the number of one part of each kind, for two dimensions cut into equally many parts.
+    """Yield one part of each kind, for two dimensions of `first` and `second` elements.
 
-    Parts of a kind have equally many elements of each dimension, and start at equal distances in
-    both, each start multiplied by its number in `steps`. Where the distance changes from part to
-    part, every part is yielded.
-
-    Parameters
-    ----------
-    first, second: the elements of the two dimensions, such as inputs and outputs.
+    Both are cut into `parts` parts. Parts of a kind have equal lengths in each dimension, and an
+    equal drift: steps[0] * start in the first dimension - steps[1] * start in the second. If the
+    drift changes from part to part, every part is yielded.
     """
     edges = {0, 1, first % parts, second % parts, parts - 1, parts}
     for start, stop in pairwise(sorted(edge for edge in edges if edge <= parts)):
@@ -90,7 +86,7 @@ def dimension_names(ndim: int) -> tuple[str, ...]:
 
 
 class _HasCuts(Protocol):
-    """A tensor with cuts; the interface of DistTensor for this floor."""
+    """A tensor with cuts: the interface of DistTensor for this module, which knows no torch."""
 
     cuts: Cuts
 
@@ -291,7 +287,7 @@ Shape: TypeAlias = tuple[int, ...]
 def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
     """Return the cuts of an operand that is broadcast to a result of `shape` cut by `cuts`.
 
-    A dimension of the operand is cut as in the result where the sizes agree, and whole otherwise.
+    A dimension of the operand is cut as in the result if the sizes agree, else it is whole.
     """
     lead = len(shape) - len(operand)
     return tuple(
@@ -304,8 +300,8 @@ def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
 def cuts_of_broadcast(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> Cuts:
     """Return the cuts of a result of `shape` to which operands are broadcast.
 
-    Each dimension is cut as in the largest operand that has it in full and cut, as far as those
-    grid axes are still free. Operands that have it whole are sliced there, which moves nothing.
+    Each dimension is cut as in the largest operand that has it in full and cut, over axes that are
+    still free. Operands that have it whole are sliced, which moves nothing.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ class Resampled(Ascending):
         return _intervals(self, size, start, stop)
 
     def ratio(self, size: int) -> Fraction | None:
-        """Return the outputs per input; None where their positions coincide too rarely."""
+        """Return the outputs per input as a fraction with a small denominator, or None."""
         if self.align_corners:
             return None
         scale = self.scale if self.scale is not None and self.scale > 0 else self.outputs / size
@@ -57,7 +57,7 @@ class Resampled(Ascending):
         """Return torch's arguments to compute the outputs [start, stop) from `intervals` alone.
 
         The first number counts the surplus outputs before `start`, the second is the outputs per
-        input. None where the kernel would use other positions.
+        input. Returns None if the kernel would use other positions.
         """
         return _alone(self, size, start, stop)
 

@@ -1,4 +1,4 @@
-"""Multi-head attention, by torch's own composition of functions that have rules."""
+"""Multi-head attention: torch's own Python code, which calls functions that have rules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _attention = composition(F.multi_head_attention_forward)
 
 @implements(F.multi_head_attention_forward)
 def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
-    """Return the attention of (length, sample, features) queries, and its weights if asked for.
+    """Return the attention output for queries, (length, sample, features), and the attention
+    weights.
 
-    Samples and the lengths of queries stay cut where they are; features, keys and values are made
-    whole where they are cut.
+    The query's cuts along samples and length stay. Features, keys and values are made whole on
+    every rank.
     """
     return _attention(*args, **kwargs)

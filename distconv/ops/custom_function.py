@@ -1,8 +1,8 @@
 """A user's own torch.autograd.Function on DistTensors.
 
-torch runs such a Function below its functions and records it on the DistTensors, while autograd
-lives on their shards. So `apply` records it on the shards: its forward and its backward run as they
-are, on DistTensors, and are exact by the rules of the functions that they call.
+torch would record such a Function on the DistTensors, but autograd lives on their shards. So
+`apply` records it on the shards. The user's forward and backward run as they are, on DistTensors,
+and are exact by the rules of the functions that they call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from distconv.torch_private import (
 
 
 class _BlockPlace(NamedTuple):
-    """The cuts and shape of a distributed tensor with a known shard; a mark for a plain one."""
+    """Shape, cuts and grid with which a saved shard becomes its DistTensor again.
+
+    `distributed` is False for a plain tensor, which is its own shard.
+    """
 
     shape: Shape
     cuts: Cuts
@@ -54,12 +57,12 @@ class _BlockPlace(NamedTuple):
         return DistTensor(shard, self.shape, self.cuts, self.grid) if self.distributed else shard
 
     def gradient(self, part: Tensor) -> Tensor:
-        """Return the gradient of a distributed tensor from the part of this replica."""
+        """Return the gradient of a tensor: the sum of `part` over its replicas. Collective."""
         return self.tensor(whole_gradient(part, self.cuts, self.grid))
 
 
 class _Context:
-    """The `ctx` of a user's Function, with torch's methods and the user's attributes."""
+    """The `ctx` that a user's Function receives, with torch's methods and the user's attributes."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -95,7 +98,7 @@ class _Context:
 
 
 class _Call:
-    """One call of a user's Function: its arguments until it has run, then its tensors' places."""
+    """One call of a user's Function; its node in the graph keeps it for the backward pass."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], grid: Grid) -> None:
         self._function, self._arguments, self._grid = function, arguments, grid
@@ -110,7 +113,7 @@ class _Call:
         self._several = False
 
     def run(self) -> Any:
-        """Return the result of the Function, recorded on the shards."""
+        """Run the Function as one node of the shards' graph, and return its result."""
         arguments, self._arguments = self._arguments, ()
         shards = [shard_of(x) for x in arguments if isinstance(x, Tensor)]
         results = _OnShards.apply(self, arguments, *shards)
@@ -143,7 +146,7 @@ class _Call:
         return tuple(map(shard_of, outputs))
 
     def _check(self, outputs: tuple[Any, ...]) -> None:
-        """Refuse outputs whose gradients would be wrong."""
+        """Refuse inputs written in place and plain outputs, whose gradients would be wrong."""
         name, context = self._function.__name__, self._context
         if context._dirty:
             refuse(
@@ -164,7 +167,10 @@ class _Call:
                 )
 
     def backward(self, node: Any, parts: tuple[Any, ...]) -> list[Tensor | None]:
-        """Run the user's backward; return this rank's parts of the gradients of all tensors."""
+        """Run the user's backward; return this rank's part of the gradient of each input tensor.
+
+        `parts` are this rank's parts of the gradients of the outputs.
+        """
         function, context = self._function, self._context
         name = f"{function.__name__}.backward"
         context.saved_tensors = tuple(
@@ -201,7 +207,7 @@ class _Call:
 
 
 class _OnShards(Function):
-    """A user's Function as one node of the graph of the shards."""
+    """The torch Function that makes a `_Call` one node of the shards' graph."""
 
     @staticmethod
     def forward(node: Any, call: _Call, arguments: tuple[Any, ...], *shards: Tensor) -> Any:
@@ -221,10 +227,10 @@ def _has_setup_context(function: Any) -> bool:
 def _by_position(
     function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the arguments of a Function's forward by position, as torch binds them.
+    """Return the arguments of `apply` as positional arguments of the Function's forward.
 
-    The newer form fills in defaults. In the older form torch takes a keyword argument only where no
-    argument before it is missing.
+    Defaults are filled in for a Function with `setup_context`. Without it torch takes a keyword
+    argument only if no argument before it is missing; otherwise raises TypeError, as torch does.
     """
     newer = _has_setup_context(function)
     if not keywords and not newer:
@@ -248,9 +254,10 @@ def _by_position(
 
 @run_eagerly
 def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Apply a Function; on the shards where it is recorded and has DistTensors as arguments.
+    """Replace torch's `Function.apply`: a call that autograd records runs on the shards.
 
-    All ranks of their grid then call it together. Gradients are exact where its backward is.
+    A call without DistTensors, or outside autograd, is left to torch. All ranks call it together.
+    Gradients are exact if the Function's backward is.
     """
     everything = (*arguments, *keywords.values()) if keywords else arguments
     if not any(isinstance(x, DistTensor) for x in everything):
@@ -275,7 +282,10 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:
-    """Return a checkpoint's inputs as it saves them, shards for DistTensors, and their places."""
+    """Return a checkpoint's inputs with shards in place of DistTensors, and their places.
+
+    torch.utils.checkpoint saves the first list; a place is None for any other input.
+    """
     places = []
     for x in inputs:
         if isinstance(x, DistTensorBase):
@@ -285,7 +295,7 @@ def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]
 
 
 def _restored(shards: list[Any], places: list[_BlockPlace | None]) -> list[Any]:
-    """Return the inputs of a checkpoint from their shards and places."""
+    """Return the checkpoint's inputs with DistTensors again; the inverse of `_saved`."""
     pairs = zip(shards, places, strict=True)
     return [x if place is None else place.tensor(x) for x, place in pairs]
 

@@ -39,9 +39,10 @@ Loss = TypeVar("Loss", bound=Callable[..., Tensor])
 def reduction_name(
     size_average: bool | None, reduce: bool | None, reduction: str, operator: str
 ) -> str:
-    """Return the name of a loss's reduction, given also by torch's deprecated arguments.
+    """Return the reduction of a loss: "none", "mean" or "sum".
 
-    Raises ValueError for a reduction other than "none", "mean" and "sum".
+    torch's deprecated arguments `size_average` and `reduce` override `reduction`. Raises ValueError
+    for any other name.
     """
     if size_average is not None or reduce is not None:
         reduction = reduction_of_flags(size_average, reduce)
@@ -53,9 +54,10 @@ def reduction_name(
 
 
 def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
-    """Return a decorator that registers a loss of torch by a function that returns its terms.
+    """Return a decorator that registers the rule of the loss `function`.
 
-    The decorated function takes torch's arguments, except for the reduction's, by name.
+    The decorated function takes torch's arguments by name, except the reduction, and returns the
+    loss of each element; the rule reduces them.
     """
     signature = inspect.signature(function)
 
@@ -75,34 +77,34 @@ def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
     return register
 
 
-def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
-    """Return the sum of `local` over ranks, divided by `over`, in the real type of `kind`.
+def _total(local: Tensor, divisor: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
+    """Return the sum of `local` over all blocks, divided by `divisor`, in the real type of `kind`.
 
-    A tensor `over` is summed over ranks first. All ranks call it.
+    The blocks are cut by `cuts`. A tensor `divisor` is summed over them first. All ranks call it.
     """
     axes = cutting_axes(cuts)
-    if isinstance(over, Tensor):
-        both = all_reduce_with_grad(torch.stack([local, over.to(local.dtype)]), grid, axes)
+    if isinstance(divisor, Tensor):
+        both = all_reduce_with_grad(torch.stack([local, divisor.to(local.dtype)]), grid, axes)
         total = both[0] / both[1]
     else:
-        total = all_reduce_with_grad(local, grid, axes) / over
+        total = all_reduce_with_grad(local, grid, axes) / divisor
     return DistTensor(total.to(kind.to_real()), (), (), grid)
 
 
 def _terms(reduction: str, *tensors: Any) -> list[Any]:
-    """Return the tensors in a type accurate for sums, unless `reduction` is "none"."""
+    """Return tensors in a type in which sums are accurate, unless `reduction` is "none"."""
     if reduction == "none":
         return list(tensors)
     return [t if t is None else to_accumulation_type(t) for t in tensors]
 
 
 def _elements(reduction: str, *tensors: Any) -> list[Any]:
-    """Return `_terms` of an element-wise loss; tensors to be summed share a memory format."""
+    """Return `_terms` for an element-wise loss; tensors to be summed get one memory format."""
     return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
 
 
 def _regression(function: Callable[..., Tensor]) -> None:
-    """Register a loss of the difference of input and target, optionally weighted by element."""
+    """Register the rule of an element-wise loss of input and target, such as F.mse_loss."""
     name = function.__name__
 
     @implements(function)
@@ -142,17 +144,17 @@ def _regression(function: Callable[..., Tensor]) -> None:
             local = local * w
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
-        over: Any = 1
+        divisor: Any = 1
         if reduction == "mean":
             # torch divides a weighted Huber loss by the number of elements, unlike the others.
             by_weight = w is not None and function is not F.huber_loss
-            over = w.sum() if by_weight else torch.Size(shape).numel()
+            divisor = w.sum() if by_weight else torch.Size(shape).numel()
         kind = torch.promote_types(input.dtype, target.dtype)
-        return _total(local if summed else local.sum(), over, cuts, grid, kind)
+        return _total(local if summed else local.sum(), divisor, cuts, grid, kind)
 
 
 def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
-    """Register binary cross entropy, for probabilities or for logits."""
+    """Register the rule of F.binary_cross_entropy, or of its form for logits."""
     name = function.__name__
 
     @implements(function)
@@ -195,8 +197,8 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         )
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
-        over = torch.Size(shape).numel() if reduction == "mean" else 1
-        return _total(local, over, cuts, grid, input.dtype)
+        divisor = torch.Size(shape).numel() if reduction == "mean" else 1
+        return _total(local, divisor, cuts, grid, input.dtype)
 
 
 def _check_without_samples(
@@ -208,7 +210,10 @@ def _check_without_samples(
     weight: Tensor | None,
     options: dict[str, Any],
 ) -> None:
-    """Make torch's own checks of types, weight and options, on a batch of no samples."""
+    """Call a loss on a batch of no samples, so that torch checks types, weight and options.
+
+    `probabilities` says whether the target holds probabilities or class numbers.
+    """
 
     def empty(like: Tensor, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -223,7 +228,7 @@ def _check_without_samples(
 
 
 def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) -> None:
-    """Warn on rank 0 if labels and scores differ in layout, so every call moves labels."""
+    """Warn on rank 0 if labels are not cut by `cuts`, as scores are: every call moves them."""
     apart = isinstance(target, DistTensor) and any(target.cuts) and target.cuts != cuts
     if apart and x.grid.rank == 0:
         warnings.warn(
@@ -235,7 +240,10 @@ def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) 
 
 
 def _classification(function: Callable[..., Tensor]) -> None:
-    """Register a loss over classes, dimension 1 or the only one, which is made whole."""
+    """Register the rule of F.cross_entropy or F.nll_loss, which makes the classes whole.
+
+    Classes are dimension 1 of the input, or its only one.
+    """
     name = function.__name__
 
     @implements(function)
@@ -286,16 +294,16 @@ def _classification(function: Callable[..., Tensor]) -> None:
             local = function(scores, labels, weight, **options)
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
-        over: Any = 1
+        divisor: Any = 1
         if reduction == "mean" and probabilities:
-            over = torch.Size(shape).numel() if x.shape[classes] else math.nan
+            divisor = torch.Size(shape).numel() if x.shape[classes] else math.nan
         elif reduction == "mean":
-            over = _weight_of(labels.long(), weight, ignore_index)
-        return _total(local, over, cuts, grid, input.dtype)
+            divisor = _weight_of(labels.long(), weight, ignore_index)
+        return _total(local, divisor, cuts, grid, input.dtype)
 
 
 def _weight_of(labels: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """Return the sum of the classes' weights, by default 1, over labels other than `ignored`."""
+    """Return the sum over labels of the weight of their class, by default 1, without `ignored`."""
     counted = labels != ignored
     if weight is not None:
         counted = torch.where(counted, weight[labels.where(counted, 0)], 0)
@@ -324,8 +332,8 @@ def kl_div(
     if reduction == "none":
         return DistTensor(local, shape, cuts, grid)
     batch = input.shape[0] if input.dim() else 1
-    over = batch if by_batch else torch.Size(shape).numel() if reduction == "mean" else 1
-    return _total(local, over, cuts, grid, torch.promote_types(input.dtype, target.dtype))
+    divisor = batch if by_batch else torch.Size(shape).numel() if reduction == "mean" else 1
+    return _total(local, divisor, cuts, grid, torch.promote_types(input.dtype, target.dtype))
 
 
 @terms_of(F.gaussian_nll_loss)

@@ -65,17 +65,20 @@ def uniform_at(numbers: Tensor, key: Tensor) -> Tensor:
 
 
 def normal_at(numbers: Tensor, key: Tensor) -> Tensor:
-    """Return standard normal random numbers, float64: quantiles at `uniform_at`."""
+    """Return standard normal random numbers, float64, computed from integers and a key."""
     return _normal(uniform_at(numbers, key))
 
 
 def _right(bits: Tensor, shift: int) -> Tensor:
-    """Shift right, filling with zeros."""
+    """Return 64-bit integers shifted right, with zeros from the left."""
     return (bits >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def _check(function: Callable[..., Any], dtype: torch.dtype, *args: Any) -> None:
-    """Make torch's own checks of type and arguments, on one element with a separate generator."""
+    """Draw one element by torch's `function`, so that torch checks the type and arguments.
+
+    The draw has a generator of its own.
+    """
     function(torch.zeros(1, dtype=dtype, device="cpu"), *args, generator=torch.Generator())
 
 
@@ -94,9 +97,10 @@ def _to_zero(x: Tensor, kept: Tensor, p: float) -> Tensor:
 
 
 def _to_saturation(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """Set dropped elements to SELU's saturation, and keep mean and variance.
+    """Return `x` with dropped elements at SELU's saturation, and with its mean and variance.
 
-    The affine map is from Klambauer et al., NeurIPS 2017.
+    `kept` is 0 for an element to drop, else 1. The affine map is from Klambauer et al., NeurIPS
+    2017.
     """
     if p == 1:
         return x * kept
@@ -110,9 +114,9 @@ def _dropout(
     drop: Callable[[Tensor, Tensor, float], Tensor],
     leading: Callable[[int], int] | None = None,
 ) -> None:
-    """Register a function that drops elements, or planes.
+    """Register the rule of a dropout that drops elements, or planes if `leading` is given.
 
-    Planes are numbered by the first dimensions, `leading(ndim)` of `ndim`; None drops elements.
+    A plane shares its indices in the first `leading(ndim)` of `ndim` dimensions.
     """
 
     @implements(function)
@@ -182,12 +186,12 @@ def _drawn_like(
 
 
 def _below_one(u: Tensor, kind: torch.dtype) -> Tensor:
-    """Return uniform numbers rounded to a type, which must not reach 1."""
+    """Return uniform numbers in the type `kind`, with numbers that round to 1 lowered."""
     return u.to(kind).clamp_(max=1 - torch.finfo(kind).eps / 2)
 
 
 def _integers(u: Tensor, _: torch.dtype, *bounds: int) -> Tensor:
-    """Return integers from the first bound, or 0, to the last one, exclusive."""
+    """Return random integers in [low, high); `bounds` is (high,) or (low, high)."""
     low, high = (0, *bounds)[-2:]
     return (u * (high - low)).floor() + low
 
@@ -198,7 +202,7 @@ _drawn_like(torch.randint_like, torch.Tensor.random_, _integers)
 
 
 def _probabilities(p: Any, name: str) -> Any:
-    """Return `p`; the rank with an element outside [0, 1] raises, or its GPU does."""
+    """Return `p`; a rank with an element outside [0, 1] raises RuntimeError, on a GPU later."""
     if isinstance(p, Tensor):
         within = ((p >= 0) & (p <= 1)).all()
         assert_async(within, f"{name}: not all elements are probabilities; choose from 0 to 1")
@@ -222,9 +226,10 @@ def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
 
 
 def _serial_in_parameters(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a rule that fills sharded parameters, also through `.data`, as serial torch does.
+    """Return a decorator of fill rules that fills sharded parameters as serial torch does.
 
-    All ranks draw the whole parameter and take rank 0's values. Other tensors are filled by `rule`.
+    All ranks draw the whole parameter by `function`, take rank 0's values and keep their blocks;
+    this includes fills through `.data`. Other tensors are filled by the decorated rule.
     """
 
     def serial(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,7 +247,7 @@ def _serial_in_parameters(function: Callable[..., Tensor]) -> Callable[..., Any]
 
 
 def _fills(name: str, values: Callable[..., Tensor]) -> None:
-    """Register a method that fills with a function of uniform numbers and its arguments."""
+    """Register the rule of a method such as `normal_`; `values` maps uniform numbers to its own."""
     method: Callable[..., Any] = getattr(torch.Tensor, name)
 
     @implements(method)

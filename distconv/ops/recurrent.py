@@ -73,11 +73,11 @@ def _run(
     hx: Tensor | Sequence[Tensor],
     params: Sequence[Tensor],
     options: tuple[Any, ...],
-    of: Callable[[Tensor], Tensor],
+    own: Callable[[Tensor], Tensor],
 ) -> Any:
-    """Return the results of a recurrent function, with `of` applied to each operand."""
-    begun = of(hx) if isinstance(hx, Tensor) else tuple(map(of, hx))
-    return function(of(input), begun, list(map(of, params)), *options)
+    """Call a recurrent function of torch, such as torch.lstm, on `own(x)` for each tensor x."""
+    begun = own(hx) if isinstance(hx, Tensor) else tuple(map(own, hx))
+    return function(own(input), begun, list(map(own, params)), *options)
 
 
 def _without_elements(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Values handed to Python, only of tensors that every rank holds in full."""
+"""Values passed to Python, such as x.item(), from tensors that every rank holds in full."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ for _name in (
 
 @implements(torch.Tensor.__reduce_ex__)
 def reduce_ex(self: DistTensor, protocol: int) -> Any:
-    """Return the pickle form of a one-element value that all ranks have: as a plain tensor."""
+    """Return the pickle form of a one-element tensor that every rank holds, as a plain tensor.
+
+    Other DistTensors are refused.
+    """
     if self.numel() != 1 or cutting_axes(self.cuts):
         refuse(
             "pickle, copy.copy or torch.save",
@@ -76,7 +79,7 @@ def stride(self: DistTensor, dim: int | None = None) -> tuple[int, ...] | int:
 def is_contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
-    """Return True: to the program a tensor is always contiguous.
+    """Return whether `memory_format` is torch.contiguous_format: a DistTensor is contiguous.
 
     Blocks may have other memory formats on each rank; `view` works on all of them.
     """

@@ -1,6 +1,6 @@
-"""Functions that are other functions with rules by another name, or one expression of these.
+"""Rules of functions that are other names, or one expression, of functions that have rules.
 
-Parameters have torch's names, as programs may use them.
+Parameters have torch's names, as programs may pass them by name.
 """
 
 from __future__ import annotations

@@ -31,11 +31,10 @@ from distconv.geometry.topology import Topology
 def needs_halo(
     windows: tuple[Window, ...], sizes: tuple[int, ...], parts: tuple[int, ...]
 ) -> bool | None:
-    """Return whether any part's windows reach beyond its own inputs, or None.
+    """Return whether any part's windows reach into halos; None if parts cannot overlap.
 
-    None means that the operator cannot run on the parts' own inputs. It can where it computes from
-    them exactly the part's outputs, with padding equal on both sides, and where at least half of
-    these outputs need no halo.
+    Parts can overlap if each computes exactly its outputs from its own inputs, with equal padding
+    on both sides, and if at least half of these outputs need no halo.
 
     Parameters
     ----------
@@ -65,12 +64,18 @@ def needs_halo(
 
 
 def own_padding(window: Window, own: Interval, made: Interval) -> int:
-    """Return the number of positions by which the first window begins before the own inputs."""
+    """Return the number of positions by which a part's first window begins before its inputs.
+
+    `own` are the part's inputs, `made` its outputs.
+    """
     return window.padding[0] + own[0] - made[0] * window.stride
 
 
 def outputs_without_halo(window: Window, size: int, own: Interval, made: Interval) -> Interval:
-    """Return the outputs that need no halo, counted from the part's first output."""
+    """Return a part's outputs that need no halo, counted from its first output.
+
+    `own` are the part's inputs of `size`, `made` its outputs.
+    """
     count = made[1] - made[0]
     padding = own_padding(window, own, made)
     low = min(-(-padding // window.stride), count) if own[0] > 0 else 0
@@ -89,7 +94,7 @@ def convolution_boundary(
     cuts: Cuts,
     windows: tuple[Window, ...],
 ) -> Boundary:
-    """Return the boundary of one rank's block, where `needs_halo` is not None.
+    """Return the boundary of one rank's block; `needs_halo` must not be None.
 
     Parameters
     ----------
@@ -120,7 +125,10 @@ def convolution_boundary(
 def _halo_extents(
     w: Window, size: int, held: Interval, made: Interval, own: Interval
 ) -> list[SlabExtent]:
-    """Return the halos before and after the own inputs of one dimension."""
+    """Return the halo slabs before and after a rank's inputs along one dimension.
+
+    `held` are its inputs and `made` its outputs; `own` are its inputs, counted in the buffer.
+    """
     low, high = outputs_without_halo(w, size, held, made)
     count = made[1] - made[0]
     sides = []

@@ -21,7 +21,7 @@ from distconv.geometry.topology import Topology
 
 @dataclass(frozen=True)
 class LocalInput:
-    """Some of the inputs, and the arguments of the local operator on them.
+    """The shape of an input of the local operator, and the operator's arguments for it.
 
     `padding` is on both sides of each spatial dimension; for a transposed convolution, it and
     `extra` are torch's padding and output padding.
@@ -53,7 +53,7 @@ class MessagePart:
     """Whether the message holds nothing else."""
 
     def of(self, messages: Any) -> Any:
-        """Return the message with this part's elements, from a sequence of all messages."""
+        """Return from all `messages` the elements of this part's message, in `shape`."""
         message = messages[self.message]
         if self.alone:
             return message
@@ -75,7 +75,7 @@ class HaloSlab:
 
     @cached_property
     def whole(self) -> MessagePart | None:
-        """Return the part that is the whole input, and its whole message; None if there is none."""
+        """Return the part that is a whole message and the slab's whole input, or None."""
         part, shape = self.halo[0], self.piece.shape
         covered = tuple(s.stop - s.start for s in part.place)
         return part if part.alone and part.shape == covered == shape else None
@@ -83,7 +83,7 @@ class HaloSlab:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A rank's plan, the local operator on its own block, and the slabs of halos to add."""
+    """One rank's data for computing while halos travel: plan, own block, and halo slabs."""
 
     plan: Plan
     own: LocalInput
@@ -95,7 +95,7 @@ class Boundary:
 
     @cached_property
     def composed(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return the messages that are not exactly one slab's halos, with their shapes."""
+        """Return number and shape of each message that is not exactly the input of one slab."""
         whole = {slab.whole.message for slab in self.slabs if slab.whole is not None}
         shapes = enumerate(route.shape for route in self.plan.receives)
         return tuple((i, shape) for i, shape in shapes if i not in whole)
@@ -127,7 +127,13 @@ def plan_with_dimensions(
     cuts: Cuts,
     maps: Sequence[Any],
 ) -> tuple[Plan, list[CutDimension]]:
-    """Return a rank's plan for the cut dimensions, and a description of every spatial dimension."""
+    """Return the plan that gathers halos, and a description of each spatial dimension.
+
+    Parameters
+    ----------
+    shape, made: the global shapes of input and output, both cut by `cuts`.
+    maps: the index map of each spatial dimension.
+    """
     cut = [bool(axes) for axes in cuts[2:]]
     needs = (m if c else Same() for m, c in zip(maps, cut, strict=True))
     plan = make_plan(topology, rank, shape, cuts, cuts, (Same(), Same(), *needs))
@@ -146,6 +152,11 @@ def halo_slabs(
 
     Along earlier dimensions a slab is as long as the own inputs; along later ones it includes the
     corners.
+
+    Parameters
+    ----------
+    own, every: the extents of the rank's own inputs, and of all inputs, along each dimension.
+    sides: the extents of the halos on both sides of each dimension.
     """
     everything = (slice(None), slice(None))
     found = []
@@ -167,7 +178,7 @@ def halo_slabs(
 
 
 def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
-    """Return the input with these spatial extents, and all samples and channels of the rank."""
+    """Return the operator's input with these spatial extents, and all samples and channels."""
     return LocalInput(
         shape=(*plan.buffer_shape[:2], *(s.inputs[1] - s.inputs[0] for s in sides)),
         padding=tuple(s.padding for s in sides),
@@ -179,7 +190,10 @@ def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
 def message_parts(
     plan: Plan, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[MessagePart, ...]:
-    """Return the parts of messages that fill `filled`, with their places in `covered`."""
+    """Return the parts of messages that lie in the intervals `filled` of the buffer.
+
+    Their places are counted from the starts of `covered`, the intervals of a slab.
+    """
     found = []
     for message, route in enumerate(plan.receives):
         shapes = [tuple(s.stop - s.start for s in box) for box in route.boxes]
@@ -195,7 +209,11 @@ def message_parts(
 def intersection(
     box: Slices, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[Slices, Slices] | None:
-    """Return the part of a box in `filled`: its place in the box, and in `covered`."""
+    """Return the part of `box` within `filled` and `covered`: its place in the box, and in
+    `covered`.
+
+    Returns None if they do not meet.
+    """
     lead = [(s.start, s.stop) for s in box[:2]]
     pairs = zip(box, [*lead, *filled], [*lead, *covered], strict=True)
     both = [(max(s.start, a, c), min(s.stop, b, e)) for s, (a, b), (c, e) in pairs]

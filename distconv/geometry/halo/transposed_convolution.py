@@ -27,10 +27,10 @@ from distconv.geometry.topology import Topology
 def transposed_needs_halo(
     maps: tuple[TransposedWindow, ...], sizes: tuple[int, ...], parts: tuple[int, ...]
 ) -> bool | None:
-    """Return whether any part's inputs reach beyond its own outputs, or None.
+    """Return whether any part's inputs reach outputs of other parts; None if parts cannot overlap.
 
-    None means that the operator cannot run on the parts' own inputs. It can where its results
-    contain the part's outputs, and where at least half of these need no halo.
+    Parts can overlap if the results of their own inputs contain their outputs, and if at least half
+    of these need no halo.
 
     Parameters
     ----------
@@ -54,9 +54,9 @@ def transposed_needs_halo(
 def _crop_arguments(
     m: TransposedWindow, inputs: Interval, outputs: Interval, taps: Interval | None = None
 ) -> tuple[int, int, Interval] | None:
-    """Return padding, output padding, and crop with which these inputs give exactly these outputs.
+    """Return padding, output padding and crop with which these inputs give exactly these outputs.
 
-    None where the first output lies before all outputs that the inputs reach.
+    Returns None if the first output lies before all outputs that the inputs reach.
     """
     first, last = _written_outputs(m, inputs, taps or (0, m.kernel))
     before, after = outputs[0] - first, last - outputs[1]
@@ -78,7 +78,10 @@ def _written_outputs(m: TransposedWindow, inputs: Interval, taps: Interval) -> I
 def _halo_extents(
     m: TransposedWindow, size: int, own: Interval, made: Interval
 ) -> list[SlabExtent]:
-    """Return the halos before and after the own inputs of one dimension, placed in the plane."""
+    """Return the halo slabs before and after a rank's inputs, with positions in the plane.
+
+    `own` are its inputs of `size`, `made` its outputs, along one dimension.
+    """
     ((first, last),) = m.intervals(size, *made)
     sides = []
     for inputs in ((max(first, 0), own[0]), (own[1], min(last, size))):
@@ -115,7 +118,7 @@ def transposed_convolution_boundary(
     cuts: Cuts,
     maps: tuple[TransposedWindow, ...],
 ) -> Boundary:
-    """Return the boundary of one rank's block, where `transposed_needs_halo` is not None.
+    """Return the boundary of one rank's block; `transposed_needs_halo` must not be None.
 
     Parameters
     ----------
@@ -145,7 +148,7 @@ def transposed_convolution_boundary(
 
 
 def _shifted(side: SlabExtent, first: int, made: int) -> SlabExtent:
-    """Return an extent relative to the input `first` and the output `made`."""
+    """Return the extent with inputs counted from `first` and outputs from `made`."""
     inputs = side.inputs[0] - first, side.inputs[1] - first
     outputs = side.outputs[0] - made, side.outputs[1] - made
     return replace(side, inputs=inputs, halo=inputs, outputs=outputs)

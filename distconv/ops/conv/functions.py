@@ -84,14 +84,14 @@ def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _specification(kind: Callable[..., ConvolutionSpec], *arguments: Any) -> ConvolutionSpec:
-    """Return the same specification object for equal arguments, so that caches find it fast."""
+    """Return `kind(*arguments)`: for equal arguments the same object, which caches find faster."""
     return kind(*arguments)
 
 
 def _convolve_points(
     input: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
 ) -> DistTensor | None:
-    """Convolve merged positions by a kernel of one element; return None for other convolutions."""
+    """Return the convolution of a merged tensor by a kernel of one element; None for others."""
     runs = factors_of(input)
     space = sum(map(len, runs[2:]))
     points = prod(weight.shape[2:]) == 1 and set(spec.stride) == {1}

@@ -29,18 +29,18 @@ from distconv.tensor.redistribution import gather_by, plan_to_gather
 
 
 class SpatialPlan(NamedTuple):
-    """A rank's way to compute a block of outputs; cached by global metadata.
+    """A rank's plan for computing its block of a convolution; cached by global metadata.
 
     Attributes
     ----------
     shape: the global shape of the output.
     block: the shape of this rank's outputs.
-    cuts: the cuts of the output for which the input is gathered.
-    inputs: the plan that gathers the inputs of the block; None where every rank has its own.
+    cuts: the cuts of the gathered inputs.
+    inputs: the plan that gathers the inputs of the block; None if every rank has its own.
     local: the local operator.
-    buffer: the arguments of the local operator on the gathered buffer.
-    boundary: the computation while halos travel; None where the input is assembled.
-    elements: the larger of the numbers of the rank's inputs and outputs.
+    buffer: the arguments of the local operator on the gathered inputs.
+    boundary: how to compute while halos travel; None if the inputs are gathered first.
+    elements: the number of the rank's inputs or outputs, whichever is larger.
     """
 
     shape: Shape
@@ -74,7 +74,7 @@ def convolve_block(
 
     Parameters
     ----------
-    weight, bias: this rank's blocks of them.
+    weight, bias: this rank's blocks of the layer's parameters.
     operator: the name under which movements are recorded.
     """
     if plan.elements > FEWEST_IN_DOUBT:
@@ -112,14 +112,14 @@ def spatial_plan(
     box: Box,
     boundary: Boundary | None,
 ) -> SpatialPlan:
-    """Return the plan for the outputs in `box` of a convolution.
+    """Return a rank's plan to compute the outputs in `box` of a convolution.
 
     Parameters
     ----------
     maps: the index map of each spatial dimension.
     shape: the global shape of the output.
-    needs, cuts: the index maps and output cuts with which an assembled computation gathers its
-        inputs.
+    needs, cuts: the index maps and cuts of the gathered inputs.
+    boundary: how to compute while halos travel; None to gather the inputs first.
     """
     inputs = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, needs, cuts)
     buffer = spec.buffer(maps, x, box)
@@ -136,7 +136,10 @@ def boundary_of(
     made: Shape,
     cuts: Cuts,
 ) -> Boundary | None:
-    """Return the boundary of a rank's block; None where inputs and outputs do not line up.
+    """Return a rank's boundary for computing while halos travel.
+
+    Returns None, on all ranks, if no rank needs halos or if the blocks of inputs and outputs do not
+    line up.
 
     Parameters
     ----------

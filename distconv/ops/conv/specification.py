@@ -1,4 +1,4 @@
-"""Specifications of convolutions, from which all ranks decide alike, without messages."""
+"""The arguments of a convolution, from which each rank derives plans without messages."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Sides = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ConvolutionSpec(ABC):
-    """A kind of convolution with its arguments; the kinds are its subclasses.
+    """The arguments of a convolution; its subclasses are the plain and the transposed convolution.
 
     Attributes
     ----------
     function: torch's function, such as torch.conv2d.
-    padding: the padding in the form which that function takes; numbers, or "valid" or "same".
+    padding: a number for each spatial dimension, or "valid" or "same".
     """
 
     function: Callable[..., Tensor]
@@ -46,12 +46,12 @@ class ConvolutionSpec(ABC):
 
     @cached_property
     def name(self) -> str:
-        """Return the name of the function for messages and records."""
+        """Return the name of torch's function, for messages and records."""
         return self.function.__name__
 
     @cached_property
     def local(self) -> LocalConvolution:
-        """Return the local operator of this convolution."""
+        """Return the operator that a rank runs on its own inputs."""
         return LocalConvolution(
             self.function, self.stride, self.dilation, self.groups, self.transposed
         )
@@ -65,21 +65,23 @@ class ConvolutionSpec(ABC):
 
     @abstractmethod
     def index_maps(self, kernel: Shape) -> tuple[Any, ...]:
-        """Return the map from outputs to inputs of each spatial dimension."""
+        """Return for each spatial dimension the map from outputs to inputs, for a `kernel` shape."""
 
     @abstractmethod
     def inputs_to_gather(self, maps: tuple[Any, ...], cuts: Cuts) -> Sequence[IndexMap]:
-        """Return the index map with which each spatial dimension is gathered to assemble."""
+        """Return for each spatial dimension the index map that gathers an assembled buffer."""
 
     @abstractmethod
     def fewest_to_overlap(self, weight: Shape) -> int:
-        """Return the smallest number of a rank's inputs with which overlapping is faster."""
+        """Return the number of inputs per rank from which overlapping is faster than assembling."""
 
     @abstractmethod
     def buffer(self, maps: tuple[Any, ...], x: Placement, box: Box) -> LocalInput:
-        """Return the local operator's input for the outputs in `box`, gathered for them.
+        """Return the local operator's arguments for computing the outputs in `box` from gathered
+        inputs.
 
-        Where there are no outputs, it makes some from the fewest inputs that it accepts.
+        The result's `shape` is the smallest input that the operator accepts, for ranks without
+        outputs.
 
         Parameters
         ----------

@@ -75,12 +75,14 @@ def convolution_gradients(
     bias: Sequence[int] | None,
     *rest: Any,
 ) -> OperandGradients:
-    """Return the gradients of `convolution`, which can be differentiated in grad mode.
+    """Return the gradients of input, weight and bias of `convolution`.
+
+    In grad mode they can be differentiated again.
 
     Parameters
     ----------
-    bias: the shape of the bias.
-    rest: the arguments of `convolution`, and the flags of the gradients to compute.
+    bias: the shape of the bias, or None.
+    rest: the `arguments` of `convolution`, and a flag for each of the three gradients to compute.
     """
     *arguments, mask = rest
     if torch.is_grad_enabled() or not _computes(x, weight, *arguments):
@@ -138,12 +140,12 @@ class _Volumes(ShardFunction):
 
 
 def gains(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether kernels chosen here compute a convolution; False unless it is of volumes."""
+    """Return whether `recorded_convolution` is no slower than torch; False except for volumes."""
     return len(weight.shape) == 5 and _computes(x, weight, *arguments)
 
 
 def _computes(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether to compute with the kernels chosen here."""
+    """Return whether to compute a convolution of volumes by oneDNN as chosen in this module."""
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
@@ -187,7 +189,7 @@ def _pays(
 
 
 def _taken_by_torch(x: Shape, weight: Shape) -> bool:
-    """Return whether torch itself uses oneDNN for these shapes."""
+    """Return whether torch.convolution itself uses oneDNN for operands of these shapes."""
     if weight[3:] == (1, 1):
         return False  # not always
     return x[0] > 1 or min(weight[3:]) > 3 or prod(x[:4]) > _MOST_ELEMENTS

@@ -56,7 +56,11 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 
 
 def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) -> Tensor:
-    """Return the block of a softmax along dimension `d`, cut over `axes`. Collective along them."""
+    """Return the block of a softmax, by its `name`, along dimension `d`. The ranks along `axes`
+    call it.
+
+    `x` is this rank's block of the input, which `axes` cut along `d`.
+    """
     wide = to_accumulation_type(-x if name == "softmin" else x)
     last = has_channels_last(wide)
     if last:  # torch's kernels work along dimensions in the order of memory
@@ -66,7 +70,7 @@ def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) 
 
 
 class _AlongCut(ShardFunction):
-    """Softmax along a cut dimension: torch's own of each block, and a correction of its rows.
+    """Softmax along a cut dimension: torch's softmax of each block, with its rows corrected.
 
     Each block sends the largest element m of every row, and the sum of exp(x - m) (Milakov and
     Gimelshein, Online normalizer calculation for softmax, 2018). Messages have the channels in

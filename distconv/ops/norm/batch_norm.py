@@ -66,8 +66,8 @@ def batch_norm_over(
     """Normalise a batch by statistics over the ranks that differ from this one along `axes`.
 
     All ranks call it. None means all axes that cut the input: the global batch. With fewer axes
-    each group of ranks has statistics of its own, and the running ones take their mean over the
-    groups, so that they are the same on every rank.
+    each group of ranks has statistics of its own; the running statistics take their mean over the
+    groups, and so stay the same on every rank.
     """
     channelwise = running_mean, running_var, weight, bias
     grid = common_grid("batch_norm", (input, *channelwise))
@@ -122,7 +122,7 @@ last; with channels last it adds up too many elements one by one to be accurate 
 
 
 class _Statistics(NamedTuple):
-    """A rank's way to normalise a batch; cached by metadata."""
+    """The ranks and elements over which a call of batch norm takes its statistics."""
 
     training: bool
     """Whether the batch's own statistics are used; torch uses none for an empty batch."""
@@ -187,9 +187,9 @@ def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor 
 def gather_running_statistics(
     x: DistTensor, running: Sequence[Tensor | None], own: Sequence[Tensor | None], operator: str
 ) -> None:
-    """Give all ranks the running statistics that each has updated for its own channels of `x`.
+    """Copy `own`, each rank's updated statistics of its channels, to `running` on all ranks.
 
-    Where channels are not cut, every rank has updated all of them already.
+    If channels are not cut, every rank has updated all of them already.
     """
     if not x.cuts[1]:
         return
@@ -204,7 +204,10 @@ def gather_running_statistics(
 
 
 def _without_elements(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return an empty result, which torch does not normalise, with a graph of any order."""
+    """Return the result for a block without elements, which torch's batch norm refuses.
+
+    It can be differentiated to any order.
+    """
     weight, bias = (
         None if p is None else p.view(-1, *(1,) * (x.dim() - 2)) for p in (weight, bias)
     )
@@ -213,10 +216,10 @@ def _without_elements(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
 
 
 def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, int]:
-    """Return the fewest elements per channel in a non-empty group of ranks, and the number of these
-    groups.
+    """Return the fewest elements per channel in a group of ranks, and the number of groups.
 
-    The numbers are the same on every rank.
+    Ranks along the axes `group` form a group; groups without elements are left out. The numbers are
+    the same on every rank.
     """
     sizes = [x.shape[0], *x.shape[2:]]
     cuts = [x.cuts[0], *x.cuts[2:]]

@@ -35,7 +35,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> DistTensor:
-    """Normalise each sample and channel over the whole plane; running statistics on request."""
+    """Normalise each sample and channel over the plane; update running statistics if given."""
     x = as_distributed(input, common_grid("instance_norm", (input, weight, bias)))
     check_parameter_types("instance_norm", x, weight, bias)
     if not use_input_stats:

@@ -31,7 +31,7 @@ _MOST = 2**20
 def _adaptive(
     name: str, input: DistTensor, output_size: Any, pool: Callable[..., Tensor], n: int
 ) -> DistTensor:
-    """Pool adaptively, with windows that differ from output to output.
+    """Pool adaptively over the last `n` dimensions by torch's function `pool`. Collective.
 
     A dimension with fewer outputs than parts becomes whole on every rank. This avoids empty blocks;
     in the heads of networks the dimension is about to be flattened anyway.
@@ -79,9 +79,8 @@ def _pooled(
 
     Parameters
     ----------
-    runs: the runs along each of the last dimensions.
-    outputs: the outputs along the dimensions between them and the channels, already divided in
-        runs.
+    runs: the runs along each of the last dimensions, which are still to be pooled.
+    outputs: the number of outputs along each dimension between the channels and these.
     """
     if not runs:
         return pool(buffer, outputs)
@@ -158,7 +157,7 @@ def _adaptive_max_pool(local: Callable[..., Any], function: Any, n: int) -> None
 def _adaptive_max_pool_with_places(
     local: Callable[..., Any], functions: Sequence[Any], n: int
 ) -> None:
-    """Pool adaptively, and return the places of the maxima, in planes that are made whole."""
+    """Register adaptive max pooling that also returns places; planes are made whole for it."""
     name = f"adaptive_max_pool{n}d"
 
     @implements(*functions)

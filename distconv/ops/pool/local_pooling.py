@@ -1,4 +1,4 @@
-"""Requirements of torch's local poolings."""
+"""Checks and stand-ins for blocks that torch's pooling refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
-    """Raise, on ranks without elements too, for a type that torch does not pool."""
+    """Raise NotImplementedError on every rank unless torch pools the type of `input`."""
     if not implemented:
         raise NotImplementedError(
             f"{name}: not implemented for {input.dtype}; convert it, x.float()"

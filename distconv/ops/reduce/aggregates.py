@@ -1,4 +1,4 @@
-"""Truth of all or any elements, variances, and logarithms of sums of exponentials."""
+"""torch.all and torch.any, variances, and logarithms of sums of exponentials."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
 
 
 def _of_truth(function: Callable[..., Tensor], method: Callable[..., Tensor]) -> None:
-    """Register `all` or `any`."""
+    """Register the rule of torch.all or torch.any."""
 
     @implements(function, method)
     @works_along(reduces=True)

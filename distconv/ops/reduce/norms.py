@@ -29,7 +29,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class _VectorNorm(ShardFunction):
-    """The norm of the ranks' norms, with torch's formula for the gradient in the global norm.
+    """The norm over dimensions, computed from the ranks' norms, with torch's gradient of it.
 
     Autograd through the ranks' norms would differ beside zeros, infinities and nan of other ranks.
     """
@@ -158,7 +158,7 @@ def cdist(
 
 
 def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
-    """Return torch's way to compute distances of `vectors[0]` vectors from `vectors[1]`.
+    """Return the `compute_mode` of torch.cdist for these numbers of vectors.
 
     torch chooses a faster, less accurate way by size; every rank takes the way for the global size.
     """

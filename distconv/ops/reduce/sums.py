@@ -24,9 +24,9 @@ Dims = int | Sequence[int] | None
 def reduction_result(
     input: DistTensor, shard: Tensor, over: tuple[int, ...], keepdim: bool
 ) -> DistTensor:
-    """Return the result of a reduction of `input` over the dimensions `over`.
+    """Return the DistTensor that results from a reduction of `input` over the dimensions `over`.
 
-    `shard` is this rank's block of it, with these dimensions kept.
+    `shard` is this rank's block of it, with size 1 along these dimensions.
     """
     kept = [d for d in range(input.dim()) if keepdim or d not in over]
     return DistTensor(
@@ -55,7 +55,7 @@ def sum_by(
 ) -> DistTensor:
     """Return a sum over dimensions, with `function`, such as torch.sum, on each block.
 
-    The ranks along these dimensions call it together.
+    The ranks that differ along these dimensions call it together.
     """
     over = normalize_dims(dim, input.dim())
     if over:
@@ -103,7 +103,7 @@ def _require_real(name: str, input: Tensor) -> None:
 
 
 def _added(local: Tensor, x: DistTensor) -> DistTensor:
-    """Return the sum of the ranks' counts over the parts of `x`; whole on every rank."""
+    """Return the sum of `local` over the blocks of `x`; whole on every rank. Collective."""
     total = all_reduce_with_grad(local, x.grid, cutting_axes(x.cuts))
     return DistTensor(total, total.shape, ((),) * total.dim(), x.grid)
 

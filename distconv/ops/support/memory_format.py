@@ -1,4 +1,4 @@
-"""Functions of several blocks, some of which have their channels last in memory."""
+"""Memory formats in which torch computes fast on blocks, some of which have channels last."""
 
 from __future__ import annotations
 

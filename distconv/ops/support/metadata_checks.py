@@ -24,7 +24,7 @@ class TensorMeta(NamedTuple):
 
 
 def any_type(x: Tensor | None) -> TensorMeta | None:
-    """Return the metadata of a tensor of any type, for `check_on_meta`."""
+    """Return the shape of `x` as metadata without a type, so that no type is checked."""
     return None if x is None else TensorMeta(tuple(x.shape))
 
 

@@ -31,7 +31,7 @@ from distconv.tensor.dist_tensor import DistTensor
 def distributed_results(
     result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid
 ) -> Any:
-    """Return the results on this rank's blocks as distributed tensors of these shapes."""
+    """Return one block, or a tuple of blocks, as DistTensors of these global shapes."""
     if isinstance(result, Tensor):
         return DistTensor(result, shapes, cuts_of(shapes), grid)
     return type(result)(
@@ -74,7 +74,7 @@ def apply_along(
 def _without_elements(
     result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid
 ) -> Any:
-    """Return the empty blocks of results that were computed from filled ones."""
+    """Return the empty blocks that replace `result`, which was computed from filled blocks."""
 
     def none_of(part: Tensor, shape: Shape) -> Tensor:
         box = box_on_rank(shape, cuts_of(shape), grid)
@@ -96,7 +96,7 @@ def apply_to_batches(
     """Return `function(*operands, *args, **kwargs)`, which works along the last dimensions of each.
 
     `inner` is the number of these dimensions for each operand. The leading dimensions are broadcast
-    against each other, and lead the results.
+    against each other, and come first in the results.
     """
     grid = common_grid(name, operands)
     shapes = check_on_meta(function, *operands, *args, **kwargs)
