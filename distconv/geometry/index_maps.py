@@ -212,7 +212,7 @@ class Grouped(Ascending):
 
 @dataclass(frozen=True)
 class Rows(Ascending):
-    """A reshape of a run of elements: from rows of `before` elements to rows of `after` elements."""
+    """A reshape of a run of elements from rows of `before` to rows of `after` elements."""
 
     before: int
     after: int

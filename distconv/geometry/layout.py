@@ -31,8 +31,8 @@ def distinct_parts(first: int, second: int, parts: int, steps: tuple[int, int]) 
     """Yield one part of each kind, for two dimensions of `first` and `second` elements.
 
     Both are cut into `parts` parts. Parts of a kind have equal lengths in each dimension, and an
-    equal drift: steps[0] * start in the first dimension - steps[1] * start in the second. If the
-    drift changes from part to part, every part is yielded.
+    equal drift: steps[0] * start in the first dimension minus steps[1] * start in the second. If
+    the drift changes from part to part, every part is yielded.
     """
     edges = {0, 1, first % parts, second % parts, parts - 1, parts}
     for start, stop in pairwise(sorted(edge for edge in edges if edge <= parts)):
@@ -161,12 +161,11 @@ class Layout:
 
     @classmethod
     def like(cls, x: _HasCuts, without: str | Iterable[str] = ()) -> Layout:
-        """Return the layout of a tensor with the dimensions and cuts of `x`, except the named
-        dimensions.
+        """Return the layout of a tensor with the dimensions and cuts of `x`, except some by name.
 
-        Labels (sample, depth, height, width) beside a volume have the layout
-        `Layout.like(volume, without="channel")`. By position alone their dimensions would be named
-        (sample, channel, height, width). No communication.
+        Labels (sample, depth, height, width) beside a volume have the layout `Layout.like(volume,
+        without="channel")`. By position alone their dimensions would be named (sample, channel,
+        height, width). No communication.
 
         Parameters
         ----------
@@ -176,7 +175,7 @@ class Layout:
         Raises
         ------
         ValueError
-            Where `x` has no dimension of such a name.
+            If `x` has no dimension of such a name.
         """
         names = dimension_names(len(x.cuts))
         left_out = {without} if isinstance(without, str) else set(without)
@@ -272,7 +271,7 @@ def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:
 
 @lru_cache(maxsize=65536)
 def rank_box(shape: tuple[int, ...], cuts: Cuts, topology: Topology, rank: int) -> Box:
-    """Return the box of a tensor of global `shape` that `rank` holds."""
+    """Return the box that `rank` holds of a tensor of global `shape` cut by `cuts`."""
     coordinates = topology.coordinates(rank)
     bounds = [
         block(n, topology.parts(axes), topology.part(coordinates, axes)) if axes else (0, n)
@@ -300,8 +299,8 @@ def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
 def cuts_of_broadcast(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> Cuts:
     """Return the cuts of a result of `shape` to which operands are broadcast.
 
-    Each dimension is cut as in the largest operand that has it in full and cut, over axes that are
-    still free. Operands that have it whole are sliced, which moves nothing.
+    Each dimension is cut as in the largest operand that has it in full and cut, over axes that no
+    other dimension uses. Operands that have it whole are sliced, which moves nothing.
 
     Parameters
     ----------

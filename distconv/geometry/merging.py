@@ -54,7 +54,7 @@ def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
 def merged_runs(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ...]:
     """Return for each size the consecutive factors with that product; (1,) for 1.
 
-    `factors` are larger than 1, except the one of a size of 1.
+    `factors` are larger than 1, except for a factor 1 of a size 1.
     """
     runs, i = [], 0
     for n in sizes:

@@ -109,8 +109,8 @@ class Plan:
     def pieces(self) -> tuple[int, tuple[int | tuple[int, ...], ...]] | None:
         """Return a dimension, and the pieces that concatenate to the buffer along it.
 
-        A piece is the number of a message, -1 for the own box, or the shape of padding. None where
-        no such dimension exists, or where messages can arrive directly in the buffer.
+        A piece is the number of a message, -1 for the own box, or the shape of padding. Returns
+        None if there is no such dimension, or if messages can arrive directly in the buffer.
         """
         boxes = [box for _, box in self.own] + [box for r in self.receives for box in r.boxes]
         shape, whole = self.buffer_shape, tuple(slice(0, n) for n in self.buffer_shape)
@@ -227,7 +227,7 @@ def make_plan(
     ----------
     shape: the global shape of the input, which is cut by `source`.
     target: the cuts of the output, whose shape is `needs[d].output_size(shape[d])`.
-    needs: per dimension, the inputs that an interval of outputs needs.
+    needs: the index map of every dimension.
     """
     dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
     here = topology.coordinates(rank)

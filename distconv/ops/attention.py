@@ -14,8 +14,7 @@ _attention = composition(F.multi_head_attention_forward)
 
 @implements(F.multi_head_attention_forward)
 def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
-    """Return the attention output for queries, (length, sample, features), and the attention
-    weights.
+    """Return attention outputs and weights for queries, (length, sample, features).
 
     The query's cuts along samples and length stay. Features, keys and values are made whole on
     every rank.

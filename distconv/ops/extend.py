@@ -117,7 +117,7 @@ def windowed(
     kernel, stride, dilation, padding: integers, one for all spatial dimensions or one for each; the
         padding is attached on both sides.
     fill: the value of the padding.
-    channels: the number of channels that the function returns, where it mixes channels; None where
+    channels: the number of channels that the function returns, if it mixes channels; None if
         it treats every channel alone.
     """
 

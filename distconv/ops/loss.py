@@ -303,7 +303,7 @@ def _classification(function: Callable[..., Tensor]) -> None:
 
 
 def _weight_of(labels: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """Return the sum over labels of the weight of their class, by default 1, without `ignored`."""
+    """Return the sum of class weights, by default 1, over labels other than `ignored`."""
     counted = labels != ignored
     if weight is not None:
         counted = torch.where(counted, weight[labels.where(counted, 0)], 0)

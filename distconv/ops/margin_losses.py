@@ -96,10 +96,9 @@ def multilabel_soft_margin_loss(
 def multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
-    """Return the sum over other classes of max(0, margin - right score + other score)^p, divided by
-    the number of classes.
+    """Return the mean over classes of max(0, margin - right score + other score)^p.
 
-    The classes, the last dimension, are made whole on every rank.
+    The right class contributes 0. The classes, the last dimension, are made whole on every rank.
     """
     options: Any = dict(p=p, margin=margin, weight=gather_whole(weight, "multi_margin_loss"))
     return _of_classes(F.multi_margin_loss, input, target, 0, **options)

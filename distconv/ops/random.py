@@ -97,10 +97,9 @@ def _to_zero(x: Tensor, kept: Tensor, p: float) -> Tensor:
 
 
 def _to_saturation(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """Return `x` with dropped elements at SELU's saturation, and with its mean and variance.
+    """Return `x` with dropped elements at SELU's saturation, scaled to keep mean and variance.
 
-    `kept` is 0 for an element to drop, else 1. The affine map is from Klambauer et al., NeurIPS
-    2017.
+    `kept` is 0 for an element to drop, else 1. The map is from Klambauer et al., NeurIPS 2017.
     """
     if p == 1:
         return x * kept
@@ -247,7 +246,7 @@ def _serial_in_parameters(function: Callable[..., Tensor]) -> Callable[..., Any]
 
 
 def _fills(name: str, values: Callable[..., Tensor]) -> None:
-    """Register the rule of a method such as `normal_`; `values` maps uniform numbers to its own."""
+    """Register the rule of a method such as `normal_`; `values` transforms uniform numbers."""
     method: Callable[..., Any] = getattr(torch.Tensor, name)
 
     @implements(method)

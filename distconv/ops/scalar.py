@@ -95,7 +95,7 @@ def is_nonzero(input: Any) -> bool:
 
 @implements(torch_private.assert_async)
 def assert_async(input: DistTensor, *message: str) -> None:
-    """Raise an error, on every rank, where a tensor of one element is 0."""
+    """Raise an error, on every rank, if a tensor of one element is 0."""
     torch_private.assert_async(gather_whole(input, "_assert_async"), *message)
 
 

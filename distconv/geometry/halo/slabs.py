@@ -209,8 +209,7 @@ def message_parts(
 def intersection(
     box: Slices, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[Slices, Slices] | None:
-    """Return the part of `box` within `filled` and `covered`: its place in the box, and in
-    `covered`.
+    """Return the part of `box` in `filled` and `covered`: its place in the box, and in `covered`.
 
     Returns None if they do not meet.
     """

@@ -239,9 +239,7 @@ class Layer(NamedTuple):
     transposed: bool = False
 
     def weight_axes(self, dim: int) -> Axes:
-        """Return the axes that cut the weight's dimension `dim`, but not the input's samples or
-        space.
-        """
+        """Return the axes that cut the weight's dimension `dim`, but neither samples nor space."""
         taken = cutting_axes(replaced_at(self.x.cuts, self.dimension, ()))
         return tuple(a for a in self.weights.cuts[dim] if a not in taken)
 
@@ -378,10 +376,9 @@ def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
 
 
 def _communication_in_the_middle(layer: Layer, division: Division) -> int:
-    """Return the sum of `communication_volume` over the ranks that share one block of samples and
-    space.
+    """Return the sum of `communication_volume` over the ranks of one block of samples and space.
 
-    They are the ranks in the middle of the grid, whose blocks have neighbours on all sides.
+    The block is in the middle of the grid, and has neighbours on all sides.
     """
     topology, d = layer.x.topology, layer.dimension
     middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})

@@ -17,9 +17,7 @@ from distconv.ops.conv.volumes import OperandGradients, torch_gradients
 
 @dataclass(frozen=True)
 class LocalConvolution:
-    """The operator that a rank runs on its block, on a halo slab or on an assembled buffer.
-
-    It is a convolution, or a transposed one, with the arguments that are the same for all of them.
+    """The convolution, plain or transposed, that a rank runs on its block, a slab or a buffer.
 
     Attributes
     ----------

@@ -65,7 +65,7 @@ class ConvolutionSpec(ABC):
 
     @abstractmethod
     def index_maps(self, kernel: Shape) -> tuple[Any, ...]:
-        """Return for each spatial dimension the map from outputs to inputs, for a `kernel` shape."""
+        """Return for each spatial dimension the map from outputs to inputs; `kernel` is a shape."""
 
     @abstractmethod
     def inputs_to_gather(self, maps: tuple[Any, ...], cuts: Cuts) -> Sequence[IndexMap]:
@@ -77,13 +77,8 @@ class ConvolutionSpec(ABC):
 
     @abstractmethod
     def buffer(self, maps: tuple[Any, ...], x: Placement, box: Box) -> LocalInput:
-        """Return the local operator's arguments for computing the outputs in `box` from gathered
-        inputs.
+        """Return the local operator's arguments for the outputs in `box`, from gathered inputs.
 
         The result's `shape` is the smallest input that the operator accepts, for ranks without
-        outputs.
-
-        Parameters
-        ----------
-        x: the placement of the whole input.
+        outputs. `x` is the placement of the whole input.
         """

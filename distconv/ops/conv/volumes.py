@@ -3,7 +3,7 @@
 torch chooses its kernel by the size of the input without its last dimension: one sample with up to
 20,480 channels x depth x height goes through a matrix of all windows, unless the kernel is larger
 than 3 along height and width. That matrix is several times the input and takes up to eight times as
-long. Blocks of a cut volume are below that size where the whole is above. And with few channels,
+long. Blocks of a cut volume are below that size even if the whole is above. And with few channels,
 oneDNN has faster kernels for gradients than the one that it chooses itself.
 
 Results differ from torch's by rounding. Weight gradients of some kernels add up all positions one

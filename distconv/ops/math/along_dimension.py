@@ -1,6 +1,6 @@
 """Functions along one dimension, which treat all others element by element.
 
-Where that dimension is cut it is made whole first, which is recorded as a redistribution; for
+If that dimension is cut it is made whole first, which is recorded as a redistribution; for
 cumulative sums the ranks exchange the sums of their blocks instead.
 """
 

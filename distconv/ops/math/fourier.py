@@ -1,6 +1,6 @@
 """Fourier transforms: dimensions are made whole by moving their cuts to others.
 
-Each rank then transforms a part of the channels, for example, in place of all of them. Where no
+Each rank then transforms a part of the channels, for example, in place of all of them. If no
 other dimension is large enough, the dimensions are transformed one after the other, each cut while
 another is transformed. Results of inverse transforms are cut in space again.
 """

@@ -83,8 +83,7 @@ def contract(
     terms: a letter for each dimension of each operand, as in torch.einsum, without ellipses.
     result: the letters of the dimensions of the result.
 
-    Raises RuntimeError where a term does not fit its operand, or the sizes of one letter or the
-    types differ.
+    Raises RuntimeError if a term does not fit its operand, or if sizes of a letter or types differ.
     """
     grid = common_grid(name, operands)
     check_same_types(name, *operands)

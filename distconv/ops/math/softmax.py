@@ -1,6 +1,6 @@
 """Softmax and its logarithm, along cut dimensions too, without moving the elements.
 
-Where the dimension is cut, the ranks along it exchange two numbers for each row: the largest
+If the dimension is cut, the ranks along it exchange two numbers for each row: the largest
 element, and the sum of the exponentials; backward one.
 """
 
@@ -56,8 +56,7 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 
 
 def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) -> Tensor:
-    """Return the block of a softmax, by its `name`, along dimension `d`. The ranks along `axes`
-    call it.
+    """Return the block of a softmax, by its `name`, along dimension `d`. Collective over `axes`.
 
     `x` is this rank's block of the input, which `axes` cut along `d`.
     """

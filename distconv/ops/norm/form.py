@@ -67,7 +67,7 @@ class Runs(NamedTuple):
         return self.of(x).unbind() if self.matrices else (self.of(x),)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Return `numbers`, (samples, groups, channels of a group or 1), shaped to fit `of(x)`."""
+        """Return `numbers`, (samples, groups, channels of a group or 1), shaped for `of(x)`."""
         if numbers.numel() != prod(self.numbers):
             numbers = numbers[:, None, :, :, None].expand(self.numbers)
         if self.matrices:
@@ -75,7 +75,7 @@ class Runs(NamedTuple):
         return numbers.reshape(1, self.shape[1], *(1,) * (len(self.shape) - 2))
 
     def collect(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the results of all kernel calls, in order of `calls`, as (results, *self.numbers)."""
+        """Return the results of all kernel calls, one of each in `calls`: (results, *numbers)."""
         rows = parts[0] if len(parts) == 1 else [torch.stack(p) for p in zip(*parts, strict=True)]
         return torch.stack(list(rows)).view(len(rows), *self.numbers)
 

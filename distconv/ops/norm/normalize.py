@@ -3,7 +3,7 @@
 It saves the input, and a mean and a scale for each statistic. Forward, statistics travel in one
 message; backward, the sums of gradients do. In between torch's kernels for batch normalisation run
 on the block, in its memory format. They take a tensor (N, C, *spatial) with numbers for each
-channel; where each sample is normalised alone, the channels are the N * C channels of one sample.
+channel; if each sample is normalised alone, the channels are the N * C channels of one sample.
 """
 
 from __future__ import annotations

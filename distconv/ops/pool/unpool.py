@@ -1,7 +1,7 @@
 """The inverse of max pooling with places in the global plane.
 
 Indices from max pooling lie within the window of their input, and neighbours exchange halos of
-inputs, as for a transposed convolution. Where any index lies elsewhere, the plane is gathered.
+inputs, as for a transposed convolution. If any index lies elsewhere, the plane is gathered.
 """
 
 from __future__ import annotations

@@ -255,8 +255,7 @@ def _part(
 
     Parameters
     ----------
-    shape: the shape to which the value is broadcast; -1 stands for a dimension that an integer
-        indexes.
+    shape: the shape to which the value is broadcast; -1 marks a dimension indexed by an integer.
     cuts: the cuts of that shape.
     taken: this rank's slices of it.
     """

@@ -190,7 +190,7 @@ def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
 
 
 def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
-    """Return the part at an index whose item `at` is a mask and whose others are no tensors."""
+    """Return the part at an index whose item `at` is a mask, and other items are no tensors."""
     mask, count = items[at], items[at].dim()
     markers = [slice(None) for _ in range(count)]
     picks = index_per_dimension(input, (*items[:at], *markers, *items[at + 1 :]))

@@ -1,6 +1,6 @@
 """Elements at positions given by tensors along one dimension, which is made whole first.
 
-The result is cut as the input, or as the positions where the input is whole: each rank looks up
+The result is cut as the input, or as the positions if the input is whole: each rank looks up
 the positions in its own block of them. The rank that meets a position out of range raises.
 """
 

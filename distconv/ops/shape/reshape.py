@@ -1,8 +1,8 @@
-"""Reshapes. A cut dimension that leads stays cut; where blocks do not fit, neighbours exchange
-parts of rows, and otherwise nothing is sent.
+"""Reshapes. A leading dimension stays cut; nothing is sent if blocks fit.
 
-A cut dimension that would become an inner factor of another has no blocks in the result. The
-tensor then stays in its old form until an operator needs the new one (`ops/support/merged.py`).
+If parts are uneven, neighbours exchange parts of rows. A cut dimension that would become an inner
+factor of another has no blocks in the result. The tensor then stays in its old form until an
+operator needs the new one (`ops/support/merged.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Values written, or added, to positions along one dimension, given by a tensor of indices.
 
-That dimension is made whole first, and the result is cut as the input was. Where more values than
+That dimension is made whole first, and the result is cut as the input was. If more values than
 elements are added, as in a histogram, each rank adds up its own, and the ranks their sums. One-hot
 classes, along a new dimension, are written without moving anything. The rank that meets a class out
 of range raises.

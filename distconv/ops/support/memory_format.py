@@ -12,8 +12,7 @@ from distconv.comm.packing import has_channels_last
 
 
 def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands of an element-wise function in one format: with channels last if any has
-    it.
+    """Return the operands of an element-wise function, all with channels last if any has it.
 
     With two formats torch takes ten times as long, and the result would have the format of the
     first.
@@ -47,8 +46,7 @@ def reduce_in_order_of_memory(
 
 
 def in_order_of_memory(blocks: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return the operands of an element-wise loss with channels as their last dimension, if the
-    first operand has channels last in memory.
+    """Return the operands of an element-wise loss with channels moved last, if the first has it.
 
     torch's losses return gradients in the order of dimensions, whatever their memory format.
     """

@@ -65,7 +65,7 @@ def fitting_factors(
 
 
 def unmerge(x: Tensor, factors: Sequence[Shape]) -> Tensor:
-    """Return `x` with its last dimensions split into `factors`; size 1 is split into ones."""
+    """Return `x` with each dimension split into its `factors`; size 1 is split into ones."""
     own = factors[len(factors) - x.dim() :]
     sizes = zip(x.shape, own, strict=True)
     shape = tuple(chain.from_iterable(f if n == prod(f) else (1,) * len(f) for n, f in sizes))
@@ -125,7 +125,7 @@ def compute_elementwise(
 def _on_merged(special: Callable[..., Any]) -> Callable[[Rule], Rule]:
     """Return a decorator: a merged input calls `special(rule, input, ...)` in place of the rule.
 
-    The rule is called after all if that returns `NotImplemented`.
+    The rule itself is called if `special` returns `NotImplemented`.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -155,7 +155,7 @@ def keeps_shape(rule: Rule) -> Rule:
 def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
     """Let a rule that works along the last dimensions take tensors that are merged before them.
 
-    `count` returns the number of these dimensions from the rule's arguments after the input.
+    `count` takes the rule's arguments after the input, and returns the number of these dimensions.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:

@@ -70,7 +70,7 @@ def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -
     """Return this rank's block of an operand that is broadcast to `shape` cut by `cuts`.
 
     Numbers are returned unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
-    redistributed where their cuts differ.
+    redistributed if their cuts differ.
     """
     if not isinstance(x, Tensor):
         return x
@@ -103,10 +103,10 @@ def _broadcast(shapes: tuple[Shape, ...]) -> Shape:
 
 
 def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
-    """Return the cuts of a result broadcast from several operands.
+    """Return the cuts of a result of `shape` to which operands are broadcast.
 
     They are the cuts of the largest operand, the first of equals. A dimension that is whole there
-    is cut as in the next operand that has it in full, over axes that are still free.
+    is cut as in the next operand that has it in full, over axes that no other dimension uses.
     """
     return cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
 
@@ -147,7 +147,7 @@ def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_same_types(name: str, *tensors: Tensor | None) -> None:
-    """Raise RuntimeError on every rank if types differ; torch does so for blocks with elements."""
+    """Raise RuntimeError on every rank if types differ; torch skips blocks without elements."""
     given = [t for t in tensors if t is not None]
     if len({t.dtype for t in given}) > 1:
         raise RuntimeError(

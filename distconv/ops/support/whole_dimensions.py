@@ -1,7 +1,7 @@
 """Functions that work along some dimensions, and treat all others element by element.
 
 The dimensions they work along are made whole on every rank first, which is recorded as a
-redistribution; the others stay cut. Where the values of an argument are bad, such as a singular
+redistribution; the others stay cut. If the values of an argument are bad, such as a singular
 matrix, the rank that holds them raises.
 """
 
