@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from distconv.ops.conv.convolution import Convolution
-from distconv.ops.conv.cut_channels import convolve_cut_channels
-from distconv.ops.conv.spatial import convolve_whole_channels
+from distconv.ops.conv.spatial import convolve
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.conv.transposed_convolution import TransposedConvolution
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
@@ -53,7 +52,7 @@ def _convolution(function: Callable[..., Tensor], n: int) -> None:
             made = _convolve_points(input, weight, bias, spec)
             if made is not None:
                 return made
-        return _convolve(input, weight, bias, spec)
+        return convolve(distributed_input(spec.name, input, weight, bias), weight, bias, spec)
 
 
 def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
@@ -79,7 +78,7 @@ def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
             groups,
             to_tuple(output_padding, n, "output_padding"),
         )
-        return _convolve(input, weight, bias, spec)
+        return convolve(distributed_input(spec.name, input, weight, bias), weight, bias, spec)
 
 
 @lru_cache(maxsize=4096)
@@ -102,15 +101,6 @@ def _convolve_points(
     convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[space - 1]
     made = convolve(unmerged(input), kernel, bias, groups=spec.groups)
     return cast(DistTensor, merge_as(made, (*made.shape[:2], *input.shape[2:])))
-
-
-def _convolve(
-    input: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
-) -> DistTensor:
-    x = distributed_input(spec.name, input, weight, bias)
-    if x.cuts[1] or isinstance(weight, DistTensor) or isinstance(bias, DistTensor):
-        return convolve_cut_channels(x, weight, bias, spec)
-    return convolve_whole_channels(x, weight, bias, spec)
 
 
 _convolution(torch.conv1d, 1)
