@@ -96,12 +96,8 @@ def grad(
     roots, wanted = as_list(outputs), as_list(inputs)
     grid = common_grid("grad", [*roots, *wanted])
     if is_grads_batched:
-        refuse(
-            "grad",
-            "is_grads_batched is not supported",
-            *roots,
-            way_out="Call it once for each of the gradients",
-        )
+        way_out = "Call it once for each of the gradients"
+        refuse("grad", "is_grads_batched is not supported", *roots, way_out=way_out)
     plain = (x for x in wanted if not isinstance(x, DistTensor))
     if owned_among(plain) is not None and not all(isinstance(x, DistTensor) for x in roots):
         refuse(

@@ -149,12 +149,9 @@ class _Call:
         """Refuse inputs written in place and plain outputs, whose gradients would be wrong."""
         name, context = self._function.__name__, self._context
         if context._dirty:
-            refuse(
-                f"{name}.apply",
-                "it writes to its inputs in place",
-                *context._dirty,
-                way_out="Return a new tensor instead of marking an input as dirty",
-            )
+            reason = "it writes to its inputs in place"
+            way_out = "Return a new tensor instead of marking an input as dirty"
+            refuse(f"{name}.apply", reason, *context._dirty, way_out=way_out)
         marked = {id(x) for x in context._not_differentiable}
         for x in outputs:
             plain = isinstance(x, Tensor) and not isinstance(x, DistTensorBase)
@@ -269,12 +266,8 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     if keeps_inputs(cls):
         return apply_of_torch(cls)(*arguments, **keywords)
     if cls is not CheckpointFunction and cls.__module__.partition(".")[0] == "torch":
-        refuse(
-            name,
-            "this torch.autograd.Function of torch was applied to a distributed tensor",
-            *tensors,
-            way_out=ADVICE_FOR_FUNCTIONS,
-        )
+        reason = "this torch.autograd.Function of torch was applied to a distributed tensor"
+        refuse(name, reason, *tensors, way_out=ADVICE_FOR_FUNCTIONS)
     grid = common_grid(name, tensors)
     given = recorded(name, _by_position(cls, arguments, keywords))
     # The gradient of a merged tensor has its shape, as only its blocks do, too.

@@ -93,12 +93,8 @@ def interpolate(
         shard = F.interpolate(input.shard, size, scale_factor, *arguments)
         return DistTensor(shard, shape, input.cuts, input.grid)
     if not (input.is_floating_point() or mode.startswith("nearest")):
-        refuse(
-            "interpolate",
-            f"mode={mode!r} of {input.dtype} on a cut plane is not supported",
-            input,
-            way_out="Convert it, x.float(), and round the result",
-        )
+        reason = f"mode={mode!r} of {input.dtype} on a cut plane is not supported"
+        refuse("interpolate", reason, input, way_out="Convert it, x.float(), and round the result")
     needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
     buffer = gather_inputs(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:

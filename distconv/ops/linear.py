@@ -30,12 +30,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"{tuple(weight.shape)} takes {weight.shape[-1]}"
         )
     if bias is not None and tuple(bias.shape) != tuple(weight.shape[:-1]):
-        refuse(
-            "linear",
-            f"the bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:-1])}",
-            x,
-            way_out="Expand it",
-        )
+        reason = f"the bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:-1])}"
+        refuse("linear", reason, x, way_out="Expand it")
     if weight.dim() == 1:
         row = None if bias is None else bias.unsqueeze(0)
         return linear(x, weight.unsqueeze(0), row).squeeze(-1)

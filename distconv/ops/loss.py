@@ -129,13 +129,9 @@ def _regression(function: Callable[..., Tensor]) -> None:
                 f"{tuple(input.shape)}"
             )
         if weight is not None and tuple(weight.shape) != shape:
-            refuse(
-                name,
-                "a weighted input is broadcast to the target",
-                input,
-                target,
-                way_out="Expand the input to the target's shape first",
-            )
+            reason = "a weighted input is broadcast to the target"
+            way_out = "Expand the input to the target's shape first"
+            refuse(name, reason, input, target, way_out=way_out)
         blocks = [local_operand(t, shape, cuts, grid, name) for t in (input, target, weight)]
         x, y, w = _elements(reduction, *blocks)
         summed = reduction != "none" and w is None

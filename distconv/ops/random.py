@@ -84,12 +84,8 @@ def _check(function: Callable[..., Any], dtype: torch.dtype, *args: Any) -> None
 
 def _require_real(name: str, input: DistTensor, dtype: torch.dtype) -> None:
     if dtype.is_complex:
-        refuse(
-            name,
-            "complex random numbers are not supported",
-            input,
-            way_out="Draw the real and the imaginary part, and use torch.complex",
-        )
+        way_out = "Draw the real and the imaginary part, and use torch.complex"
+        refuse(name, "complex random numbers are not supported", input, way_out=way_out)
 
 
 def _to_zero(x: Tensor, kept: Tensor, p: float) -> Tensor:
@@ -367,9 +363,6 @@ def init_kaiming_uniform_(
 
 def _only_default(name: str, generator: Any, input: DistTensor) -> None:
     if generator is not None:
-        refuse(
-            name,
-            "a generator of its own would have to be the same on every rank",
-            input,
-            way_out="Leave generator out; the numbers follow torch.manual_seed on rank 0",
-        )
+        reason = "a generator of its own would have to be the same on every rank"
+        way_out = "Leave generator out; the numbers follow torch.manual_seed on rank 0"
+        refuse(name, reason, input, way_out=way_out)

@@ -38,13 +38,8 @@ def _recurrent(function: Callable[..., Any]) -> None:
         random = dropout and train and num_layers > 1
         if random or input.dim() != 3 or not isinstance(params, (tuple, list)):
             what = "dropout between layers" if random else "a packed sequence"
-            refuse(
-                name,
-                f"{what} is not supported",
-                input,
-                *states,
-                way_out="Use dropout layers between recurrent ones, and sequences of one length",
-            )
+            way_out = "Use dropout layers between recurrent ones, and sequences of one length"
+            refuse(name, f"{what} is not supported", input, *states, way_out=way_out)
         grid = common_grid(name, (input, *states, *params))
         options = has_biases, num_layers, dropout, train, bidirectional, batch_first
         _run(function, input, hx, params, options, _without_elements)

@@ -33,12 +33,8 @@ def _value(name: str) -> Callable[..., Any]:
 
     def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         if cutting_axes(input.cuts):
-            refuse(
-                name,
-                "no rank holds the whole tensor",
-                input,
-                way_out=f"Use {_spelled(name)}, on all ranks together",
-            )
+            way_out = f"Use {_spelled(name)}, on all ranks together"
+            refuse(name, "no rank holds the whole tensor", input, way_out=way_out)
         return function(input.shard, *args, **kwargs)
 
     return rule
@@ -58,12 +54,9 @@ def reduce_ex(self: DistTensor, protocol: int) -> Any:
     Other DistTensors are refused.
     """
     if self.numel() != 1 or cutting_axes(self.cuts):
-        refuse(
-            "pickle, copy.copy or torch.save",
-            "a distributed tensor belongs to its job",
-            self,
-            way_out=WAYS_OUT[torch.Tensor.__reduce_ex__],
-        )
+        reason = "a distributed tensor belongs to its job"
+        way_out = WAYS_OUT[torch.Tensor.__reduce_ex__]
+        refuse("pickle, copy.copy or torch.save", reason, self, way_out=way_out)
     return self.held.detach().__reduce_ex__(protocol)
 
 

@@ -57,12 +57,8 @@ def gradient(
     """Return the estimated derivative along each dimension in `dim`; neighbours send halos."""
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing]
     if any(isinstance(h, Tensor) for h in steps):
-        refuse(
-            "gradient",
-            "coordinates as spacing are not supported",
-            input,
-            way_out="Pass the distances of neighbours as numbers",
-        )
+        way_out = "Pass the distances of neighbours as numbers"
+        refuse("gradient", "coordinates as spacing are not supported", input, way_out=way_out)
     check_on_meta(torch.gradient, input, spacing=spacing, dim=dim, edge_order=edge_order)
     dims = () if dim == () else normalize_dims(dim, input.dim())
     steps = steps if len(steps) == len(dims) else [spacing] * len(dims)

@@ -281,12 +281,9 @@ def cpu(
 def _require_here(operator: str, input: DistTensor, device: torch.device) -> None:
     """Refuse an operator whose result would lie on another kind of device than the grid's."""
     if device.type != input.device.type:
-        refuse(
-            operator,
-            f"the tensors of a grid live on its devices, not on {device}",
-            input,
-            way_out="Move x.full_tensor() or x.to_local(); x.item() gives a number",
-        )
+        reason = f"the tensors of a grid live on its devices, not on {device}"
+        way_out = "Move x.full_tensor() or x.to_local(); x.item() gives a number"
+        refuse(operator, reason, input, way_out=way_out)
 
 
 @implements(torch.Tensor.type)
@@ -395,13 +392,8 @@ def new_tensor(
 @implements(F.prelu, torch.prelu, torch.Tensor.prelu)
 def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
     if not isinstance(input, DistTensor) or isinstance(weight, DistTensor):
-        refuse(
-            "prelu",
-            "the slopes have to be a plain tensor",
-            input,
-            weight,
-            way_out="Use weight.full_tensor()",
-        )
+        way_out = "Use weight.full_tensor()"
+        refuse("prelu", "the slopes have to be a plain tensor", input, weight, way_out=way_out)
     if weight.dim() > 1 or weight.numel() not in (1, input.shape[1] if input.dim() > 1 else 1):
         raise RuntimeError(
             f"prelu: slopes of shape {tuple(weight.shape)} for an input of shape "

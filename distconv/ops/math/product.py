@@ -246,13 +246,9 @@ def _added(
             )
         whole_numbers = not (input.is_floating_point() or input.is_complex())
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
-            refuse(
-                name,
-                f"beta={beta} and alpha={alpha} of {input.dtype} are not supported",
-                input,
-                *factors,
-                way_out="Use whole numbers, or convert the tensors",
-            )
+            reason = f"beta={beta} and alpha={alpha} of {input.dtype} are not supported"
+            way_out = "Use whole numbers, or convert the tensors"
+            refuse(name, reason, input, *factors, way_out=way_out)
         # A term that is multiplied by 0 is left out, nan included.
         start = (
             input * beta

@@ -41,12 +41,9 @@ def _adaptive(
     shape = output_shape(input.shape[1], input, windows)
     torch.empty(shape, device="meta")  # raises for sizes beyond numbers
     if prod(shape[2:]) > _MOST:
-        refuse(
-            name,
-            f"{prod(shape[2:])} windows, which may be computed one by one",
-            input,
-            way_out=f"Choose an output_size of at most {_MOST} positions, or use F.interpolate",
-        )
+        reason = f"{prod(shape[2:])} windows, which may be computed one by one"
+        way_out = f"Choose an output_size of at most {_MOST} positions, or use F.interpolate"
+        refuse(name, reason, input, way_out=way_out)
     cuts: Cuts = tuple(
         axes if m >= input.grid.topology.parts(axes) else ()
         for m, axes in zip(shape, input.cuts, strict=True)

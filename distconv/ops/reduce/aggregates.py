@@ -124,12 +124,9 @@ def _variance(
     # torch's gradients over all elements, and over no elements, do not fit the infinite values.
     infinite = count == correction > 1 and (dim is None or not input.dim())
     if _names_nothing(dim) or infinite or (count and not correction <= count):
-        refuse(
-            "var",
-            f"dim={dim!r} with correction={correction} of {count} elements is not supported",
-            input,
-            way_out="Name the dimensions, and take no more correction than there are elements",
-        )
+        reason = f"dim={dim!r} with correction={correction} of {count} elements is not supported"
+        way_out = "Name the dimensions, and take no more correction than there are elements"
+        refuse("var", reason, input, way_out=way_out)
     axes = cutting_axes(input.cuts[d] for d in over)
     x, place = to_accumulation_type(input.shard), Placement.of(input)
     x = torch.view_as_real(x) if x.is_complex() else x

@@ -81,12 +81,8 @@ def vector_norm(
 ) -> DistTensor:
     """Return the norm of order `ord` over dimensions, from the norms of the ranks."""
     if ord < 0:
-        refuse(
-            "vector_norm",
-            f"the order {ord} is not supported",
-            input,
-            way_out="Use an order from 0, or x.full_tensor()",
-        )
+        way_out = "Use an order from 0, or x.full_tensor()"
+        refuse("vector_norm", f"the order {ord} is not supported", input, way_out=way_out)
 
     if ord == float("inf"):
         x = input.abs() if dtype is None else input.to(dtype).abs()

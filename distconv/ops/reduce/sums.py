@@ -112,12 +112,8 @@ def _added(local: Tensor, x: DistTensor) -> DistTensor:
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> DistTensor:
     common_grid("bincount", (input, weights))
     if not isinstance(input, DistTensor):
-        refuse(
-            "bincount",
-            "a plain vector is counted by distributed weights",
-            weights,
-            way_out="Distribute both, or use weights.full_tensor()",
-        )
+        reason = "a plain vector is counted by distributed weights"
+        refuse("bincount", reason, weights, way_out="Distribute both, or use weights.full_tensor()")
     if input.dim() != 1 or input.is_floating_point() or input.is_complex() or minlength < 0:
         raise RuntimeError(
             f"bincount: an input {tuple(input.shape)} of {input.dtype} with minlength={minlength}; "

@@ -101,12 +101,9 @@ def index_put_(
     input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
 ) -> Tensor:
     if accumulate:
-        refuse(
-            "index_put_",
-            "accumulate=True is not supported",
-            *tensors_in(input, indices, values),
-            way_out="Use index_add_ or scatter_add_",
-        )
+        reason = "accumulate=True is not supported"
+        way_out = "Use index_add_ or scatter_add_"
+        refuse("index_put_", reason, *tensors_in(input, indices, values), way_out=way_out)
     input[tuple(indices)] = values
     return input
 

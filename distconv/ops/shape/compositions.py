@@ -76,12 +76,8 @@ def repeat_interleave(
     output_size: int | None = None,
 ) -> DistTensor:
     if repeats is None:
-        refuse(
-            "repeat_interleave",
-            "numbers of repetitions alone are not supported",
-            input,
-            way_out="Call it on x.full_tensor()",
-        )
+        reason = "numbers of repetitions alone are not supported"
+        refuse("repeat_interleave", reason, input, way_out="Call it on x.full_tensor()")
     x: Any = input.flatten() if dim is None else input
     d = normalize_dim(0 if dim is None else dim, x.dim())
     if not x.dim():
@@ -150,12 +146,9 @@ def _in_place(method: Callable[..., Any], view: Callable[..., Any]) -> None:
     def reshaped(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
         hooked = input.is_leaf or input.gradient_hook or not torch.is_grad_enabled()
         if input.requires_grad and hooked:
-            refuse(
-                name,
-                "the gradient that is kept of the tensor, or its history, would not take part",
-                input,
-                way_out=f"Use the view that x.{name.removesuffix('_')}(...) returns",
-            )
+            reason = "the gradient that is kept of the tensor, or its history, would not take part"
+            way_out = f"Use the view that x.{name.removesuffix('_')}(...) returns"
+            refuse(name, reason, input, way_out=way_out)
         made = rule(input, *args, **kwargs)
         # Below torch's functions, a tensor without elements holds the shape, too.
         with torch.no_grad(), without_torch_function(), without_torch_dispatch():

@@ -165,12 +165,9 @@ def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
     """
     for item in index:
         if not (item is None or item is Ellipsis or isinstance(item, slice) or _is_integer(item)):
-            refuse(
-                "indexing",
-                f"an index of type {type(item).__name__} is not supported",
-                input,
-                way_out="Use integers, slices, tensors and lists, or index x.full_tensor()",
-            )
+            reason = f"an index of type {type(item).__name__} is not supported"
+            way_out = "Use integers, slices, tensors and lists, or index x.full_tensor()"
+            refuse("indexing", reason, input, way_out=way_out)
     named = sum(item is not None and item is not Ellipsis for item in index)
     if named > input.dim():
         raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
@@ -180,12 +177,8 @@ def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
     items = [*index[:at], *rest, *(item for item in index[at:] if item is not Ellipsis)]
     # torch treats every ellipsis as the same number of dimensions.
     if rest and len(ellipses) > 1 and ellipses[1] < len(index) - len(ellipses) + 1:
-        refuse(
-            "indexing",
-            "something follows a second ellipsis that is not empty",
-            input,
-            way_out="Write one",
-        )
+        reason = "something follows a second ellipsis that is not empty"
+        refuse("indexing", reason, input, way_out="Write one")
     return [int(item) if _is_integer(item) else item for item in items]
 
 

@@ -149,13 +149,8 @@ def embedding(
     """Return the row of `weight` at each position in `input`; every rank gathers the weight."""
     grid = common_grid("embedding", (input, weight))
     if max_norm is not None or scale_grad_by_freq or sparse:
-        refuse(
-            "embedding",
-            "max_norm, scale_grad_by_freq and sparse are not supported",
-            input,
-            weight,
-            way_out="Leave them out",
-        )
+        reason = "max_norm, scale_grad_by_freq and sparse are not supported"
+        refuse("embedding", reason, input, weight, way_out="Leave them out")
     if input.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"embedding: positions of {input.dtype}; expected int32 or int64")
     shape = check_on_meta(F.embedding, input, weight, padding_idx)
