@@ -16,6 +16,9 @@ from typing import NamedTuple, Protocol
 
 Interval = tuple[int, int]
 
+cached = lru_cache(maxsize=1024)
+"""A decorator of methods of index maps, which are small, frozen and few."""
+
 
 class IndexMap(Protocol):
     """The inputs that outputs need along one dimension; hashable, as a key of caches."""
@@ -125,25 +128,21 @@ class AdaptiveWindow(Ascending):
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         return ((self.window(size, start)[0], self.window(size, stop - 1)[1]),)
 
+    @cached
     def runs(self, size: int, start: int, stop: int) -> tuple[Run, ...]:
         """Return runs of the buffer from which adaptive pooling computes the outputs [start, stop).
 
         Pooled alone, a run may have other windows than in the whole; it is halved then.
         """
-        return _runs(self, size, start, stop)
-
-
-@lru_cache(maxsize=1024)
-def _runs(window: AdaptiveWindow, size: int, start: int, stop: int) -> tuple[Run, ...]:
-    origin, runs = window.window(size, start)[0], []
-    while start < stop:
-        outputs = stop - start
-        while not _pools_alone(window, size, start, outputs):
-            outputs //= 2
-        ((first, last),) = window.intervals(size, start, start + outputs)
-        runs.append(Run(first - origin, last - origin, outputs))
-        start += outputs
-    return tuple(runs)
+        origin, runs = self.window(size, start)[0], []
+        while start < stop:
+            outputs = stop - start
+            while not _pools_alone(self, size, start, outputs):
+                outputs //= 2
+            ((first, last),) = self.intervals(size, start, start + outputs)
+            runs.append(Run(first - origin, last - origin, outputs))
+            start += outputs
+        return tuple(runs)
 
 
 def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:

@@ -241,8 +241,22 @@ def _serial_in_parameters(function: Callable[..., Tensor]) -> Callable[..., Any]
     return serial
 
 
+def _normal(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return torch.special.ndtri(u + 2.0**-54) * std + mean
+
+
+_FILLS: dict[str, Callable[..., Tensor]] = {
+    "uniform_": lambda u, a=0.0, to=1.0: u * (to - a) + a,
+    "normal_": _normal,
+    "exponential_": lambda u, lambd=1.0: -torch.log1p(-u) / lambd,
+    "geometric_": lambda u, p: (torch.log1p(-u) / log1p(-p)).floor() + 1,
+    "cauchy_": lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(pi * (u - 0.5)),
+    "log_normal_": lambda u, mean=1.0, std=2.0: _normal(u, mean, std).exp(),
+}
+"""Methods that fill a tensor with functions of uniform numbers and the method's arguments."""
+
+
 def _fills(name: str, values: Callable[..., Tensor]) -> None:
-    """Register the rule of a method such as `normal_`; `values` transforms uniform numbers."""
     method: Callable[..., Any] = getattr(torch.Tensor, name)
 
     @implements(method)
@@ -254,36 +268,8 @@ def _fills(name: str, values: Callable[..., Tensor]) -> None:
         return _written(input, values(_uniform(input), *args, **kwargs), name)
 
 
-def _between(u: Tensor, a: float = 0.0, to: float = 1.0) -> Tensor:
-    return u * (to - a) + a
-
-
-def _normal(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return torch.special.ndtri(u + 2.0**-54) * std + mean
-
-
-def _exponential(u: Tensor, lambd: float = 1.0) -> Tensor:
-    return -torch.log1p(-u) / lambd
-
-
-def _geometric(u: Tensor, p: float) -> Tensor:
-    return (torch.log1p(-u) / log1p(-p)).floor() + 1
-
-
-def _cauchy(u: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-    return median + sigma * torch.tan(pi * (u - 0.5))
-
-
-def _log_normal(u: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
-    return _normal(u, mean, std).exp()
-
-
-_fills("uniform_", _between)
-_fills("normal_", _normal)
-_fills("exponential_", _exponential)
-_fills("geometric_", _geometric)
-_fills("cauchy_", _cauchy)
-_fills("log_normal_", _log_normal)
+for _name, _values in _FILLS.items():
+    _fills(_name, _values)
 
 
 @implements(F.rrelu, torch.rrelu)

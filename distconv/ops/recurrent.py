@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
     common_grid,
@@ -42,41 +43,24 @@ def _recurrent(function: Callable[..., Any]) -> None:
             refuse(name, f"{what} is not supported", input, *states, way_out=way_out)
         grid = common_grid(name, (input, *states, *params))
         options = has_biases, num_layers, dropout, train, bidirectional, batch_first
-        _run(function, input, hx, params, options, _without_elements)
+        given = hx if isinstance(hx, Tensor) else tuple(hx)
+        check_on_meta(function, input, given, tuple(params), *options)
         batch = 0 if batch_first else 1
         x = uncut(as_distributed(input, grid), {0, 1, 2} - {batch}, name)
         cuts = (), x.cuts[batch], ()
 
         def own(operand: Tensor) -> Tensor:
-            if operand is x:
-                return x.shard
             if any(operand is state for state in states):
                 return local_operand(operand, tuple(operand.shape), cuts, grid, name)
             return gather_whole(operand, name)
 
-        output, *ends = _run(function, x, hx, params, options, own)
+        begun = own(hx) if isinstance(hx, Tensor) else tuple(map(own, hx))
+        output, *ends = function(x.shard, begun, list(map(own, params)), *options)
         shape = (*x.shape[:2], output.shape[2])
         return DistTensor(output, shape, x.cuts, grid), *(
             DistTensor(end, state.shape, cuts, grid)
             for end, state in zip(ends, states, strict=True)
         )
-
-
-def _run(
-    function: Callable[..., Any],
-    input: Tensor,
-    hx: Tensor | Sequence[Tensor],
-    params: Sequence[Tensor],
-    options: tuple[Any, ...],
-    own: Callable[[Tensor], Tensor],
-) -> Any:
-    """Call a recurrent function of torch, such as torch.lstm, on `own(x)` for each tensor x."""
-    begun = own(hx) if isinstance(hx, Tensor) else tuple(map(own, hx))
-    return function(own(input), begun, list(map(own, params)), *options)
-
-
-def _without_elements(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):

@@ -11,7 +11,7 @@ from distconv.geometry.halo.slabs import LocalInput
 from distconv.geometry.index_maps import IndexMap, Window
 from distconv.geometry.layout import Box, Cuts, Shape
 from distconv.ops.conv.specification import ConvolutionSpec
-from distconv.ops.support.metadata_checks import check_shapes
+from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
 from distconv.ops.support.operands import Placement
 from distconv.ops.windowed.assembled import window_needs
 
@@ -41,7 +41,8 @@ class Convolution(ConvolutionSpec):
                 f"{self.name}: negative padding {padding} is not supported; cut x instead"
             )
         arguments = self.stride, padding, self.dilation, groups
-        made: Shape = check_shapes(self.function, (x, weight, bias), *arguments)
+        tensors = (None if n is None else TensorMeta(n) for n in (x, weight, bias))
+        made: Shape = check_on_meta(self.function, *tensors, *arguments)
         # Without elements, only some versions of torch check this.
         for window, size in zip(self.index_maps(weight[2:]), x[2:], strict=True):
             if window.extent > size + sum(window.padding):

@@ -14,7 +14,7 @@ from distconv.geometry.halo.transposed_convolution import (
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
 from distconv.geometry.layout import Box, Cuts, Shape
 from distconv.ops.conv.specification import ConvolutionSpec, Sides
-from distconv.ops.support.metadata_checks import check_shapes
+from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
 from distconv.ops.support.operands import Placement
 
 
@@ -38,7 +38,8 @@ class TransposedConvolution(ConvolutionSpec):
                 f"{name}: negative padding {self.padding} is not supported; use F.pad"
             )
         arguments = strides, self.padding, extras, self.groups, dilations
-        made: Shape = check_shapes(self.function, (x, weight, bias), *arguments)
+        tensors = (None if n is None else TensorMeta(n) for n in (x, weight, bias))
+        made: Shape = check_on_meta(self.function, *tensors, *arguments)
         # The check does not see these, nor do ranks whose block is empty.
         if any(e >= max(s, d) for e, s, d in zip(extras, strides, dilations, strict=True)):
             raise RuntimeError(

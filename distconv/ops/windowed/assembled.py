@@ -70,9 +70,13 @@ def apply_windows(
     needs = (Same(), Same(), *window_needs(windows, x.cuts))
     buffer = gather_inputs(x, needs, x.cuts, operator, fill)
     block = box_on_rank(shape, x.cuts, x.grid).shape
-    return DistTensor(
-        windowed_block(buffer, windows, x.cuts, block, compute), shape, x.cuts, x.grid
-    )
+    left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, x.cuts))
+    if prod(block) == 0:
+        window = filled_block(buffer, (1, buffer.shape[1], *(w.extent for w in windows)))
+        shard = compute(window, left)[:0].reshape(block)
+    else:
+        shard = compute(buffer, left)
+    return DistTensor(shard, shape, x.cuts, x.grid)
 
 
 def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
@@ -82,21 +86,6 @@ def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
     pads by itself, which saves a copy.
     """
     return [Same() if by_itself else w for w, by_itself in _padding(windows, cuts)]
-
-
-def windowed_block(
-    buffer: Tensor,
-    windows: Sequence[Window],
-    cuts: Cuts,
-    block: tuple[int, ...],
-    compute: Callable[[Tensor, tuple[int, ...]], Tensor],
-) -> Tensor:
-    """Return this rank's outputs, of shape `block`, from inputs gathered by `window_needs`."""
-    left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, cuts))
-    if prod(block) == 0:
-        window = filled_block(buffer, (1, buffer.shape[1], *(w.extent for w in windows)))
-        return compute(window, left)[:0].reshape(block)
-    return compute(buffer, left)
 
 
 def _padding(windows: Sequence[Window], cuts: Cuts) -> list[tuple[Window, bool]]:
