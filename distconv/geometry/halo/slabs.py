@@ -6,15 +6,15 @@ first window does, in the padding if need be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from distconv.geometry.index_maps import Interval, Same
-from distconv.geometry.layout import Cuts, rank_box
+from distconv.geometry.layout import Cuts, block, distinct_parts, rank_box
 from distconv.geometry.plan import Plan, Slices, make_plan
 from distconv.geometry.topology import Topology
 
@@ -53,7 +53,7 @@ class MessagePart:
     """Whether the message holds nothing else."""
 
     def of(self, messages: Any) -> Any:
-        """Return from all `messages` the elements of this part's message, in `shape`."""
+        """Return the message of this part, one of `messages`, as a box of `shape`."""
         message = messages[self.message]
         if self.alone:
             return message
@@ -115,22 +115,52 @@ class SlabExtent:
     crop: Interval = (0, 0)
 
 
-CutDimension = tuple[Any, int, Interval, Interval, bool]
-"""One dimension: its index map, its size, a rank's inputs and outputs, and whether it is cut."""
+@lru_cache(maxsize=4096)
+def any_halo(
+    count: Callable[..., int | None],
+    maps: tuple[Any, ...],
+    sizes: tuple[int, ...],
+    parts: tuple[int, ...],
+) -> bool | None:
+    """Return whether any part of an operator needs halos; None if its parts cannot overlap.
+
+    Parameters
+    ----------
+    count: takes the index map and size of a dimension, and a part's intervals of inputs and of
+        outputs. Returns the number of its outputs that need halos; None if the local operator on
+        these inputs alone does not make these outputs.
+    maps, sizes, parts: for each spatial dimension its index map, its inputs and the parts.
+    """
+    found = False
+    for m, size, n in zip(maps, sizes, parts, strict=True):
+        outputs = m.output_size(size)
+        for j in distinct_parts(size, outputs, n, m.steps):
+            start, stop = block(outputs, n, j)
+            touched = count(m, size, block(size, n, j), (start, stop))
+            # It has to be worth while: at least half of the outputs need no halo.
+            if touched is None or 2 * touched > stop - start:
+                return None
+            found |= touched > 0
+    return found
 
 
-def plan_with_dimensions(
+@lru_cache(maxsize=4096)
+def make_boundary(
+    extents: Callable[..., tuple[Any, ...]],
     topology: Topology,
     rank: int,
     shape: tuple[int, ...],
     made: tuple[int, ...],
     cuts: Cuts,
-    maps: Sequence[Any],
-) -> tuple[Plan, list[CutDimension]]:
-    """Return the plan that gathers halos, and a description of each spatial dimension.
+    maps: tuple[Any, ...],
+) -> Boundary:
+    """Return the boundary of one rank's block, for an operator for which `any_halo` is not None.
 
     Parameters
     ----------
+    extents: takes the index map and size of a dimension, the rank's intervals of inputs and of
+        outputs, and whether the dimension is cut. Returns the extents of the rank's block, of its
+        inputs in the buffer and of the whole buffer, and a list of the halos on both sides.
     shape, made: the global shapes of input and output, both cut by `cuts`.
     maps: the index map of each spatial dimension.
     """
@@ -139,7 +169,16 @@ def plan_with_dimensions(
     plan = make_plan(topology, rank, shape, cuts, cuts, (Same(), Same(), *needs))
     own, out = (rank_box(s, cuts, topology, rank) for s in (shape, made))
     inputs, outputs = (zip(b.start[2:], b.stop[2:], strict=True) for b in (own, out))
-    return plan, list(zip(maps, shape[2:], inputs, outputs, cut, strict=True))
+    rows = map(extents, maps, shape[2:], inputs, outputs, cut)
+    whole, inside, every, sides = zip(*rows, strict=True)
+    of_block = local_input(plan, whole)
+    return Boundary(
+        plan,
+        replace(of_block, shape=plan.block_shape, crop=None),
+        local_input(plan, every),
+        halo_slabs(plan, inside, every, sides),
+        of_block.crop,
+    )
 
 
 def halo_slabs(
