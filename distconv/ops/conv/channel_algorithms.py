@@ -239,7 +239,7 @@ class Layer(NamedTuple):
     transposed: bool = False
 
     def weight_axes(self, dim: int) -> Axes:
-        """Return the axes that cut the weight's dimension `dim`, but neither samples nor space."""
+        """Return axes that cut dimension `dim` of the weight, but no samples or space of `x`."""
         taken = cutting_axes(replaced_at(self.x.cuts, self.dimension, ()))
         return tuple(a for a in self.weights.cuts[dim] if a not in taken)
 

@@ -20,10 +20,10 @@ from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import rank_box
 from distconv.geometry.plan import Plan
 from distconv.ops.conv.channel_algorithms import Layer, LayerPart, WeightMeta, algorithm, layer_part
+from distconv.ops.conv.convolution import Convolution
 from distconv.ops.conv.large_blocks import warn_of_large_block
 from distconv.ops.conv.local_convolution import LocalConvolution
 from distconv.ops.conv.overlapped import may_overlap, overlapped_convolution
-from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement, filled_block
 from distconv.tensor.dist_tensor import DistTensor
@@ -45,9 +45,7 @@ class _Plan(NamedTuple):
     """The number of the rank's inputs or outputs, whichever is larger."""
 
 
-def convolve(
-    x: DistTensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
-) -> DistTensor:
+def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convolution) -> DistTensor:
     """Return a convolution of `x`. All ranks call it.
 
     Parameters
@@ -78,7 +76,7 @@ def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _P
 
 @lru_cache(maxsize=4096)
 def _plan(
-    spec: ConvolutionSpec, x: Placement, weights: WeightMeta, algorithm: str, method: str | None
+    spec: Convolution, x: Placement, weights: WeightMeta, algorithm: str, method: str | None
 ) -> _Plan:
     shape = spec.output_shape(x.shape, weights.shape, weights.bias)
     maps = spec.index_maps(weights.shape[2:])

@@ -13,14 +13,14 @@ from distconv.geometry.halo.transposed_convolution import (
 )
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
 from distconv.geometry.layout import Box, Cuts, Shape
-from distconv.ops.conv.specification import ConvolutionSpec, Sides
+from distconv.ops.conv.convolution import Convolution, Sides
 from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
 from distconv.ops.support.operands import Placement
 
 
 @dataclass(frozen=True)
-class TransposedConvolution(ConvolutionSpec):
-    """A transposed convolution, with `output_padding` more outputs at the end."""
+class TransposedConvolution(Convolution):
+    """The arguments of a transposed convolution: each input reaches a window of outputs."""
 
     output_padding: Sides
 

@@ -60,7 +60,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
         `torch.convolution`.
     """
     # Transposed, oneDNN was measured to be no faster.
-    if arguments[3] or not _computes(x, weight, *arguments):
+    if arguments[3] or not gains(x, weight, *arguments):
         return torch.convolution(x, weight, bias, *arguments)
     stride, padding, dilation, *_, groups = arguments
     offset = None if bias is None else bias.contiguous()
@@ -85,7 +85,7 @@ def convolution_gradients(
     rest: the `arguments` of `convolution`, and a flag for each of the three gradients to compute.
     """
     *arguments, mask = rest
-    if torch.is_grad_enabled() or not _computes(x, weight, *arguments):
+    if torch.is_grad_enabled() or not gains(x, weight, *arguments):
         gradients: OperandGradients = torch_gradients(dy, x, weight, bias, *arguments, mask)
         return gradients
     of_input, of_weight, of_bias = mask
@@ -140,24 +140,20 @@ class _Volumes(ShardFunction):
 
 
 def gains(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether `recorded_convolution` is no slower than torch; False except for volumes."""
-    return len(weight.shape) == 5 and _computes(x, weight, *arguments)
-
-
-def _computes(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether to compute a convolution of volumes by oneDNN as chosen in this module."""
+    """Return whether to use this module's kernels; False for convolutions of no volumes."""
     return (
-        x.device.type == "cpu"
+        len(weight.shape) == 5
+        and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
-        and _pays(tuple(x.shape), tuple(weight.shape), *map(_hashable, arguments))
+        and _pays(
+            tuple(x.shape),
+            tuple(weight.shape),
+            *(tuple(a) if isinstance(a, list) else a for a in arguments),
+        )
         and onednn_is_on()
         # Such as FlopCounterMode and selective checkpoints, which look for torch's convolution.
         and not others_look_on()
     )
-
-
-def _hashable(argument: Any) -> Any:
-    return tuple(argument) if isinstance(argument, list) else argument
 
 
 @lru_cache(maxsize=4096)
