@@ -36,21 +36,35 @@ from distconv.torch_private import dropped_weight, reduction_of_flags
 Loss = TypeVar("Loss", bound=Callable[..., Tensor])
 
 
-def reduction_name(
-    size_average: bool | None, reduce: bool | None, reduction: str, operator: str
-) -> str:
-    """Return the reduction of a loss: "none", "mean" or "sum".
+def _reducing(
+    function: Callable[..., Tensor], *others: str
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Return a decorator that registers the rule of the loss `function`.
 
-    torch's deprecated arguments `size_average` and `reduce` override `reduction`. Raises ValueError
-    for any other name.
+    The decorated function takes torch's arguments by name. Its `reduction` is "none", "mean", "sum"
+    or one of `others`; torch's deprecated `size_average` and `reduce` are translated to it. Another
+    name raises ValueError.
     """
-    if size_average is not None or reduce is not None:
-        reduction = reduction_of_flags(size_average, reduce)
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(
-            f"{operator}: reduction={reduction!r} is not valid; choose 'none', 'mean' or 'sum'"
-        )
-    return reduction
+    signature = inspect.signature(function)
+
+    def register(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @implements(function)
+        def rule(*args: Any, **options: Any) -> Tensor:
+            given = signature.bind(*args, **options).arguments
+            flags = given.pop("size_average", None), given.pop("reduce", None)
+            reduction = given.pop("reduction", "mean")
+            if flags != (None, None):
+                reduction = reduction_of_flags(*flags)
+            if reduction not in ("none", "mean", "sum", *others):
+                raise ValueError(
+                    f"{function.__name__}: reduction={reduction!r} is not valid; choose 'none', "
+                    "'mean' or 'sum'"
+                )
+            return loss(reduction=reduction, **given)
+
+        return rule
+
+    return register
 
 
 def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
@@ -59,18 +73,14 @@ def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
     The decorated function takes torch's arguments by name, except the reduction, and returns the
     loss of each element; the rule reduces them.
     """
-    signature = inspect.signature(function)
 
     def register(terms: Loss) -> Loss:
-        @implements(function)
-        def rule(*args: Any, **options: Any) -> Tensor:
-            given = signature.bind(*args, **options).arguments
-            flags = given.pop("size_average", None), given.pop("reduce", None)
-            name = reduction_name(*flags, given.pop("reduction", "mean"), function.__name__)
+        @_reducing(function)
+        def loss(reduction: str, **given: Any) -> Tensor:
             found = terms(**given)
-            if name == "none":
+            if reduction == "none":
                 return found
-            return found.mean() if name == "mean" else found.sum()
+            return found.mean() if reduction == "mean" else found.sum()
 
         return terms
 
@@ -107,17 +117,14 @@ def _regression(function: Callable[..., Tensor]) -> None:
     """Register the rule of an element-wise loss of input and target, such as F.mse_loss."""
     name = function.__name__
 
-    @implements(function)
+    @_reducing(function)
     def rule(
         input: Tensor,
         target: Tensor,
-        size_average: bool | None = None,
-        reduce: bool | None = None,
-        reduction: str = "mean",
+        reduction: str,
         weight: Tensor | None = None,
         **arguments: float,
     ) -> DistTensor:
-        reduction = reduction_name(size_average, reduce, reduction, name)
         if weight is None:
             *_, weight = recorded(name, (input, target, dropped_weight(function)))
         grid = common_grid(name, (input, target, weight))
@@ -153,17 +160,14 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
     """Register the rule of F.binary_cross_entropy, or of its form for logits."""
     name = function.__name__
 
-    @implements(function)
+    @_reducing(function)
     def rule(
         input: Tensor,
         target: Tensor,
+        reduction: str,
         weight: Tensor | None = None,
-        size_average: bool | None = None,
-        reduce: bool | None = None,
-        reduction: str = "mean",
         **pos_weight: Tensor | None,
     ) -> DistTensor:
-        reduction = reduction_name(size_average, reduce, reduction, name)
         weights = {"weight": weight, **pos_weight}
         grid = common_grid(name, (input, target, *weights.values()))
         if target.shape != input.shape:
@@ -242,18 +246,15 @@ def _classification(function: Callable[..., Tensor]) -> None:
     """
     name = function.__name__
 
-    @implements(function)
+    @_reducing(function)
     def rule(
         input: Tensor,
         target: Tensor,
+        reduction: str,
         weight: Tensor | None = None,
-        size_average: bool | None = None,
         ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
         **smoothing: float,
     ) -> DistTensor:
-        reduction = reduction_name(size_average, reduce, reduction, name)
         grid = common_grid(name, (input, target, weight))
         x = as_distributed(input, grid)
         classes = 1 if x.dim() > 1 else 0
@@ -306,29 +307,19 @@ def _weight_of(labels: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
     return counted.sum()
 
 
-@implements(F.kl_div)
-def kl_div(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    log_target: bool = False,
-) -> DistTensor:
-    by_batch = reduction == "batchmean"
-    reduction = reduction_name(size_average, reduce, "sum" if by_batch else reduction, "kl_div")
+@_reducing(F.kl_div, "batchmean")
+def kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool = False) -> DistTensor:
     grid = common_grid("kl_div", (input, target))
     shape = broadcast_shape("kl_div", (input, target))
     cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
     blocks = [local_operand(t, shape, cuts, grid, "kl_div") for t in (input, target)]
     x, y = _elements(reduction, *blocks)
-    local = F.kl_div(
-        x, y, reduction="none" if reduction == "none" else "sum", log_target=log_target
-    )
+    kept = "none" if reduction == "none" else "sum"
+    local = F.kl_div(x, y, reduction=kept, log_target=log_target)
     if reduction == "none":
         return DistTensor(local, shape, cuts, grid)
     batch = input.shape[0] if input.dim() else 1
-    divisor = batch if by_batch else torch.Size(shape).numel() if reduction == "mean" else 1
+    divisor = {"mean": torch.Size(shape).numel(), "batchmean": batch, "sum": 1}[reduction]
     return _total(local, divisor, cuts, grid, torch.promote_types(input.dtype, target.dtype))
 
 
