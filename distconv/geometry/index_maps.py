@@ -9,7 +9,6 @@ padding. The needed buffer is the concatenation of the intervals. In the other d
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -291,7 +290,9 @@ class Pad:
         repeated = _mirror(self.mode, inputs, *low), inside, _mirror(self.mode, inputs, *high)
         pieces = tuple(piece for piece in repeated if piece[0] < piece[1])
         # Reflections and the border are near the inputs inside, or among them.
-        return pieces if self.mode == "circular" else (_hull(pieces),)
+        if self.mode == "circular":
+            return pieces
+        return ((min(first for first, _ in pieces), max(last for _, last in pieces)),)
 
     def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         inside = (start + self.before, stop + self.before)
@@ -333,11 +334,6 @@ class Pad:
         if self.mode == "circular":
             return max(-self.before, 0), size + min(self.after, 0)
         return 0, size
-
-
-def _hull(pieces: Sequence[Interval]) -> Interval:
-    """Return the shortest interval that contains all of `pieces`."""
-    return min(first for first, _ in pieces), max(last for _, last in pieces)
 
 
 def _source(mode: str, inputs: Interval, position: int) -> int:

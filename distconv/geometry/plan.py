@@ -278,9 +278,7 @@ def elements_moved(
     dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
     here, moving = topology.coordinates(rank), set(cutting_axes(source))
     counts = [
-        _counts_cut_alike(d, i)
-        if d.source_axes == d.target_axes
-        else _counts(d, i, j, _takers(topology, here, moving, d, i))
+        _counts(d, i, j, tuple(_takers(topology, here, moving, d, i)))
         for d, i, j in zip(dimensions, source_here, target_here, strict=True)
     ]
     received, sent, own = (prod(count[k] for count in counts) for k in range(3))
@@ -289,15 +287,9 @@ def elements_moved(
 
 
 @lru_cache(maxsize=16384)
-def _counts_cut_alike(d: _Dimension, part: int) -> tuple[int, int, int]:
-    """Return `_counts` along a dimension whose input and output are cut over the same axes.
-
-    The numbers depend on `part` alone, so they are cached.
-    """
-    return _counts(d, part, part, d.targets(part))
-
-
-def _counts(d: _Dimension, source: int, target: int, takers: Iterable[int]) -> tuple[int, int, int]:
+def _counts(
+    d: _Dimension, source: int, target: int, takers: tuple[int, ...]
+) -> tuple[int, int, int]:
     """Return three numbers of elements along one dimension.
 
     Part `target` takes the first number from all parts, and the third from part `source`. The parts

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
 from distconv.geometry.layout import Cuts, Shape
@@ -61,40 +62,29 @@ class _BlockPlace(NamedTuple):
         return self.tensor(whole_gradient(part, self.cuts, self.grid))
 
 
-class _Context:
-    """The `ctx` that a user's Function receives, with torch's methods and the user's attributes."""
+class _Context(FunctionCtx):
+    """The `ctx` that a user's Function receives, with torch's methods and the user's attributes.
+
+    Gradients of unused outputs are zeros on all ranks, whatever `set_materialize_grads` says.
+    """
+
+    to_save: tuple[Any, ...] = ()
+    non_differentiable: tuple[Tensor, ...] = ()
+    dirty_tensors: tuple[Tensor, ...] = ()
+    saved_tensors: tuple[Tensor | None, ...] = ()
+    gradient_types: tuple[torch.dtype | None, ...] | None = None
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-        self._to_save: tuple[Tensor | None, ...] = ()
-        self._not_differentiable: tuple[Tensor, ...] = ()
-        self._dirty: tuple[Tensor, ...] = ()
-        self._gradient_types: tuple[torch.dtype | None, ...] | None = None
 
     @property
     def saved_variables(self) -> tuple[Tensor | None, ...]:
         """Return `saved_tensors`, under torch's old name."""
         return self.saved_tensors
 
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors for `saved_tensors` in the backward pass."""
-        self._to_save = tensors
-
-    def mark_non_differentiable(self, *outputs: Tensor) -> None:
-        """Say which outputs have no gradient."""
-        self._not_differentiable = outputs
-
-    def mark_dirty(self, *inputs: Tensor) -> None:
-        """Say which inputs were written to in place."""
-        self._dirty = inputs
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Do nothing: gradients of unused outputs are zeros, on all ranks alike."""
-
     def set_output_grad_dtype(self, *types: torch.dtype | None) -> None:
         """Set the type in which `backward` gets the gradient of each output; from torch 2.14 on."""
-        self._gradient_types = types
+        self.gradient_types = types
 
 
 class _Call:
@@ -137,22 +127,22 @@ class _Call:
         self._outputs = [
             _BlockPlace.of(x, grid) if isinstance(x, DistTensorBase) else None for x in outputs
         ]
-        self._saved = [None if x is None else _BlockPlace.of(x, grid) for x in context._to_save]
-        node.save_for_backward(*map(shard_of, context._to_save))
-        node.mark_non_differentiable(*map(shard_of, context._not_differentiable))
-        if context._gradient_types is not None:
-            node.set_output_grad_dtype(*context._gradient_types)
-        context._to_save = context._not_differentiable = ()
+        self._saved = [None if x is None else _BlockPlace.of(x, grid) for x in context.to_save]
+        node.save_for_backward(*map(shard_of, context.to_save))
+        node.mark_non_differentiable(*map(shard_of, context.non_differentiable))
+        if context.gradient_types is not None:
+            node.set_output_grad_dtype(*context.gradient_types)
+        context.to_save = context.non_differentiable = ()
         return tuple(map(shard_of, outputs))
 
     def _check(self, outputs: tuple[Any, ...]) -> None:
         """Refuse inputs written in place and plain outputs, whose gradients would be wrong."""
         name, context = self._function.__name__, self._context
-        if context._dirty:
+        if context.dirty_tensors:
             reason = "it writes to its inputs in place"
             way_out = "Return a new tensor instead of marking an input as dirty"
-            refuse(f"{name}.apply", reason, *context._dirty, way_out=way_out)
-        marked = {id(x) for x in context._not_differentiable}
+            refuse(f"{name}.apply", reason, *context.dirty_tensors, way_out=way_out)
+        marked = {id(x) for x in context.non_differentiable}
         for x in outputs:
             plain = isinstance(x, Tensor) and not isinstance(x, DistTensorBase)
             if plain and x.is_floating_point() and id(x) not in marked:

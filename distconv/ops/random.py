@@ -180,18 +180,17 @@ def _drawn_like(
     return rule
 
 
-def _below_one(u: Tensor, kind: torch.dtype) -> Tensor:
-    """Return uniform numbers in the type `kind`, with numbers that round to 1 lowered."""
-    return u.to(kind).clamp_(max=1 - torch.finfo(kind).eps / 2)
-
-
 def _integers(u: Tensor, _: torch.dtype, *bounds: int) -> Tensor:
     """Return random integers in [low, high); `bounds` is (high,) or (low, high)."""
     low, high = (0, *bounds)[-2:]
     return (u * (high - low)).floor() + low
 
 
-rand_like = _drawn_like(torch.rand_like, torch.Tensor.uniform_, _below_one)
+rand_like = _drawn_like(
+    torch.rand_like,
+    torch.Tensor.uniform_,
+    lambda u, kind: u.to(kind).clamp_(max=1 - torch.finfo(kind).eps / 2),  # rounds to less than 1
+)
 _drawn_like(torch.randn_like, torch.Tensor.normal_, lambda u, kind: _normal(u))
 _drawn_like(torch.randint_like, torch.Tensor.random_, _integers)
 

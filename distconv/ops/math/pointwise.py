@@ -67,17 +67,11 @@ _DUNDERS = """
 """.split()
 
 
-def _writes(name: str) -> bool:
-    """Return whether a torch function of this name writes to its first argument."""
-    if name.startswith("__"):
-        return name.startswith("__i") and name != "__invert__"
-    return name.endswith("_")
-
-
 def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
-    code = getattr(function, "__code__", None)
+    code, name = getattr(function, "__code__", None), getattr(function, "__name__", "")
     takes_inplace = code is not None and "inplace" in code.co_varnames
-    writes = _writes(getattr(function, "__name__", ""))
+    operator = name.startswith("__")
+    writes = name.startswith("__i") and name != "__invert__" if operator else name.endswith("_")
     return pointwise_rule(function, writes, takes_inplace)
 
 

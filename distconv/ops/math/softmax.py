@@ -24,11 +24,6 @@ from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def _implicit(ndim: int) -> int:
-    """Return the dimension that torch uses for a softmax without `dim`."""
-    return 0 if ndim in (0, 1, 3) else 1
-
-
 def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) -> None:
     name = function.__name__
 
@@ -45,7 +40,8 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
         kind = dtype or input.dtype
         if not kind.is_floating_point and input.numel():
             raise NotImplementedError(f"{name}: not implemented for {kind}; pass a floating dtype=")
-        d = normalize_dim(_implicit(input.dim()) if dim is None else dim, input.dim())
+        implicit = 0 if input.dim() in (0, 1, 3) else 1  # as in torch
+        d = normalize_dim(implicit if dim is None else dim, input.dim())
         x, axes = input, input.cuts[d] if input.dim() else ()
         if axes and input.numel():
             shard = _along_cut(name, input.shard.to(kind), d, input.grid, axes)

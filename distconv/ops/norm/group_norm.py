@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
 from distconv.geometry.layout import cutting_axes
-from distconv.ops.norm.batch_norm import batch_norm, own_channels
+from distconv.ops.norm.batch_norm import own_channels
 from distconv.ops.norm.form import Form
 from distconv.ops.norm.moments import element_counts_of_peers
 from distconv.ops.norm.normalize import check_parameter_types, normalize
@@ -29,26 +30,13 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import redistribute
 
 
-@implements(F.group_norm, torch.group_norm)
-@works_on_channels(of_each_sample=True)
-def group_norm(
+def group_norm_over(
+    axes: tuple[str, ...] | None,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> DistTensor:
-    """Normalise each sample and group of channels over the whole plane."""
-    return group_norm_over(None, input, num_groups, weight, bias, eps)
-
-
-def group_norm_over(
-    axes: tuple[str, ...] | None,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
 ) -> DistTensor:
     """Normalise each sample and group of channels by statistics over the ranks along `axes`.
 
@@ -81,6 +69,11 @@ def group_norm_over(
     return DistTensor(shard, x.shape, cuts, x.grid)
 
 
+implements(F.group_norm, torch.group_norm)(
+    works_on_channels(of_each_sample=True)(partial(group_norm_over, None))
+)
+
+
 @implements(F.instance_norm)
 @works_on_channels(of_each_sample=True)
 def instance_norm(
@@ -92,12 +85,12 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> DistTensor:
+) -> Tensor:
     """Normalise each sample and channel over the plane; update running statistics if given."""
     x = as_distributed(input, common_grid("instance_norm", (input, weight, bias)))
     check_parameter_types("instance_norm", x, weight, bias)
     if not use_input_stats:
-        return batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     sizes = [any_type(t) for t in (running_mean, running_var, weight, bias)]
     check_on_meta(F.instance_norm, any_type(x), *sizes, True, momentum)
     if (running_mean is None) != (running_var is None):

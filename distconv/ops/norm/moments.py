@@ -72,7 +72,7 @@ def combined(
 def _of_equal_parts(
     means: Tensor, variances: Tensor, over: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the union of equal parts, which lie along dimensions `over`."""
+    """Return mean and variance of equal parts together, from each part's along `over`."""
     between, mean = torch.var_mean(means, over, correction=0)
     return mean, between.add_(variances.mean(over))
 

@@ -127,11 +127,6 @@ def _average(
     return pool(x, kernel, stride, padding, ceil_mode, divisor_override=divisor)
 
 
-_avg_pool(F.avg_pool1d, 1)
-_avg_pool(F.avg_pool2d, 2)
-_avg_pool(F.avg_pool3d, 3)
-
-
 def _power_average(spatial: int, function: Any, average: Any) -> None:
     @implements(function)
     def rule(
@@ -150,10 +145,7 @@ def _power_average(spatial: int, function: Any, average: Any) -> None:
         return total.mul(prod(to_tuple(kernel_size, spatial, "kernel_size"))).pow(1.0 / norm_type)
 
 
-_power_average(1, F.lp_pool1d, F.avg_pool1d)
-
-
-_power_average(2, F.lp_pool2d, F.avg_pool2d)
-
-
-_power_average(3, F.lp_pool3d, F.avg_pool3d)
+for _n in (1, 2, 3):
+    _average_of = getattr(F, f"avg_pool{_n}d")
+    _avg_pool(_average_of, _n)
+    _power_average(_n, getattr(F, f"lp_pool{_n}d"), _average_of)

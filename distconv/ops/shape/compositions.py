@@ -121,10 +121,6 @@ def _sliced(
     return slice_of(input, dim, start, end, step)
 
 
-def _expanded(input: DistTensor, size: Sequence[int], *, implicit: bool = False) -> DistTensor:
-    return expand(input, size)
-
-
 for _name in """
     detach diagonal narrow permute select split split_with_sizes squeeze t transpose unbind
     unsqueeze view_as_complex view_as_real
@@ -132,7 +128,7 @@ for _name in """
     _copied(getattr(torch, f"{_name}_copy"), getattr(torch, _name))
 _copied(torch.Tensor.narrow_copy, torch.narrow)
 _copied(torch.alias_copy, lambda input: input)
-_copied(torch.expand_copy, _expanded)
+_copied(torch.expand_copy, lambda input, size, *, implicit=False: expand(input, size))
 _copied(torch.slice_copy, _sliced)
 _copied(torch.unfold_copy, torch.Tensor.unfold)
 _copied(torch.view_copy, torch.Tensor.view)

@@ -73,7 +73,7 @@ def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
         single = isinstance(pick, int)
         if not axes:
             needs.append(Same())
-            local.append(pick if single else _slice(first, step, outputs))
+            local.append(pick if single else slice(first, first + outputs * step, step))
         elif (first, step, outputs) == (0, 1, size) and not single:
             needs.append(Same())
             local.append(slice(None))
@@ -114,9 +114,9 @@ def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:
 def unmerged_picks(
     input: DistTensor, picks: Sequence[Any]
 ) -> tuple[tuple[Any, ...], list[Shape]] | None:
-    """Return an index as the index into the unmerged tensor, and the factors of the part.
+    """Return the index into `input.unmerged`, and the factors of each dimension of the result.
 
-    Returns None if a merged dimension is not taken in full.
+    Returns None unless `picks`, the index into `input`, takes merged dimensions in full.
     """
     runs = iter(zip(factors_of(input), input.shape, strict=True))
     index: list[Any] = []
@@ -199,7 +199,7 @@ def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
 
 
 def _picked(input: Tensor, items: tuple[Any, ...]) -> DistTensor:
-    """Return the part at any index of torch, whole on every rank, from gathered operands."""
+    """Index the whole tensor by torch, with operands gathered; the part is whole on all ranks."""
     grid = common_grid("indexing", (input, *items))
     whole = gather_whole(input, "indexing")[tuple(gather_whole(i, "indexing") for i in items)]
     return as_distributed(whole, grid)
@@ -240,13 +240,10 @@ def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor
     return picked if index.dim() == 1 else unflatten(picked, d, tuple(index.shape))
 
 
-def _is_integral(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-
-
 def _is_integer(item: Any) -> bool:
     if isinstance(item, Tensor):
-        return not item.dim() and _is_integral(item)
+        other = item.is_floating_point() or item.is_complex() or item.dtype == torch.bool
+        return not (item.dim() or other)
     return hasattr(item, "__index__") and not isinstance(item, bool)
 
 
@@ -265,11 +262,6 @@ def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
     if step < 1:
         raise ValueError("step must be greater than zero")
     return start, step, len(range(start, stop, step))
-
-
-def _slice(first: int, step: int, outputs: int) -> slice:
-    """Return the slice of `outputs` positions from `first` on, `step` apart."""
-    return slice(first, first + (outputs - 1) * step + 1, step) if outputs else slice(0, 0)
 
 
 def slice_of(

@@ -90,7 +90,10 @@ def _reshaped_cuts(
 def _reshape_blocks(
     input: DistTensor, shape: Shape, operator: str, *, forks: bool = False
 ) -> DistTensor:
-    """Return `input` in another shape, cut in blocks: as a view, or as a fork (`make_fork`)."""
+    """Return `input` in another shape, cut in blocks, as a view.
+
+    With `forks` it is a fork: serial torch may make a view or a copy of it.
+    """
     asked, made, uneven = _reshaped_cuts(tuple(input.shape), input.cuts, shape, input.grid.topology)
     box = box_on_rank(shape, made, input.grid)
     x = redistribute(input, asked, operator)

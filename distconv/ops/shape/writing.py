@@ -103,7 +103,7 @@ def _places(
 def _placed(
     name: str, input: Tensor, dim: int, index: Tensor, source: Tensor, *reduce: str, **options: Any
 ) -> DistTensor:
-    """Return torch's function `name`, such as index_add, computed by each rank on its block."""
+    """Return the result of torch's `name`, such as index_add; each rank computes its block."""
     function: Callable[..., Tensor] = getattr(torch, name)
     check_on_meta(function, input, dim, index, source, *reduce, **options)
     x, d, places = _places(name, input, dim, index, source)

@@ -17,18 +17,14 @@ def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
     With two formats torch takes ten times as long, and the result would have the format of the
     first.
     """
-    whole = [x for x in blocks if isinstance(x, Tensor) and x.dim() == 4]
+    planes = [x if isinstance(x, Tensor) and x.dim() == 4 else None for x in blocks]
+    whole = [x for x in planes if x is not None]
     if len({x.stride() for x in whole}) < 2 or not any(map(has_channels_last, whole)):
         return blocks
-    last = torch.channels_last
     return [
-        x.contiguous(memory_format=last) if isinstance(x, Tensor) and _is_dense_plane(x) else x
-        for x in blocks
+        x if p is None or not p.is_contiguous() else p.contiguous(memory_format=torch.channels_last)
+        for x, p in zip(blocks, planes, strict=True)
     ]
-
-
-def _is_dense_plane(x: Tensor) -> bool:
-    return x.dim() == 4 and x.is_contiguous()
 
 
 def reduce_in_order_of_memory(

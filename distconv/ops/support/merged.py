@@ -244,7 +244,7 @@ def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule
 
 
 def _dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
-    """Return the dimensions that the argument `dim` names; None for a flag or an empty sequence."""
+    """Return the dimensions that the argument `dim` names; None for a bool or empty sequence."""
     if isinstance(dim, bool) or (isinstance(dim, Sequence) and not dim):
         return None
     return normalize_dims(dim, ndim)
