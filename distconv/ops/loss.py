@@ -308,7 +308,7 @@ def _weight_of(labels: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
 
 
 @_reducing(F.kl_div, "batchmean")
-def kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool = False) -> DistTensor:
+def _kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool = False) -> DistTensor:
     grid = common_grid("kl_div", (input, target))
     shape = broadcast_shape("kl_div", (input, target))
     cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
