@@ -1,4 +1,4 @@
-"""A layer that changes the layout."""
+"""A torch.nn layer that changes the layout of a tensor."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class Redistribute(nn.Module):
-    """Redistributes its input to another layout; plain tensors are returned unchanged.
-
-    All ranks of the grid take part.
+    """Changes the layout of its input; plain tensors are returned unchanged. All ranks call it.
 
     Parameters
     ----------

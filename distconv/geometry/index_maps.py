@@ -9,16 +9,18 @@ padding. The needed buffer is the concatenation of the intervals. In the other d
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 Interval = tuple[int, int]
 
+cached = lru_cache(maxsize=1024)
+"""A decorator of methods of index maps, which are small, frozen and few."""
+
 
 class IndexMap(Protocol):
-    """A map from outputs to needed inputs along one dimension; hashable, as a key of caches."""
+    """The inputs that outputs need along one dimension; hashable, as a key of caches."""
 
     def output_size(self, size: int) -> int:
         """Return the number of outputs along a dimension of `size` inputs."""
@@ -125,30 +127,25 @@ class AdaptiveWindow(Ascending):
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         return ((self.window(size, start)[0], self.window(size, stop - 1)[1]),)
 
+    @cached
     def runs(self, size: int, start: int, stop: int) -> tuple[Run, ...]:
         """Return runs of the buffer from which adaptive pooling computes the outputs [start, stop).
 
-        Where sizes do not divide, pooling of a run may have other windows than the whole; it is
-        halved then.
+        Pooled alone, a run may have other windows than in the whole; it is halved then.
         """
-        return _runs(self, size, start, stop)
-
-
-@lru_cache(maxsize=1024)
-def _runs(window: AdaptiveWindow, size: int, start: int, stop: int) -> tuple[Run, ...]:
-    origin, runs = window.window(size, start)[0], []
-    while start < stop:
-        outputs = stop - start
-        while not _pools_alone(window, size, start, outputs):
-            outputs //= 2
-        ((first, last),) = window.intervals(size, start, start + outputs)
-        runs.append(Run(first - origin, last - origin, outputs))
-        start += outputs
-    return tuple(runs)
+        origin, runs = self.window(size, start)[0], []
+        while start < stop:
+            outputs = stop - start
+            while not _pools_alone(self, size, start, outputs):
+                outputs //= 2
+            ((first, last),) = self.intervals(size, start, start + outputs)
+            runs.append(Run(first - origin, last - origin, outputs))
+            start += outputs
+        return tuple(runs)
 
 
 def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:
-    """Return whether pooling `outputs` outputs from their own inputs alone has the same windows."""
+    """Return whether `outputs` outputs from `start` on have the same windows if pooled alone."""
     ((first, last),) = window.intervals(size, start, start + outputs)
     alone = AdaptiveWindow(outputs)
     return all(
@@ -195,7 +192,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Grouped(Ascending):
-    """A map by which each `factor` outputs are computed from the next `inputs` inputs.
+    """Groups: the outputs [g*factor, (g+1)*factor) need the inputs [g*inputs, (g+1)*inputs).
 
     Used for pixel shuffle and grouped convolution.
     """
@@ -213,10 +210,7 @@ class Grouped(Ascending):
 
 @dataclass(frozen=True)
 class Rows(Ascending):
-    """A change of row length, as in a reshape: rows are contiguous.
-
-    Inputs are rows of `before` elements, outputs of `after` elements.
-    """
+    """A reshape of a run of elements from rows of `before` to rows of `after` elements."""
 
     before: int
     after: int
@@ -228,7 +222,7 @@ class Rows(Ascending):
         return ((start * self.after // self.before, -(-stop * self.after // self.before)),)
 
     def offset(self, start: int) -> int:
-        """Return the position of output `start` in its buffer, in elements."""
+        """Return the number of elements in the buffer before the first one of output `start`."""
         return start * self.after % self.before
 
 
@@ -296,7 +290,9 @@ class Pad:
         repeated = _mirror(self.mode, inputs, *low), inside, _mirror(self.mode, inputs, *high)
         pieces = tuple(piece for piece in repeated if piece[0] < piece[1])
         # Reflections and the border are near the inputs inside, or among them.
-        return pieces if self.mode == "circular" else (_hull(pieces),)
+        if self.mode == "circular":
+            return pieces
+        return ((min(first for first, _ in pieces), max(last for _, last in pieces)),)
 
     def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         inside = (start + self.before, stop + self.before)
@@ -314,7 +310,7 @@ class Pad:
     def outside(self, size: int, start: int, stop: int) -> tuple[int, int] | None:
         """Return the numbers of outputs in [start, stop) before the first and after the last input.
 
-        None where padding the buffer by these numbers does not give the outputs.
+        Returns None if padding the buffer by these numbers does not give the outputs.
         """
         first, last = start - self.before, stop - self.before
         inside = (max(first, 0), min(last, size))
@@ -334,19 +330,14 @@ class Pad:
         return None if order == list(range(len(buffer))) else order
 
     def _source_range(self, size: int) -> Interval:
-        """Return the inputs that the outside repeats: all, or for "circular" all not cropped."""
+        """Return the inputs that padding may repeat: all, or for "circular" all not cropped."""
         if self.mode == "circular":
             return max(-self.before, 0), size + min(self.after, 0)
         return 0, size
 
 
-def _hull(pieces: Sequence[Interval]) -> Interval:
-    """Return the shortest interval that contains all of `pieces`."""
-    return min(first for first, _ in pieces), max(last for _, last in pieces)
-
-
 def _source(mode: str, inputs: Interval, position: int) -> int:
-    """Return the input of the output at `position`, which is counted from the first input."""
+    """Return the input that the output at `position` repeats, both counted from the first input."""
     start, stop = inputs
     if mode == "circular":
         return start + (position - start) % (stop - start)
@@ -391,7 +382,7 @@ class TransposedWindow(Ascending):
         return ((min(first, (start + self.padding) // self.stride), last),)
 
     def written(self, size: int, start: int, stop: int) -> Interval:
-        """Return the outputs, first to last, reached by the inputs needed for [start, stop)."""
+        """Return the outputs, first to last, that the inputs needed for [start, stop) reach."""
         ((first, last),) = self.intervals(size, start, stop)
         offset = -self.padding
         return (

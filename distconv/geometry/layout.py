@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, pairwise
 from math import prod
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
@@ -28,15 +28,11 @@ def block(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def distinct_parts(first: int, second: int, parts: int, steps: tuple[int, int]) -> Iterator[int]:
-    """Yield the number of one part of each kind, for two dimensions cut into equally many parts.
+    """Yield one part of each kind, for two dimensions of `first` and `second` elements.
 
-    Parts of a kind have equally many elements of each dimension, and start at equal distances in
-    both, each start multiplied by its number in `steps`. Where the distance changes from part to
-    part, every part is yielded.
-
-    Parameters
-    ----------
-    first, second: the elements of the two dimensions, such as inputs and outputs.
+    Both are cut into `parts` parts. Parts of a kind have equal lengths in each dimension, and an
+    equal drift: steps[0] * start in the first dimension minus steps[1] * start in the second. If
+    the drift changes from part to part, every part is yielded.
     """
     edges = {0, 1, first % parts, second % parts, parts - 1, parts}
     for start, stop in pairwise(sorted(edge for edge in edges if edge <= parts)):
@@ -90,7 +86,7 @@ def dimension_names(ndim: int) -> tuple[str, ...]:
 
 
 class _HasCuts(Protocol):
-    """A tensor with cuts; the interface of DistTensor for this floor."""
+    """A tensor with cuts: the interface of DistTensor for this module, which knows no torch."""
 
     cuts: Cuts
 
@@ -165,12 +161,11 @@ class Layout:
 
     @classmethod
     def like(cls, x: _HasCuts, without: str | Iterable[str] = ()) -> Layout:
-        """Return the layout of a tensor with the dimensions and cuts of `x`, except the named
-        dimensions.
+        """Return the layout of a tensor with the dimensions and cuts of `x`, except some by name.
 
-        Labels (sample, depth, height, width) beside a volume have the layout
-        `Layout.like(volume, without="channel")`. By position alone their dimensions would be named
-        (sample, channel, height, width). No communication.
+        Labels (sample, depth, height, width) beside a volume have the layout `Layout.like(volume,
+        without="channel")`. By position alone their dimensions would be named (sample, channel,
+        height, width). No communication.
 
         Parameters
         ----------
@@ -180,7 +175,7 @@ class Layout:
         Raises
         ------
         ValueError
-            Where `x` has no dimension of such a name.
+            If `x` has no dimension of such a name.
         """
         names = dimension_names(len(x.cuts))
         left_out = {without} if isinstance(without, str) else set(without)
@@ -238,16 +233,12 @@ class Layout:
         return hash(self.dense)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _layout_from_items, (self._cut,)
+        return partial(Layout, **dict(self._cut)), ()
 
     def __repr__(self) -> str:
         names = sorted(self._cut, key=lambda item: (*AXES, item[0]).index(item[0]))
         inner = (f"{name}={axes[0] if len(axes) == 1 else axes!r}" for name, axes in names)
         return f"Layout({', '.join(inner)})"
-
-
-def _layout_from_items(items: tuple[tuple[str, tuple[str, ...]], ...]) -> Layout:
-    return Layout(**dict(items))
 
 
 def default_cuts(ndim: int, topology: Topology) -> Cuts:
@@ -276,7 +267,7 @@ def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:
 
 @lru_cache(maxsize=65536)
 def rank_box(shape: tuple[int, ...], cuts: Cuts, topology: Topology, rank: int) -> Box:
-    """Return the box of a tensor of global `shape` that `rank` holds."""
+    """Return the box that `rank` holds of a tensor of global `shape` cut by `cuts`."""
     coordinates = topology.coordinates(rank)
     bounds = [
         block(n, topology.parts(axes), topology.part(coordinates, axes)) if axes else (0, n)
@@ -291,7 +282,7 @@ Shape: TypeAlias = tuple[int, ...]
 def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
     """Return the cuts of an operand that is broadcast to a result of `shape` cut by `cuts`.
 
-    A dimension of the operand is cut as in the result where the sizes agree, and whole otherwise.
+    A dimension of the operand is cut as in the result if the sizes agree, else it is whole.
     """
     lead = len(shape) - len(operand)
     return tuple(
@@ -304,8 +295,8 @@ def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
 def cuts_of_broadcast(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> Cuts:
     """Return the cuts of a result of `shape` to which operands are broadcast.
 
-    Each dimension is cut as in the largest operand that has it in full and cut, as far as those
-    grid axes are still free. Operands that have it whole are sliced there, which moves nothing.
+    Each dimension is cut as in the largest operand that has it in full and cut, over axes that no
+    other dimension uses. Operands that have it whole are sliced, which moves nothing.
 
     Parameters
     ----------

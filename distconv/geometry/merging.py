@@ -13,7 +13,7 @@ from distconv.geometry.layout import Shape
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
-    """Return pairs of shortest runs of dimensions with equal products, from left to right."""
+    """Return pairs of shortest runs of dimensions with equal products, one run of each shape."""
     found = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -33,10 +33,10 @@ def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
 
 
 def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
-    """Return the coarsest factors from which each of these factorisations is made by merging runs.
+    """Return the coarsest factors that make each of `splits` by multiplying neighbours.
 
-    None for a size of 0, and where no factors fit: (2, 3) and (3, 2) divide 6 positions at 2 and at
-    3, so their common factors (2, 3 / 2, 2) would be no integers.
+    Returns None for a size of 0, and if no factors fit: (2, 3) and (3, 2) divide 6 positions at 2
+    and at 3, so their common factors (2, 3 / 2, 2) would be no integers.
     """
     if any(0 in row for row in splits):
         return None
@@ -54,7 +54,7 @@ def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
 def merged_runs(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ...]:
     """Return for each size the consecutive factors with that product; (1,) for 1.
 
-    `factors` are larger than 1, except the one of a size of 1.
+    `factors` are larger than 1, except for a factor 1 of a size 1.
     """
     runs, i = [], 0
     for n in sizes:
@@ -69,7 +69,7 @@ def merged_runs(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ..
 def factors_of_reshape(before: Shape, after: Shape) -> tuple[Shape, ...] | None:
     """Return for each dimension of `after` the factors that it shares with dimensions of `before`.
 
-    Each dimension of `before` is a product of these factors, too. None where no factors fit both.
+    Each dimension of `before` is a product of these factors, too. Returns None if none fit both.
     """
     found: list[Shape] = []
     for old, new in groups(before, after):

@@ -50,7 +50,10 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class Route:
-    """The elements that a rank exchanges with `peer`: boxes of its array, in both ranks' order."""
+    """The elements that a rank exchanges with `peer`, in an order that both share.
+
+    The boxes are of the rank's block if it sends, and of its buffer if it receives.
+    """
 
     peer: int
     boxes: tuple[Slices, ...]
@@ -106,8 +109,8 @@ class Plan:
     def pieces(self) -> tuple[int, tuple[int | tuple[int, ...], ...]] | None:
         """Return a dimension, and the pieces that concatenate to the buffer along it.
 
-        A piece is the number of a message, -1 for the own box, or the shape of padding. None where
-        no such dimension exists, or where messages can arrive directly in the buffer.
+        A piece is the number of a message, -1 for the own box, or the shape of padding. Returns
+        None if there is no such dimension, or if messages can arrive directly in the buffer.
         """
         boxes = [box for _, box in self.own] + [box for r in self.receives for box in r.boxes]
         shape, whole = self.buffer_shape, tuple(slice(0, n) for n in self.buffer_shape)
@@ -130,7 +133,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Dimension:
-    """One dimension: the cuts of input and output along it, and the inputs that outputs need."""
+    """One dimension of a plan: the cuts of input and output along it, and its index map."""
 
     size: int
     source_axes: tuple[str, ...]
@@ -164,7 +167,7 @@ class _Dimension:
         return all(self.intervals(j) == self._own(j) for j in parts)
 
     def _own(self, part: int) -> tuple[Interval, ...]:
-        """Return the inputs that source part number `part` holds, if any."""
+        """Return the inputs that source part number `part` holds, as one interval or none."""
         start, stop = block(self.size, self.source_parts, part)
         return ((start, stop),) if start < stop else ()
 
@@ -186,7 +189,7 @@ class _Dimension:
         return sum(n for n in pieces if n > 0)
 
     def targets(self, source: int) -> set[int]:
-        """Return all target parts that take elements from source part `source`, perhaps others."""
+        """Return the target parts that take elements from source part `source`, perhaps more."""
         start, stop = block(self.size, self.source_parts, source)
         if start == stop:
             return set()
@@ -224,7 +227,7 @@ def make_plan(
     ----------
     shape: the global shape of the input, which is cut by `source`.
     target: the cuts of the output, whose shape is `needs[d].output_size(shape[d])`.
-    needs: per dimension, the inputs that an interval of outputs needs.
+    needs: the index map of every dimension.
     """
     dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
     here = topology.coordinates(rank)
@@ -275,9 +278,7 @@ def elements_moved(
     dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
     here, moving = topology.coordinates(rank), set(cutting_axes(source))
     counts = [
-        _counts_cut_alike(d, i)
-        if d.source_axes == d.target_axes
-        else _counts(d, i, j, _takers(topology, here, moving, d, i))
+        _counts(d, i, j, tuple(_takers(topology, here, moving, d, i)))
         for d, i, j in zip(dimensions, source_here, target_here, strict=True)
     ]
     received, sent, own = (prod(count[k] for count in counts) for k in range(3))
@@ -286,17 +287,13 @@ def elements_moved(
 
 
 @lru_cache(maxsize=16384)
-def _counts_cut_alike(d: _Dimension, part: int) -> tuple[int, int, int]:
-    """Return `_counts` along a dimension whose input and output are cut over the same axes.
+def _counts(
+    d: _Dimension, source: int, target: int, takers: tuple[int, ...]
+) -> tuple[int, int, int]:
+    """Return three numbers of elements along one dimension.
 
-    They are the same for every rank with this part, however the other dimensions are cut.
-    """
-    return _counts(d, part, part, d.targets(part))
-
-
-def _counts(d: _Dimension, source: int, target: int, takers: Iterable[int]) -> tuple[int, int, int]:
-    """Return the numbers of elements that `target` takes, that `takers` take from `source`, and
-    that `target` takes from `source`.
+    Part `target` takes the first number from all parts, and the third from part `source`. The parts
+    `takers` take the second from part `source`.
     """
     received = sum(d.overlap(i, target) for i in d.sources(target))
     sent = sum(d.overlap(source, j) for j in takers)
@@ -311,7 +308,7 @@ def _placed(
     target: Cuts,
     needs: tuple[IndexMap, ...],
 ) -> tuple[list[_Dimension], list[int], list[int]]:
-    """Return the dimensions, and the rank's source part and target part along each of them."""
+    """Return a plan's dimensions, and the rank's source part and target part along each of them."""
     dimensions = [
         _Dimension(n, s, topology.parts(s), m.output_size(n), t, topology.parts(t), m)
         for n, s, t, m in zip(shape, source, target, needs, strict=True)
@@ -356,11 +353,9 @@ def _targets(
 def _takers(
     topology: Topology, here: Mapping[str, int], moving: Set[str], d: _Dimension, source: int
 ) -> list[int]:
-    """Return the target parts that take elements from a source part of the rank at `here`.
+    """Return the target parts that take elements from part `source` of the rank at `here`.
 
-    Parameters
-    ----------
-    moving: the axes that cut the input.
+    `moving` are the axes that cut the input.
     """
     fixed = [axis for axis in d.target_axes if axis not in moving]
     parts = []
@@ -379,7 +374,7 @@ def _free_axes(source: Cuts, target: Cuts) -> list[str]:
 def _boxes(
     dimensions: list[_Dimension], source: Sequence[int], target: Sequence[int]
 ) -> tuple[tuple[Slices, Slices], ...]:
-    """Return the boxes that move from source to target parts, in the block and in the buffer."""
+    """Return pairs of boxes, in block and buffer, that move from source parts to target parts."""
     every = [d.taken(i, j) for d, i, j in zip(dimensions, source, target, strict=True)]
     return tuple(
         (

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distconv.geometry.index_maps import Ascending, Interval
+from distconv.geometry.index_maps import Ascending, Interval, cached
 
 _CUBIC = -0.75
 _CUBIC_ANTIALIAS = -0.5
@@ -42,28 +41,69 @@ class Resampled(Ascending):
     def output_size(self, size: int) -> int:
         return self.outputs
 
+    @cached
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
-        return _intervals(self, size, start, stop)
+        positions, _ = self.taps(size, start, stop)
+        first, ratio = int(positions.min()), self.ratio(size)
+        # From an input on whose edge is the edge of an output, positions are those in the whole.
+        return ((first - (first % ratio.denominator if ratio else 0), int(positions.max()) + 1),)
 
     def ratio(self, size: int) -> Fraction | None:
-        """Return the outputs per input; None where their positions coincide too rarely."""
+        """Return the outputs per input as a fraction with a small denominator, or None."""
         if self.align_corners:
             return None
         scale = self.scale if self.scale is not None and self.scale > 0 else self.outputs / size
         near = Fraction(scale).limit_denominator(_LONGEST_PERIOD)
         return near if float(near) == scale and (near == 1 or self.outputs != size) else None
 
+    @cached
     def alone(self, size: int, start: int, stop: int) -> tuple[int, float] | None:
         """Return torch's arguments to compute the outputs [start, stop) from `intervals` alone.
 
         The first number counts the surplus outputs before `start`, the second is the outputs per
-        input. None where the kernel would use other positions.
+        input. Returns None if the kernel would use other positions.
         """
-        return _alone(self, size, start, stop)
+        ratio = self.ratio(size)
+        if ratio is None:
+            return None
+        ((first, last),) = self.intervals(size, start, stop)
+        before, scale, window = start - int(first * ratio), float(ratio), last - first
+        local = replace(self, outputs=before + stop - start, scale=scale)
+        if local.outputs == window and ratio != 1:
+            return None  # torch does not resample equal sizes, whatever the scale
+        if self.mode.startswith("nearest"):  # where rounding decides
+            found = _nearest(local, window, np.arange(before, local.outputs)) + first
+            wanted = _nearest(self, size, np.arange(start, stop))
+            if before < 0 or local.ambiguous(window) or (found != wanted).any():
+                return None
+        return before, scale
 
+    @cached
     def taps(self, size: int, start: int, stop: int) -> tuple[NDArray, NDArray]:
         """Return input positions and weights of outputs [start, stop): (stop - start, taps)."""
-        return _taps(self, size, start, stop)
+        outputs = np.arange(start, stop)
+        if self.mode.startswith("nearest"):
+            return _nearest(self, size, outputs)[:, None], np.ones((len(outputs), 1))
+        if self.antialias:
+            return _antialiased(self, size, outputs)
+        if self.mode == "linear" and self.outputs == size:
+            # torch reads the same input twice, which shows where that is infinite.
+            return np.stack([outputs, outputs], 1), np.tile([1.0, 0.0], (len(outputs), 1))
+        real = np.dtype(self.precision).type
+        step, half = self.step(size), real(0.5)
+        source = step * outputs.astype(real)
+        if not self.align_corners:
+            source = step * (outputs.astype(real) + half) - half
+            if self.mode == "linear":
+                source = np.maximum(source, real(0))
+        below = np.minimum(np.floor(source).astype(np.int64), size - 1)
+        t = np.clip(source - below.astype(real), real(0), real(1))
+        if self.mode == "linear":
+            positions = np.stack([below, np.minimum(below + 1, size - 1)], 1)
+            return positions, np.stack([1 - t, t], 1)
+        positions = np.clip(below[:, None] + np.arange(-1, 3), 0, size - 1)
+        distances = (t + 1, t, 1 - t, 2 - t)
+        return positions, np.stack([_cubic(d, _CUBIC) for d in distances], 1)
 
     def step(self, size: int) -> np.floating:
         """Return the inputs per output."""
@@ -74,6 +114,7 @@ class Resampled(Ascending):
             return real(1.0 / self.scale)
         return real(size) / real(self.outputs)
 
+    @cached
     def ambiguous(self, size: int) -> bool:
         """Return whether torch's kernels disagree about which input is the nearest.
 
@@ -81,69 +122,13 @@ class Resampled(Ascending):
         the precision of the data. Forward and backward pass may differ in that, as may memory
         formats. All agree in two dimensions.
         """
-        return self.mode.startswith("nearest") and _ambiguous(self, size)
-
-
-@lru_cache(maxsize=1024)
-def _ambiguous(r: Resampled, size: int) -> bool:
-    outputs = np.arange(r.outputs)
-    kernels = [_nearest(r, size, outputs)]
-    reals = np.float32, np.dtype(r.precision).type
-    kernels += [_scaled(r, size, outputs, real) for real in reals]
-    return any((kernel != kernels[0]).any() for kernel in kernels)
-
-
-@lru_cache(maxsize=1024)
-def _intervals(r: Resampled, size: int, start: int, stop: int) -> tuple[Interval, ...]:
-    positions, _ = _taps(r, size, start, stop)
-    first, ratio = int(positions.min()), r.ratio(size)
-    # From an input on whose edge is the edge of an output, positions are those in the whole.
-    return ((first - (first % ratio.denominator if ratio else 0), int(positions.max()) + 1),)
-
-
-@lru_cache(maxsize=1024)
-def _alone(r: Resampled, size: int, start: int, stop: int) -> tuple[int, float] | None:
-    ratio = r.ratio(size)
-    if ratio is None:
-        return None
-    ((first, last),) = r.intervals(size, start, stop)
-    before, scale, window = start - int(first * ratio), float(ratio), last - first
-    local = replace(r, outputs=before + stop - start, scale=scale)
-    if local.outputs == window and ratio != 1:
-        return None  # torch does not resample equal sizes, whatever the scale
-    if r.mode.startswith("nearest"):  # where rounding decides
-        found = _nearest(local, window, np.arange(before, local.outputs)) + first
-        wanted = _nearest(r, size, np.arange(start, stop))
-        if before < 0 or local.ambiguous(window) or (found != wanted).any():
-            return None
-    return before, scale
-
-
-@lru_cache(maxsize=1024)
-def _taps(r: Resampled, size: int, start: int, stop: int) -> tuple[NDArray, NDArray]:
-    outputs = np.arange(start, stop)
-    if r.mode.startswith("nearest"):
-        return _nearest(r, size, outputs)[:, None], np.ones((len(outputs), 1))
-    if r.antialias:
-        return _antialiased(r, size, outputs)
-    if r.mode == "linear" and r.outputs == size:
-        # torch reads the same input twice, which shows where that is infinite.
-        return np.stack([outputs, outputs], 1), np.tile([1.0, 0.0], (len(outputs), 1))
-    real = np.dtype(r.precision).type
-    step, half = r.step(size), real(0.5)
-    source = step * outputs.astype(real)
-    if not r.align_corners:
-        source = step * (outputs.astype(real) + half) - half
-        if r.mode == "linear":
-            source = np.maximum(source, real(0))
-    below = np.minimum(np.floor(source).astype(np.int64), size - 1)
-    t = np.clip(source - below.astype(real), real(0), real(1))
-    if r.mode == "linear":
-        positions = np.stack([below, np.minimum(below + 1, size - 1)], 1)
-        return positions, np.stack([1 - t, t], 1)
-    positions = np.clip(below[:, None] + np.arange(-1, 3), 0, size - 1)
-    distances = (t + 1, t, 1 - t, 2 - t)
-    return positions, np.stack([_cubic(d, _CUBIC) for d in distances], 1)
+        if not self.mode.startswith("nearest"):
+            return False
+        outputs = np.arange(self.outputs)
+        kernels = [_nearest(self, size, outputs)]
+        reals = np.float32, np.dtype(self.precision).type
+        kernels += [_scaled(self, size, outputs, real) for real in reals]
+        return any((kernel != kernels[0]).any() for kernel in kernels)
 
 
 def _nearest(r: Resampled, size: int, outputs: NDArray) -> NDArray:

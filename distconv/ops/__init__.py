@@ -1,4 +1,7 @@
-"""Rules of torch functions on DistTensors, one folder a family; importing this registers them."""
+"""The rules of torch's functions on DistTensors, a folder for each family of functions.
+
+Importing this package registers them all.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Gradients on demand, and hooks: autograd lives on the shards, its users see whole tensors.
+"""torch.autograd.backward and torch.autograd.grad, hooks and deep copies for DistTensors.
 
-The gradient of a replicated value, plain tensors included, is the sum over its replicas. The
-functions here hand out this sum, so they communicate in the backward pass where something is
-replicated, in the order of the graph, which is the same on all ranks.
+autograd records the shards; users see whole tensors. The gradient of a replicated value, plain
+tensors included, is the sum over its replicas. The functions here return this sum, so they
+communicate in the backward pass if a value is replicated, in the order of the graph, which is the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ GradientArguments = Tensor | Sequence[Tensor | None] | None
 def _seeds(
     tensors: Sequence[Tensor], gradients: GradientArguments, operator: str
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the shards at which a backward pass starts, and their gradients to start with."""
+    """Return the shards of `tensors`, and this rank's share of the gradient given for each.
+
+    They are the arguments of torch's own backward pass. Raises RuntimeError unless there is one
+    gradient for each tensor, or none at all.
+    """
     given: Sequence[Tensor | None]
     if gradients is None:
         given = [None] * len(tensors)
@@ -61,7 +66,7 @@ def backward(
     grad_variables: GradientArguments = None,
     inputs: Tensors | None = None,
 ) -> None:
-    """Accumulate the gradients of the leaves; all ranks call it together."""
+    """Add the gradients of `tensors` to the `.grad` of the leaves; all ranks call it together."""
     gradients = grad_variables if grad_tensors is None else grad_tensors
     roots = as_list(tensors)
     shards, seeds = _seeds(roots, gradients, "backward")
@@ -82,21 +87,17 @@ def grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the sum of outputs, as the serial program has them; collective.
+    """Return the gradient of the outputs' sum for each input, equal to serial torch's. Collective.
 
     The gradient of a DistTensor is a DistTensor of its layout. The gradient of a plain tensor,
-    equal on all ranks, is a plain tensor, or with `create_graph` a DistTensor that is whole on
+    equal on all ranks, is a plain tensor; with `create_graph` it is a DistTensor that is whole on
     every rank, so that it can be differentiated again.
     """
     roots, wanted = as_list(outputs), as_list(inputs)
     grid = common_grid("grad", [*roots, *wanted])
     if is_grads_batched:
-        refuse(
-            "grad",
-            "is_grads_batched is not supported",
-            *roots,
-            way_out="Call it once for each of the gradients",
-        )
+        way_out = "Call it once for each of the gradients"
+        refuse("grad", "is_grads_batched is not supported", *roots, way_out=way_out)
     plain = (x for x in wanted if not isinstance(x, DistTensor))
     if owned_among(plain) is not None and not all(isinstance(x, DistTensor) for x in roots):
         refuse(
@@ -116,7 +117,10 @@ def grad(
     allow_unused = materialize_grads if allow_unused is None else allow_unused
 
     def used(leaf: Tensor, part: Tensor | None) -> Tensor | None:
-        """Return the gradient on all ranks, or None on all, as their graphs are the same."""
+        """Return `part`, torch's gradient of `leaf`; for None return zeros if the graph reaches it.
+
+        For another leaf returns None, or raises RuntimeError unless `allow_unused`.
+        """
         if part is not None:
             return part
         # torch may leave out gradients of blocks without elements that other ranks have.
@@ -160,11 +164,11 @@ def grad(
 def _recorded_alike(
     parts: Sequence[Tensor | None], leaves: Sequence[Tensor], grid: Grid
 ) -> list[Tensor | None]:
-    """Return gradients that can be differentiated again on all ranks or on none, as the serial ones
-    can.
+    """Return `parts`, the gradients of `leaves`, each with a graph on all ranks or on none.
 
-    A rank whose block has no elements, or was overwritten in full, has a constant gradient where
-    other ranks have one that can be differentiated.
+    Collective. A rank whose block has no elements, or was overwritten in full, has a constant
+    gradient even if other ranks have one that can be differentiated again. It adds an empty sum
+    over the leaf.
     """
     recorded = [part is not None and part.requires_grad for part in parts]
     counts = torch.tensor(recorded, dtype=torch.float64, device=grid.device)
@@ -180,7 +184,10 @@ def _recorded_alike(
 def register_hook(
     self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
-    """Call `hook` with the gradient of the tensor, which it may replace, on all ranks together."""
+    """Let each backward pass call `hook` with the tensor's gradient, on all ranks together.
+
+    The hook may return a gradient in its place. The result is a handle that removes the hook.
+    """
     handle = (_hook_block if self.unmerged is None else _hook_unmerged)(self, hook)
     if self.gradient_hook is not None:
         # The retained gradient is the result of the last hook.
@@ -193,7 +200,7 @@ def register_hook(
 def _hook_block(
     self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
-    """Call `hook` with the gradient of a tensor that is cut in blocks."""
+    """Register `hook` for the gradient of a tensor that is not merged."""
     # No reference to the tensor itself: its graph would keep it alive.
     shape, cuts, grid, replicas = self.shape, self.cuts, self.grid, self.replicas
     block, dtype, device = self.shard.shape, self.dtype, self.device
@@ -222,7 +229,7 @@ def _hook_block(
 def _hook_unmerged(
     x: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
-    """Call `hook` with the gradient of a merged tensor, taken from its unmerged form."""
+    """Register `hook` for the gradient of a merged tensor, by a hook of `x.unmerged`."""
     shape, unmerged = x.shape, cast(DistTensor, x.unmerged)
     own = unmerged.shape
 
@@ -259,7 +266,7 @@ def retain_grad(self: DistTensor) -> None:
 
 
 def _keep(x: DistTensor) -> RemovableHandle:
-    """Register a hook that keeps the gradient of a tensor that is no leaf."""
+    """Register a hook that adds the gradient of a non-leaf tensor to `x.retained_gradient`."""
     keeper = ref(x)
 
     def keep(gradient: DistTensor | None) -> None:
@@ -279,9 +286,10 @@ def retains_grad(self: DistTensor) -> bool:
 
 @implements(torch.Tensor.__deepcopy__)
 def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
-    """Return a leaf with equal elements, gradient, layout and grid; a parameter without gradient.
+    """Return a new leaf with the tensor's elements and gradient, in its layout and on its grid.
 
-    No communication, unless the tensor is merged, whose block is moved here first.
+    As in torch, the copy of a Parameter has no gradient. Nothing is sent, unless the tensor is
+    merged: its blocks are moved first.
     """
     if id(self) in memo:
         twin: DistTensor = memo[id(self)]

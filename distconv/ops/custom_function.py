@@ -1,8 +1,8 @@
 """A user's own torch.autograd.Function on DistTensors.
 
-torch runs such a Function below its functions and records it on the DistTensors, while autograd
-lives on their shards. So `apply` records it on the shards: its forward and its backward run as they
-are, on DistTensors, and are exact by the rules of the functions that they call.
+torch would record such a Function on the DistTensors, but autograd lives on their shards. So
+`apply` records it on the shards. The user's forward and backward run as they are, on DistTensors,
+and are exact by the rules of the functions that they call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
 from distconv.geometry.layout import Cuts, Shape
@@ -36,7 +37,10 @@ from distconv.torch_private import (
 
 
 class _BlockPlace(NamedTuple):
-    """The cuts and shape of a distributed tensor with a known shard; a mark for a plain one."""
+    """Shape, cuts and grid with which a saved shard becomes its DistTensor again.
+
+    `distributed` is False for a plain tensor, which is its own shard.
+    """
 
     shape: Shape
     cuts: Cuts
@@ -54,48 +58,37 @@ class _BlockPlace(NamedTuple):
         return DistTensor(shard, self.shape, self.cuts, self.grid) if self.distributed else shard
 
     def gradient(self, part: Tensor) -> Tensor:
-        """Return the gradient of a distributed tensor from the part of this replica."""
+        """Return the gradient of a tensor: the sum of `part` over its replicas. Collective."""
         return self.tensor(whole_gradient(part, self.cuts, self.grid))
 
 
-class _Context:
-    """The `ctx` of a user's Function, with torch's methods and the user's attributes."""
+class _Context(FunctionCtx):
+    """The `ctx` that a user's Function receives, with torch's methods and the user's attributes.
+
+    Gradients of unused outputs are zeros on all ranks, whatever `set_materialize_grads` says.
+    """
+
+    to_save: tuple[Any, ...] = ()
+    non_differentiable: tuple[Tensor, ...] = ()
+    dirty_tensors: tuple[Tensor, ...] = ()
+    saved_tensors: tuple[Tensor | None, ...] = ()
+    gradient_types: tuple[torch.dtype | None, ...] | None = None
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-        self._to_save: tuple[Tensor | None, ...] = ()
-        self._not_differentiable: tuple[Tensor, ...] = ()
-        self._dirty: tuple[Tensor, ...] = ()
-        self._gradient_types: tuple[torch.dtype | None, ...] | None = None
 
     @property
     def saved_variables(self) -> tuple[Tensor | None, ...]:
         """Return `saved_tensors`, under torch's old name."""
         return self.saved_tensors
 
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors for `saved_tensors` in the backward pass."""
-        self._to_save = tensors
-
-    def mark_non_differentiable(self, *outputs: Tensor) -> None:
-        """Say which outputs have no gradient."""
-        self._not_differentiable = outputs
-
-    def mark_dirty(self, *inputs: Tensor) -> None:
-        """Say which inputs were written to in place."""
-        self._dirty = inputs
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Do nothing: gradients of unused outputs are zeros, on all ranks alike."""
-
     def set_output_grad_dtype(self, *types: torch.dtype | None) -> None:
         """Set the type in which `backward` gets the gradient of each output; from torch 2.14 on."""
-        self._gradient_types = types
+        self.gradient_types = types
 
 
 class _Call:
-    """One call of a user's Function: its arguments until it has run, then its tensors' places."""
+    """One call of a user's Function; its node in the graph keeps it for the backward pass."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], grid: Grid) -> None:
         self._function, self._arguments, self._grid = function, arguments, grid
@@ -110,7 +103,7 @@ class _Call:
         self._several = False
 
     def run(self) -> Any:
-        """Return the result of the Function, recorded on the shards."""
+        """Run the Function as one node of the shards' graph, and return its result."""
         arguments, self._arguments = self._arguments, ()
         shards = [shard_of(x) for x in arguments if isinstance(x, Tensor)]
         results = _OnShards.apply(self, arguments, *shards)
@@ -134,25 +127,22 @@ class _Call:
         self._outputs = [
             _BlockPlace.of(x, grid) if isinstance(x, DistTensorBase) else None for x in outputs
         ]
-        self._saved = [None if x is None else _BlockPlace.of(x, grid) for x in context._to_save]
-        node.save_for_backward(*map(shard_of, context._to_save))
-        node.mark_non_differentiable(*map(shard_of, context._not_differentiable))
-        if context._gradient_types is not None:
-            node.set_output_grad_dtype(*context._gradient_types)
-        context._to_save = context._not_differentiable = ()
+        self._saved = [None if x is None else _BlockPlace.of(x, grid) for x in context.to_save]
+        node.save_for_backward(*map(shard_of, context.to_save))
+        node.mark_non_differentiable(*map(shard_of, context.non_differentiable))
+        if context.gradient_types is not None:
+            node.set_output_grad_dtype(*context.gradient_types)
+        context.to_save = context.non_differentiable = ()
         return tuple(map(shard_of, outputs))
 
     def _check(self, outputs: tuple[Any, ...]) -> None:
-        """Refuse outputs whose gradients would be wrong."""
+        """Refuse inputs written in place and plain outputs, whose gradients would be wrong."""
         name, context = self._function.__name__, self._context
-        if context._dirty:
-            refuse(
-                f"{name}.apply",
-                "it writes to its inputs in place",
-                *context._dirty,
-                way_out="Return a new tensor instead of marking an input as dirty",
-            )
-        marked = {id(x) for x in context._not_differentiable}
+        if context.dirty_tensors:
+            reason = "it writes to its inputs in place"
+            way_out = "Return a new tensor instead of marking an input as dirty"
+            refuse(f"{name}.apply", reason, *context.dirty_tensors, way_out=way_out)
+        marked = {id(x) for x in context.non_differentiable}
         for x in outputs:
             plain = isinstance(x, Tensor) and not isinstance(x, DistTensorBase)
             if plain and x.is_floating_point() and id(x) not in marked:
@@ -164,7 +154,10 @@ class _Call:
                 )
 
     def backward(self, node: Any, parts: tuple[Any, ...]) -> list[Tensor | None]:
-        """Run the user's backward; return this rank's parts of the gradients of all tensors."""
+        """Run the user's backward; return this rank's part of the gradient of each input tensor.
+
+        `parts` are this rank's parts of the gradients of the outputs.
+        """
         function, context = self._function, self._context
         name = f"{function.__name__}.backward"
         context.saved_tensors = tuple(
@@ -201,7 +194,7 @@ class _Call:
 
 
 class _OnShards(Function):
-    """A user's Function as one node of the graph of the shards."""
+    """The torch Function that makes a `_Call` one node of the shards' graph."""
 
     @staticmethod
     def forward(node: Any, call: _Call, arguments: tuple[Any, ...], *shards: Tensor) -> Any:
@@ -221,10 +214,10 @@ def _has_setup_context(function: Any) -> bool:
 def _by_position(
     function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the arguments of a Function's forward by position, as torch binds them.
+    """Return the arguments of `apply` as positional arguments of the Function's forward.
 
-    The newer form fills in defaults. In the older form torch takes a keyword argument only where no
-    argument before it is missing.
+    Defaults are filled in for a Function with `setup_context`. Without it torch takes a keyword
+    argument only if no argument before it is missing; otherwise raises TypeError, as torch does.
     """
     newer = _has_setup_context(function)
     if not keywords and not newer:
@@ -248,9 +241,10 @@ def _by_position(
 
 @run_eagerly
 def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Apply a Function; on the shards where it is recorded and has DistTensors as arguments.
+    """Replace torch's `Function.apply`: a call that autograd records runs on the shards.
 
-    All ranks of their grid then call it together. Gradients are exact where its backward is.
+    A call without DistTensors, or outside autograd, is left to torch. All ranks call it together.
+    Gradients are exact if the Function's backward is.
     """
     everything = (*arguments, *keywords.values()) if keywords else arguments
     if not any(isinstance(x, DistTensor) for x in everything):
@@ -262,12 +256,8 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     if keeps_inputs(cls):
         return apply_of_torch(cls)(*arguments, **keywords)
     if cls is not CheckpointFunction and cls.__module__.partition(".")[0] == "torch":
-        refuse(
-            name,
-            "this torch.autograd.Function of torch was applied to a distributed tensor",
-            *tensors,
-            way_out=ADVICE_FOR_FUNCTIONS,
-        )
+        reason = "this torch.autograd.Function of torch was applied to a distributed tensor"
+        refuse(name, reason, *tensors, way_out=ADVICE_FOR_FUNCTIONS)
     grid = common_grid(name, tensors)
     given = recorded(name, _by_position(cls, arguments, keywords))
     # The gradient of a merged tensor has its shape, as only its blocks do, too.
@@ -275,7 +265,10 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:
-    """Return a checkpoint's inputs as it saves them, shards for DistTensors, and their places."""
+    """Return a checkpoint's inputs with shards in place of DistTensors, and their places.
+
+    torch.utils.checkpoint saves the first list; a place is None for any other input.
+    """
     places = []
     for x in inputs:
         if isinstance(x, DistTensorBase):
@@ -285,7 +278,7 @@ def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]
 
 
 def _restored(shards: list[Any], places: list[_BlockPlace | None]) -> list[Any]:
-    """Return the inputs of a checkpoint from their shards and places."""
+    """Return the checkpoint's inputs with DistTensors again; the inverse of `_saved`."""
     pairs = zip(shards, places, strict=True)
     return [x if place is None else place.tensor(x) for x, place in pairs]
 

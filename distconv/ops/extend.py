@@ -1,7 +1,7 @@
-"""Rules for functions of one's own: element-wise, and over windows.
+"""Decorators that let a user's functions take DistTensors: element-wise and over windows.
 
-A Python function that only calls torch functions needs no rule, as these have rules. A function
-that needs plain tensors does: a compiled kernel, a call into another library.
+A Python function that only calls torch functions needs none, as these have rules. A function that
+needs plain tensors does: a compiled kernel, a call into another library.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def elementwise(function: Function) -> Function:
 
 
 def _on_contiguous(function: Function) -> Function:
-    """Return `function` on blocks that are contiguous, as a compiled kernel may expect them."""
+    """Return `function` wrapped: its blocks are made contiguous, as a compiled kernel may expect.
+
+    The result is checked by `_check_closed`.
+    """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Tensor:
@@ -76,8 +79,8 @@ def _on_contiguous(function: Function) -> Function:
 def _check_closed(function: Function, result: Tensor, *arguments: Any) -> None:
     """Refuse, on all ranks, a function whose result depends on leaves other than its arguments.
 
-    The gradient of such a leaf would be this rank's part only. Parameters of modules are excepted:
-    their parts are added up.
+    The gradient of such a leaf would be this rank's part only. Parameters of parallelized modules
+    are allowed, as their gradients are summed over the ranks.
     """
     if not (isinstance(result, Tensor) and result.requires_grad):
         return
@@ -114,7 +117,7 @@ def windowed(
     kernel, stride, dilation, padding: integers, one for all spatial dimensions or one for each; the
         padding is attached on both sides.
     fill: the value of the padding.
-    channels: the number of channels that the function returns, where it mixes channels; None where
+    channels: the number of channels that the function returns, if it mixes channels; None if
         it treats every channel alone.
     """
 

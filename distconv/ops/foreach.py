@@ -25,7 +25,10 @@ _IN_PLACE = (*(f"{name}_" for name in _NAMES), "copy_", "zero_")
 
 
 def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
-    """Return a rule that applies a method of Tensor to each tensor of the first list."""
+    """Return the rule of torch's `_foreach_` function `name`: one method call for each tensor.
+
+    Operands that are lists contribute the element at the tensor's position.
+    """
     method = getattr(Tensor, name, None) or _in_place(getattr(Tensor, name.rstrip("_")))
     scaled = name.rstrip("_") in ("addcmul", "addcdiv")
 
@@ -47,9 +50,9 @@ def norm(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None
 
 @implements(torch_private.unscale_gradients)
 def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients by `inverse`, and set `found` on all ranks where any is not finite.
+    """Multiply gradients by `inverse`; set `found` to 1 on all ranks if any rank has an inf or nan.
 
-    All ranks call it.
+    torch.amp.GradScaler calls it; all ranks call it.
     """
     shards = shards_of(gradients)
     torch_private.unscale_gradients([shard for shard in shards if shard.numel()], found, inverse)
@@ -58,7 +61,7 @@ def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
 
 
 def _of_optimizer(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the rule of a fused optimizer's step, which is element-wise."""
+    """Return the rule of a fused optimizer step, such as Adam's: each rank updates its shards."""
     name = function.__name__
 
     def rule(parameters: list[Tensor], *lists: list[Tensor], **options: Any) -> None:

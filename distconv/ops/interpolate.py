@@ -93,12 +93,8 @@ def interpolate(
         shard = F.interpolate(input.shard, size, scale_factor, *arguments)
         return DistTensor(shard, shape, input.cuts, input.grid)
     if not (input.is_floating_point() or mode.startswith("nearest")):
-        refuse(
-            "interpolate",
-            f"mode={mode!r} of {input.dtype} on a cut plane is not supported",
-            input,
-            way_out="Convert it, x.float(), and round the result",
-        )
+        reason = f"mode={mode!r} of {input.dtype} on a cut plane is not supported"
+        refuse("interpolate", reason, input, way_out="Convert it, x.float(), and round the result")
     needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
     buffer = gather_inputs(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:
@@ -128,7 +124,10 @@ def interpolate(
 def _resample(
     buffer: Tensor, d: int, resampled: Resampled, size: int, start: int, stop: int
 ) -> Tensor:
-    """Return the outputs [start, stop) along dimension `d`, from a buffer of their inputs."""
+    """Return the outputs [start, stop) along dimension `d`, from a buffer of their inputs.
+
+    `size` is the number of inputs along `d` in the whole plane.
+    """
     first = resampled.intervals(size, start, stop)[0][0]
     if not resampled.mode.startswith("nearest"):
         buffer = to_accumulation_type(buffer)
@@ -164,7 +163,10 @@ def _taps(
     first: int,
     dtype: torch.dtype,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the input positions, counted from `first`, and the weights of each tap."""
+    """Return for each tap the input of every output in [start, stop), and its weight.
+
+    Inputs are counted from `first`; both are vectors on `device`.
+    """
     pairs = zip(*(array.T for array in resampled.taps(size, start, stop)), strict=True)
     with torch.inference_mode(False):
         return [
@@ -184,10 +186,10 @@ def grid_sample(
     padding_mode: str = "zeros",
     align_corners: bool | None = None,
 ) -> DistTensor:
-    """Return the values of (sample, channel, *plane) at the points (sample, *outputs, coordinates).
+    """Return values of the planes of `input`, (sample, channel, *plane), at the points of `grid`.
 
-    Samples and channels stay cut; the plane is gathered. The first output dimensions are cut as the
-    plane's dimensions are.
+    The points are (sample, *outputs, coordinates). Samples and channels stay cut; every rank
+    gathers the whole plane. The output dimensions are cut as the plane's dimensions are.
     """
     options = mode, padding_mode, bool(align_corners)
     shape = check_on_meta(F.grid_sample, input, grid, *options)
@@ -209,7 +211,7 @@ def grid_sample(
 def affine_grid(
     theta: DistTensor, size: Sequence[int], align_corners: bool | None = None
 ) -> DistTensor:
-    """Return the points (sample, *plane, coordinates) of a regular grid under affine maps.
+    """Return the points, (sample, *plane, coordinates), of a regular grid under the maps `theta`.
 
     The samples are cut as in `theta`; other dimensions are whole on every rank.
     """

@@ -1,4 +1,4 @@
-"""Functions of matrices, whose dimensions are the last two, and products of vectors and tensors.
+"""Functions of matrices, which are the last two dimensions, and tensordot.
 
 Matrices are made whole on every rank; the dimensions in front of them, a batch, stay cut.
 """
@@ -23,7 +23,10 @@ from distconv.torch_private import only_raises
 def _batchwise(function: Callable[..., Any], names: Sequence[str], inner: Sequence[int]) -> None:
     """Register the rule of a function whose first arguments are batches of matrices or vectors.
 
-    `names` are the names of these arguments, `inner` the number of dimensions of each one's items.
+    Parameters
+    ----------
+    names: torch's names of these arguments.
+    inner: for each argument 2 if it holds matrices, 1 if it holds vectors.
     """
     label = function.__name__.removeprefix("linalg_")
 
@@ -36,13 +39,9 @@ def _batchwise(function: Callable[..., Any], names: Sequence[str], inner: Sequen
         rest = args[len(names) :]
         limits = [x for x in (*rest, *kwargs.values()) if isinstance(x, Tensor)]
         if limits:
-            refuse(
-                label,
-                "a tensor in the place of a number is not supported",
-                *operands,
-                *limits,
-                way_out="Pass a number, or call it on x.full_tensor()",
-            )
+            reason = "a tensor in the place of a number is not supported"
+            way_out = "Pass a number, or call it on x.full_tensor()"
+            refuse(label, reason, *operands, *limits, way_out=way_out)
         return apply_to_batches(function, label, operands, inner, *rest, **kwargs)
 
     RULES[function] = rule
@@ -79,7 +78,10 @@ for _home in (torch, torch.Tensor):
 
 
 def _aligned(A: Tensor, B: Tensor) -> tuple[Tensor, bool]:
-    """Return the right-hand sides as a batch of matrices like `A`, and whether they are vectors."""
+    """Return the right-hand sides `B` as matrices, and whether they were vectors.
+
+    The matrices get as many batch dimensions as `A` has.
+    """
     vectors = B.dim() == 1 or (A.dim() - 1 == B.dim() and A.shape[:-1] == B.shape)
     columns = B.unsqueeze(-1) if vectors else B
     while columns.dim() < A.dim():

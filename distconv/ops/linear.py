@@ -30,12 +30,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"{tuple(weight.shape)} takes {weight.shape[-1]}"
         )
     if bias is not None and tuple(bias.shape) != tuple(weight.shape[:-1]):
-        refuse(
-            "linear",
-            f"the bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:-1])}",
-            x,
-            way_out="Expand it",
-        )
+        reason = f"the bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:-1])}"
+        refuse("linear", reason, x, way_out="Expand it")
     if weight.dim() == 1:
         row = None if bias is None else bias.unsqueeze(0)
         return linear(x, weight.unsqueeze(0), row).squeeze(-1)
@@ -59,11 +55,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the layer for features that are merged of cut dimensions, such as all positions.
+    """Return `linear` of an input whose features are merged, such as all flattened positions.
 
-    Where there are few results, partial sums are added up over the ranks. Otherwise each rank gets
-    all features of some rows; where there are as many results as features, they are cut as the
-    features were.
+    For few outputs, partial sums are added up over the ranks. Otherwise each rank gets all features
+    of some rows; if there are as many outputs as features, they are cut as the features were.
     """
     own, features = unmerged(x), factors_of(x)[-1]
     lead = own.dim() - len(features)

@@ -36,86 +36,95 @@ from distconv.torch_private import dropped_weight, reduction_of_flags
 Loss = TypeVar("Loss", bound=Callable[..., Tensor])
 
 
-def reduction_name(
-    size_average: bool | None, reduce: bool | None, reduction: str, operator: str
-) -> str:
-    """Return the name of a loss's reduction, given also by torch's deprecated arguments.
+def _reducing(
+    function: Callable[..., Tensor], *others: str
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Return a decorator that registers the rule of the loss `function`.
 
-    Raises ValueError for a reduction other than "none", "mean" and "sum".
-    """
-    if size_average is not None or reduce is not None:
-        reduction = reduction_of_flags(size_average, reduce)
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(
-            f"{operator}: reduction={reduction!r} is not valid; choose 'none', 'mean' or 'sum'"
-        )
-    return reduction
-
-
-def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
-    """Return a decorator that registers a loss of torch by a function that returns its terms.
-
-    The decorated function takes torch's arguments, except for the reduction's, by name.
+    The decorated function takes torch's arguments by name. Its `reduction` is "none", "mean", "sum"
+    or one of `others`; torch's deprecated `size_average` and `reduce` are translated to it. Another
+    name raises ValueError.
     """
     signature = inspect.signature(function)
 
-    def register(terms: Loss) -> Loss:
+    def register(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @implements(function)
         def rule(*args: Any, **options: Any) -> Tensor:
             given = signature.bind(*args, **options).arguments
             flags = given.pop("size_average", None), given.pop("reduce", None)
-            name = reduction_name(*flags, given.pop("reduction", "mean"), function.__name__)
+            reduction = given.pop("reduction", "mean")
+            if flags != (None, None):
+                reduction = reduction_of_flags(*flags)
+            if reduction not in ("none", "mean", "sum", *others):
+                raise ValueError(
+                    f"{function.__name__}: reduction={reduction!r} is not valid; choose 'none', "
+                    "'mean' or 'sum'"
+                )
+            return loss(reduction=reduction, **given)
+
+        return rule
+
+    return register
+
+
+def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
+    """Return a decorator that registers the rule of the loss `function`.
+
+    The decorated function takes torch's arguments by name, except the reduction, and returns the
+    loss of each element; the rule reduces them.
+    """
+
+    def register(terms: Loss) -> Loss:
+        @_reducing(function)
+        def loss(reduction: str, **given: Any) -> Tensor:
             found = terms(**given)
-            if name == "none":
+            if reduction == "none":
                 return found
-            return found.mean() if name == "mean" else found.sum()
+            return found.mean() if reduction == "mean" else found.sum()
 
         return terms
 
     return register
 
 
-def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
-    """Return the sum of `local` over ranks, divided by `over`, in the real type of `kind`.
+def _total(local: Tensor, divisor: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
+    """Return the sum of `local` over all blocks, divided by `divisor`, in the real type of `kind`.
 
-    A tensor `over` is summed over ranks first. All ranks call it.
+    The blocks are cut by `cuts`. A tensor `divisor` is summed over them first. All ranks call it.
     """
     axes = cutting_axes(cuts)
-    if isinstance(over, Tensor):
-        both = all_reduce_with_grad(torch.stack([local, over.to(local.dtype)]), grid, axes)
+    if isinstance(divisor, Tensor):
+        both = all_reduce_with_grad(torch.stack([local, divisor.to(local.dtype)]), grid, axes)
         total = both[0] / both[1]
     else:
-        total = all_reduce_with_grad(local, grid, axes) / over
+        total = all_reduce_with_grad(local, grid, axes) / divisor
     return DistTensor(total.to(kind.to_real()), (), (), grid)
 
 
 def _terms(reduction: str, *tensors: Any) -> list[Any]:
-    """Return the tensors in a type accurate for sums, unless `reduction` is "none"."""
+    """Return tensors in a type in which sums are accurate, unless `reduction` is "none"."""
     if reduction == "none":
         return list(tensors)
     return [t if t is None else to_accumulation_type(t) for t in tensors]
 
 
 def _elements(reduction: str, *tensors: Any) -> list[Any]:
-    """Return `_terms` of an element-wise loss; tensors to be summed share a memory format."""
+    """Return `_terms` for an element-wise loss; tensors to be summed get one memory format."""
     return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
 
 
 def _regression(function: Callable[..., Tensor]) -> None:
-    """Register a loss of the difference of input and target, optionally weighted by element."""
+    """Register the rule of an element-wise loss of input and target, such as F.mse_loss."""
     name = function.__name__
 
-    @implements(function)
+    @_reducing(function)
     def rule(
         input: Tensor,
         target: Tensor,
-        size_average: bool | None = None,
-        reduce: bool | None = None,
-        reduction: str = "mean",
+        reduction: str,
         weight: Tensor | None = None,
         **arguments: float,
     ) -> DistTensor:
-        reduction = reduction_name(size_average, reduce, reduction, name)
         if weight is None:
             *_, weight = recorded(name, (input, target, dropped_weight(function)))
         grid = common_grid(name, (input, target, weight))
@@ -127,13 +136,9 @@ def _regression(function: Callable[..., Tensor]) -> None:
                 f"{tuple(input.shape)}"
             )
         if weight is not None and tuple(weight.shape) != shape:
-            refuse(
-                name,
-                "a weighted input is broadcast to the target",
-                input,
-                target,
-                way_out="Expand the input to the target's shape first",
-            )
+            reason = "a weighted input is broadcast to the target"
+            way_out = "Expand the input to the target's shape first"
+            refuse(name, reason, input, target, way_out=way_out)
         blocks = [local_operand(t, shape, cuts, grid, name) for t in (input, target, weight)]
         x, y, w = _elements(reduction, *blocks)
         summed = reduction != "none" and w is None
@@ -142,30 +147,27 @@ def _regression(function: Callable[..., Tensor]) -> None:
             local = local * w
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
-        over: Any = 1
+        divisor: Any = 1
         if reduction == "mean":
             # torch divides a weighted Huber loss by the number of elements, unlike the others.
             by_weight = w is not None and function is not F.huber_loss
-            over = w.sum() if by_weight else torch.Size(shape).numel()
+            divisor = w.sum() if by_weight else torch.Size(shape).numel()
         kind = torch.promote_types(input.dtype, target.dtype)
-        return _total(local if summed else local.sum(), over, cuts, grid, kind)
+        return _total(local if summed else local.sum(), divisor, cuts, grid, kind)
 
 
 def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
-    """Register binary cross entropy, for probabilities or for logits."""
+    """Register the rule of F.binary_cross_entropy, or of its form for logits."""
     name = function.__name__
 
-    @implements(function)
+    @_reducing(function)
     def rule(
         input: Tensor,
         target: Tensor,
+        reduction: str,
         weight: Tensor | None = None,
-        size_average: bool | None = None,
-        reduce: bool | None = None,
-        reduction: str = "mean",
         **pos_weight: Tensor | None,
     ) -> DistTensor:
-        reduction = reduction_name(size_average, reduce, reduction, name)
         weights = {"weight": weight, **pos_weight}
         grid = common_grid(name, (input, target, *weights.values()))
         if target.shape != input.shape:
@@ -195,8 +197,8 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         )
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
-        over = torch.Size(shape).numel() if reduction == "mean" else 1
-        return _total(local, over, cuts, grid, input.dtype)
+        divisor = torch.Size(shape).numel() if reduction == "mean" else 1
+        return _total(local, divisor, cuts, grid, input.dtype)
 
 
 def _check_without_samples(
@@ -208,7 +210,10 @@ def _check_without_samples(
     weight: Tensor | None,
     options: dict[str, Any],
 ) -> None:
-    """Make torch's own checks of types, weight and options, on a batch of no samples."""
+    """Call a loss on a batch of no samples, so that torch checks types, weight and options.
+
+    `probabilities` says whether the target holds probabilities or class numbers.
+    """
 
     def empty(like: Tensor, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -223,7 +228,7 @@ def _check_without_samples(
 
 
 def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) -> None:
-    """Warn on rank 0 if labels and scores differ in layout, so every call moves labels."""
+    """Warn on rank 0 if labels are not cut by `cuts`, as scores are: every call moves them."""
     apart = isinstance(target, DistTensor) and any(target.cuts) and target.cuts != cuts
     if apart and x.grid.rank == 0:
         warnings.warn(
@@ -235,21 +240,21 @@ def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) 
 
 
 def _classification(function: Callable[..., Tensor]) -> None:
-    """Register a loss over classes, dimension 1 or the only one, which is made whole."""
+    """Register the rule of F.cross_entropy or F.nll_loss, which makes the classes whole.
+
+    Classes are dimension 1 of the input, or its only one.
+    """
     name = function.__name__
 
-    @implements(function)
+    @_reducing(function)
     def rule(
         input: Tensor,
         target: Tensor,
+        reduction: str,
         weight: Tensor | None = None,
-        size_average: bool | None = None,
         ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
         **smoothing: float,
     ) -> DistTensor:
-        reduction = reduction_name(size_average, reduce, reduction, name)
         grid = common_grid(name, (input, target, weight))
         x = as_distributed(input, grid)
         classes = 1 if x.dim() > 1 else 0
@@ -286,46 +291,36 @@ def _classification(function: Callable[..., Tensor]) -> None:
             local = function(scores, labels, weight, **options)
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
-        over: Any = 1
+        divisor: Any = 1
         if reduction == "mean" and probabilities:
-            over = torch.Size(shape).numel() if x.shape[classes] else math.nan
+            divisor = torch.Size(shape).numel() if x.shape[classes] else math.nan
         elif reduction == "mean":
-            over = _weight_of(labels.long(), weight, ignore_index)
-        return _total(local, over, cuts, grid, input.dtype)
+            divisor = _weight_of(labels.long(), weight, ignore_index)
+        return _total(local, divisor, cuts, grid, input.dtype)
 
 
 def _weight_of(labels: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """Return the sum of the classes' weights, by default 1, over labels other than `ignored`."""
+    """Return the sum of class weights, by default 1, over labels other than `ignored`."""
     counted = labels != ignored
     if weight is not None:
         counted = torch.where(counted, weight[labels.where(counted, 0)], 0)
     return counted.sum()
 
 
-@implements(F.kl_div)
-def kl_div(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    log_target: bool = False,
-) -> DistTensor:
-    by_batch = reduction == "batchmean"
-    reduction = reduction_name(size_average, reduce, "sum" if by_batch else reduction, "kl_div")
+@_reducing(F.kl_div, "batchmean")
+def _kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool = False) -> DistTensor:
     grid = common_grid("kl_div", (input, target))
     shape = broadcast_shape("kl_div", (input, target))
     cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
     blocks = [local_operand(t, shape, cuts, grid, "kl_div") for t in (input, target)]
     x, y = _elements(reduction, *blocks)
-    local = F.kl_div(
-        x, y, reduction="none" if reduction == "none" else "sum", log_target=log_target
-    )
+    kept = "none" if reduction == "none" else "sum"
+    local = F.kl_div(x, y, reduction=kept, log_target=log_target)
     if reduction == "none":
         return DistTensor(local, shape, cuts, grid)
     batch = input.shape[0] if input.dim() else 1
-    over = batch if by_batch else torch.Size(shape).numel() if reduction == "mean" else 1
-    return _total(local, over, cuts, grid, torch.promote_types(input.dtype, target.dtype))
+    divisor = {"mean": torch.Size(shape).numel(), "batchmean": batch, "sum": 1}[reduction]
+    return _total(local, divisor, cuts, grid, torch.promote_types(input.dtype, target.dtype))
 
 
 @terms_of(F.gaussian_nll_loss)

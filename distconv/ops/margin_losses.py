@@ -1,4 +1,4 @@
-"""Losses that are sums or means of terms, computed by other functions with rules."""
+"""Losses computed by functions that have rules: margins, pairs and triplets, likelihoods."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def _check_dimensions(name: str, *tensors: Tensor) -> None:
 def cosine_embedding_loss(
     input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0
 ) -> Tensor:
-    """Return 1 - cos of pairs of vectors where the target is 1, max(0, cos - margin) where -1."""
+    """Return 1 - cos for pairs with target 1, and max(0, cos - margin) for pairs with target -1.
+
+    cos is the cosine of the angle between the vectors of a pair.
+    """
     name = "cosine_embedding_loss"
     _check_dimensions(name, input1, input2)
     if target.dim() > 1 or input1.dim() != target.dim() + 1:
@@ -43,7 +46,7 @@ def cosine_embedding_loss(
 
 @terms_of(F.hinge_embedding_loss)
 def hinge_embedding_loss(input: Tensor, target: Tensor, margin: float = 1.0) -> Tensor:
-    """Return the distance where the target is 1, max(0, margin - distance) where it is -1."""
+    """Return `input` where the target is 1, and max(0, margin - input) where it is -1."""
     lacking = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
     return lacking + torch.where(target != -1, input, 0.0)
 
@@ -93,10 +96,9 @@ def multilabel_soft_margin_loss(
 def multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
-    """Return the sum over other classes of max(0, margin - right score + other score)^p, divided by
-    the number of classes.
+    """Return the mean over classes of max(0, margin - right score + other score)^p.
 
-    The classes, the last dimension, are made whole on every rank.
+    The right class contributes 0. The classes, the last dimension, are made whole on every rank.
     """
     options: Any = dict(p=p, margin=margin, weight=gather_whole(weight, "multi_margin_loss"))
     return _of_classes(F.multi_margin_loss, input, target, 0, **options)
@@ -115,7 +117,10 @@ def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
 def _of_classes(
     function: Callable[..., Tensor], input: Tensor, target: Tensor, inner: int, **options: Any
 ) -> Tensor:
-    """Return a loss of scores, classes last, and of labels with `inner` dimensions per sample."""
+    """Return the losses of scores, (sample, class), without a reduction.
+
+    `inner` is 0 if `target` has one label per sample, 1 if it has a vector of labels.
+    """
     if input.dim() == 1:
         # torch's own checks treat the loss of a single sample as that of a batch.
         batch = input.unsqueeze(0), target.unsqueeze(0)

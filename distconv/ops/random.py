@@ -65,28 +65,27 @@ def uniform_at(numbers: Tensor, key: Tensor) -> Tensor:
 
 
 def normal_at(numbers: Tensor, key: Tensor) -> Tensor:
-    """Return standard normal random numbers, float64: quantiles at `uniform_at`."""
+    """Return standard normal random numbers, float64, computed from integers and a key."""
     return _normal(uniform_at(numbers, key))
 
 
 def _right(bits: Tensor, shift: int) -> Tensor:
-    """Shift right, filling with zeros."""
+    """Return 64-bit integers shifted right, with zeros from the left."""
     return (bits >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def _check(function: Callable[..., Any], dtype: torch.dtype, *args: Any) -> None:
-    """Make torch's own checks of type and arguments, on one element with a separate generator."""
+    """Draw one element by torch's `function`, so that torch checks the type and arguments.
+
+    The draw has a generator of its own.
+    """
     function(torch.zeros(1, dtype=dtype, device="cpu"), *args, generator=torch.Generator())
 
 
 def _require_real(name: str, input: DistTensor, dtype: torch.dtype) -> None:
     if dtype.is_complex:
-        refuse(
-            name,
-            "complex random numbers are not supported",
-            input,
-            way_out="Draw the real and the imaginary part, and use torch.complex",
-        )
+        way_out = "Draw the real and the imaginary part, and use torch.complex"
+        refuse(name, "complex random numbers are not supported", input, way_out=way_out)
 
 
 def _to_zero(x: Tensor, kept: Tensor, p: float) -> Tensor:
@@ -94,9 +93,9 @@ def _to_zero(x: Tensor, kept: Tensor, p: float) -> Tensor:
 
 
 def _to_saturation(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """Set dropped elements to SELU's saturation, and keep mean and variance.
+    """Return `x` with dropped elements at SELU's saturation, scaled to keep mean and variance.
 
-    The affine map is from Klambauer et al., NeurIPS 2017.
+    `kept` is 0 for an element to drop, else 1. The map is from Klambauer et al., NeurIPS 2017.
     """
     if p == 1:
         return x * kept
@@ -110,9 +109,9 @@ def _dropout(
     drop: Callable[[Tensor, Tensor, float], Tensor],
     leading: Callable[[int], int] | None = None,
 ) -> None:
-    """Register a function that drops elements, or planes.
+    """Register the rule of a dropout that drops elements, or planes if `leading` is given.
 
-    Planes are numbered by the first dimensions, `leading(ndim)` of `ndim`; None drops elements.
+    A plane shares its indices in the first `leading(ndim)` of `ndim` dimensions.
     """
 
     @implements(function)
@@ -181,24 +180,23 @@ def _drawn_like(
     return rule
 
 
-def _below_one(u: Tensor, kind: torch.dtype) -> Tensor:
-    """Return uniform numbers rounded to a type, which must not reach 1."""
-    return u.to(kind).clamp_(max=1 - torch.finfo(kind).eps / 2)
-
-
 def _integers(u: Tensor, _: torch.dtype, *bounds: int) -> Tensor:
-    """Return integers from the first bound, or 0, to the last one, exclusive."""
+    """Return random integers in [low, high); `bounds` is (high,) or (low, high)."""
     low, high = (0, *bounds)[-2:]
     return (u * (high - low)).floor() + low
 
 
-rand_like = _drawn_like(torch.rand_like, torch.Tensor.uniform_, _below_one)
+rand_like = _drawn_like(
+    torch.rand_like,
+    torch.Tensor.uniform_,
+    lambda u, kind: u.to(kind).clamp_(max=1 - torch.finfo(kind).eps / 2),  # rounds to less than 1
+)
 _drawn_like(torch.randn_like, torch.Tensor.normal_, lambda u, kind: _normal(u))
 _drawn_like(torch.randint_like, torch.Tensor.random_, _integers)
 
 
 def _probabilities(p: Any, name: str) -> Any:
-    """Return `p`; the rank with an element outside [0, 1] raises, or its GPU does."""
+    """Return `p`; a rank with an element outside [0, 1] raises RuntimeError, on a GPU later."""
     if isinstance(p, Tensor):
         within = ((p >= 0) & (p <= 1)).all()
         assert_async(within, f"{name}: not all elements are probabilities; choose from 0 to 1")
@@ -222,9 +220,10 @@ def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
 
 
 def _serial_in_parameters(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a rule that fills sharded parameters, also through `.data`, as serial torch does.
+    """Return a decorator of fill rules that fills sharded parameters as serial torch does.
 
-    All ranks draw the whole parameter and take rank 0's values. Other tensors are filled by `rule`.
+    All ranks draw the whole parameter by `function`, take rank 0's values and keep their blocks;
+    this includes fills through `.data`. Other tensors are filled by the decorated rule.
     """
 
     def serial(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,8 +240,22 @@ def _serial_in_parameters(function: Callable[..., Tensor]) -> Callable[..., Any]
     return serial
 
 
+def _normal(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return torch.special.ndtri(u + 2.0**-54) * std + mean
+
+
+_FILLS: dict[str, Callable[..., Tensor]] = {
+    "uniform_": lambda u, a=0.0, to=1.0: u * (to - a) + a,
+    "normal_": _normal,
+    "exponential_": lambda u, lambd=1.0: -torch.log1p(-u) / lambd,
+    "geometric_": lambda u, p: (torch.log1p(-u) / log1p(-p)).floor() + 1,
+    "cauchy_": lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(pi * (u - 0.5)),
+    "log_normal_": lambda u, mean=1.0, std=2.0: _normal(u, mean, std).exp(),
+}
+"""Methods that fill a tensor with functions of uniform numbers and the method's arguments."""
+
+
 def _fills(name: str, values: Callable[..., Tensor]) -> None:
-    """Register a method that fills with a function of uniform numbers and its arguments."""
     method: Callable[..., Any] = getattr(torch.Tensor, name)
 
     @implements(method)
@@ -254,36 +267,8 @@ def _fills(name: str, values: Callable[..., Tensor]) -> None:
         return _written(input, values(_uniform(input), *args, **kwargs), name)
 
 
-def _between(u: Tensor, a: float = 0.0, to: float = 1.0) -> Tensor:
-    return u * (to - a) + a
-
-
-def _normal(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return torch.special.ndtri(u + 2.0**-54) * std + mean
-
-
-def _exponential(u: Tensor, lambd: float = 1.0) -> Tensor:
-    return -torch.log1p(-u) / lambd
-
-
-def _geometric(u: Tensor, p: float) -> Tensor:
-    return (torch.log1p(-u) / log1p(-p)).floor() + 1
-
-
-def _cauchy(u: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-    return median + sigma * torch.tan(pi * (u - 0.5))
-
-
-def _log_normal(u: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
-    return _normal(u, mean, std).exp()
-
-
-_fills("uniform_", _between)
-_fills("normal_", _normal)
-_fills("exponential_", _exponential)
-_fills("geometric_", _geometric)
-_fills("cauchy_", _cauchy)
-_fills("log_normal_", _log_normal)
+for _name, _values in _FILLS.items():
+    _fills(_name, _values)
 
 
 @implements(F.rrelu, torch.rrelu)
@@ -363,9 +348,6 @@ def init_kaiming_uniform_(
 
 def _only_default(name: str, generator: Any, input: DistTensor) -> None:
     if generator is not None:
-        refuse(
-            name,
-            "a generator of its own would have to be the same on every rank",
-            input,
-            way_out="Leave generator out; the numbers follow torch.manual_seed on rank 0",
-        )
+        reason = "a generator of its own would have to be the same on every rank"
+        way_out = "Leave generator out; the numbers follow torch.manual_seed on rank 0"
+        refuse(name, reason, input, way_out=way_out)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
     common_grid,
@@ -38,50 +39,28 @@ def _recurrent(function: Callable[..., Any]) -> None:
         random = dropout and train and num_layers > 1
         if random or input.dim() != 3 or not isinstance(params, (tuple, list)):
             what = "dropout between layers" if random else "a packed sequence"
-            refuse(
-                name,
-                f"{what} is not supported",
-                input,
-                *states,
-                way_out="Use dropout layers between recurrent ones, and sequences of one length",
-            )
+            way_out = "Use dropout layers between recurrent ones, and sequences of one length"
+            refuse(name, f"{what} is not supported", input, *states, way_out=way_out)
         grid = common_grid(name, (input, *states, *params))
         options = has_biases, num_layers, dropout, train, bidirectional, batch_first
-        _run(function, input, hx, params, options, _without_elements)
+        given = hx if isinstance(hx, Tensor) else tuple(hx)
+        check_on_meta(function, input, given, tuple(params), *options)
         batch = 0 if batch_first else 1
         x = uncut(as_distributed(input, grid), {0, 1, 2} - {batch}, name)
         cuts = (), x.cuts[batch], ()
 
         def own(operand: Tensor) -> Tensor:
-            if operand is x:
-                return x.shard
             if any(operand is state for state in states):
                 return local_operand(operand, tuple(operand.shape), cuts, grid, name)
             return gather_whole(operand, name)
 
-        output, *ends = _run(function, x, hx, params, options, own)
+        begun = own(hx) if isinstance(hx, Tensor) else tuple(map(own, hx))
+        output, *ends = function(x.shard, begun, list(map(own, params)), *options)
         shape = (*x.shape[:2], output.shape[2])
         return DistTensor(output, shape, x.cuts, grid), *(
             DistTensor(end, state.shape, cuts, grid)
             for end, state in zip(ends, states, strict=True)
         )
-
-
-def _run(
-    function: Callable[..., Any],
-    input: Tensor,
-    hx: Tensor | Sequence[Tensor],
-    params: Sequence[Tensor],
-    options: tuple[Any, ...],
-    of: Callable[[Tensor], Tensor],
-) -> Any:
-    """Return the results of a recurrent function, with `of` applied to each operand."""
-    begun = of(hx) if isinstance(hx, Tensor) else tuple(map(of, hx))
-    return function(of(input), begun, list(map(of, params)), *options)
-
-
-def _without_elements(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):

@@ -1,4 +1,4 @@
-"""Values handed to Python, only of tensors that every rank holds in full."""
+"""Values passed to Python, such as x.item(), from tensors that every rank holds in full."""
 
 from __future__ import annotations
 
@@ -33,12 +33,8 @@ def _value(name: str) -> Callable[..., Any]:
 
     def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         if cutting_axes(input.cuts):
-            refuse(
-                name,
-                "no rank holds the whole tensor",
-                input,
-                way_out=f"Use {_spelled(name)}, on all ranks together",
-            )
+            way_out = f"Use {_spelled(name)}, on all ranks together"
+            refuse(name, "no rank holds the whole tensor", input, way_out=way_out)
         return function(input.shard, *args, **kwargs)
 
     return rule
@@ -53,14 +49,14 @@ for _name in (
 
 @implements(torch.Tensor.__reduce_ex__)
 def reduce_ex(self: DistTensor, protocol: int) -> Any:
-    """Return the pickle form of a one-element value that all ranks have: as a plain tensor."""
+    """Return the pickle form of a one-element tensor that every rank holds, as a plain tensor.
+
+    Other DistTensors are refused.
+    """
     if self.numel() != 1 or cutting_axes(self.cuts):
-        refuse(
-            "pickle, copy.copy or torch.save",
-            "a distributed tensor belongs to its job",
-            self,
-            way_out=WAYS_OUT[torch.Tensor.__reduce_ex__],
-        )
+        reason = "a distributed tensor belongs to its job"
+        way_out = WAYS_OUT[torch.Tensor.__reduce_ex__]
+        refuse("pickle, copy.copy or torch.save", reason, self, way_out=way_out)
     return self.held.detach().__reduce_ex__(protocol)
 
 
@@ -76,7 +72,7 @@ def stride(self: DistTensor, dim: int | None = None) -> tuple[int, ...] | int:
 def is_contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
-    """Return True: to the program a tensor is always contiguous.
+    """Return whether `memory_format` is torch.contiguous_format: a DistTensor is contiguous.
 
     Blocks may have other memory formats on each rank; `view` works on all of them.
     """
@@ -92,7 +88,7 @@ def is_nonzero(input: Any) -> bool:
 
 @implements(torch_private.assert_async)
 def assert_async(input: DistTensor, *message: str) -> None:
-    """Raise an error, on every rank, where a tensor of one element is 0."""
+    """Raise an error, on every rank, if a tensor of one element is 0."""
     torch_private.assert_async(gather_whole(input, "_assert_async"), *message)
 
 

@@ -1,6 +1,6 @@
-"""Functions that are other functions with rules by another name, or one expression of these.
+"""Rules of functions that are other names, or one expression, of functions that have rules.
 
-Parameters have torch's names, as programs may use them.
+Parameters have torch's names, as programs may pass them by name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from distconv.ops.support.argument_forms import takes_sequence
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.tensor.dispatch import RULES
+from distconv.torch_private import composition
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "allclose": lambda input, other, *tolerances, **named: bool(
@@ -97,6 +98,8 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
     F.normalize: lambda input, p=2.0, dim=1, eps=1e-12: (
         input / input.norm(p, dim, keepdim=True).clamp_min(eps)
     ),
+    # Samples and lengths of queries stay cut; features, keys and values are made whole.
+    F.multi_head_attention_forward: composition(F.multi_head_attention_forward),
     torch.linalg.diagonal: lambda A, *, offset=0, dim1=-2, dim2=-1: A.diagonal(offset, dim1, dim2),
     Tensor.mT.__get__: lambda input: input.transpose(-2, -1),  # type: ignore[attr-defined]
     **dict.fromkeys((torch.ger, Tensor.ger), lambda input, vec2: torch.outer(input, vec2)),

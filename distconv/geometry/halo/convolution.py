@@ -13,66 +13,27 @@ the plan's buffer, which begins where the first window does, in the padding if n
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 
-from distconv.geometry.halo.slabs import (
-    Boundary,
-    SlabExtent,
-    halo_slabs,
-    local_input,
-    plan_with_dimensions,
-)
+from distconv.geometry.halo.slabs import SlabExtent, any_halo, make_boundary
 from distconv.geometry.index_maps import Interval, Window
-from distconv.geometry.layout import Cuts, block, distinct_parts
-from distconv.geometry.topology import Topology
 
 
-@lru_cache(maxsize=4096)
-def needs_halo(
-    windows: tuple[Window, ...], sizes: tuple[int, ...], parts: tuple[int, ...]
-) -> bool | None:
-    """Return whether any part's windows reach beyond its own inputs, or None.
+def _own_padding(window: Window, own: Interval, made: Interval) -> int:
+    """Return the number of positions by which a part's first window begins before its inputs.
 
-    None means that the operator cannot run on the parts' own inputs. It can where it computes from
-    them exactly the part's outputs, with padding equal on both sides, and where at least half of
-    these outputs need no halo.
-
-    Parameters
-    ----------
-    sizes, parts: for each spatial dimension, the number of inputs, and of parts that cut it.
+    `own` are the part's inputs, `made` its outputs.
     """
-    found = False
-    for window, size, n in zip(windows, sizes, parts, strict=True):
-        outputs = window.output_size(size)
-        if n == 1:
-            if window.padding[0] != window.padding[1]:
-                return None
-            continue
-        for j in distinct_parts(size, outputs, n, window.steps):
-            own, made = block(size, n, j), block(outputs, n, j)
-            count, held = made[1] - made[0], own[1] - own[0]
-            padding = own_padding(window, own, made)
-            if padding < 0 or held + 2 * padding < window.extent:
-                return None
-            own_window = replace(window, padding=(padding, padding))
-            if own_window.output_size(held) != count:
-                return None
-            low, high = outputs_without_halo(window, size, own, made)
-            if 2 * (high - low) < count:
-                return None
-            found |= high - low < count
-    return found
-
-
-def own_padding(window: Window, own: Interval, made: Interval) -> int:
-    """Return the number of positions by which the first window begins before the own inputs."""
     return window.padding[0] + own[0] - made[0] * window.stride
 
 
-def outputs_without_halo(window: Window, size: int, own: Interval, made: Interval) -> Interval:
-    """Return the outputs that need no halo, counted from the part's first output."""
+def _outputs_without_halo(window: Window, size: int, own: Interval, made: Interval) -> Interval:
+    """Return a part's outputs that need no halo, counted from its first output.
+
+    `own` are the part's inputs of `size`, `made` its outputs.
+    """
     count = made[1] - made[0]
-    padding = own_padding(window, own, made)
+    padding = _own_padding(window, own, made)
     low = min(-(-padding // window.stride), count) if own[0] > 0 else 0
     if own[1] == size:
         return low, count
@@ -80,48 +41,42 @@ def outputs_without_halo(window: Window, size: int, own: Interval, made: Interva
     return low, min(max(low, high), count)
 
 
-@lru_cache(maxsize=4096)
-def convolution_boundary(
-    topology: Topology,
-    rank: int,
-    shape: tuple[int, ...],
-    made: tuple[int, ...],
-    cuts: Cuts,
-    windows: tuple[Window, ...],
-) -> Boundary:
-    """Return the boundary of one rank's block, where `needs_halo` is not None.
+def _outputs_with_halo(window: Window, size: int, own: Interval, made: Interval) -> int | None:
+    """Return the number of a part's outputs that need halos.
 
-    Parameters
-    ----------
-    shape, made: the global shapes of input and output, both cut by `cuts`.
-    windows: one for each spatial dimension.
+    Returns None unless its inputs, padded equally on both sides, have windows for all its outputs.
     """
-    plan, rows = plan_with_dimensions(topology, rank, shape, made, cuts, windows)
-    own, every, sides = [], [], []
-    for w, n, held, outputs, c in rows:
-        count, taps = outputs[1] - outputs[0], (0, w.kernel)
-        if c:
-            padding = own_padding(w, held, outputs)
-            reach = (count - 1) * w.stride + w.extent
-            inside = padding, min(padding + held[1] - held[0], reach)
-        else:
-            padding, reach, inside = w.padding[0], n, (0, n)
-        own.append(SlabExtent(inside, inside, (0, count), taps, padding))
-        every.append(SlabExtent((0, reach), (0, reach), (0, count), taps, 0 if c else padding))
-        sides.append(_halo_extents(w, n, held, outputs, inside) if c else [])
-    return Boundary(
-        plan,
-        replace(local_input(plan, own), shape=plan.block_shape),
-        local_input(plan, every),
-        halo_slabs(plan, own, every, sides),
-    )
+    count, held = made[1] - made[0], own[1] - own[0]
+    padding = _own_padding(window, own, made)
+    if padding < 0 or held + 2 * padding < window.extent:
+        return None
+    if replace(window, padding=(padding, padding)).output_size(held) != count:
+        return None
+    low, high = _outputs_without_halo(window, size, own, made)
+    return count - (high - low)
+
+
+def _extents(
+    w: Window, size: int, held: Interval, made: Interval, cut: bool
+) -> tuple[SlabExtent, SlabExtent, SlabExtent, list[SlabExtent]]:
+    count, taps = made[1] - made[0], (0, w.kernel)
+    padding, reach, inside = w.padding[0], size, (0, size)
+    if cut:
+        padding, reach = _own_padding(w, held, made), (count - 1) * w.stride + w.extent
+        inside = padding, min(padding + held[1] - held[0], reach)
+    own = SlabExtent(inside, inside, (0, count), taps, padding)
+    every = SlabExtent((0, reach), (0, reach), (0, count), taps, 0 if cut else padding)
+    return own, own, every, _halo_extents(w, size, held, made, inside) if cut else []
 
 
 def _halo_extents(
     w: Window, size: int, held: Interval, made: Interval, own: Interval
 ) -> list[SlabExtent]:
-    """Return the halos before and after the own inputs of one dimension."""
-    low, high = outputs_without_halo(w, size, held, made)
+    """Return the halo slabs before and after a rank's inputs along one dimension.
+
+    `held` are its inputs and `made` its outputs; `own` are its inputs, counted in the buffer.
+    """
+    low, high = _outputs_without_halo(w, size, held, made)
     count = made[1] - made[0]
     sides = []
     if low:
@@ -134,3 +89,9 @@ def _halo_extents(
         reach = (count - 1) * w.stride + w.extent
         sides.append(SlabExtent((start, reach), (own[1], reach), (high, count), (first, w.kernel)))
     return sides
+
+
+needs_halo = partial(any_halo, _outputs_with_halo)
+"""A function (windows, sizes, parts): `any_halo` of a convolution."""
+convolution_boundary = partial(make_boundary, _extents)
+"""A function (topology, rank, shape, made, cuts, windows): `make_boundary` of a convolution."""

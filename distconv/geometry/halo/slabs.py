@@ -6,22 +6,22 @@ first window does, in the padding if need be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from distconv.geometry.index_maps import Interval, Same
-from distconv.geometry.layout import Cuts, rank_box
+from distconv.geometry.layout import Cuts, block, distinct_parts, rank_box
 from distconv.geometry.plan import Plan, Slices, make_plan
 from distconv.geometry.topology import Topology
 
 
 @dataclass(frozen=True)
 class LocalInput:
-    """Some of the inputs, and the arguments of the local operator on them.
+    """The shape of an input of the local operator, and the operator's arguments for it.
 
     `padding` is on both sides of each spatial dimension; for a transposed convolution, it and
     `extra` are torch's padding and output padding.
@@ -53,7 +53,7 @@ class MessagePart:
     """Whether the message holds nothing else."""
 
     def of(self, messages: Any) -> Any:
-        """Return the message with this part's elements, from a sequence of all messages."""
+        """Return the message of this part, one of `messages`, as a box of `shape`."""
         message = messages[self.message]
         if self.alone:
             return message
@@ -75,7 +75,7 @@ class HaloSlab:
 
     @cached_property
     def whole(self) -> MessagePart | None:
-        """Return the part that is the whole input, and its whole message; None if there is none."""
+        """Return the part that is a whole message and the slab's whole input, or None."""
         part, shape = self.halo[0], self.piece.shape
         covered = tuple(s.stop - s.start for s in part.place)
         return part if part.alone and part.shape == covered == shape else None
@@ -83,7 +83,7 @@ class HaloSlab:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A rank's plan, the local operator on its own block, and the slabs of halos to add."""
+    """One rank's data for computing while halos travel: plan, own block, and halo slabs."""
 
     plan: Plan
     own: LocalInput
@@ -95,7 +95,7 @@ class Boundary:
 
     @cached_property
     def composed(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return the messages that are not exactly one slab's halos, with their shapes."""
+        """Return number and shape of each message that is not exactly the input of one slab."""
         whole = {slab.whole.message for slab in self.slabs if slab.whole is not None}
         shapes = enumerate(route.shape for route in self.plan.receives)
         return tuple((i, shape) for i, shape in shapes if i not in whole)
@@ -115,25 +115,70 @@ class SlabExtent:
     crop: Interval = (0, 0)
 
 
-CutDimension = tuple[Any, int, Interval, Interval, bool]
-"""One dimension: its index map, its size, a rank's inputs and outputs, and whether it is cut."""
+@lru_cache(maxsize=4096)
+def any_halo(
+    count: Callable[..., int | None],
+    maps: tuple[Any, ...],
+    sizes: tuple[int, ...],
+    parts: tuple[int, ...],
+) -> bool | None:
+    """Return whether any part of an operator needs halos; None if its parts cannot overlap.
+
+    Parameters
+    ----------
+    count: takes the index map and size of a dimension, and a part's intervals of inputs and of
+        outputs. Returns the number of its outputs that need halos; None if the local operator on
+        these inputs alone does not make these outputs.
+    maps, sizes, parts: for each spatial dimension its index map, its inputs and the parts.
+    """
+    found = False
+    for m, size, n in zip(maps, sizes, parts, strict=True):
+        outputs = m.output_size(size)
+        for j in distinct_parts(size, outputs, n, m.steps):
+            start, stop = block(outputs, n, j)
+            touched = count(m, size, block(size, n, j), (start, stop))
+            # It has to be worth while: at least half of the outputs need no halo.
+            if touched is None or 2 * touched > stop - start:
+                return None
+            found |= touched > 0
+    return found
 
 
-def plan_with_dimensions(
+@lru_cache(maxsize=4096)
+def make_boundary(
+    extents: Callable[..., tuple[Any, ...]],
     topology: Topology,
     rank: int,
     shape: tuple[int, ...],
     made: tuple[int, ...],
     cuts: Cuts,
-    maps: Sequence[Any],
-) -> tuple[Plan, list[CutDimension]]:
-    """Return a rank's plan for the cut dimensions, and a description of every spatial dimension."""
+    maps: tuple[Any, ...],
+) -> Boundary:
+    """Return the boundary of one rank's block, for an operator for which `any_halo` is not None.
+
+    Parameters
+    ----------
+    extents: takes the index map and size of a dimension, the rank's intervals of inputs and of
+        outputs, and whether the dimension is cut. Returns the extents of the rank's block, of its
+        inputs in the buffer and of the whole buffer, and a list of the halos on both sides.
+    shape, made: the global shapes of input and output, both cut by `cuts`.
+    maps: the index map of each spatial dimension.
+    """
     cut = [bool(axes) for axes in cuts[2:]]
     needs = (m if c else Same() for m, c in zip(maps, cut, strict=True))
     plan = make_plan(topology, rank, shape, cuts, cuts, (Same(), Same(), *needs))
     own, out = (rank_box(s, cuts, topology, rank) for s in (shape, made))
     inputs, outputs = (zip(b.start[2:], b.stop[2:], strict=True) for b in (own, out))
-    return plan, list(zip(maps, shape[2:], inputs, outputs, cut, strict=True))
+    rows = map(extents, maps, shape[2:], inputs, outputs, cut)
+    whole, inside, every, sides = zip(*rows, strict=True)
+    of_block = local_input(plan, whole)
+    return Boundary(
+        plan,
+        replace(of_block, shape=plan.block_shape, crop=None),
+        local_input(plan, every),
+        halo_slabs(plan, inside, every, sides),
+        of_block.crop,
+    )
 
 
 def halo_slabs(
@@ -146,6 +191,11 @@ def halo_slabs(
 
     Along earlier dimensions a slab is as long as the own inputs; along later ones it includes the
     corners.
+
+    Parameters
+    ----------
+    own, every: the extents of the rank's own inputs, and of all inputs, along each dimension.
+    sides: the extents of the halos on both sides of each dimension.
     """
     everything = (slice(None), slice(None))
     found = []
@@ -167,7 +217,7 @@ def halo_slabs(
 
 
 def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
-    """Return the input with these spatial extents, and all samples and channels of the rank."""
+    """Return the operator's input with these spatial extents, and all samples and channels."""
     return LocalInput(
         shape=(*plan.buffer_shape[:2], *(s.inputs[1] - s.inputs[0] for s in sides)),
         padding=tuple(s.padding for s in sides),
@@ -179,7 +229,10 @@ def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
 def message_parts(
     plan: Plan, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[MessagePart, ...]:
-    """Return the parts of messages that fill `filled`, with their places in `covered`."""
+    """Return the parts of messages that lie in the intervals `filled` of the buffer.
+
+    Their places are counted from the starts of `covered`, the intervals of a slab.
+    """
     found = []
     for message, route in enumerate(plan.receives):
         shapes = [tuple(s.stop - s.start for s in box) for box in route.boxes]
@@ -195,7 +248,10 @@ def message_parts(
 def intersection(
     box: Slices, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[Slices, Slices] | None:
-    """Return the part of a box in `filled`: its place in the box, and in `covered`."""
+    """Return the part of `box` in `filled` and `covered`: its place in the box, and in `covered`.
+
+    Returns None if they do not meet.
+    """
     lead = [(s.start, s.stop) for s in box[:2]]
     pairs = zip(box, [*lead, *filled], [*lead, *covered], strict=True)
     both = [(max(s.start, a, c), min(s.stop, b, e)) for s, (a, b), (c, e) in pairs]

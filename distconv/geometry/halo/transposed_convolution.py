@@ -9,54 +9,18 @@ Index arithmetic only.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 
-from distconv.geometry.halo.slabs import (
-    Boundary,
-    SlabExtent,
-    halo_slabs,
-    local_input,
-    plan_with_dimensions,
-)
+from distconv.geometry.halo.slabs import SlabExtent, any_halo, make_boundary
 from distconv.geometry.index_maps import Interval, TransposedWindow
-from distconv.geometry.layout import Cuts, block, distinct_parts
-from distconv.geometry.topology import Topology
-
-
-@lru_cache(maxsize=4096)
-def transposed_needs_halo(
-    maps: tuple[TransposedWindow, ...], sizes: tuple[int, ...], parts: tuple[int, ...]
-) -> bool | None:
-    """Return whether any part's inputs reach beyond its own outputs, or None.
-
-    None means that the operator cannot run on the parts' own inputs. It can where its results
-    contain the part's outputs, and where at least half of these need no halo.
-
-    Parameters
-    ----------
-    sizes, parts: for each spatial dimension, the number of inputs, and of parts that cut it.
-    """
-    found = False
-    for m, size, n in zip(maps, sizes, parts, strict=True):
-        outputs = m.output_size(size)
-        for j in distinct_parts(size, outputs, n, m.steps):
-            own, made = block(size, n, j), block(outputs, n, j)
-            if own[0] == own[1] or made[0] == made[1] or _crop_arguments(m, own, made) is None:
-                return None
-            if n > 1:
-                touched = [s.outputs for s in _halo_extents(m, size, own, made)]
-                if 2 * sum(b - a for a, b in touched) > made[1] - made[0]:
-                    return None
-                found |= bool(touched)
-    return found
 
 
 def _crop_arguments(
     m: TransposedWindow, inputs: Interval, outputs: Interval, taps: Interval | None = None
 ) -> tuple[int, int, Interval] | None:
-    """Return padding, output padding, and crop with which these inputs give exactly these outputs.
+    """Return padding, output padding and crop with which these inputs give exactly these outputs.
 
-    None where the first output lies before all outputs that the inputs reach.
+    Returns None if the first output lies before all outputs that the inputs reach.
     """
     first, last = _written_outputs(m, inputs, taps or (0, m.kernel))
     before, after = outputs[0] - first, last - outputs[1]
@@ -78,7 +42,10 @@ def _written_outputs(m: TransposedWindow, inputs: Interval, taps: Interval) -> I
 def _halo_extents(
     m: TransposedWindow, size: int, own: Interval, made: Interval
 ) -> list[SlabExtent]:
-    """Return the halos before and after the own inputs of one dimension, placed in the plane."""
+    """Return the halo slabs before and after a rank's inputs, with positions in the plane.
+
+    `own` are its inputs of `size`, `made` its outputs, along one dimension.
+    """
     ((first, last),) = m.intervals(size, *made)
     sides = []
     for inputs in ((max(first, 0), own[0]), (own[1], min(last, size))):
@@ -106,46 +73,35 @@ def _extent(
     return SlabExtent(inputs, inputs, outputs, taps or (0, m.kernel), *arguments)
 
 
-@lru_cache(maxsize=4096)
-def transposed_convolution_boundary(
-    topology: Topology,
-    rank: int,
-    shape: tuple[int, ...],
-    made: tuple[int, ...],
-    cuts: Cuts,
-    maps: tuple[TransposedWindow, ...],
-) -> Boundary:
-    """Return the boundary of one rank's block, where `transposed_needs_halo` is not None.
+def _outputs_with_halo(m: TransposedWindow, size: int, own: Interval, made: Interval) -> int | None:
+    """Return the number of a part's outputs to which halos contribute.
 
-    Parameters
-    ----------
-    shape, made: the global shapes of input and output, both cut by `cuts`.
-    maps: one for each spatial dimension.
+    Returns None if the results of its own inputs do not contain its outputs.
     """
-    plan, rows = plan_with_dimensions(topology, rank, shape, made, cuts, maps)
-    whole, own, every, sides = [], [], [], []
-    for m, n, held, outputs, c in rows:
-        first, last = m.intervals(n, *outputs)[0] if c else (0, n)
-        needed = max(held[0], first), min(held[1], last)
-        origin = first, outputs[0]
-        whole.append(_extent(m, held, outputs))
-        own.append(_shifted(_extent(m, needed, outputs), *origin))
-        every.append(_shifted(_extent(m, (first, last), outputs), *origin))
-        sides.append(
-            [_shifted(s, *origin) for s in (_halo_extents(m, n, held, outputs) if c else ())]
-        )
-    block_itself = local_input(plan, whole)
-    return Boundary(
-        plan,
-        replace(block_itself, shape=plan.block_shape, crop=None),
-        local_input(plan, every),
-        halo_slabs(plan, own, every, sides),
-        block_itself.crop,
-    )
+    if own[0] == own[1] or made[0] == made[1] or _crop_arguments(m, own, made) is None:
+        return None
+    touched = (side.outputs for side in _halo_extents(m, size, own, made))
+    return sum(b - a for a, b in touched)
+
+
+def _extents(
+    m: TransposedWindow, size: int, held: Interval, made: Interval, cut: bool
+) -> tuple[SlabExtent, SlabExtent, SlabExtent, list[SlabExtent]]:
+    first, last = m.intervals(size, *made)[0] if cut else (0, size)
+    needed, origin = (max(held[0], first), min(held[1], last)), (first, made[0])
+    own, every = (_shifted(_extent(m, i, made), *origin) for i in (needed, (first, last)))
+    sides = _halo_extents(m, size, held, made) if cut else []
+    return _extent(m, held, made), own, every, [_shifted(side, *origin) for side in sides]
 
 
 def _shifted(side: SlabExtent, first: int, made: int) -> SlabExtent:
-    """Return an extent relative to the input `first` and the output `made`."""
+    """Return the extent with inputs counted from `first` and outputs from `made`."""
     inputs = side.inputs[0] - first, side.inputs[1] - first
     outputs = side.outputs[0] - made, side.outputs[1] - made
     return replace(side, inputs=inputs, halo=inputs, outputs=outputs)
+
+
+transposed_needs_halo = partial(any_halo, _outputs_with_halo)
+"""A function (maps, sizes, parts): `any_halo` of a transposed convolution."""
+transposed_convolution_boundary = partial(make_boundary, _extents)
+"""A function (topology, rank, shape, made, cuts, maps): its `make_boundary`."""

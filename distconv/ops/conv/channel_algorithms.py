@@ -1,12 +1,12 @@
 """The division of channels and filters over ranks, for convolutions and fully connected layers.
 
-The three algorithms of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training"
-(SC'19), are cases of one. The weights are cut over some grid axes in channels and over others in
-filters. Each rank gathers its channels of the input, together with the halos; computes their
-contribution to its filters; and these sums over channels are reduced and scattered over the ranks
-that share the filters. With only channels cut the input stays (stationary-x), with only filters
-cut there is nothing to reduce (stationary-y), and over several axes the weights can be cut in both
-(stationary-w). Groups of channels that lie on one rank receive nothing from other ranks.
+One algorithm covers the three of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN
+Training" (SC'19). The weight is cut over some grid axes in channels and over others in filters.
+Each rank gathers the inputs of its channels, halos included, and computes their contribution to its
+filters. A reduce-scatter adds the contributions up over the ranks that share the filters. If only
+channels are cut, no input moves (stationary-x); if only filters are cut, nothing is reduced
+(stationary-y); over several axes the weight can be cut in both (stationary-w). Groups of channels
+that lie on one rank receive nothing from other ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _CHOSEN: ContextVar[str] = ContextVar("distconv_parallel", default="auto")
 
 @contextmanager
 def parallel(algorithm: str) -> Iterator[None]:
-    """Divide the channels of layers within the context by one of `ALGORITHMS`, on all ranks."""
+    """Divide the channels of layers that are called in this context by `algorithm`.
+
+    It is one of `ALGORITHMS`, the same on all ranks.
+    """
     token = _CHOSEN.set(algorithm)
     try:
         yield
@@ -53,15 +56,15 @@ class Division:
 
     @property
     def output(self) -> Axes:
-        """Return the axes over which the filters of the output are cut.
+        """Return the axes that cut the filters of the output: `filters`, then `channels`.
 
-        Blocks of filters are cut further over the ranks that contributed to them.
+        The ranks along `channels` compute contributions to the same filters, and divide the sums.
         """
         return (*self.filters, *self.channels)
 
     @property
     def algorithm(self) -> str:
-        """Return the operand that stays on its rank: "x", "y" or "w"; "" if nothing is divided."""
+        """Return the operand that is not moved: "x" (input), "y" (output), "w" (weight), or ""."""
         if self.channels and self.filters:
             return "w"
         return "x" if self.channels else "y" if self.filters else ""
@@ -69,7 +72,10 @@ class Division:
 
 @dataclass(frozen=True)
 class _WeightBlock:
-    """A rank's block of a weight or bias: `slices` of a plain tensor, which all ranks hold."""
+    """The block of a weight or bias that a rank computes with, for `LayerPart.operands`.
+
+    A distributed weight is gathered by `needs` and `cuts`; a plain one is indexed by `slices`.
+    """
 
     needs: tuple[IndexMap, ...]
     cuts: Cuts
@@ -77,7 +83,10 @@ class _WeightBlock:
     """The block's index in the plain tensor; None for the whole of it."""
 
     def of(self, operand: Tensor, operator: str) -> Tensor:
-        """Return this rank's block of the operand. All ranks call it; it may gather."""
+        """Return this rank's block of `operand`, a weight or bias. All ranks call it.
+
+        A DistTensor may be gathered; `operator` names the movement in the records.
+        """
         if isinstance(operand, DistTensor):
             return gather_inputs(operand, self.needs, self.cuts, operator)
         return operand if self.slices is None else operand[self.slices]
@@ -89,13 +98,13 @@ class LayerPart:
 
     Attributes
     ----------
-    operator: the name under which movements are recorded.
+    operator: the layer's name, and its algorithm, in the records of movements.
     cuts, needs: the cuts and index maps with which inputs are gathered.
-    stays: whether every rank receives halos of inputs at most, and has channels and filters; the
+    stays: whether every rank has channels and filters and receives at most halos of inputs; the
         same on all ranks.
-    blocks: the number of blocks of the weights.
-    box: the box of outputs to compute, with all filters of every group that it has some of.
-    groups: the groups of the local operator.
+    blocks: the number of blocks into which the weight is cut.
+    box: the box of outputs that the local operator computes; it contains groups of filters in full.
+    groups: the argument `groups` of the local operator.
     """
 
     operator: str
@@ -121,7 +130,7 @@ class LayerPart:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return this rank's weight, its bias for the local operator, and its bias for `finish`.
 
-        One of the two biases is None. All ranks call it.
+        At least one of the two biases is None. All ranks call it.
         """
         own = self._weight.of(weight, self.operator)
         if bias is None:
@@ -130,9 +139,11 @@ class LayerPart:
         return (own, None, bias) if self._summed else (own, bias, None)
 
     def alone(self, x: Placement) -> tuple[tuple[int, ...], tuple[int, ...], Cuts]:
-        """Return shapes of input and output with this rank's channels, and cuts without channels.
+        """Return the layer's geometry as if there were only the ranks with this rank's channels.
 
-        Where inputs stay, ranks that share a block of channels compute as if there were no others.
+        It is the shapes of input and output with this rank's channels and filters, and the input's
+        cuts without the cut of channels. These ranks exchange halos only among themselves if
+        `stays`.
         """
         d = self._dimension
         own = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
@@ -143,9 +154,10 @@ class LayerPart:
         )
 
     def empty_result(self, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the result without channels or filters, which torch's operators refuse.
+        """Return the local operator's result for a weight without elements, which torch refuses.
 
-        It depends on all operands in the autograd graph, and has autocast's type.
+        It is zero, plus the bias. It depends on all operands in the autograd graph, and has the
+        type that autocast gives the operator.
         """
         zero = buffer[:0].reshape(1, 0) @ weight[:0].reshape(0, 1)
         saved: Tensor = _Zero.apply(buffer, weight, bias)
@@ -153,9 +165,9 @@ class LayerPart:
         return block if bias is None else block + self._along(bias, block)
 
     def finish(self, block: Tensor, bias: Tensor | None, grid: Grid) -> DistTensor:
-        """Return the layer's output from the `block` of every rank. All ranks call it.
+        """Return the layer's output: the sum of the ranks' `block`s, scattered, plus `bias`.
 
-        A bias is added after the sum over ranks, if there is one.
+        All ranks call it. `bias` is None if the local operator has added it already.
         """
         shape, made, operator = self._shape, self._made, self.operator
         y = reduce_scatter(block, shape, self._computed, made, grid, operator)
@@ -166,14 +178,15 @@ class LayerPart:
         return DistTensor(y, shape, made, grid)
 
     def _along(self, bias: Tensor, block: Tensor) -> Tensor:
-        """Return a bias in a shape that broadcasts to `block`."""
+        """Return a view of a bias, (filters,), that broadcasts to `block`."""
         return bias.view(-1, *(1,) * (block.dim() - 1 - self._dimension))
 
 
 class _Zero(ShardFunction):
-    """A zero that saves operands for its gradient, as the operator does on ranks with elements.
+    """An autograd function that returns 0 and saves its operands, as a layer's operator saves them.
 
-    So all ranks recompute the tensors that a checkpoint has dropped, or none.
+    Ranks without elements apply it, so that torch.utils.checkpoint computes dropped activations
+    again on all ranks or on none.
     """
 
     @staticmethod
@@ -202,14 +215,15 @@ class WeightMeta(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The global metadata, the rank and the algorithm by which a layer is divided.
+    """A layer as seen by one rank, from which `layer_part` divides it; a key of its cache.
 
     Attributes
     ----------
-    x: the placement of its input.
-    outputs: the global shape of its output.
-    needs: the inputs that outputs need, for every dimension; `Same` for the channels.
-    algorithm: the name that `parallel` has set.
+    operator: the layer's name, for records.
+    x: the placement of the input.
+    outputs: the global shape of the output.
+    needs: the index map of every dimension; `Same` for the channels.
+    algorithm: one of `ALGORITHMS`, as `parallel` has set it.
     dimension: the dimension of channels in the input, and of filters in the output.
     transposed: whether the weight is (channel, filter, *kernel).
     """
@@ -224,13 +238,13 @@ class Layer(NamedTuple):
     groups: int = 1
     transposed: bool = False
 
-    def weight_axes(self, of: int) -> Axes:
-        """Return the axes that cut dimension `of` of the weight, but neither samples nor space."""
+    def weight_axes(self, dim: int) -> Axes:
+        """Return axes that cut dimension `dim` of the weight, but no samples or space of `x`."""
         taken = cutting_axes(replaced_at(self.x.cuts, self.dimension, ()))
-        return tuple(a for a in self.weights.cuts[of] if a not in taken)
+        return tuple(a for a in self.weights.cuts[dim] if a not in taken)
 
     def block(self, shape: tuple[int, ...], cuts: Cuts) -> _WeightBlock:
-        """Return the block of a weight or bias of this shape."""
+        """Return this rank's block of a weight or bias of global `shape`, cut by `cuts`."""
         box = rank_box(shape, cuts, self.x.topology, self.x.rank)
         return _WeightBlock(
             (Same(),) * len(shape), cuts, box.slices if cutting_axes(cuts) else None
@@ -238,7 +252,7 @@ class Layer(NamedTuple):
 
 
 def algorithm() -> str:
-    """Return the algorithm of `parallel`."""
+    """Return the algorithm that `parallel` has set; "auto" outside of it."""
     return _CHOSEN.get()
 
 
@@ -246,9 +260,9 @@ def algorithm() -> str:
 def layer_part(layer: Layer) -> LayerPart:
     """Return a rank's part of a layer.
 
-    The cuts of a distributed weight decide how the layer is divided. Where the weight is whole, or
-    not cut over all axes that cut the channels of the input, the algorithm set by `parallel`
-    decides.
+    The cuts of a distributed weight decide how the layer is divided. The algorithm set by
+    `parallel` decides if the weight is whole, or if some axis that cuts the input's channels does
+    not cut it.
     """
     if layer.groups > 1:
         return _grouped_layer_part(layer)
@@ -283,8 +297,8 @@ def layer_part(layer: Layer) -> LayerPart:
 def _grouped_layer_part(layer: Layer) -> LayerPart:
     """Return a rank's part of a grouped layer: its own filters, and the channels of their groups.
 
-    The channels of groups on several ranks are sent to all of these. Each computes all filters of
-    the group, and keeps its own.
+    The channels of a group that lies on several ranks are sent to all of them. Each computes all
+    filters of the group, and keeps its own.
     """
     x, d, axes = layer.x, layer.dimension, _over_groups(layer)
     made = replaced_at(x.cuts, d, axes)
@@ -335,7 +349,10 @@ def _over_groups(layer: Layer) -> Axes:
 
 
 def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
-    """Return the division of a layer without groups; the same on all ranks."""
+    """Return the division of a layer without groups; the same on all ranks.
+
+    `of_filters` and `of_channels` are the weight's dimensions of filters and channels.
+    """
     filters, channels = layer.weight_axes(of_filters), layer.weight_axes(of_channels)
     topology, cut = layer.x.topology, layer.x.cuts[layer.dimension]
     rest = tuple(a for a in cut if a not in (*filters, *channels))
@@ -359,7 +376,10 @@ def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
 
 
 def _communication_in_the_middle(layer: Layer, division: Division) -> int:
-    """Return `communication_volume`, summed over the ranks in the middle of sample and space."""
+    """Return the sum of `communication_volume` over the ranks of one block of samples and space.
+
+    The block is in the middle of the grid, and has neighbours on all sides.
+    """
     topology, d = layer.x.topology, layer.dimension
     middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
     elsewhere = cutting_axes(replaced_at(layer.x.cuts, d, ()))
@@ -380,15 +400,17 @@ def communication_volume(
     dimension: int,
     division: Division,
 ) -> int:
-    """Return the elements that `rank` receives in both passes of a layer without groups.
+    """Return the number of elements that `rank` receives in both passes of a layer without groups.
 
-    Forward it receives the inputs it gathers; backward, the gradients of inputs that others
-    gathered from it. The output is scattered by the adjoint of a gathering.
+    Forward it receives gathered inputs and contributions to its outputs; backward, the gradients of
+    both that other ranks hold.
 
     Parameters
     ----------
     inputs, outputs: the global shapes of input and output.
     cuts: the cuts of the input.
+    needs: the index map of every dimension.
+    dimension: the dimension of the channels.
     """
     d, same = dimension, (Same(),) * len(outputs)
     computed, made = replaced_at(cuts, d, division.filters), replaced_at(cuts, d, division.output)

@@ -1,20 +1,26 @@
-"""Convolution: with any stride, dilation, groups and padding."""
+"""The arguments of a convolution, from which each rank derives plans without messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
-from distconv.geometry.halo.slabs import LocalInput
+from distconv.geometry.halo.slabs import Boundary, LocalInput
 from distconv.geometry.index_maps import IndexMap, Window
 from distconv.geometry.layout import Box, Cuts, Shape
-from distconv.ops.conv.specification import ConvolutionSpec
-from distconv.ops.support.metadata_checks import check_shapes
+from distconv.ops.conv.local_convolution import LocalConvolution
+from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
 from distconv.ops.support.operands import Placement
 from distconv.ops.windowed.assembled import window_needs
 
+Sides = tuple[int, ...]
+"""A number for each spatial dimension."""
 FEWEST_TO_OVERLAP = 2**15 + 1
 """The smallest block, in elements, with which a convolution overlaps, whatever its weights are.
 Assembled, a network of 8 small layers took 0.91 of the time with blocks of 2**14 elements, 0.98
@@ -22,14 +28,46 @@ with 2**15 and 1.015 with 2**16."""
 
 
 @dataclass(frozen=True)
-class Convolution(ConvolutionSpec):
-    """A convolution: each output needs one window of inputs."""
+class Convolution:
+    """The arguments of a convolution, in which each output needs one window of inputs.
 
-    transposed = False
-    needs_halo = staticmethod(needs_halo)
-    boundary = staticmethod(convolution_boundary)
+    Attributes
+    ----------
+    function: torch's function, such as torch.conv2d.
+    padding: a number for each spatial dimension, or "valid" or "same".
+    """
+
+    function: Callable[..., Tensor]
+    stride: Sides
+    padding: Any
+    dilation: Sides
+    groups: int
+
+    transposed: ClassVar[bool] = False
+    """Whether the weight is (channel, filter, *kernel), not (filter, channel, *kernel)."""
+    needs_halo: ClassVar[Callable[..., bool | None]] = staticmethod(needs_halo)
+    """A function (maps, sizes, parts) that returns whether any rank needs a halo; None if blocks of
+    inputs and outputs do not line up."""
+    boundary: ClassVar[Callable[..., Boundary]] = staticmethod(convolution_boundary)
+    """A function (topology, rank, shape, made, cuts, maps) that returns a rank's `Boundary`."""
+
+    @cached_property
+    def name(self) -> str:
+        """Return the name of torch's function, for messages and records."""
+        return self.function.__name__
+
+    @cached_property
+    def local(self) -> LocalConvolution:
+        """Return the operator that a rank runs on its own inputs."""
+        return LocalConvolution(
+            self.function, self.stride, self.dilation, self.groups, self.transposed
+        )
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
+        """Return the global shape of the output; raise for arguments that torch refuses.
+
+        Called with global shapes, it raises on all ranks or on none.
+        """
         groups, padding = self.groups, self.padding
         if x[1] != weight[1] * groups:
             raise RuntimeError(
@@ -41,7 +79,8 @@ class Convolution(ConvolutionSpec):
                 f"{self.name}: negative padding {padding} is not supported; cut x instead"
             )
         arguments = self.stride, padding, self.dilation, groups
-        made: Shape = check_shapes(self.function, (x, weight, bias), *arguments)
+        tensors = (None if n is None else TensorMeta(n) for n in (x, weight, bias))
+        made: Shape = check_on_meta(self.function, *tensors, *arguments)
         # Without elements, only some versions of torch check this.
         for window, size in zip(self.index_maps(weight[2:]), x[2:], strict=True):
             if window.extent > size + sum(window.padding):
@@ -52,20 +91,28 @@ class Convolution(ConvolutionSpec):
                 )
         return made
 
-    def index_maps(self, kernel: Shape) -> tuple[Window, ...]:
+    def index_maps(self, kernel: Shape) -> tuple[Any, ...]:
+        """Return for each spatial dimension the map from outputs to inputs; `kernel` is a shape."""
         sides = _sides(self.padding, kernel, self.dilation)
         return tuple(map(Window, kernel, self.stride, self.dilation, sides))
 
-    def inputs_to_gather(self, maps: tuple[Window, ...], cuts: Cuts) -> Sequence[IndexMap]:
+    def inputs_to_gather(self, maps: tuple[Any, ...], cuts: Cuts) -> Sequence[IndexMap]:
+        """Return for each spatial dimension the index map that gathers an assembled buffer."""
         return window_needs(maps, cuts)
 
     def fewest_to_overlap(self, weight: Shape) -> int:
+        """Return the number of inputs per rank from which overlapping is faster than assembling."""
         # Every side of the block costs another convolution, which reads the weights once more.
         # Where a rank has fewer inputs than weights, or few inputs, assembling was measured to be
         # faster.
         return max(prod(weight), FEWEST_TO_OVERLAP)
 
-    def buffer(self, maps: tuple[Window, ...], x: Placement, box: Box) -> LocalInput:
+    def buffer(self, maps: tuple[Any, ...], x: Placement, box: Box) -> LocalInput:
+        """Return the local operator's arguments for the outputs in `box`, from gathered inputs.
+
+        The result's `shape` is the smallest input that the operator accepts, for ranks without
+        outputs. `x` is the placement of the whole input.
+        """
         empty = not prod(box.shape)
         padding = tuple(
             0 if empty or isinstance(needed, Window) else w.padding[0]

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from distconv.ops.conv.convolution import Convolution
-from distconv.ops.conv.cut_channels import convolve_cut_channels
-from distconv.ops.conv.spatial import convolve_whole_channels
-from distconv.ops.conv.specification import ConvolutionSpec
+from distconv.ops.conv.spatial import convolve
 from distconv.ops.conv.transposed_convolution import TransposedConvolution
-from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
+from distconv.ops.support.argument_forms import accepts_unbatched, to_tuple
 from distconv.ops.support.merged import (
     factors_of,
     is_merged,
@@ -27,71 +25,43 @@ from distconv.ops.support.operands import distributed_input
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
+_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0}
 
-def _convolution(function: Callable[..., Tensor], n: int) -> None:
+
+def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
+    """Register the rule of a convolution of `n` spatial dimensions."""
+    names = "stride padding dilation groups"
+    if kind.transposed:
+        names = "stride padding output_padding groups dilation"
+
     @implements(function)
     @treats_samples_alone(function, n + 2)
     @accepts_unbatched(function.__name__, n)
     def rule(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Sizes = 1,
-        padding: Sizes | str = 0,
-        dilation: Sizes = 1,
-        groups: int = 1,
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **named: Any
     ) -> DistTensor:
-        spec = _specification(
-            Convolution,
-            function,
-            to_tuple(stride, n, "stride"),
-            padding if isinstance(padding, str) else to_tuple(padding, n, "padding"),
-            to_tuple(dilation, n, "dilation"),
-            groups,
-        )
-        if is_merged(input):
+        given: dict[str, Any] = _DEFAULTS | dict(zip(names.split(), args, strict=False)) | named
+        groups = given.pop("groups")
+        sizes = {k: x if isinstance(x, str) else to_tuple(x, n, k) for k, x in given.items()}
+        extra = [sizes.pop("output_padding")][: kind.transposed]
+        spec = _specification(kind, function, *sizes.values(), groups, *extra)
+        if is_merged(input) and not kind.transposed:
             made = _convolve_points(input, weight, bias, spec)
             if made is not None:
                 return made
-        return _convolve(input, weight, bias, spec)
-
-
-def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
-    @implements(function)
-    @treats_samples_alone(function, n + 2)
-    @accepts_unbatched(function.__name__, n)
-    def rule(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Sizes = 1,
-        padding: Sizes = 0,
-        output_padding: Sizes = 0,
-        groups: int = 1,
-        dilation: Sizes = 1,
-    ) -> DistTensor:
-        spec = _specification(
-            TransposedConvolution,
-            function,
-            to_tuple(stride, n, "stride"),
-            to_tuple(padding, n, "padding"),
-            to_tuple(dilation, n, "dilation"),
-            groups,
-            to_tuple(output_padding, n, "output_padding"),
-        )
-        return _convolve(input, weight, bias, spec)
+        return convolve(distributed_input(spec.name, input, weight, bias), weight, bias, spec)
 
 
 @lru_cache(maxsize=4096)
-def _specification(kind: Callable[..., ConvolutionSpec], *arguments: Any) -> ConvolutionSpec:
-    """Return the same specification object for equal arguments, so that caches find it fast."""
+def _specification(kind: Callable[..., Convolution], *arguments: Any) -> Convolution:
+    """Return `kind(*arguments)`: for equal arguments the same object, which caches find faster."""
     return kind(*arguments)
 
 
 def _convolve_points(
-    input: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
+    input: Tensor, weight: Tensor, bias: Tensor | None, spec: Convolution
 ) -> DistTensor | None:
-    """Convolve merged positions by a kernel of one element; return None for other convolutions."""
+    """Return the convolution of a merged tensor by a kernel of one element; None for others."""
     runs = factors_of(input)
     space = sum(map(len, runs[2:]))
     points = prod(weight.shape[2:]) == 1 and set(spec.stride) == {1}
@@ -104,18 +74,6 @@ def _convolve_points(
     return cast(DistTensor, merge_as(made, (*made.shape[:2], *input.shape[2:])))
 
 
-def _convolve(
-    input: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
-) -> DistTensor:
-    x = distributed_input(spec.name, input, weight, bias)
-    if x.cuts[1] or isinstance(weight, DistTensor) or isinstance(bias, DistTensor):
-        return convolve_cut_channels(x, weight, bias, spec)
-    return convolve_whole_channels(x, weight, bias, spec)
-
-
-_convolution(torch.conv1d, 1)
-_convolution(torch.conv2d, 2)
-_convolution(torch.conv3d, 3)
-_transposed_convolution(torch.conv_transpose1d, 1)
-_transposed_convolution(torch.conv_transpose2d, 2)
-_transposed_convolution(torch.conv_transpose3d, 3)
+for _n in (1, 2, 3):
+    _convolution(getattr(torch, f"conv{_n}d"), _n, Convolution)
+    _convolution(getattr(torch, f"conv_transpose{_n}d"), _n, TransposedConvolution)

@@ -1,4 +1,4 @@
-"""A warning about blocks that may be too large for the libraries of accelerators."""
+"""A warning about blocks with too many elements for cuDNN and similar libraries."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _HALVES = torch.bfloat16, torch.float16
 
 
 def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
-    """Warn on rank 0, whose block is the largest, where its size makes a convolution doubtful.
+    """Warn on rank 0 if a GPU library may convolve its block, the largest of all, wrongly.
 
     Python shows a warning once.
 
     Parameters
     ----------
-    elements: the larger of the numbers of this rank's inputs and outputs.
+    elements: the number of this rank's inputs or outputs, whichever is larger.
     """
     grid = x.grid
     if grid.rank or x.dtype not in _HALVES or not is_accelerator(grid.device):

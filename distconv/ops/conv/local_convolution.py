@@ -17,7 +17,7 @@ from distconv.ops.conv.volumes import OperandGradients, torch_gradients
 
 @dataclass(frozen=True)
 class LocalConvolution:
-    """The convolution, or the transposed convolution, of some of the inputs.
+    """The convolution, plain or transposed, that a rank runs on its block, a slab or a buffer.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class LocalConvolution:
         return dx, dw, db
 
     def recorded(self, piece: LocalInput, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the outputs, recorded by autograd for gradients of any order."""
+        """Return the convolution of `x`, recorded by autograd for gradients of any order."""
         _, padding, *_, extra, groups = arguments = self._arguments(piece)
         if volumes.gains(x, weight, *arguments):
             y = volumes.recorded_convolution(x, weight, bias, *arguments)

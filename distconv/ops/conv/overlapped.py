@@ -1,10 +1,10 @@
 """Convolutions that compute while their halos travel, and copy no activation.
 
-The local operator runs on the rank's own block, with zeros in place of the halos. When the halos
-have arrived, their contributions are added, side by side (`convolution_boundary`). Backward, the
-gradients of the halos are computed first and travel while the full local pass runs; the weight
-gradient is the sum of the contributions of block and sides. Only the halos are saved beside the
-input.
+The local operator runs on the rank's own block, with zeros in place of the halos. After the halos
+have arrived, their contributions are added, one side after the other (`convolution_boundary`).
+Backward, the gradients of the halos are computed first and travel while the full local pass runs;
+the weight gradient is the sum of the contributions of block and sides. Only the halos are saved
+beside the input.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from distconv.tensor.redistribution import record_gather
 
 
 def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
-    """Return whether to compute while halos travel, where blocks line up; the same on all ranks.
+    """Return whether a convolution of `x` should compute while its halos travel.
+
+    The result is the same on all ranks. It does not say whether blocks line up, which overlapping
+    requires as well.
 
     Parameters
     ----------
     method: the method set by the user, or None.
-    smallest: the smallest block, in elements, with which overlapping is faster; used where `method`
-        is None.
+    smallest: the smallest block, in elements, with which overlapping is faster; it decides if
+        `method` is None.
     """
     # torch decomposes complex convolutions above the level at which they overlap.
     if method == "assembled" or not any(x.cuts[2:]) or x.dtype.is_complex:
@@ -50,7 +53,10 @@ def overlapped_convolution(
     edge: Boundary,
     operator: str,
 ) -> Tensor:
-    """Return this rank's block of the convolution of `x`. All ranks call it."""
+    """Return this rank's block of a convolution, computed while the halos of `x` travel.
+
+    All ranks call it. `local` is the local operator, `edge` this rank's boundary.
+    """
     record_gather(x, edge.plan, x.cuts, operator)
     transfer = Transfer(edge.plan, x.grid)
     made: Tensor = _OverlappedConvolution.apply(x.shard, weight, bias, local, edge, transfer)
@@ -58,7 +64,7 @@ def overlapped_convolution(
 
 
 def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
-    """Return the inputs of a slab."""
+    """Return the input tensor of a halo slab, taken from the received messages `halos`."""
     if slab.whole is not None:
         inputs: Tensor = slab.whole.of(halos)
         return inputs

@@ -13,14 +13,14 @@ from distconv.geometry.halo.transposed_convolution import (
 )
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
 from distconv.geometry.layout import Box, Cuts, Shape
-from distconv.ops.conv.specification import ConvolutionSpec, Sides
-from distconv.ops.support.metadata_checks import check_shapes
+from distconv.ops.conv.convolution import Convolution, Sides
+from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
 from distconv.ops.support.operands import Placement
 
 
 @dataclass(frozen=True)
-class TransposedConvolution(ConvolutionSpec):
-    """A transposed convolution, with `output_padding` more outputs at the end."""
+class TransposedConvolution(Convolution):
+    """The arguments of a transposed convolution: each input reaches a window of outputs."""
 
     output_padding: Sides
 
@@ -29,6 +29,7 @@ class TransposedConvolution(ConvolutionSpec):
     boundary = staticmethod(transposed_convolution_boundary)
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
+        """Return the global shape of the output; raise for arguments that torch refuses."""
         name, strides, dilations = self.name, self.stride, self.dilation
         extras = self.output_padding
         if min(strides) < 1:
@@ -38,7 +39,8 @@ class TransposedConvolution(ConvolutionSpec):
                 f"{name}: negative padding {self.padding} is not supported; use F.pad"
             )
         arguments = strides, self.padding, extras, self.groups, dilations
-        made: Shape = check_shapes(self.function, (x, weight, bias), *arguments)
+        tensors = (None if n is None else TensorMeta(n) for n in (x, weight, bias))
+        made: Shape = check_on_meta(self.function, *tensors, *arguments)
         # The check does not see these, nor do ranks whose block is empty.
         if any(e >= max(s, d) for e, s, d in zip(extras, strides, dilations, strict=True)):
             raise RuntimeError(
@@ -52,20 +54,24 @@ class TransposedConvolution(ConvolutionSpec):
         return made
 
     def index_maps(self, kernel: Shape) -> tuple[TransposedWindow, ...]:
+        """Return for each spatial dimension the map from outputs to inputs; `kernel` is a shape."""
         numbers = self.stride, self.dilation, self.padding, self.output_padding
         return tuple(map(TransposedWindow, kernel, *numbers))
 
     def inputs_to_gather(
         self, maps: tuple[TransposedWindow, ...], cuts: Cuts
     ) -> Sequence[IndexMap]:
+        """Return for each spatial dimension the index map that gathers an assembled buffer."""
         return [m if axes else Same() for m, axes in zip(maps, cuts[2:], strict=True)]
 
     def fewest_to_overlap(self, weight: Shape) -> int:
+        """Return the number of inputs per rank from which overlapping is faster than assembling."""
         # As for convolution, the sides read the weights again. Assembling saves less here, as it
         # computes outputs that are cropped, and was measured to be faster with few inputs only.
         return prod(weight) // 4
 
     def buffer(self, maps: tuple[TransposedWindow, ...], x: Placement, box: Box) -> LocalInput:
+        """Return the local operator's arguments for the outputs in `box`, and how to crop them."""
         # Along a cut dimension the local result starts where its first input writes first, and
         # ends where its last input writes last, unless more outputs follow that no input reaches.
         empty = not prod(box.shape)

@@ -3,7 +3,7 @@
 torch chooses its kernel by the size of the input without its last dimension: one sample with up to
 20,480 channels x depth x height goes through a matrix of all windows, unless the kernel is larger
 than 3 along height and width. That matrix is several times the input and takes up to eight times as
-long. Blocks of a cut volume are below that size where the whole is above. And with few channels,
+long. Blocks of a cut volume are below that size even if the whole is above. And with few channels,
 oneDNN has faster kernels for gradients than the one that it chooses itself.
 
 Results differ from torch's by rounding. Weight gradients of some kernels add up all positions one
@@ -60,7 +60,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
         `torch.convolution`.
     """
     # Transposed, oneDNN was measured to be no faster.
-    if arguments[3] or not _computes(x, weight, *arguments):
+    if arguments[3] or not gains(x, weight, *arguments):
         return torch.convolution(x, weight, bias, *arguments)
     stride, padding, dilation, *_, groups = arguments
     offset = None if bias is None else bias.contiguous()
@@ -75,15 +75,17 @@ def convolution_gradients(
     bias: Sequence[int] | None,
     *rest: Any,
 ) -> OperandGradients:
-    """Return the gradients of `convolution`, which can be differentiated in grad mode.
+    """Return the gradients of input, weight and bias of `convolution`.
+
+    In grad mode they can be differentiated again.
 
     Parameters
     ----------
-    bias: the shape of the bias.
-    rest: the arguments of `convolution`, and the flags of the gradients to compute.
+    bias: the shape of the bias, or None.
+    rest: the `arguments` of `convolution`, and a flag for each of the three gradients to compute.
     """
     *arguments, mask = rest
-    if torch.is_grad_enabled() or not _computes(x, weight, *arguments):
+    if torch.is_grad_enabled() or not gains(x, weight, *arguments):
         gradients: OperandGradients = torch_gradients(dy, x, weight, bias, *arguments, mask)
         return gradients
     of_input, of_weight, of_bias = mask
@@ -138,24 +140,20 @@ class _Volumes(ShardFunction):
 
 
 def gains(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether kernels chosen here compute a convolution; False unless it is of volumes."""
-    return len(weight.shape) == 5 and _computes(x, weight, *arguments)
-
-
-def _computes(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether to compute with the kernels chosen here."""
+    """Return whether to use this module's kernels; False for convolutions of no volumes."""
     return (
-        x.device.type == "cpu"
+        len(weight.shape) == 5
+        and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
-        and _pays(tuple(x.shape), tuple(weight.shape), *map(_hashable, arguments))
+        and _pays(
+            tuple(x.shape),
+            tuple(weight.shape),
+            *(tuple(a) if isinstance(a, list) else a for a in arguments),
+        )
         and onednn_is_on()
         # Such as FlopCounterMode and selective checkpoints, which look for torch's convolution.
         and not others_look_on()
     )
-
-
-def _hashable(argument: Any) -> Any:
-    return tuple(argument) if isinstance(argument, list) else argument
 
 
 @lru_cache(maxsize=4096)
@@ -187,7 +185,7 @@ def _pays(
 
 
 def _taken_by_torch(x: Shape, weight: Shape) -> bool:
-    """Return whether torch itself uses oneDNN for these shapes."""
+    """Return whether torch.convolution itself uses oneDNN for operands of these shapes."""
     if weight[3:] == (1, 1):
         return False  # not always
     return x[0] > 1 or min(weight[3:]) > 3 or prod(x[:4]) > _MOST_ELEMENTS

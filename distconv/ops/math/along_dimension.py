@@ -1,6 +1,6 @@
 """Functions along one dimension, which treat all others element by element.
 
-Where that dimension is cut it is made whole first, which is recorded as a redistribution; for
+If that dimension is cut it is made whole first, which is recorded as a redistribution; for
 cumulative sums the ranks exchange the sums of their blocks instead.
 """
 
@@ -44,7 +44,10 @@ _ALONG = {
 
 
 def _along(function: Callable[..., Any], name: str, parameters: str) -> Callable[..., Any]:
-    """Return the rule of a function along a dimension, which is made whole."""
+    """Return the rule of a function that works along `dim`, which is made whole on every rank.
+
+    `parameters` are torch's names after the input, with defaults, such as "k dim=-1".
+    """
     pairs = [parameter.partition("=") for parameter in parameters.split()]
     defaults = {key: literal_eval(value) for key, _, value in pairs if value}
 

@@ -18,7 +18,7 @@ from distconv.tensor.redistribution import gather_inputs
 
 
 def _neighbours(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Return all elements but the first along a dimension, and all but the last."""
+    """Return `x` without its first, and without its last element along dimension `d`."""
     n = x.shape[d]
     return x.narrow(d, 1, n - 1), x.narrow(d, 0, n - 1)
 
@@ -57,12 +57,8 @@ def gradient(
     """Return the estimated derivative along each dimension in `dim`; neighbours send halos."""
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing]
     if any(isinstance(h, Tensor) for h in steps):
-        refuse(
-            "gradient",
-            "coordinates as spacing are not supported",
-            input,
-            way_out="Pass the distances of neighbours as numbers",
-        )
+        way_out = "Pass the distances of neighbours as numbers"
+        refuse("gradient", "coordinates as spacing are not supported", input, way_out=way_out)
     check_on_meta(torch.gradient, input, spacing=spacing, dim=dim, edge_order=edge_order)
     dims = () if dim == () else normalize_dims(dim, input.dim())
     steps = steps if len(steps) == len(dims) else [spacing] * len(dims)
@@ -70,7 +66,7 @@ def gradient(
 
 
 def _derivative(x: DistTensor, d: int, h: float, edge_order: int) -> Tensor:
-    """Return central differences along a dimension, and one-sided ones at its two ends."""
+    """Return the derivative along dimension `d` at points `h` apart; one-sided at the ends."""
     needs: list[IndexMap] = [Same()] * x.dim()
     needs[d] = Window(2 * edge_order + 1, padding=(edge_order, edge_order))
     buffer = gather_inputs(x, needs, x.cuts, "gradient")
@@ -95,7 +91,7 @@ def _derivative(x: DistTensor, d: int, h: float, edge_order: int) -> Tensor:
 
 
 def _spacing(y: Tensor, x: Tensor | None, dx: Any, d: int) -> Any:
-    """Return the distances of neighbouring samples along a dimension."""
+    """Return the distances of neighbouring points along `d`: `dx`, or the differences of `x`."""
     if x is None:
         return dx
     if x.dim() == 1:

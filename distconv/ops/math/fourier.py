@@ -1,6 +1,6 @@
 """Fourier transforms: dimensions are made whole by moving their cuts to others.
 
-Each rank then transforms a part of the channels, for example, in place of all of them. Where no
+Each rank then transforms a part of the channels, for example, in place of all of them. If no
 other dimension is large enough, the dimensions are transformed one after the other, each cut while
 another is transformed. Results of inverse transforms are cut in space again.
 """
@@ -64,7 +64,10 @@ def _transformed(
     sizes: dict[int, int] | None,
     norm: str | None,
 ) -> DistTensor:
-    """Return the transform along `dims`. Collective."""
+    """Return torch.fft's transform `kind`, such as "rfft", along `dims`. Collective.
+
+    `sizes` are the lengths to which the dimensions are cropped or padded first.
+    """
     last = dims[-1]
     to_space = kind in ("ifft", "irfft")
     cuts = _in_space(x, dims) if to_space else x.cuts
@@ -89,10 +92,7 @@ def _transformed(
 
 
 def _elsewhere(x: DistTensor, cuts: Cuts, dims: Collection[int]) -> Cuts | None:
-    """Return cuts with `dims` whole, and the axes of `dims` on other dimensions.
-
-    None where the other dimensions are too small.
-    """
+    """Return `cuts` with the axes of `dims` on other dimensions; None if these are too small."""
     topology = x.grid.topology
     moved = [() if d in dims else axes for d, axes in enumerate(cuts)]
     for axis in sorted(cutting_axes(cuts[d] for d in dims), key=AXES.index):
@@ -105,7 +105,7 @@ def _elsewhere(x: DistTensor, cuts: Cuts, dims: Collection[int]) -> Cuts | None:
 
 
 def _in_space(x: DistTensor, dims: Sequence[int]) -> Cuts:
-    """Return cuts with the spatial ones among `dims` over the axes of their names."""
+    """Return cuts with the spatial dimensions of `dims` over the axes of their names."""
     own = default_cuts(x.dim(), x.grid.topology)
     own = tuple(axes if d in dims and d > 1 else () for d, axes in enumerate(own))
     taken = cutting_axes(own)

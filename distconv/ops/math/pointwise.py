@@ -67,27 +67,21 @@ _DUNDERS = """
 """.split()
 
 
-def _writes(name: str) -> bool:
-    """Return whether a torch function of this name writes to its first argument."""
-    if name.startswith("__"):
-        return name.startswith("__i") and name != "__invert__"
-    return name.endswith("_")
-
-
 def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
-    code = getattr(function, "__code__", None)
+    code, name = getattr(function, "__code__", None), getattr(function, "__name__", "")
     takes_inplace = code is not None and "inplace" in code.co_varnames
-    writes = _writes(getattr(function, "__name__", ""))
+    operator = name.startswith("__")
+    writes = name.startswith("__i") and name != "__invert__" if operator else name.endswith("_")
     return pointwise_rule(function, writes, takes_inplace)
 
 
 def pointwise_rule(
     function: Callable[..., Any], in_place: bool = False, takes_inplace: bool = False
 ) -> Callable[..., Any]:
-    """Return the rule for DistTensors of an element-wise function.
+    """Return the rule of an element-wise function for DistTensors.
 
-    A plain first argument that is written to, equal on all ranks, becomes distributed under
-    autograd; otherwise it receives the whole values on every rank.
+    If the function writes to a plain first argument, equal on all ranks, this becomes distributed
+    under autograd; otherwise it receives the whole values on every rank.
 
     Parameters
     ----------
@@ -157,7 +151,7 @@ def pointwise_rule(
 
 
 def _alike(tensors: list[Tensor]) -> bool:
-    """Return whether all are DistTensors of one shape and layout, with blocks ready for use."""
+    """Return whether all are DistTensors of one shape, layout and grid, so that none is moved."""
     first = tensors[0]
     return isinstance(first, DistTensor) and all(
         isinstance(x, DistTensor)
@@ -184,7 +178,7 @@ _register()
 @implements(torch.detach, torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 @keeps_shape
 def detach(input: DistTensor) -> DistTensor:
-    """Return a tensor that shares memory, outside the autograd graph."""
+    """Return a tensor that shares the memory of `input`, outside the autograd graph."""
     x: Any = input
     make: Any = detach
     recipe, write, writable, place = input.recipe, None, True, None
@@ -239,7 +233,7 @@ def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
 def contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> DistTensor:
-    """Return the tensor with blocks contiguous in memory, copied where they are not."""
+    """Return the tensor with its blocks contiguous in memory; other blocks are copied."""
     shard = input.shard.contiguous(memory_format=memory_format)
     return make_fork(input, shard, input.shape, input.cuts)
 
@@ -247,9 +241,9 @@ def contiguous(
 @implements(torch.Tensor.to)
 @keeps_shape
 def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the tensor in another type or memory format, or in those of the tensor `other`.
+    """Return the tensor in another type or memory format, or in the type of a tensor `other`.
 
-    A plain tensor that becomes like a distributed one stays plain.
+    A plain `input` stays plain, even if `other` is distributed.
     """
     args = tuple(_like(x) for x in args)
     kwargs = {k: _like(x) for k, x in kwargs.items()}
@@ -279,14 +273,11 @@ def cpu(
 
 
 def _require_here(operator: str, input: DistTensor, device: torch.device) -> None:
-    """Refuse to move or make a block on another device than the grid's."""
+    """Refuse an operator whose result would lie on another kind of device than the grid's."""
     if device.type != input.device.type:
-        refuse(
-            operator,
-            f"the tensors of a grid live on its devices, not on {device}",
-            input,
-            way_out="Move x.full_tensor() or x.to_local(); x.item() gives a number",
-        )
+        reason = f"the tensors of a grid live on its devices, not on {device}"
+        way_out = "Move x.full_tensor() or x.to_local(); x.item() gives a number"
+        refuse(operator, reason, input, way_out=way_out)
 
 
 @implements(torch.Tensor.type)
@@ -306,7 +297,7 @@ def _like(x: Any) -> Any:
 
 
 def _of_parameter_as(input: DistTensor, made: DistTensor) -> DistTensor:
-    """Return `made` with the parameter mark of `input`; random numbers fill both alike."""
+    """Return `made`, marked as a parameter's if `input` is: serial random numbers fill it."""
     if is_of_parameter(input):
         mark_of_parameter(made)
     return made
@@ -338,7 +329,7 @@ def _made(
     requires_grad: bool = False,
     **kwargs: Any,
 ) -> DistTensor:
-    """Return a new tensor of `shape`, with the cuts of `input` along dimensions of its size."""
+    """Return `function`'s new tensor of `shape`, cut as `input` along dimensions of equal size."""
     torch.empty(shape, device="meta")  # raises for negative sizes
     cuts: Cuts = ((),) * len(shape)
     if len(shape) == input.dim():
@@ -380,7 +371,7 @@ def new_full(
 def new_tensor(
     input: DistTensor, data: Any, *, requires_grad: bool = False, **kwargs: Any
 ) -> DistTensor:
-    """Return a tensor of `data`, the same on all ranks, whole on each."""
+    """Return a tensor of `data`, which is equal on all ranks; it is whole on each of them."""
     if isinstance(data, DistTensor):
         shard, shape, cuts = data.shard.detach().clone(), data.shape, data.cuts
         shard = shard.to(kwargs.get("dtype") or shard.dtype)
@@ -395,13 +386,8 @@ def new_tensor(
 @implements(F.prelu, torch.prelu, torch.Tensor.prelu)
 def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
     if not isinstance(input, DistTensor) or isinstance(weight, DistTensor):
-        refuse(
-            "prelu",
-            "the slopes have to be a plain tensor",
-            input,
-            weight,
-            way_out="Use weight.full_tensor()",
-        )
+        way_out = "Use weight.full_tensor()"
+        refuse("prelu", "the slopes have to be a plain tensor", input, weight, way_out=way_out)
     if weight.dim() > 1 or weight.numel() not in (1, input.shape[1] if input.dim() > 1 else 1):
         raise RuntimeError(
             f"prelu: slopes of shape {tuple(weight.shape)} for an input of shape "

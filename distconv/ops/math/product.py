@@ -59,10 +59,9 @@ def einsum(equation: str, *operands: Any) -> DistTensor:
 
 
 def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """Return the terms of an equation with letters in place of each ellipsis, and all these
-    letters.
+    """Return an equation's terms with letters in place of each ellipsis, and all these letters.
 
-    The dimensions of ellipses are broadcast against each other, the last to the last.
+    `left` is the equation before "->". Dimensions of ellipses are broadcast, the last to the last.
     """
     terms = left.split(",")
     free = [c for c in ascii_letters if c not in left]
@@ -84,8 +83,7 @@ def contract(
     terms: a letter for each dimension of each operand, as in torch.einsum, without ellipses.
     result: the letters of the dimensions of the result.
 
-    Raises RuntimeError where a term does not fit its operand, or the sizes of one letter or the
-    types differ.
+    Raises RuntimeError if a term does not fit its operand, or if sizes of a letter or types differ.
     """
     grid = common_grid(name, operands)
     check_same_types(name, *operands)
@@ -133,7 +131,7 @@ def contract(
 def _with_runs_joined(
     terms: Sequence[str], result: str, blocks: Sequence[Tensor]
 ) -> tuple[list[str], list[Tensor]]:
-    """Return terms and blocks in which letters that are summed side by side everywhere are joined.
+    """Return terms and blocks with summed dimensions joined that are neighbours in every term.
 
     torch.einsum joins them itself, but transposes a cut weight for that, which was measured to take
     several times as long.
@@ -162,7 +160,7 @@ def _unmerged(
 ) -> tuple[list[str], str, list[Tensor]] | None:
     """Return terms, result and operands with a letter for each factor of merged dimensions.
 
-    None where the factors of the operands do not fit together.
+    Returns None if the factors of the operands do not fit together.
     """
     splits: dict[str, list[tuple[int, ...]]] = {letter: [(n,)] for letter, n in sizes.items()}
     for term, x in zip(terms, operands, strict=True):
@@ -200,7 +198,7 @@ def matmul(input: Tensor, other: Tensor) -> DistTensor:
 
 
 def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
-    """Return the product with a plain sparse matrix.
+    """Return left @ right, of which one is a plain sparse matrix. Collective.
 
     The summed dimension of the other tensor is made whole; its other dimension stays cut.
     """
@@ -229,7 +227,10 @@ def sparse_mm(mat1: Tensor, mat2: Tensor, reduce: str | None = None) -> DistTens
 def _added(
     function: Any, product: Callable[[Tensor, Tensor], Tensor], first: str, second: str
 ) -> None:
-    """Register the function beta * input + alpha * product(first, second)."""
+    """Register the rule of beta * input + alpha * product(first, second), such as torch.addmm.
+
+    `first` and `second` are torch's names of the factors.
+    """
     name = function.__name__
 
     @implements(function, getattr(torch.Tensor, name))
@@ -238,20 +239,12 @@ def _added(
     ) -> Tensor:
         factors = (*factors, *(named.pop(n) for n in (first, second) if n in named))
         check_same_types(name, input, *factors)
-        shape = check_on_meta(product, *factors, **named)
-        if broadcast_shape(name, (input, torch.empty(shape, device="meta"))) != shape:
-            raise RuntimeError(
-                f"{name}: the input {tuple(input.shape)} does not broadcast to the product, {shape}"
-            )
+        check_on_meta(function, input, *factors, **named)
         whole_numbers = not (input.is_floating_point() or input.is_complex())
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
-            refuse(
-                name,
-                f"beta={beta} and alpha={alpha} of {input.dtype} are not supported",
-                input,
-                *factors,
-                way_out="Use whole numbers, or convert the tensors",
-            )
+            reason = f"beta={beta} and alpha={alpha} of {input.dtype} are not supported"
+            way_out = "Use whole numbers, or convert the tensors"
+            refuse(name, reason, input, *factors, way_out=way_out)
         # A term that is multiplied by 0 is left out, nan included.
         start = (
             input * beta
@@ -281,9 +274,9 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> DistTensor:
-    """Return the attention of (..., L, E) queries to (..., S, E) keys; the keys are gathered.
+    """Return the attention of (..., L, E) queries to (..., S, E) keys, which every rank gathers.
 
-    The leading dimensions keep the cuts of the query.
+    The leading dimensions and L keep the cuts of the query.
     """
     name = "scaled_dot_product_attention"
     grid = common_grid(name, (query, key, value, attn_mask))
@@ -344,9 +337,9 @@ def scaled_dot_product_attention(
 
 
 def _gathered(x: Tensor, factors: Sequence[tuple[int, ...]], batch: Cuts, grid: Grid) -> Tensor:
-    """Return this rank's batch of keys or values, with the whole sequences. Collective.
+    """Return keys or values for this rank's queries, with whole sequences. Collective.
 
-    `factors` are the factors of the dimensions of `x`; the leading ones are cut by `batch`.
+    `factors` are the factors of each dimension of `x`; `batch` cuts the leading ones.
     """
     name = "scaled_dot_product_attention"
     apart = unmerge(x, factors)

@@ -45,14 +45,9 @@ def searchsorted(
     """
     options: Any = dict(out_int32=out_int32, right=right, side=side)
     if sorter is not None:
-        refuse(
-            "searchsorted",
-            "a sorter is not supported",
-            sorted_sequence,
-            input,
-            sorter,
-            way_out="Pass sorted_sequence.gather(-1, sorter)",
-        )
+        reason = "a sorter is not supported"
+        way_out = "Pass sorted_sequence.gather(-1, sorter)"
+        refuse("searchsorted", reason, sorted_sequence, input, sorter, way_out=way_out)
     grid = common_grid("searchsorted", (sorted_sequence, input))
     if not isinstance(input, Tensor):
         input = torch.tensor(input, dtype=sorted_sequence.dtype, device=sorted_sequence.device)

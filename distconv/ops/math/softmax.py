@@ -1,6 +1,6 @@
 """Softmax and its logarithm, along cut dimensions too, without moving the elements.
 
-Where the dimension is cut, the ranks along it exchange two numbers for each row: the largest
+If the dimension is cut, the ranks along it exchange two numbers for each row: the largest
 element, and the sum of the exponentials; backward one.
 """
 
@@ -24,11 +24,6 @@ from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def _implicit(ndim: int) -> int:
-    """Return the dimension that torch uses for a softmax without `dim`."""
-    return 0 if ndim in (0, 1, 3) else 1
-
-
 def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) -> None:
     name = function.__name__
 
@@ -45,7 +40,8 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
         kind = dtype or input.dtype
         if not kind.is_floating_point and input.numel():
             raise NotImplementedError(f"{name}: not implemented for {kind}; pass a floating dtype=")
-        d = normalize_dim(_implicit(input.dim()) if dim is None else dim, input.dim())
+        implicit = 0 if input.dim() in (0, 1, 3) else 1  # as in torch
+        d = normalize_dim(implicit if dim is None else dim, input.dim())
         x, axes = input, input.cuts[d] if input.dim() else ()
         if axes and input.numel():
             shard = _along_cut(name, input.shard.to(kind), d, input.grid, axes)
@@ -56,7 +52,10 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 
 
 def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) -> Tensor:
-    """Return the block of a softmax along dimension `d`, cut over `axes`. Collective along them."""
+    """Return the block of a softmax, by its `name`, along dimension `d`. Collective over `axes`.
+
+    `x` is this rank's block of the input, which `axes` cut along `d`.
+    """
     wide = to_accumulation_type(-x if name == "softmin" else x)
     last = has_channels_last(wide)
     if last:  # torch's kernels work along dimensions in the order of memory
@@ -66,7 +65,7 @@ def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) 
 
 
 class _AlongCut(ShardFunction):
-    """Softmax along a cut dimension: torch's own of each block, and a correction of its rows.
+    """Softmax along a cut dimension: torch's softmax of each block, with its rows corrected.
 
     Each block sends the largest element m of every row, and the sum of exp(x - m) (Milakov and
     Gimelshein, Online normalizer calculation for softmax, 2018). Messages have the channels in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,9 +34,8 @@ Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
 
 
-@implements(F.batch_norm)
-@works_on_channels(of_each_sample=False)
-def batch_norm(
+def batch_norm_over(
+    axes: tuple[str, ...] | None,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -46,28 +45,11 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> DistTensor:
-    """Normalise a batch by the statistics of the global batch, as serial torch does."""
-    return batch_norm_over(
-        None, input, running_mean, running_var, weight, bias, training, momentum, eps
-    )
-
-
-def batch_norm_over(
-    axes: tuple[str, ...] | None,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> DistTensor:
     """Normalise a batch by statistics over the ranks that differ from this one along `axes`.
 
     All ranks call it. None means all axes that cut the input: the global batch. With fewer axes
-    each group of ranks has statistics of its own, and the running ones take their mean over the
-    groups, so that they are the same on every rank.
+    each group of ranks has statistics of its own; the running statistics take their mean over the
+    groups, and so stay the same on every rank.
     """
     channelwise = running_mean, running_var, weight, bias
     grid = common_grid("batch_norm", (input, *channelwise))
@@ -116,13 +98,15 @@ def batch_norm_over(
     return DistTensor(shard, x.shape, x.cuts, grid)
 
 
+implements(F.batch_norm)(works_on_channels(of_each_sample=False)(partial(batch_norm_over, None)))
+
 _LARGE = 2**18
 """Elements above which torch's batch norm in training is slower on CPUs, several times with rows
 last; with channels last it adds up too many elements one by one to be accurate to 1e-5."""
 
 
 class _Statistics(NamedTuple):
-    """A rank's way to normalise a batch; cached by metadata."""
+    """The ranks and elements of the statistics of one call of batch norm, found by `_decide`."""
 
     training: bool
     """Whether the batch's own statistics are used; torch uses none for an empty batch."""
@@ -174,22 +158,18 @@ def _decide(
     return _Statistics(training and elements > 0, group, rest, counts, groups)
 
 
-def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor | None:
-    """Return this rank's channels of `values`, which has one value for each channel of `x`."""
-    axes = x.cuts[1] if x.dim() > 1 else ()
-    if not axes:
-        everything: Tensor | None = gather_whole(values, operator)
-        return everything
-    own: Tensor | None = local_operand(values, (x.shape[1],), (axes,), x.grid, operator)
-    return own
+def own_channels(values: Any, x: DistTensor, operator: str) -> Any:
+    """Return this rank's channels of `values`, one for each channel of `x`, or None for None."""
+    shape, cuts = tuple(x.shape[1:2]) or (0,), x.cuts[1:2] or ((),)
+    return local_operand(values, shape, cuts, x.grid, operator)
 
 
 def gather_running_statistics(
     x: DistTensor, running: Sequence[Tensor | None], own: Sequence[Tensor | None], operator: str
 ) -> None:
-    """Give all ranks the running statistics that each has updated for its own channels of `x`.
+    """Copy `own`, each rank's updated statistics of its channels, to `running` on all ranks.
 
-    Where channels are not cut, every rank has updated all of them already.
+    If channels are not cut, every rank has updated all of them already.
     """
     if not x.cuts[1]:
         return
@@ -204,7 +184,10 @@ def gather_running_statistics(
 
 
 def _without_elements(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return an empty result, which torch does not normalise, with a graph of any order."""
+    """Return the result for a block without elements, which torch's batch norm refuses.
+
+    It can be differentiated to any order.
+    """
     weight, bias = (
         None if p is None else p.view(-1, *(1,) * (x.dim() - 2)) for p in (weight, bias)
     )
@@ -213,10 +196,10 @@ def _without_elements(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
 
 
 def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, int]:
-    """Return the fewest elements per channel in a non-empty group of ranks, and the number of these
-    groups.
+    """Return the fewest elements per channel in a group of ranks, and the number of groups.
 
-    The numbers are the same on every rank.
+    Ranks along the axes `group` form a group; groups without elements are left out. The numbers are
+    the same on every rank.
     """
     sizes = [x.shape[0], *x.shape[2:]]
     cuts = [x.cuts[0], *x.cuts[2:]]

@@ -20,7 +20,7 @@ from distconv.comm.packing import CHANNELS_LAST, has_channels_last
 
 
 class Form(NamedTuple):
-    """The dimensions of a block (N, C, *spatial) over which statistics are taken.
+    """The elements of a block (N, C, *spatial) over which a norm takes each of its statistics.
 
     Attributes
     ----------
@@ -44,11 +44,12 @@ class Runs(NamedTuple):
 
     Attributes
     ----------
-    numbers: the shape of one number for each run: (samples, runs before, groups, channels of a
-        group, runs behind). Samples are 1 where all share their statistics.
-    shape: the shape of the block for the kernels, in which runs are channels: the block's own,
-        (1, runs, elements of a run), or with channels last (matrices, elements, runs).
-    matrices: whether it is the last form, with a kernel call for each matrix.
+    numbers: the shape of a tensor with one number for each run: (samples, runs before the channels,
+        groups, channels of a group, runs after them). Samples are 1 if all share their statistics.
+    shape: the shape in which kernels take the block, with runs as channels: its own shape, (1,
+        runs, elements of a run), or with channels last (matrices, elements, runs).
+    matrices: whether `shape` is (matrices, elements, runs); each matrix is a kernel call of its
+        own.
     """
 
     numbers: tuple[int, int, int, int, int]
@@ -56,17 +57,17 @@ class Runs(NamedTuple):
     matrices: bool
 
     def of(self, x: Tensor) -> Tensor:
-        """Return a view of a block in the shape for the kernels."""
+        """Return a view of the block `x` in the shape for the kernels."""
         if self.matrices:
             return x.permute(0, *range(2, x.dim()), 1).view(self.shape)
         return x if x.shape == self.shape else x.view(self.shape)
 
     def calls(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the pieces of `of(x)`, one for each kernel call."""
+        """Return the parts of `of(x)`, one for each kernel call."""
         return self.of(x).unbind() if self.matrices else (self.of(x),)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Return numbers (samples, groups, channels of a group or 1) that broadcast to `of(x)`."""
+        """Return `numbers`, (samples, groups, channels of a group or 1), shaped for `of(x)`."""
         if numbers.numel() != prod(self.numbers):
             numbers = numbers[:, None, :, :, None].expand(self.numbers)
         if self.matrices:
@@ -74,21 +75,21 @@ class Runs(NamedTuple):
         return numbers.reshape(1, self.shape[1], *(1,) * (len(self.shape) - 2))
 
     def collect(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the kernels' results for runs, from each of `calls`: (results, *self.numbers)."""
+        """Return the results of all kernel calls, one of each in `calls`: (results, *numbers)."""
         rows = parts[0] if len(parts) == 1 else [torch.stack(p) for p in zip(*parts, strict=True)]
         return torch.stack(list(rows)).view(len(rows), *self.numbers)
 
 
 def runs_of(x: Tensor, form: Form) -> Runs:
-    """Return the runs in which torch's kernels take a block that has elements."""
+    """Return the runs in which kernels that add elements up take a block that has elements."""
     last = has_channels_last(x) or (not form.of_each_sample and x.shape[1:].numel() == x.shape[1])
     return _divided(tuple(x.shape), form, last)
 
 
 def channels_of(x: Tensor, form: Form) -> Runs:
-    """Return the runs in which kernels without sums take a block.
+    """Return the runs in which kernels that add nothing up take a block.
 
-    Where samples share their statistics, runs are whole channels of the mini-batch.
+    If samples share their statistics, runs are whole channels of the mini-batch.
     """
     if form.of_each_sample and x.shape[0] > 1:
         return runs_of(x, form)
@@ -136,7 +137,7 @@ _FEWEST = 2**13
 
 
 def rows_if_small(x: Tensor, form: Form) -> Tensor:
-    """Return `x`, or a contiguous copy where one call on it is faster than a call per sample."""
+    """Return `x`, contiguous if a copy takes less time than one kernel call for each sample."""
     each = form.of_each_sample and x.shape[0] > 1 and has_channels_last(x)
     return x.contiguous() if each and not (form.in_runs and x[0].numel() >= _FEWEST) else x
 
@@ -151,8 +152,8 @@ def in_format_of(x: Tensor, other: Tensor) -> Tensor:
 def with_batch_stride(x: Tensor) -> Tensor:
     """Return the block with the strides that torch's kernels expect of its memory format.
 
-    The stride of a single sample may be any number. If it is not the format's own, the kernels read
-    a gradient of the other format in the wrong order.
+    torch allows any stride for a dimension of one sample. If it is not the format's own, the
+    kernels read a gradient of the other format in the wrong order.
     """
     if not x.numel() or x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == x.numel():
         return x

@@ -68,7 +68,7 @@ def _normalize_last(
     eps: float | None,
     name: str,
 ) -> DistTensor:
-    """Normalise over the last dimensions; each of their rows is a channel to the kernels."""
+    """Return layer_norm or rms_norm, by `name`, over the dimensions of `normalized_shape`."""
     block, first = x.shard, x.dim() - len(normalized_shape)
     over = tuple(range(first, x.dim()))
     group = cutting_axes(x.cuts[first:])

@@ -25,10 +25,9 @@ from distconv.ops.support.operands import Placement, accumulation_type, to_accum
 def element_counts_of_peers(
     x: Placement, over: tuple[int, ...], group: tuple[str, ...], block: int = 1
 ) -> tuple[int, ...]:
-    """Return the number of elements in a statistic of `x` on each rank along `group`, in rank
-    order.
+    """Return the number of elements of one statistic on each rank along `group`, in rank order.
 
-    `block` multiplies the extents along the dimensions `over`.
+    The statistic is over the dimensions `over` of `x`, and over `block` channels for each.
     """
     peers = x.topology.peers(x.rank, group)
     boxes = (rank_box(x.shape, x.cuts, x.topology, peer).shape for peer in peers)
@@ -38,10 +37,10 @@ def element_counts_of_peers(
 def moments(
     x: Tensor, form: Form, grid: Grid, group: tuple[str, ...], counts: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance (samples, groups), in the type in which sums are taken.
+    """Return mean and biased variance, (samples, groups), in the type in which sums are taken.
 
-    They are taken over the block `x` in the dimensions of `form`, and over the ranks along `group`,
-    which all call it; `counts` are the elements of a statistic on each of these ranks.
+    They are over the block `x` in the dimensions of `form`, and over the ranks along `group`, which
+    call it; `counts` are the elements of a statistic on each of these ranks.
     """
     if x.numel():
         own = _of_block(x, form)
@@ -73,7 +72,7 @@ def combined(
 def _of_equal_parts(
     means: Tensor, variances: Tensor, over: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of equal parts together, from their means and variances."""
+    """Return mean and variance of equal parts together, from each part's along `over`."""
     between, mean = torch.var_mean(means, over, correction=0)
     return mean, between.add_(variances.mean(over))
 

@@ -3,7 +3,7 @@
 It saves the input, and a mean and a scale for each statistic. Forward, statistics travel in one
 message; backward, the sums of gradients do. In between torch's kernels for batch normalisation run
 on the block, in its memory format. They take a tensor (N, C, *spatial) with numbers for each
-channel; where each sample is normalised alone, the channels are the N * C channels of one sample.
+channel; if each sample is normalised alone, the channels are the N * C channels of one sample.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def check_parameter_types(name: str, x: DistTensor, *parameters: Tensor | None) -> None:
-    """Raise on every rank for types that differ, except float32 parameters with half inputs."""
+    """Raise on every rank if types differ; float32 parameters may go with half inputs."""
     half = accumulation_type(x.dtype) != x.dtype
     if not (half and all(p is None or p.dtype == torch.float32 for p in parameters)):
         check_same_types(name, x, *parameters)
@@ -56,7 +56,7 @@ def normalize(
     Parameters
     ----------
     weight, bias: this rank's numbers, one for each channel or for each spatial position.
-    counts: the elements of a statistic on each of these ranks.
+    counts: the elements of a statistic on each rank along `group`.
     update: called with mean and variance, (samples, groups), in the type in which sums are taken.
     """
     if grid.computes_on_gpu:
@@ -145,7 +145,8 @@ def _gradients(
     """Return the gradients of input, weight and bias; the last two have a number for each channel.
 
     dx = gain * dy - scale * (mean(gain * dy) + standardised x * mean(gain * dy * standardised x)),
-    with means over the `count` elements of a statistic.
+    with means over the `count` elements of a statistic, scale = 1 / sqrt(variance + eps), and gain
+    = weight * scale.
     """
     dy = in_format_of(dy, x)
     sums = _sums(dy, x, mean, form)
@@ -173,7 +174,7 @@ def _recorded_gradients(
     count: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `_gradients` by functions that can be differentiated to any order."""
+    """Return the gradients of `_gradients`, recorded for differentiation to any order."""
     groups, channels = form.groups, x.shape[1] // max(form.groups, 1)
     shape = x.shape[0], groups, channels, prod(x.shape[2:])
     over = (2, 3) if form.of_each_sample else (0, 2, 3)
@@ -205,9 +206,10 @@ def _of_groups(parameter: Tensor, scale: Tensor) -> Tensor:
 
 
 def _affine(x: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None, form: Form) -> Tensor:
-    """Return (x - mean) * gain + bias, with numbers for samples, groups, and channels of a group.
+    """Return (x - mean) * gain + bias for a block `x`, as one fused multiply-add per element.
 
-    torch's kernels do this as one fused multiply-add, with one rounding.
+    `mean` is (samples, groups); `gain` and `bias` are (samples, groups, channels of a group), or
+    broadcast to it.
     """
     if not x.numel():
         return torch.empty_like(x)

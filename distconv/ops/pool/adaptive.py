@@ -31,7 +31,7 @@ _MOST = 2**20
 def _adaptive(
     name: str, input: DistTensor, output_size: Any, pool: Callable[..., Tensor], n: int
 ) -> DistTensor:
-    """Pool adaptively, with windows that differ from output to output.
+    """Pool adaptively over the last `n` dimensions by torch's function `pool`. Collective.
 
     A dimension with fewer outputs than parts becomes whole on every rank. This avoids empty blocks;
     in the heads of networks the dimension is about to be flattened anyway.
@@ -41,12 +41,9 @@ def _adaptive(
     shape = output_shape(input.shape[1], input, windows)
     torch.empty(shape, device="meta")  # raises for sizes beyond numbers
     if prod(shape[2:]) > _MOST:
-        refuse(
-            name,
-            f"{prod(shape[2:])} windows, which may be computed one by one",
-            input,
-            way_out=f"Choose an output_size of at most {_MOST} positions, or use F.interpolate",
-        )
+        reason = f"{prod(shape[2:])} windows, which may be computed one by one"
+        way_out = f"Choose an output_size of at most {_MOST} positions, or use F.interpolate"
+        refuse(name, reason, input, way_out=way_out)
     cuts: Cuts = tuple(
         axes if m >= input.grid.topology.parts(axes) else ()
         for m, axes in zip(shape, input.cuts, strict=True)
@@ -79,9 +76,8 @@ def _pooled(
 
     Parameters
     ----------
-    runs: the runs along each of the last dimensions.
-    outputs: the outputs along the dimensions between them and the channels, already divided in
-        runs.
+    runs: the runs along each of the last dimensions, which are still to be pooled.
+    outputs: the number of outputs along each dimension between the channels and these.
     """
     if not runs:
         return pool(buffer, outputs)
@@ -141,42 +137,27 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
         return _adaptive(name, pooled, outputs, local, n)
 
 
-def _adaptive_max_pool(local: Callable[..., Any], function: Any, n: int) -> None:
+def _adaptive_max_pool(local: Callable[..., Any], functions: Any, n: int, places: bool) -> None:
+    """Register adaptive max pooling; to return `places`, too, the planes are made whole."""
     name = f"adaptive_max_pool{n}d"
 
     def pool(x: Tensor, output_size: Any) -> Tensor:
         values: Tensor = local(x, output_size)[0]
         return values
 
-    @implements(function)
-    @accepts_unbatched(name, n)
-    def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> DistTensor:
-        check_pooled_type(name, input, input.is_floating_point())
-        return _adaptive(name, input, output_size, pool, n)
-
-
-def _adaptive_max_pool_with_places(
-    local: Callable[..., Any], functions: Sequence[Any], n: int
-) -> None:
-    """Pool adaptively, and return the places of the maxima, in planes that are made whole."""
-    name = f"adaptive_max_pool{n}d"
-
     @implements(*functions)
     @accepts_unbatched(name, n)
     def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> Any:
         check_pooled_type(name, input, input.is_floating_point())
+        if not places:
+            return _adaptive(name, input, output_size, pool, n)
         outputs = _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
         return apply_along(local, name, input, range(2, n + 2), outputs)
 
 
-_adaptive_avg_pool(F.adaptive_avg_pool1d, 1)
-_adaptive_avg_pool(F.adaptive_avg_pool2d, 2)
-_adaptive_avg_pool(F.adaptive_avg_pool3d, 3)
-_adaptive_max_pool(torch.adaptive_max_pool1d, F.adaptive_max_pool1d, 1)
-_adaptive_max_pool(adaptive_max_pool[2], F.adaptive_max_pool2d, 2)
-_adaptive_max_pool(adaptive_max_pool[3], F.adaptive_max_pool3d, 3)
-_adaptive_max_pool_with_places(
-    torch.adaptive_max_pool1d, (F.adaptive_max_pool1d_with_indices, torch.adaptive_max_pool1d), 1
-)
-_adaptive_max_pool_with_places(adaptive_max_pool[2], (F.adaptive_max_pool2d_with_indices,), 2)
-_adaptive_max_pool_with_places(adaptive_max_pool[3], (F.adaptive_max_pool3d_with_indices,), 3)
+for _n, _local in {1: torch.adaptive_max_pool1d, **adaptive_max_pool}.items():
+    _max = f"adaptive_max_pool{_n}d"
+    _also = [torch.adaptive_max_pool1d] if _n == 1 else []
+    _adaptive_avg_pool(getattr(F, f"adaptive_avg_pool{_n}d"), _n)
+    _adaptive_max_pool(_local, [getattr(F, _max)], _n, places=False)
+    _adaptive_max_pool(_local, [getattr(F, f"{_max}_with_indices"), *_also], _n, places=True)

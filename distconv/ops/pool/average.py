@@ -81,7 +81,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> tuple[int, ...]:
-    """Return the divisors of the averages [start, stop): the numbers of elements that count."""
+    """Return the divisors of the averages [start, stop) along a dimension of `size` elements."""
     counts = []
     for o in range(start, stop):
         first = o * window.stride - window.padding[0]
@@ -92,7 +92,7 @@ def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool)
 
 @lru_cache(maxsize=4096)
 def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: bool) -> int | None:
-    """Return the divisor of every average of the plane; None where divisors differ."""
+    """Return the divisor of every average of the plane; None if divisors differ."""
     every = [
         _counts(w, n, 0, w.output_size(n), include_pad) for w, n in zip(windows, sizes, strict=True)
     ]
@@ -100,7 +100,7 @@ def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: b
 
 
 def _divisor(x: DistTensor, windows: Sequence[Window], box: Box, include_pad: bool) -> Tensor | int:
-    """Return the divisor of each sum; one number where all windows of all ranks have the same."""
+    """Return the divisor of each average in `box`; one number if all of the plane's are equal."""
     uniform = _uniform(tuple(windows), tuple(x.shape[2:]), include_pad)
     if uniform is not None:
         return uniform
@@ -118,18 +118,13 @@ def _average(
     ceil_mode: bool,
     divisor: int,
 ) -> Tensor:
-    """Return the sums over windows, divided by `divisor`; one dimension is pooled as two."""
+    """Return the sums over windows, divided by `divisor`, of one, two or three dimensions."""
     if len(kernel) == 1:
         flat = (1, *kernel), (1, *stride), (0, *padding)
         # In place: an autograd function may not return a view that callers change in place.
         return _average(x.unsqueeze(2), *flat, ceil_mode, divisor).squeeze_(2)
     pool = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
     return pool(x, kernel, stride, padding, ceil_mode, divisor_override=divisor)
-
-
-_avg_pool(F.avg_pool1d, 1)
-_avg_pool(F.avg_pool2d, 2)
-_avg_pool(F.avg_pool3d, 3)
 
 
 def _power_average(spatial: int, function: Any, average: Any) -> None:
@@ -150,10 +145,7 @@ def _power_average(spatial: int, function: Any, average: Any) -> None:
         return total.mul(prod(to_tuple(kernel_size, spatial, "kernel_size"))).pow(1.0 / norm_type)
 
 
-_power_average(1, F.lp_pool1d, F.avg_pool1d)
-
-
-_power_average(2, F.lp_pool2d, F.avg_pool2d)
-
-
-_power_average(3, F.lp_pool3d, F.avg_pool3d)
+for _n in (1, 2, 3):
+    _average_of = getattr(F, f"avg_pool{_n}d")
+    _avg_pool(_average_of, _n)
+    _power_average(_n, getattr(F, f"lp_pool{_n}d"), _average_of)

@@ -1,4 +1,4 @@
-"""Requirements of torch's local poolings."""
+"""Checks and stand-ins for blocks that torch's pooling refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
-    """Raise, on ranks without elements too, for a type that torch does not pool."""
+    """Raise NotImplementedError on every rank unless torch pools the type of `input`."""
     if not implemented:
         raise NotImplementedError(
             f"{name}: not implemented for {input.dtype}; convert it, x.float()"
@@ -18,7 +18,7 @@ def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
 
 
 def with_some_channel(x: Tensor) -> Tensor:
-    """Return `x`, or an empty batch with one channel where `x` has none, which torch refuses."""
+    """Return `x`, or an empty batch with one channel if `x` has none, which torch refuses."""
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
 
 

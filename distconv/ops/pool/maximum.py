@@ -30,12 +30,12 @@ from distconv.torch_private import max_pool_with_places
 
 
 def lowest_value(x: Tensor) -> float:
-    """Return the smallest number of the type of `x`."""
+    """Return the smallest number of the type of `x`, the padding of max pooling."""
     return -torch.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
 
 
 def buffer_starts(input: DistTensor, windows: Sequence[Window], box: Box) -> list[int]:
-    """Return the position in the plane at which the buffer for the block `box` of outputs starts.
+    """Return for each spatial dimension the position at which the buffer of `box` starts.
 
     Along a dimension that is not cut the local operator pads by itself, outside the buffer.
     """
@@ -48,28 +48,28 @@ def buffer_starts(input: DistTensor, windows: Sequence[Window], box: Box) -> lis
 
 
 class Border(NamedTuple):
-    """Positions of a buffer that lie before the plane, along one of its dimensions.
+    """The padding in front of a buffer along one dimension, filled with elements of the plane.
 
-    Each of them repeats the first position in the plane of the windows that begin there. Maxima are
-    the same, and a window that holds only `lowest_value` finds its own position in the plane, as in
-    torch.
+    A padding position repeats an element that all windows over this position contain, too. So
+    maxima stay the same, and a window that holds only `lowest_value` finds a position in the plane,
+    as in torch.
 
     Attributes
     ----------
     dim: the dimension.
-    repeated: for each of the positions, which come first, the position that it repeats.
+    repeated: for each padding position the position in the buffer that it repeats.
     """
 
     dim: int
     repeated: tuple[int, ...]
 
     def fill(self, buffer: Tensor) -> None:
-        """Write elements of the plane over the padding before it."""
+        """Write the repeated elements to the padding, in place."""
         inner = buffer.index_select(self.dim, constant(buffer.device, self.repeated))
         buffer.narrow(self.dim, 0, len(self.repeated)).copy_(inner)
 
     def fold(self, gradient: Tensor) -> None:
-        """Add the gradients of the border to the gradients of the elements that it repeats."""
+        """Add the padding's gradients to the gradients of the elements it repeats, in place."""
         outer = gradient.narrow(self.dim, 0, len(self.repeated)).clone()
         gradient.index_add_(self.dim, constant(gradient.device, self.repeated), outer)
 
@@ -77,7 +77,7 @@ class Border(NamedTuple):
 def borders(
     searched: Sequence[int], windows: Sequence[Window], starts: Sequence[int]
 ) -> list[Border]:
-    """Return the borders of a buffer with plane `searched`, in all dimensions.
+    """Return the borders of a buffer of spatial shape `searched` that starts at `starts`.
 
     A block that is its own buffer has none, and is not written to.
     """
@@ -98,7 +98,7 @@ def renumber_positions(
 ) -> Tensor:
     """Return row-major numbers of positions in `searched` as numbers in the global `plane`.
 
-    `searched` begins at `starts` in the plane, or before it where elements are repeated.
+    `searched` begins at `starts` in the plane, or before it if a border repeats elements.
     """
     rows_are_whole = tuple(searched[1:]) == tuple(plane[1:]) and not any(starts[1:])
     if rows_are_whole and starts[0] >= 0:
@@ -115,7 +115,7 @@ def renumber_positions(
 
 
 def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, places: bool) -> None:
-    """Register max pooling by torch's local function; with `places` it returns their places too."""
+    """Register max pooling over `n` dimensions; with `places` it also returns where maxima lie."""
     name = f"max_pool{n}d"
 
     @implements(*functions)
@@ -189,14 +189,7 @@ class _MaxPool(ShardFunction):
         return dx, None, None
 
 
-_max_pool(torch.max_pool1d, (F.max_pool1d, torch.max_pool1d), 1, places=False)
-_max_pool(torch.max_pool2d, (F.max_pool2d, torch.max_pool2d), 2, places=False)
-_max_pool(torch.max_pool3d, (F.max_pool3d, torch.max_pool3d), 3, places=False)
-_max_pool(
-    torch.max_pool1d_with_indices,
-    (F.max_pool1d_with_indices, torch.max_pool1d_with_indices),
-    1,
-    places=True,
-)
-_max_pool(max_pool_with_places[2], (F.max_pool2d_with_indices,), 2, places=True)
-_max_pool(max_pool_with_places[3], (F.max_pool3d_with_indices,), 3, places=True)
+for _n, _local in {1: torch.max_pool1d_with_indices, **max_pool_with_places}.items():
+    _values, _of_f = getattr(torch, f"max_pool{_n}d"), getattr(F, f"max_pool{_n}d_with_indices")
+    _max_pool(_values, (getattr(F, f"max_pool{_n}d"), _values), _n, places=False)
+    _max_pool(_local, (_of_f, *([_local] if _n == 1 else [])), _n, places=True)

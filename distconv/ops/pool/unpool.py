@@ -1,7 +1,7 @@
 """The inverse of max pooling with places in the global plane.
 
 Indices from max pooling lie within the window of their input, and neighbours exchange halos of
-inputs, as for a transposed convolution. Where any index lies elsewhere, the plane is gathered.
+inputs, as for a transposed convolution. If any index lies elsewhere, the plane is gathered.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def _unpool(function: Callable[..., Tensor], n: int) -> None:
     ) -> DistTensor:
         if indices.dim() < input.dim():
             indices = indices.unsqueeze(0)
-        where = as_distributed(indices, input.grid)
-        if where.shape != input.shape:
+        indices = as_distributed(indices, input.grid)
+        if indices.shape != input.shape:
             raise RuntimeError(
-                f"{name}: the indices have shape {tuple(where.shape)}, the input "
+                f"{name}: the indices have shape {tuple(indices.shape)}, the input "
                 f"{tuple(input.shape)}; they must be the same"
             )
         size = None if output_size is None else tuple(output_size)
@@ -65,44 +65,43 @@ def _unpool(function: Callable[..., Tensor], n: int) -> None:
                 kernels, strides, paddings, input.shape[2:], plane, strict=True
             )
         ]
-        where = redistribute(where, input.cuts, name)
-        if any(input.cuts[2:]) and _within(windows, where, plane):
-            return _from_neighbours(input, where, windows, shape, name)
+        indices = redistribute(indices, input.cuts, name)
+        if any(input.cuts[2:]) and _within(windows, indices, plane):
+            return _from_neighbours(input, indices, windows, shape, name)
         x = uncut(input, range(2, input.dim()), name)
         box = box_on_rank(shape, x.cuts, x.grid)
-        index = redistribute(where, x.cuts, name).shard
+        index = redistribute(indices, x.cuts, name).shard
         if not prod(box.shape):
             return DistTensor(empty_block(x.shard, box.shape), shape, x.cuts, x.grid)
         shard = function(x.shard, index, kernels, strides, paddings, plane)
         return DistTensor(shard, shape, x.cuts, x.grid)
 
 
-def _within(windows: list[TransposedWindow], where: DistTensor, plane: Shape) -> bool:
-    """Return whether every index lies in the window of its input. Collective, the same on all
-    ranks.
+def _within(windows: list[TransposedWindow], indices: DistTensor, plane: Shape) -> bool:
+    """Return whether every index lies in the window of its input, on all ranks. Collective.
 
-    True without elements, in a dry run.
+    Returns True in a dry run, where tensors have no elements.
     """
-    if where.shard.is_meta:
+    if indices.shard.is_meta:
         return True
-    own = where.shard.detach()
+    own = indices.shard.detach()
     outside = (own < 0) | (own >= prod(plane))
-    inputs = global_indices(where)[2:]
+    inputs = global_indices(indices)[2:]
     for window, input, position in zip(windows, inputs, unravel(own, plane), strict=True):
         first = input * window.stride - window.padding
         outside |= (position < first) | (position >= first + window.kernel)
-    count = all_reduce(outside.sum(), where.grid, cutting_axes(where.cuts))
+    count = all_reduce(outside.sum(), indices.grid, cutting_axes(indices.cuts))
     return not count.item()
 
 
 def _from_neighbours(
-    x: DistTensor, where: DistTensor, windows: list[TransposedWindow], shape: Shape, name: str
+    x: DistTensor, indices: DistTensor, windows: list[TransposedWindow], shape: Shape, name: str
 ) -> DistTensor:
-    """Return the plane, each rank's block written from its own and its neighbours' inputs."""
+    """Return the unpooled plane; each rank gathers the inputs that write to its block."""
     cut = zip(windows, x.cuts[2:], strict=True)
     needs: list[IndexMap] = [Same(), Same(), *(w if axes else Same() for w, axes in cut)]
     values = gather_inputs(x, needs, x.cuts, name)
-    index = gather_inputs(where, needs, x.cuts, name, fill=-1)
+    index = gather_inputs(indices, needs, x.cuts, name, fill=-1)
     box = box_on_rank(shape, x.cuts, x.grid)
     shard = _scatter(values, index, box, shape[2:])
     return DistTensor(shard, shape, x.cuts, x.grid)
@@ -124,6 +123,5 @@ def _scatter(values: Tensor, index: Tensor, box: Box, plane: Shape) -> Tensor:
     return made.scatter(2, places, values.flatten(2))[:, :, :beyond].reshape(box.shape)
 
 
-_unpool(F.max_unpool1d, 1)
-_unpool(F.max_unpool2d, 2)
-_unpool(F.max_unpool3d, 3)
+for _n in (1, 2, 3):
+    _unpool(getattr(F, f"max_unpool{_n}d"), _n)

@@ -1,4 +1,4 @@
-"""Truth of all or any elements, variances, and logarithms of sums of exponentials."""
+"""torch.all and torch.any, variances, and logarithms of sums of exponentials."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
 
 
 def _of_truth(function: Callable[..., Tensor], method: Callable[..., Tensor]) -> None:
-    """Register `all` or `any`."""
+    """Register the rule of torch.all or torch.any."""
 
     @implements(function, method)
     @works_along(reduces=True)
@@ -124,12 +124,9 @@ def _variance(
     # torch's gradients over all elements, and over no elements, do not fit the infinite values.
     infinite = count == correction > 1 and (dim is None or not input.dim())
     if _names_nothing(dim) or infinite or (count and not correction <= count):
-        refuse(
-            "var",
-            f"dim={dim!r} with correction={correction} of {count} elements is not supported",
-            input,
-            way_out="Name the dimensions, and take no more correction than there are elements",
-        )
+        reason = f"dim={dim!r} with correction={correction} of {count} elements is not supported"
+        way_out = "Name the dimensions, and take no more correction than there are elements"
+        refuse("var", reason, input, way_out=way_out)
     axes = cutting_axes(input.cuts[d] for d in over)
     x, place = to_accumulation_type(input.shard), Placement.of(input)
     x = torch.view_as_real(x) if x.is_complex() else x

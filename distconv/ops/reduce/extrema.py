@@ -30,7 +30,7 @@ class ValuesAndIndices(NamedTuple):
 
 
 def _worst(x: Tensor, largest: bool) -> Any:
-    """Return the worst value of the type, the extremum of ranks without elements."""
+    """Return the neutral value of max (`largest`) or min, for ranks without elements."""
     if x.dtype == torch.bool:
         return not largest
     if x.dtype.is_floating_point:
@@ -40,14 +40,14 @@ def _worst(x: Tensor, largest: bool) -> Any:
 
 
 def _attained(x: Tensor, value: Tensor) -> Tensor:
-    """Return whether each element equals the extreme value, or is nan where that is nan."""
+    """Return whether each element equals the extreme `value`; nan equals nan."""
     attained = x == value
     void = value.isnan()
     return attained | (x.isnan() & void) if not void.is_cpu or void.any() else attained
 
 
 class _Extremum(ShardFunction):
-    """The extreme value; its gradient is shared equally by all elements that attain it."""
+    """The extreme value over dimensions; elements that equal it share its gradient equally."""
 
     @staticmethod
     def forward(
@@ -92,7 +92,7 @@ def extreme(
 ) -> DistTensor:
     """Return the largest or smallest elements of a DistTensor over dimensions.
 
-    The gradient of nan goes to the elements that are nan, or, unless `nan_attains`, is nan.
+    The gradient of a nan goes to the elements that are nan; it is nan unless `nan_attains`.
     """
     over = normalize_dims(dim, input.dim())
     if not input.numel() and not (isinstance(dim, int) or dim):
@@ -104,7 +104,7 @@ def extreme(
 
 
 def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
-    """Return the global index of the first extremum along dimension `d`, which is kept."""
+    """Return the global index of the first extremum along dimension `d`, with size 1 there."""
     x, start = input.shard.detach(), input.box.start[d]
     function = torch.max if largest else torch.min
     if x.shape[d]:
@@ -125,7 +125,10 @@ def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
 
 
 def _first_of_ranks(values: Tensor, indices: Tensor, largest: bool, none: int) -> Tensor:
-    """Return the smallest index of the best of the ranks' values; `none` is above all indices."""
+    """Return the smallest of the ranks' indices whose value is the extreme one.
+
+    `values` and `indices` have a first dimension of ranks; `none` is above all indices.
+    """
     best = (torch.amax if largest else torch.amin)(values, 0, keepdim=True)
     return torch.where(_attained(values, best), indices, none).amin(0)
 

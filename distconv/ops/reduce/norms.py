@@ -29,7 +29,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class _VectorNorm(ShardFunction):
-    """The norm of the ranks' norms, with torch's formula for the gradient in the global norm.
+    """The norm over dimensions, computed from the ranks' norms, with torch's gradient of it.
 
     Autograd through the ranks' norms would differ beside zeros, infinities and nan of other ranks.
     """
@@ -81,12 +81,8 @@ def vector_norm(
 ) -> DistTensor:
     """Return the norm of order `ord` over dimensions, from the norms of the ranks."""
     if ord < 0:
-        refuse(
-            "vector_norm",
-            f"the order {ord} is not supported",
-            input,
-            way_out="Use an order from 0, or x.full_tensor()",
-        )
+        way_out = "Use an order from 0, or x.full_tensor()"
+        refuse("vector_norm", f"the order {ord} is not supported", input, way_out=way_out)
 
     if ord == float("inf"):
         x = input.abs() if dtype is None else input.to(dtype).abs()
@@ -158,7 +154,7 @@ def cdist(
 
 
 def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
-    """Return torch's way to compute distances of `vectors[0]` vectors from `vectors[1]`.
+    """Return the `compute_mode` of torch.cdist for these numbers of vectors.
 
     torch chooses a faster, less accurate way by size; every rank takes the way for the global size.
     """

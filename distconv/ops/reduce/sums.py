@@ -24,9 +24,9 @@ Dims = int | Sequence[int] | None
 def reduction_result(
     input: DistTensor, shard: Tensor, over: tuple[int, ...], keepdim: bool
 ) -> DistTensor:
-    """Return the result of a reduction of `input` over the dimensions `over`.
+    """Return the DistTensor that results from a reduction of `input` over the dimensions `over`.
 
-    `shard` is this rank's block of it, with these dimensions kept.
+    `shard` is this rank's block of it, with size 1 along these dimensions.
     """
     kept = [d for d in range(input.dim()) if keepdim or d not in over]
     return DistTensor(
@@ -55,7 +55,7 @@ def sum_by(
 ) -> DistTensor:
     """Return a sum over dimensions, with `function`, such as torch.sum, on each block.
 
-    The ranks along these dimensions call it together.
+    The ranks that differ along these dimensions call it together.
     """
     over = normalize_dims(dim, input.dim())
     if over:
@@ -103,7 +103,7 @@ def _require_real(name: str, input: Tensor) -> None:
 
 
 def _added(local: Tensor, x: DistTensor) -> DistTensor:
-    """Return the sum of the ranks' counts over the parts of `x`; whole on every rank."""
+    """Return the sum of `local` over the blocks of `x`; whole on every rank. Collective."""
     total = all_reduce_with_grad(local, x.grid, cutting_axes(x.cuts))
     return DistTensor(total, total.shape, ((),) * total.dim(), x.grid)
 
@@ -112,12 +112,8 @@ def _added(local: Tensor, x: DistTensor) -> DistTensor:
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> DistTensor:
     common_grid("bincount", (input, weights))
     if not isinstance(input, DistTensor):
-        refuse(
-            "bincount",
-            "a plain vector is counted by distributed weights",
-            weights,
-            way_out="Distribute both, or use weights.full_tensor()",
-        )
+        reason = "a plain vector is counted by distributed weights"
+        refuse("bincount", reason, weights, way_out="Distribute both, or use weights.full_tensor()")
     if input.dim() != 1 or input.is_floating_point() or input.is_complex() or minlength < 0:
         raise RuntimeError(
             f"bincount: an input {tuple(input.shape)} of {input.dtype} with minlength={minlength}; "

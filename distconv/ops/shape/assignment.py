@@ -70,7 +70,10 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
 
 @implements(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(input: DistTensor, value: Tensor) -> None:
-    """Copy this rank's block of a tensor of the same shape and type, of any layout."""
+    """Copy the elements of `value`, of any layout, as `x.data = value`. Collective.
+
+    Refuses a `value` of another shape or type.
+    """
     if (value.shape, value.dtype) != (input.shape, input.dtype):
         reason = f"it is set to {tuple(value.shape)} of {value.dtype}, in place of {input.dtype}"
         way_out = "Convert a module before parallelize, or a tensor by x.to(...)"
@@ -80,7 +83,10 @@ def set_data(input: DistTensor, value: Tensor) -> None:
 
 
 def _set_data(x: Tensor, value: Any) -> None:
-    """Set `x.data`; a plain tensor gets all elements of a DistTensor, whose ranks all call it."""
+    """Replace torch's setter of `x.data`: a plain tensor gets the whole of a DistTensor.
+
+    All ranks call it if `value` is a DistTensor.
+    """
     if isinstance(value, DistTensor) and not isinstance(x, DistTensor):
         with torch.no_grad():
             value = value.full_tensor()
@@ -95,18 +101,15 @@ def index_put_(
     input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
 ) -> Tensor:
     if accumulate:
-        refuse(
-            "index_put_",
-            "accumulate=True is not supported",
-            *tensors_in(input, indices, values),
-            way_out="Use index_add_ or scatter_add_",
-        )
+        reason = "accumulate=True is not supported"
+        way_out = "Use index_add_ or scatter_add_"
+        refuse("index_put_", reason, *tensors_in(input, indices, values), way_out=way_out)
     input[tuple(indices)] = values
     return input
 
 
 def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
-    """Assign to an integer or slice of each dimension; each rank writes to its own block."""
+    """Assign at one integer or slice per dimension; each rank writes to its own block."""
     box = input.box
     into: list[Any] = []
     taken: list[slice] = []
@@ -142,7 +145,10 @@ def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
 
 
 def _assign_unmerged(input: DistTensor, items: tuple[Any, ...], value: Any) -> bool:
-    """Assign to the unmerged form of a merged tensor; False if merged dimensions are indexed."""
+    """Assign to a merged tensor through its unmerged form, and return True.
+
+    Returns False, and assigns nothing, if merged dimensions are indexed.
+    """
     if any(map(picks_elements, items)):
         return False
     found = unmerged_picks(input, index_per_dimension(input, items))
@@ -164,7 +170,10 @@ def _assign_unmerged(input: DistTensor, items: tuple[Any, ...], value: Any) -> b
 
 
 def _before_mask(items: tuple[Any, ...]) -> int | None:
-    """Return the number of dimensions before the single mask beside full slices; else None."""
+    """Return the number of dimensions before the only mask of an index; None for other indices.
+
+    All other items of the index must be full slices.
+    """
     masks = [i for i, item in enumerate(items) if is_mask(item)]
     rest = [item for item in items if not is_mask(item)]
     if len(masks) != 1 or not items[masks[0]].dim():
@@ -196,9 +205,10 @@ def _assign_to_plain(input: Tensor, index: Any, value: Any) -> None:
 
 
 def _cuts_by_index(input: Tensor, items: tuple[Any, ...], value: Any) -> Cuts | None:
-    """Return the cuts that the assigned-to tensor should have, from the value or the mask.
+    """Return cuts for a plain tensor that an assignment makes distributed.
 
-    None where tensors are indices, except for a single mask beside full slices.
+    They follow the value or the mask. Returns None if tensors are indices, except for a single mask
+    beside full slices.
     """
     cuts: list[tuple[str, ...]] = [()] * input.dim()
     first = _before_mask(items)
@@ -238,10 +248,13 @@ def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
 def _part(
     value: Tensor, shape: list[int], cuts: Cuts, taken: list[slice], input: DistTensor
 ) -> Tensor:
-    """Return this rank's part of a value broadcast to `shape`, where -1 marks a missing dimension.
+    """Return the elements of an assigned value that this rank writes to its block of `input`.
 
-    `cuts` are the cuts of the part of `input` that is assigned to, `taken` this rank's slices of
-    it.
+    Parameters
+    ----------
+    shape: the shape to which the value is broadcast; -1 marks a dimension indexed by an integer.
+    cuts: the cuts of that shape.
+    taken: this rank's slices of it.
     """
     kept = [n for n in shape if n >= 0]
     own_cuts = tuple(axes for n, axes in zip(shape, cuts, strict=True) if n >= 0)

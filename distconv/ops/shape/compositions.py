@@ -76,12 +76,8 @@ def repeat_interleave(
     output_size: int | None = None,
 ) -> DistTensor:
     if repeats is None:
-        refuse(
-            "repeat_interleave",
-            "numbers of repetitions alone are not supported",
-            input,
-            way_out="Call it on x.full_tensor()",
-        )
+        reason = "numbers of repetitions alone are not supported"
+        refuse("repeat_interleave", reason, input, way_out="Call it on x.full_tensor()")
     x: Any = input.flatten() if dim is None else input
     d = normalize_dim(0 if dim is None else dim, x.dim())
     if not x.dim():
@@ -125,10 +121,6 @@ def _sliced(
     return slice_of(input, dim, start, end, step)
 
 
-def _expanded(input: DistTensor, size: Sequence[int], *, implicit: bool = False) -> DistTensor:
-    return expand(input, size)
-
-
 for _name in """
     detach diagonal narrow permute select split split_with_sizes squeeze t transpose unbind
     unsqueeze view_as_complex view_as_real
@@ -136,7 +128,7 @@ for _name in """
     _copied(getattr(torch, f"{_name}_copy"), getattr(torch, _name))
 _copied(torch.Tensor.narrow_copy, torch.narrow)
 _copied(torch.alias_copy, lambda input: input)
-_copied(torch.expand_copy, _expanded)
+_copied(torch.expand_copy, lambda input, size, *, implicit=False: expand(input, size))
 _copied(torch.slice_copy, _sliced)
 _copied(torch.unfold_copy, torch.Tensor.unfold)
 _copied(torch.view_copy, torch.Tensor.view)
@@ -150,12 +142,9 @@ def _in_place(method: Callable[..., Any], view: Callable[..., Any]) -> None:
     def reshaped(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
         hooked = input.is_leaf or input.gradient_hook or not torch.is_grad_enabled()
         if input.requires_grad and hooked:
-            refuse(
-                name,
-                "the gradient that is kept of the tensor, or its history, would not take part",
-                input,
-                way_out=f"Use the view that x.{name.removesuffix('_')}(...) returns",
-            )
+            reason = "the gradient that is kept of the tensor, or its history, would not take part"
+            way_out = f"Use the view that x.{name.removesuffix('_')}(...) returns"
+            refuse(name, reason, input, way_out=way_out)
         made = rule(input, *args, **kwargs)
         # Below torch's functions, a tensor without elements holds the shape, too.
         with torch.no_grad(), without_torch_function(), without_torch_dispatch():

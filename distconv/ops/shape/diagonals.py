@@ -18,7 +18,7 @@ from distconv.tensor.redistribution import overwrite
 
 
 def _triangle(name: str) -> None:
-    """Register a triangle; the diagonal lies at another place in each rank's block."""
+    """Register torch.tril or torch.triu; each rank shifts the diagonal to fit its block."""
     function: Callable[..., Tensor] = getattr(torch, name)
     write: Callable[..., Tensor] = getattr(torch.Tensor, f"{name}_")
 

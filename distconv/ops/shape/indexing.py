@@ -32,7 +32,7 @@ from distconv.tensor.redistribution import gather_inputs
 
 @implements(torch.Tensor.__getitem__)
 def getitem(input: Tensor, index: Any) -> DistTensor:
-    """Return a part by integers, slices with positive steps, None, an ellipsis, tensors and lists.
+    """Return the elements at integers, slices with positive steps, None, "...", tensors and lists.
 
     The dimension of elements picked by a mask is whole on every rank. With several tensors as
     indices, everything is made whole first.
@@ -53,7 +53,7 @@ def getitem(input: Tensor, index: Any) -> DistTensor:
 
 
 def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
-    """Return a part by an integer or slice of each dimension, and None for each new one."""
+    """Return the part at one integer or slice per dimension; None inserts a dimension."""
     # The inputs to gather, the index of the part among them, and the shape and cuts of the part.
     needs: list[IndexMap] = []
     cuts: list[tuple[str, ...]] = []
@@ -73,7 +73,7 @@ def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
         single = isinstance(pick, int)
         if not axes:
             needs.append(Same())
-            local.append(pick if single else _slice(first, step, outputs))
+            local.append(pick if single else slice(first, first + outputs * step, step))
         elif (first, step, outputs) == (0, 1, size) and not single:
             needs.append(Same())
             local.append(slice(None))
@@ -102,7 +102,7 @@ def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
 
 
 def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:
-    """Return a part of a merged tensor whose merged dimensions are picked in full; else None."""
+    """Return a part of a merged tensor; None unless its merged dimensions are taken in full."""
     found = unmerged_picks(input, picks)
     if found is None:
         return None
@@ -114,9 +114,9 @@ def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:
 def unmerged_picks(
     input: DistTensor, picks: Sequence[Any]
 ) -> tuple[tuple[Any, ...], list[Shape]] | None:
-    """Return the indices into the unmerged tensor, and the factors of each dimension of the part.
+    """Return the index into `input.unmerged`, and the factors of each dimension of the result.
 
-    None where a merged dimension is not picked in full.
+    Returns None unless `picks`, the index into `input`, takes merged dimensions in full.
     """
     runs = iter(zip(factors_of(input), input.shape, strict=True))
     index: list[Any] = []
@@ -139,7 +139,8 @@ def unmerged_picks(
 def indices_of(index: Any) -> tuple[Any, ...]:
     """Return an index as a tuple, with tensors in place of lists and arrays.
 
-    As in torch, a list of less than 32 items with a slice, sequence, None or ellipsis is a tuple.
+    As in torch, a list of less than 32 items that contains a slice, sequence, None or ellipsis is a
+    tuple of indices.
     """
     several = (Tensor, slice, list, tuple, range, np.ndarray, type(None), type(Ellipsis))
     if isinstance(index, list) and len(index) < 32 and any(isinstance(i, several) for i in index):
@@ -164,12 +165,9 @@ def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
     """
     for item in index:
         if not (item is None or item is Ellipsis or isinstance(item, slice) or _is_integer(item)):
-            refuse(
-                "indexing",
-                f"an index of type {type(item).__name__} is not supported",
-                input,
-                way_out="Use integers, slices, tensors and lists, or index x.full_tensor()",
-            )
+            reason = f"an index of type {type(item).__name__} is not supported"
+            way_out = "Use integers, slices, tensors and lists, or index x.full_tensor()"
+            refuse("indexing", reason, input, way_out=way_out)
     named = sum(item is not None and item is not Ellipsis for item in index)
     if named > input.dim():
         raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
@@ -179,17 +177,13 @@ def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
     items = [*index[:at], *rest, *(item for item in index[at:] if item is not Ellipsis)]
     # torch treats every ellipsis as the same number of dimensions.
     if rest and len(ellipses) > 1 and ellipses[1] < len(index) - len(ellipses) + 1:
-        refuse(
-            "indexing",
-            "something follows a second ellipsis that is not empty",
-            input,
-            way_out="Write one",
-        )
+        reason = "something follows a second ellipsis that is not empty"
+        refuse("indexing", reason, input, way_out="Write one")
     return [int(item) if _is_integer(item) else item for item in items]
 
 
 def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
-    """Return a part by a mask at place `at`, and by integers, slices and so on."""
+    """Return the part at an index whose item `at` is a mask, and other items are no tensors."""
     mask, count = items[at], items[at].dim()
     markers = [slice(None) for _ in range(count)]
     picks = index_per_dimension(input, (*items[:at], *markers, *items[at + 1 :]))
@@ -205,14 +199,14 @@ def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
 
 
 def _picked(input: Tensor, items: tuple[Any, ...]) -> DistTensor:
-    """Return the part that torch picks from the whole tensor; the result is whole, too."""
+    """Index the whole tensor by torch, with operands gathered; the part is whole on all ranks."""
     grid = common_grid("indexing", (input, *items))
     whole = gather_whole(input, "indexing")[tuple(gather_whole(i, "indexing") for i in items)]
     return as_distributed(whole, grid)
 
 
 def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None:
-    """Assign to elements of the whole tensor at masks and positions; each rank keeps its box."""
+    """Assign at any index of torch: each rank assigns to the whole tensor, and keeps its block."""
     grid = common_grid("assignment", (input, *items, value))
     whole = gather_whole(input, "assignment").clone()
     picked = tuple(gather_whole(i, "assignment") for i in items)
@@ -221,7 +215,7 @@ def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None
 
 
 def _listed(item: Any) -> Any:
-    """Return a list, a tuple or an array of integers as a tensor, as torch converts it."""
+    """Return a list, tuple or array as a tensor, as torch converts it; other items unchanged."""
     if isinstance(item, (list, tuple, range, np.ndarray)):
         tensor = torch.as_tensor(item)
         # An empty list of positions is not a list of floating-point numbers.
@@ -234,7 +228,7 @@ def _is_lookup(item: Any) -> bool:
 
 
 def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
-    """Return a part by a tensor of positions at place `at`, and by integers, slices and so on."""
+    """Return the part at an index whose item `at` is a tensor of positions and the only tensor."""
     index, marker = items[at], slice(None)
     picks = index_per_dimension(input, (*items[:at], marker, *items[at + 1 :]))
     place = next(i for i, pick in enumerate(picks) if pick is marker)
@@ -246,18 +240,15 @@ def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor
     return picked if index.dim() == 1 else unflatten(picked, d, tuple(index.shape))
 
 
-def _is_integral(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-
-
 def _is_integer(item: Any) -> bool:
     if isinstance(item, Tensor):
-        return not item.dim() and _is_integral(item)
+        other = item.is_floating_point() or item.is_complex() or item.dtype == torch.bool
+        return not (item.dim() or other)
     return hasattr(item, "__index__") and not isinstance(item, bool)
 
 
 def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
-    """Return the first position, step and number of positions of an integer or slice.
+    """Return first position, step and number of positions of `pick`, an integer or slice.
 
     Raises IndexError out of range, and ValueError for a step below 1.
     """
@@ -271,11 +262,6 @@ def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
     if step < 1:
         raise ValueError("step must be greater than zero")
     return start, step, len(range(start, stop, step))
-
-
-def _slice(first: int, step: int, outputs: int) -> slice:
-    """Return the slice of `outputs` positions, which may be 0."""
-    return slice(first, first + (outputs - 1) * step + 1, step) if outputs else slice(0, 0)
 
 
 def slice_of(
@@ -326,7 +312,7 @@ def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...
 
 
 def consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
-    """Return consecutive slices of the given lengths."""
+    """Return slices of the given lengths along `dim`, each after the last."""
     d = normalize_dim(dim, x.dim())
     bounds = pairwise(accumulate(lengths, initial=0))
     return tuple(slice_of(x, d, start, stop) for start, stop in bounds)

@@ -73,7 +73,7 @@ def column_stack(tensors: Sequence[Tensor]) -> DistTensor:
 
 
 def _divided(function: Callable[..., Any], along: int | None = None) -> None:
-    """Register a division into a number of pieces, or at positions; along `along`, or `dim`."""
+    """Register torch.tensor_split, or a split along the fixed dimension `along`, such as vsplit."""
 
     @implements(function, getattr(Tensor, function.__name__))
     def rule(input: DistTensor, *args: Any, **named: Any) -> tuple[DistTensor, ...]:

@@ -1,6 +1,6 @@
 """Elements at positions given by tensors along one dimension, which is made whole first.
 
-The result is cut as the input, or as the positions where the input is whole: each rank looks up
+The result is cut as the input, or as the positions if the input is whole: each rank looks up
 the positions in its own block of them. The rank that meets a position out of range raises.
 """
 
@@ -36,7 +36,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def wrap_negative(index: Tensor, size: int) -> Tensor:
-    """Return positions counted from the beginning, where negative ones count from the end."""
+    """Return positions from 0 on; negative ones are counted from the end, as in Python."""
     counted: Tensor = index + size * (index < 0)
     return counted
 
@@ -62,7 +62,7 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
 
 
 def rows_of(table: DistTensor, index: DistTensor) -> DistTensor:
-    """Return rows of a table that is whole on every rank, cut as the positions `index`."""
+    """Return `table[index]`, cut as `index` is; the table is whole on every rank."""
     own = wrap_negative(index.shard, len(table))
     with in_range("indexing, position", own, len(table)):
         shard = table.shard[own]
@@ -98,9 +98,9 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
 
 
 def _shared_factors(input: Tensor, index: Tensor, d: int) -> tuple[Shape, ...] | None:
-    """Return the common factors of input and index in all dimensions but `d`; None where none fit.
+    """Return the common factors of input and index in all dimensions but `d`, or None.
 
-    Dimension `d` is merged in neither, and the other sizes are equal.
+    None means that no factors fit, that `d` is merged, or that another size differs.
     """
     runs = [factors_of(input), factors_of(index)]
     if any(len(run[d]) > 1 for run in runs):
@@ -115,7 +115,7 @@ def _shared_factors(input: Tensor, index: Tensor, d: int) -> tuple[Shape, ...] |
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim)
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> DistTensor:
-    """Return `gather` of operands broadcast against each other along the other dimensions."""
+    """Return torch.gather along `dim`, with the other dimensions broadcast against each other."""
     if indices.dtype != torch.int64:
         raise RuntimeError(
             f"take_along_dim: indices of {indices.dtype}; expected int64, as indices.long() gives"
@@ -146,16 +146,11 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> DistTensor:
-    """Return the row of the weight, which is whole on every rank, at each position."""
+    """Return the row of `weight` at each position in `input`; every rank gathers the weight."""
     grid = common_grid("embedding", (input, weight))
     if max_norm is not None or scale_grad_by_freq or sparse:
-        refuse(
-            "embedding",
-            "max_norm, scale_grad_by_freq and sparse are not supported",
-            input,
-            weight,
-            way_out="Leave them out",
-        )
+        reason = "max_norm, scale_grad_by_freq and sparse are not supported"
+        refuse("embedding", reason, input, weight, way_out="Leave them out")
     if input.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"embedding: positions of {input.dtype}; expected int32 or int64")
     shape = check_on_meta(F.embedding, input, weight, padding_idx)

@@ -27,7 +27,10 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
-    """Return the parts of `input` where a mask of its leading dimensions is true, as rows."""
+    """Return the rows of `input` where `mask`, over its leading dimensions, is true.
+
+    The result is (rows, *other dimensions), with all rows on every rank. Collective.
+    """
     _check_mask(mask, tuple(input.shape[: mask.dim()]), input)
     grid = common_grid(operator, (input, mask))
     rest = input.shape[mask.dim() :]
@@ -53,7 +56,8 @@ def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
 def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -> None:
     """Assign where a mask of the dimensions from `first` on is true; each rank writes to its block.
 
-    `value` is broadcast to the picked elements, in row-major order, between the other dimensions.
+    `value` is broadcast to (*dimensions before, picked elements in row-major order, *dimensions
+    after).
     """
     operator = "assignment"
     stop = first + mask.dim()
@@ -106,7 +110,7 @@ def masked_select(input: Tensor, mask: Tensor) -> DistTensor:
 
 
 def positions(input: DistTensor, operator: str) -> DistTensor:
-    """Return the positions of the elements that are not 0, as (dimensions, elements)."""
+    """Return the global positions of nonzero elements, (elements, dimensions). Collective."""
     runs = factors_of(input)
     x = input if input.unmerged is None else cast(DistTensor, input.unmerged)
     chosen = x.shard != 0

@@ -1,4 +1,4 @@
-"""Sliding blocks as columns, and back."""
+"""F.unfold, which returns sliding blocks as columns, and its inverse F.fold."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fold(
     padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> DistTensor:
-    """Add columns up into windows; the columns are made whole first."""
+    """Return the sums of columns at the windows they belong to; columns are made whole first."""
     if not (input.is_floating_point() or input.is_complex()):
         raise NotImplementedError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
     arguments: Any = (output_size, kernel_size, dilation, padding, stride)

@@ -16,10 +16,10 @@ from distconv.tensor.redistribution import gather_inputs
 
 
 def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
-    """Apply `function` to the last three dimensions.
+    """Return `function(buffer, r)`, with the dimensions before the last three as one.
 
-    The others are flattened into one, because torch's result for volumes depends on the memory
-    format, which differs between ranks. Four dimensions stay: torch keeps their format.
+    torch's result for volumes depends on the memory format, which differs between ranks. Four
+    dimensions stay, as torch keeps their format.
     """
     if buffer.dim() == 4:
         return function(buffer, r)
@@ -28,7 +28,10 @@ def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
 
 
 def _cropped(x: Tensor, d: int, first: int, length: int) -> Tensor:
-    """Return a slice along `d`; `x` itself where it is all: a slice's gradient loses its format."""
+    """Return `length` elements along `d` from `first` on; `x` itself if these are all.
+
+    The gradient of a slice would lose the memory format.
+    """
     return x if x.shape[d] == length else x.narrow(d, first, length)
 
 

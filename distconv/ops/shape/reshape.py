@@ -1,8 +1,8 @@
-"""Reshapes. A cut dimension that leads stays cut; where blocks do not fit, neighbours exchange
-parts of rows, and otherwise nothing is sent.
+"""Reshapes. A leading dimension stays cut; nothing is sent if blocks fit.
 
-A cut dimension that would become an inner factor of another has no blocks in the result. The
-tensor then stays in its old form until an operator needs the new one (`ops/support/merged.py`).
+If parts are uneven, neighbours exchange parts of rows. A cut dimension that would become an inner
+factor of another has no blocks in the result. The tensor then stays in its old form until an
+operator needs the new one (`ops/support/merged.py`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from distconv.tensor.redistribution import gather_inputs, overwrite, redistribut
 
 
 def _inferred(sizes: Shape, shape: Shape) -> Shape:
-    """Return `sizes` with -1 replaced, as in torch."""
+    """Return `sizes` with -1 replaced, as torch.reshape does for a tensor of `shape`."""
     return tuple(torch.empty(shape, device="meta").reshape(sizes).shape)
 
 
 class _Regrouping(NamedTuple):
-    """Dimensions that a reshape turns into others of as many elements; the first one is cut."""
+    """Dimensions `old` of a reshape whose rows move in part to a neighbour, as parts are uneven."""
 
     old: range
     into: int
@@ -48,7 +48,7 @@ class _Regrouping(NamedTuple):
     rows: Rows
 
     def crop(self, buffer: Tensor, box: Box) -> Tensor:
-        """Return the gathered rows of `box`, flattened, without elements outside of it."""
+        """Return the elements of `box` from the gathered rows, with old dimensions flattened."""
         first = self.old.start
         start = self.rows.offset(box.start[self.into])
         length = self.rows.after * box.shape[self.into]
@@ -58,11 +58,11 @@ class _Regrouping(NamedTuple):
 def _reshaped_cuts(
     before: Shape, cuts: Cuts, after: Shape, topology: Topology
 ) -> tuple[Cuts, Cuts, list[_Regrouping]]:
-    """Return the cuts to bring the input to, the cuts of the result, and the uneven runs.
+    """Return cuts to bring the input to, cuts of the result, and runs of rows to exchange.
 
-    An unchanged dimension keeps any cut. Of a run whose leading dimension is cut, the leading
-    dimension of the result is cut in the same way, and also over the axes that cut the run's other
-    dimensions. Where parts differ in length, neighbours exchange parts of rows.
+    An unchanged dimension keeps any cut. Of a run of dimensions whose leading one is cut, the
+    leading dimension of the result is cut over all axes of the run. If its parts differ in length,
+    neighbours exchange parts of rows.
     """
     asked: list[tuple[str, ...]] = [()] * len(before)
     made: list[tuple[str, ...]] = [()] * len(after)
@@ -90,7 +90,10 @@ def _reshaped_cuts(
 def _reshape_blocks(
     input: DistTensor, shape: Shape, operator: str, *, forks: bool = False
 ) -> DistTensor:
-    """Return the elements in another shape, cut in blocks; as a fork, or as a view."""
+    """Return `input` in another shape, cut in blocks, as a view.
+
+    With `forks` it is a fork: serial torch may make a view or a copy of it.
+    """
     asked, made, uneven = _reshaped_cuts(tuple(input.shape), input.cuts, shape, input.grid.topology)
     box = box_on_rank(shape, made, input.grid)
     x = redistribute(input, asked, operator)
@@ -114,7 +117,7 @@ def _reshape_blocks(
 
 
 def _write_reshaped(base: DistTensor, view: DistTensor) -> None:
-    """Write the elements of a reshape of `base` to it; all ranks call it together."""
+    """Write the elements of `view`, a reshape of `base`, to `base`; all ranks call it together."""
     overwrite(base, _reshape(view, tuple(base.shape), "reshape"), "reshape")
 
 
@@ -122,7 +125,8 @@ def _write_reshaped(base: DistTensor, view: DistTensor) -> None:
 def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology) -> Shape | None:
     """Return the unmerged shape in which the result of a reshape stays cut.
 
-    None where no cut dimension becomes an inner factor of another, or its factors do not fit.
+    Returns None if no cut dimension becomes an inner factor of another, or if its factors do not
+    fit.
     """
     if not any(cuts) or 0 in before:
         return None
@@ -139,7 +143,7 @@ def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology)
 
 
 def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = False) -> DistTensor:
-    """Return the elements in another shape, merged where cut dimensions become inner factors.
+    """Return `input` in another shape, merged if a cut dimension becomes an inner factor.
 
     `copied` says that serial torch may copy here in place of a view, depending on strides.
     """
@@ -181,7 +185,7 @@ def reshape(input: DistTensor, *shape: Any) -> DistTensor:
 @implements(torch.Tensor.view)
 @takes_sequence("size")
 def view(input: DistTensor, *shape: Any) -> DistTensor:
-    """Return the same elements in another shape; a type instead of a shape is refused."""
+    """Return the tensor in another shape; refuses a type in place of a shape."""
     if shape and isinstance(shape[0], torch.dtype):
         refuse("view", "the bits cannot be read as another type", input, way_out="Use x.to(dtype)")
     return _reshape(input, _inferred(as_sizes(shape), tuple(input.shape)), "view")
@@ -217,7 +221,7 @@ def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTe
 
 @implements(torch.unsqueeze, torch.Tensor.unsqueeze)
 def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
-    """Insert a dimension of one element, whole on every rank."""
+    """Return the tensor with a new dimension of one element, whole on every rank."""
     d = normalize_dim(dim, input.dim() + 1)
     if input.unmerged is not None:
         return _reshape(input, (*input.shape[:d], 1, *input.shape[d:]), "unsqueeze")
@@ -231,7 +235,7 @@ def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
 @implements(torch.permute, torch.Tensor.permute)
 @takes_sequence("dims")
 def permute(input: DistTensor, *dims: Any) -> DistTensor:
-    """Return the dimensions in another order, each with its cut."""
+    """Return the tensor with its dimensions in another order, each with its cut."""
     named = as_sizes(dims)
     if len(named) != input.dim():
         raise RuntimeError(

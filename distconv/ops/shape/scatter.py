@@ -1,6 +1,6 @@
 """Values written, or added, to positions along one dimension, given by a tensor of indices.
 
-That dimension is made whole first, and the result is cut as the input was. Where more values than
+That dimension is made whole first, and the result is cut as the input was. If more values than
 elements are added, as in a histogram, each rank adds up its own, and the ranks their sums. One-hot
 classes, along a new dimension, are written without moving anything. The rank that meets a class out
 of range raises.
@@ -81,7 +81,10 @@ _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
 
 
 def _counts(input: Tensor, d: int, index: Tensor) -> bool:
-    """Return whether there are more indices along a cut dimension than elements."""
+    """Return whether each rank should add up its own values: the index is longer than `input`.
+
+    The index must also be cut along `d`, and merged along no other dimension.
+    """
     return (
         isinstance(index, DistTensor)
         and index.numel() > input.numel()
@@ -91,7 +94,7 @@ def _counts(input: Tensor, d: int, index: Tensor) -> bool:
 
 
 def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> DistTensor:
-    """Return the sums to add to each element of `input`, whole along dimension `d`.
+    """Return the sums to add to `input` by scatter_add, whole on every rank. Collective.
 
     Each rank adds up the values of its block of the index, and the ranks their sums.
     """
@@ -117,7 +120,7 @@ def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> 
 
 
 def _count_into_plain(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
-    """Add to a plain tensor the sums of each rank, where these are fewer than the values."""
+    """Add each rank's sums to a plain tensor, as scatter_add_; NotImplemented unless `_counts`."""
     d = normalize_dim(dim, input.dim()) if input.dim() else 0
     if not input.dim() or input.dim() != index.dim() or not _counts(input, d, index):
         return NotImplemented
@@ -135,7 +138,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 
 @implements(F.one_hot)
 def one_hot(tensor: DistTensor, num_classes: int = -1) -> DistTensor:
-    """Return one-hot vectors of the classes along a new last dimension, which is whole."""
+    """Return one-hot vectors of class numbers along a new last dimension, which is whole."""
     check_on_meta(F.one_hot, tensor, max(num_classes, 1))
     if num_classes < 0:
         num_classes = int(tensor.max().item()) + 1

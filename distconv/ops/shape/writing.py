@@ -1,6 +1,6 @@
-"""Copies of tensors with some positions, given by a dimension and indices, overwritten.
+"""Copies of tensors with positions overwritten or added to: index_add, select_scatter and so on.
 
-Each rank writes to its block; the new values are made whole along that dimension first.
+Each rank writes to its block; the new values are made whole along the indexed dimension first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _written(name: str, input: Tensor, src: Tensor, place: Any) -> Tensor:
 def diagonal_scatter(
     input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> DistTensor:
-    """Return a copy with another tensor on a diagonal of two dimensions, which become whole."""
+    """Return a copy with `src` on a diagonal of two dimensions, which become whole."""
     name = "diagonal_scatter"
     grid = common_grid(name, (input, src))
     shape = check_on_meta(torch.diagonal_scatter, input, src, offset, dim1, dim2)
@@ -85,7 +85,10 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 def _places(
     name: str, input: Tensor, dim: int, index: Tensor, *others: Tensor
 ) -> tuple[DistTensor, int, Tensor]:
-    """Return the input, the dimension, and the positions along it, after a check on every rank."""
+    """Return the input, the dimension from 0, and all positions from 0 along it.
+
+    Raises for positions out of range, on every rank.
+    """
     x = as_distributed(input, common_grid(name, (input, index, *others)))
     if not x.dim():
         refuse(name, "the tensor has no dimensions", x, way_out="Use x.reshape(1)")
@@ -100,7 +103,7 @@ def _places(
 def _placed(
     name: str, input: Tensor, dim: int, index: Tensor, source: Tensor, *reduce: str, **options: Any
 ) -> DistTensor:
-    """Return the function `name` of this rank's block, and the positions and slices in it."""
+    """Return the result of torch's `name`, such as index_add; each rank computes its block."""
     function: Callable[..., Tensor] = getattr(torch, name)
     check_on_meta(function, input, dim, index, source, *reduce, **options)
     x, d, places = _places(name, input, dim, index, source)

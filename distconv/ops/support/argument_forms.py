@@ -1,4 +1,4 @@
-"""The argument forms in which torch functions take sizes, dimensions and sequences."""
+"""The forms in which torch's functions accept sizes, dimensions and sequences."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from distconv.tensor.whole_numbers import whole_numbers
 
 
 def normalize_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return dimension numbers from 0; all of them for None or ().
+    """Return the dimensions `dim` as numbers from 0 to ndim - 1; all of them for None or ().
 
-    Raises `IndexError` out of range, `RuntimeError` where a dimension appears twice.
+    Raises `IndexError` out of range, `RuntimeError` if a dimension appears twice.
     """
     chosen = () if dim is None else whole_numbers(dim, "dim")
     if not chosen:
@@ -35,19 +35,19 @@ def normalize_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
-    """Return the number from 0 of one dimension; a scalar is treated as a vector."""
+    """Return one dimension as a number from 0 to ndim - 1; a scalar is treated as a vector."""
     return next(iter(normalize_dims(dim, ndim)), 0)
 
 
 def as_sizes(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return integers, given one by one or as one sequence, as a tuple."""
+    """Return sizes as a tuple: integers given one by one, or one sequence of them."""
     if len(arguments) == 1 and isinstance(arguments[0], (tuple, list, torch.Size)):
         arguments = tuple(arguments[0])
     return whole_numbers(arguments, "size")
 
 
 def takes_sequence(name: str) -> Callable[[Rule], Rule]:
-    """Let a rule of one sequence also take its members one by one, or the sequence by name."""
+    """Let a rule of `*members` also take them as the keyword `name`, as in x.view(size=(2, 3))."""
 
     def decorate(rule: Rule) -> Rule:
         @wraps(rule)
@@ -63,7 +63,10 @@ Sizes = int | Sequence[int]
 
 
 def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
-    """Return one number for each of `n` spatial dimensions; raise for another count."""
+    """Return one number for each of `n` spatial dimensions; raise for another count.
+
+    `what` is the argument's name, for the error.
+    """
     numbers = whole_numbers(value, what)
     if len(numbers) == 1:
         return numbers * n

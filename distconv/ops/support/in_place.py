@@ -31,10 +31,10 @@ def implements_in_place(
     rule: Callable[..., Any],
     into_plain: Callable[..., Any] | None = None,
 ) -> None:
-    """Register `method` as the in-place form of `rule`: it writes the result of `rule`.
+    """Register `method` as the in-place form of `rule`: it writes the result to its first argument.
 
-    `into_plain` writes to a plain tensor outside autograd; all operands are made whole if not
-    given, or where it returns `NotImplemented`.
+    `into_plain` writes to a plain tensor outside autograd. Without it, or if it returns
+    `NotImplemented`, all operands are made whole.
     """
     name = method.__name__
 
@@ -70,7 +70,7 @@ _NOTES: list[MutableMapping[Tensor, Any]] = []
 
 @contextmanager
 def noted_in(*notes: MutableMapping[Tensor, Any]) -> Iterator[None]:
-    """Let tensors become distributed in the context although these mappings refer to them weakly.
+    """Let plain tensors become distributed in this context although `notes` refer to them weakly.
 
     The mappings drop a tensor that becomes distributed.
     """
@@ -90,16 +90,17 @@ def become_distributed(
 ) -> Any:
     """Turn a plain tensor, equal on all ranks, into a distributed one, and let `write` write to it.
 
-    Return the result of `write`, with the plain tensor in place of its argument. Where it raises,
-    the plain tensor stays as it is. All ranks call it.
+    Return the result of `write`, with the plain tensor in place of its argument. If it raises, the
+    plain tensor stays as it is. All ranks call it.
 
     Parameters
     ----------
     operands: the written values, and their positions; some of them are distributed.
-    cuts: the cuts of the distributed tensor; by default those of the operands, the largest first.
+    cuts: the cuts of the distributed tensor; by default the cuts of the operands, the largest
+        first.
 
-    Raises UnsupportedOperation on every rank, before any message, where something else refers to
-    the plain tensor.
+    Raises UnsupportedOperation on every rank, before any message, if something else refers to the
+    plain tensor.
     """
     distributed = [x for x in operands if isinstance(x, DistTensor)]
     grid, shape = common_grid(operator, distributed), tuple(plain.shape)

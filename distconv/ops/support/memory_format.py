@@ -1,4 +1,4 @@
-"""Functions of several blocks, some of which have their channels last in memory."""
+"""Memory formats in which torch computes fast on blocks, some of which have channels last."""
 
 from __future__ import annotations
 
@@ -12,24 +12,19 @@ from distconv.comm.packing import has_channels_last
 
 
 def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands of an element-wise function in one format: with channels last if any has
-    it.
+    """Return the operands of an element-wise function, all with channels last if any has it.
 
     With two formats torch takes ten times as long, and the result would have the format of the
     first.
     """
-    whole = [x for x in blocks if isinstance(x, Tensor) and x.dim() == 4]
+    planes = [x if isinstance(x, Tensor) and x.dim() == 4 else None for x in blocks]
+    whole = [x for x in planes if x is not None]
     if len({x.stride() for x in whole}) < 2 or not any(map(has_channels_last, whole)):
         return blocks
-    last = torch.channels_last
     return [
-        x.contiguous(memory_format=last) if isinstance(x, Tensor) and _is_dense_plane(x) else x
-        for x in blocks
+        x if p is None or not p.is_contiguous() else p.contiguous(memory_format=torch.channels_last)
+        for x, p in zip(blocks, planes, strict=True)
     ]
-
-
-def _is_dense_plane(x: Tensor) -> bool:
-    return x.dim() == 4 and x.is_contiguous()
 
 
 def reduce_in_order_of_memory(
@@ -47,8 +42,7 @@ def reduce_in_order_of_memory(
 
 
 def in_order_of_memory(blocks: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return the operands of an element-wise loss with channels as their last dimension, if the
-    first operand has channels last in memory.
+    """Return the operands of an element-wise loss with channels moved last, if the first has it.
 
     torch's losses return gradients in the order of dimensions, whatever their memory format.
     """

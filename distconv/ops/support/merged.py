@@ -27,19 +27,19 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def is_merged(x: Any) -> bool:
-    """Return whether `x` is a DistTensor that is not cut in blocks."""
+    """Return whether `x` is a merged DistTensor, which is not cut in blocks."""
     return isinstance(x, DistTensor) and x.unmerged is not None
 
 
 def factors_of(x: Tensor) -> tuple[Shape, ...]:
-    """Return the factors of each dimension; a dimension that is not merged is its only factor."""
+    """Return the factors of each dimension: sizes of the unmerged tensor, or the size itself."""
     if isinstance(x, DistTensor) and x.unmerged is not None:
         return merged_runs(tuple(x.unmerged.shape), tuple(x.shape))
     return tuple((n,) for n in x.shape)
 
 
 def places_of_factors(x: DistTensor) -> list[list[int]]:
-    """Return for each dimension the dimensions of `x.unmerged` that are its factors."""
+    """Return for each dimension of `x` the dimensions of `x.unmerged` that are its factors."""
     places, i = [], 0
     for run in factors_of(x):
         places.append(list(range(i, i + len(run))))
@@ -50,11 +50,10 @@ def places_of_factors(x: DistTensor) -> list[list[int]]:
 def fitting_factors(
     operands: Sequence[Sequence[Shape]], shape: Sequence[int]
 ) -> tuple[Shape, ...] | None:
-    """Return for each dimension of `shape` the factors into which all operands can be unmerged.
+    """Return for each dimension of `shape` the factors into which all operands can be split.
 
-    None where their factors do not fit together.
-
-    `operands` are the factors of the dimensions of each operand; operands are broadcast to `shape`.
+    `operands` are the factors of the dimensions of each operand, which is broadcast to `shape`.
+    Returns None if they do not fit together.
     """
     splits: list[list[Shape]] = [[(n,)] for n in shape]
     for runs in operands:
@@ -66,7 +65,7 @@ def fitting_factors(
 
 
 def unmerge(x: Tensor, factors: Sequence[Shape]) -> Tensor:
-    """Return an operand with its dimensions split into factors; those of size 1 broadcast."""
+    """Return `x` with each dimension split into its `factors`; size 1 is split into ones."""
     own = factors[len(factors) - x.dim() :]
     sizes = zip(x.shape, own, strict=True)
     shape = tuple(chain.from_iterable(f if n == prod(f) else (1,) * len(f) for n, f in sizes))
@@ -95,9 +94,9 @@ def merge_as(result: Any, shape: Sequence[int]) -> Any:
 def compute_elementwise(
     name: str, rule: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], written: Any
 ) -> Any:
-    """Return an element-wise rule's result for operands of which some are merged.
+    """Return the result of an element-wise rule for operands of which some are merged.
 
-    `written` is the operand that the rule writes to, or None. Returns `NotImplemented` where the
+    `written` is the operand that the rule writes to, or None. Returns `NotImplemented` if the
     operands must be brought to blocks first.
     """
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -124,9 +123,9 @@ def compute_elementwise(
 
 
 def _on_merged(special: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Let a rule take a merged input by `special(rule, input, ...)`.
+    """Return a decorator: a merged input calls `special(rule, input, ...)` in place of the rule.
 
-    Where that returns `NotImplemented`, and for all other inputs, the rule is called as it is.
+    The rule itself is called if `special` returns `NotImplemented`.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -156,7 +155,7 @@ def keeps_shape(rule: Rule) -> Rule:
 def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
     """Let a rule that works along the last dimensions take tensors that are merged before them.
 
-    `count` returns the number of these dimensions from the rule's arguments after the input.
+    `count` takes the rule's arguments after the input, and returns the number of these dimensions.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +171,7 @@ def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
 def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
     """Let a rule of (sample, channel, *space) that treats all positions alike take merged tensors.
 
-    Where it treats all samples alike as well, factors of the samples serve as spatial dimensions.
+    Unless it works `of_each_sample`, factors of the samples serve as spatial dimensions.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +188,7 @@ def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
 def treats_samples_alone(function: Callable[..., Tensor], ndim: int) -> Callable[[Rule], Rule]:
     """Let a rule for `function`, of tensors of `ndim` dimensions, take merged samples.
 
-    Where nothing else is cut, each rank calls `function` on its own whole samples.
+    If nothing else is cut, each rank calls `function` on its own whole samples.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +213,7 @@ def treats_samples_alone(function: Callable[..., Tensor], ndim: int) -> Callable
 def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule]:
     """Let a rule that works along dimensions `dim` take merged tensors.
 
-    Where it reduces `several` dimensions to one element, those may be merged, too.
+    If it `reduces` these dimensions to size 1, `several` at once, merged ones are allowed, too.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +244,7 @@ def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule
 
 
 def _dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
-    """Return the dimensions that `dim` names; None where it is something else."""
+    """Return the dimensions that the argument `dim` names; None for a bool or empty sequence."""
     if isinstance(dim, bool) or (isinstance(dim, Sequence) and not dim):
         return None
     return normalize_dims(dim, ndim)

@@ -5,14 +5,13 @@ So an error is raised on every rank, before any message, with torch's message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from distconv.geometry.layout import Shape
 from distconv.torch_private import without_modes
 
 
@@ -24,19 +23,8 @@ class TensorMeta(NamedTuple):
 
 
 def any_type(x: Tensor | None) -> TensorMeta | None:
-    """Return the metadata of a tensor of any type, for `check_on_meta`."""
+    """Return the shape of `x` as metadata without a type, so that no type is checked."""
     return None if x is None else TensorMeta(tuple(x.shape))
-
-
-def check_shapes(
-    function: Callable[..., Any], shapes: Sequence[Shape | None], *arguments: Any
-) -> Any:
-    """Return the shape of `function(*tensors of these shapes, *arguments)`.
-
-    A shape of None stands for a missing tensor.
-    """
-    tensors = (None if shape is None else TensorMeta(shape) for shape in shapes)
-    return check_on_meta(function, *tensors, *arguments)
 
 
 def check_on_meta(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

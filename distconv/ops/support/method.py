@@ -15,12 +15,12 @@ _FORCED: ContextVar[str | None] = ContextVar("distconv_method", default=None)
 
 @contextmanager
 def method(name: str) -> Iterator[None]:
-    """Compute convolutions in the context by one method, where both apply; for debugging.
+    """Compute convolutions in the context by one method, if both apply; for debugging.
 
     "assembled" copies a rank's block and its halos into one buffer and computes on that.
     "overlapped" computes on the block as it is while the halos travel, and mends the boundary.
     Results are equal to rounding. Outside the context the faster method is taken. All ranks must
-    choose the same. Where torch.utils.checkpoint computes activations again, `backward()` belongs
+    choose the same. If torch.utils.checkpoint computes activations again, `backward()` belongs
     within the context too; outside, torch raises its `CheckpointError` unless the methods agree.
     Another name raises `ValueError`.
     """

@@ -26,7 +26,7 @@ from distconv.tensor.redistribution import redistribute
 
 
 class Placement(NamedTuple):
-    """The shape, cuts, type and grid of a tensor on one rank: the basis of all decisions."""
+    """The shape, cuts, type and rank of a tensor, from which plans are derived and cached."""
 
     shape: Shape
     cuts: Cuts
@@ -70,7 +70,7 @@ def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -
     """Return this rank's block of an operand that is broadcast to `shape` cut by `cuts`.
 
     Numbers are returned unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
-    redistributed where their cuts differ.
+    redistributed if their cuts differ.
     """
     if not isinstance(x, Tensor):
         return x
@@ -85,7 +85,7 @@ def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -
 
 
 def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
-    """Return the shape of the broadcast of all operands, from their global shapes, or raise."""
+    """Return the shape to which the tensors' global shapes broadcast; raise if they do not."""
     try:
         return _broadcast(tuple(x.shape for x in tensors))
     except RuntimeError:
@@ -103,10 +103,10 @@ def _broadcast(shapes: tuple[Shape, ...]) -> Shape:
 
 
 def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
-    """Return the cuts of a result broadcast from several operands.
+    """Return the cuts of a result of `shape` to which operands are broadcast.
 
     They are the cuts of the largest operand, the first of equals. A dimension that is whole there
-    is cut as in the next operand that has it in full, as far as those grid axes are still free.
+    is cut as in the next operand that has it in full, over axes that no other dimension uses.
     """
     return cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
 
@@ -117,12 +117,10 @@ def box_on_rank(shape: Sequence[int], cuts: Cuts, grid: Grid) -> Box:
 
 
 def filled_block(block: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return ones in place of a block without elements.
+    """Return ones in place of a block without elements, of `shape` or with sizes 0 replaced by 1.
 
     They depend on `block` in the autograd graph. Computing with them gives all ranks the same
     graph: torch leaves out gradients of empty tensors, and so exchanges that other ranks wait for.
-
-    `shape` is the shape of the ones; by default the block's, with 1 for 0.
     """
     ones = block.new_ones([max(n, 1) for n in block.shape] if shape is None else tuple(shape))
     return ones + block.sum().to(block.dtype)
@@ -134,22 +132,22 @@ def empty_block(buffer: Tensor, shape: Shape) -> Tensor:
 
 
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which sums over many elements are accurate."""
+    """Return the type in which to add up many elements of type `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def to_accumulation_type(x: Tensor) -> Tensor:
-    """Return `x` in a type in which sums over many elements are accurate."""
+    """Return `x` in the type of `accumulation_type`."""
     return in_type(x, accumulation_type(x.dtype))
 
 
 def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in a type, itself where it has it already: faster than `Tensor.to`."""
+    """Return `x` in type `dtype`; `x` itself if it has the type, without a call of Tensor.to."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def check_same_types(name: str, *tensors: Tensor | None) -> None:
-    """Raise on every rank for types that differ, as torch does on ranks that have elements."""
+    """Raise RuntimeError on every rank if types differ; torch skips blocks without elements."""
     given = [t for t in tensors if t is not None]
     if len({t.dtype for t in given}) > 1:
         raise RuntimeError(
@@ -159,17 +157,14 @@ def check_same_types(name: str, *tensors: Tensor | None) -> None:
 
 
 def distributed_input(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
-    """Return the input as a DistTensor on the grid of its parameters, after a check of types."""
+    """Return the input as a DistTensor; raise if parameters have another type or grid."""
     x = as_distributed(input, common_grid(name, (input, *parameters)))
     check_same_types(name, x, *parameters)
     return x
 
 
 def global_indices(x: DistTensor) -> list[Tensor]:
-    """Return the global indices of this rank's block along each dimension, which broadcast to it.
-
-    No communication.
-    """
+    """Return this rank's global indices along each dimension, shaped to broadcast to its block."""
     box = x.box
     return [
         torch.arange(start, stop, device=x.device).view(-1, *(1,) * (x.dim() - 1 - d))
@@ -178,10 +173,7 @@ def global_indices(x: DistTensor) -> list[Tensor]:
 
 
 def global_numbers(x: DistTensor, dims: int) -> Tensor:
-    """Return the row-major numbers of this rank's positions in the first `dims` dimensions.
-
-    No communication.
-    """
+    """Return the row-major numbers of this rank's positions in the first `dims` dimensions."""
     box = x.box
     numbers = torch.zeros((), dtype=torch.int64, device=x.device)
     for d in range(dims):
@@ -191,7 +183,7 @@ def global_numbers(x: DistTensor, dims: int) -> Tensor:
 
 
 def unravel(numbers: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Return the coordinates, by dimension, of row-major numbers in a tensor of this shape.
+    """Return the coordinates, by dimension, of row-major numbers in a tensor of `shape`.
 
     Negative numbers give coordinates without meaning.
     """

@@ -1,4 +1,4 @@
-"""Errors about positions and class numbers out of range, which name the number and the range."""
+"""Errors that name the position or class number that is out of range."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 def in_range(
     operator: str, numbers: Tensor, size: int, ignored: int | None = None
 ) -> Iterator[None]:
-    """Add the number and the range to an error of torch about a number out of range.
+    """Let errors of torch in this context name the number that is out of range, and the range.
 
     Parameters
     ----------
     numbers: the numbers on this rank, each of which should be from 0 to `size` - 1.
-    ignored: a number that is allowed and stands for none.
+    ignored: a number outside the range that is allowed.
     """
     try:
         yield

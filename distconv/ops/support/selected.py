@@ -18,9 +18,9 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class Selection:
-    """The elements picked by a mask on all ranks, and the place of each among them. Collective.
+    """The elements that a distributed mask picks, numbered in the serial order. Collective.
 
-    All ranks of the grid make one together, and wait for each other.
+    All ranks of the grid make one together for a read or write by mask.
 
     Attributes
     ----------
@@ -56,17 +56,17 @@ class Selection:
 
     @property
     def places(self) -> Tensor:
-        """Return the place of each of this rank's elements among all picked ones."""
+        """Return the numbers that this rank's picked elements have among all picked elements."""
         if self._places is None:
             return torch.arange(self.total, device=self.here.device)
         return self._places.split(self._lengths)[self._own]
 
     def bring(self, rows: Tensor, cuts: Cuts = ()) -> Tensor:
-        """Return the `rows` of all ranks, in row-major order of their elements. Collective.
+        """Return all ranks' `rows` for picked elements, in row-major order. Collective.
 
         Parameters
         ----------
-        rows: one row for each of this rank's elements, in row-major order.
+        rows: one row for each element that is picked on this rank, in row-major order.
         cuts: the cuts of the dimensions of a row.
         """
         if self._places is None:
@@ -95,7 +95,7 @@ def _runs(shape: Shape, box: Box, last: int, device: torch.device) -> Tensor:
 
 
 def _in_order(keys: Tensor, counts: Tensor) -> Tensor:
-    """Return the place of each element when runs, of `counts` elements, are sorted by `keys`."""
+    """Return each element's place after runs, of `counts` elements each, are sorted by `keys`."""
     order = keys.argsort()
     starts = torch.empty_like(counts)
     starts[order] = counts[order].cumsum(0) - counts[order]

@@ -1,7 +1,7 @@
 """Functions that work along some dimensions, and treat all others element by element.
 
 The dimensions they work along are made whole on every rank first, which is recorded as a
-redistribution; the others stay cut. Where the values of an argument are bad, such as a singular
+redistribution; the others stay cut. If the values of an argument are bad, such as a singular
 matrix, the rank that holds them raises.
 """
 
@@ -28,18 +28,17 @@ from distconv.ops.support.operands import (
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def distributed_results(
-    result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid
-) -> Any:
-    """Return the results on this rank's blocks as distributed tensors of these shapes."""
-    if isinstance(result, Tensor):
-        return DistTensor(result, shapes, cuts_of(shapes), grid)
-    return type(result)(
-        [
-            DistTensor(part, shape, cuts_of(shape), grid)
-            for part, shape in zip(result, shapes, strict=True)
-        ]
-    )
+def _distributed(result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid) -> Any:
+    """Return one block, or a tuple of blocks, as DistTensors of these global shapes.
+
+    Blocks that were computed from a filled block are cropped to have no elements.
+    """
+    if not isinstance(result, Tensor):
+        pairs = zip(result, shapes, strict=True)
+        return type(result)([_distributed(*pair, cuts_of, grid) for pair in pairs])
+    cuts = cuts_of(shapes)
+    own = box_on_rank(shapes, cuts, grid).shape
+    return DistTensor(result[tuple(map(slice, own))] if 0 in own else result, shapes, cuts, grid)
 
 
 def apply_along(
@@ -63,26 +62,8 @@ def apply_along(
     def cuts_of(shape: Shape) -> Cuts:
         return (*kept, *((),) * (len(shape) - len(kept)))
 
-    if 0 in x.shard.shape and input.numel():
-        result = function(filled_block(x.shard), *args, **kwargs)
-        result = _without_elements(result, shapes, cuts_of, x.grid)
-    else:
-        result = function(x.shard, *args, **kwargs)
-    return distributed_results(result, shapes, cuts_of, x.grid)
-
-
-def _without_elements(
-    result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid
-) -> Any:
-    """Return the empty blocks of results that were computed from filled ones."""
-
-    def none_of(part: Tensor, shape: Shape) -> Tensor:
-        box = box_on_rank(shape, cuts_of(shape), grid)
-        return part[tuple(slice(0, n) for n in box.shape)]
-
-    if isinstance(result, Tensor):
-        return none_of(result, shapes)
-    return type(result)([none_of(part, shape) for part, shape in zip(result, shapes, strict=True)])
+    block = filled_block(x.shard) if 0 in x.shard.shape and input.numel() else x.shard
+    return _distributed(function(block, *args, **kwargs), shapes, cuts_of, x.grid)
 
 
 def apply_to_batches(
@@ -96,7 +77,7 @@ def apply_to_batches(
     """Return `function(*operands, *args, **kwargs)`, which works along the last dimensions of each.
 
     `inner` is the number of these dimensions for each operand. The leading dimensions are broadcast
-    against each other, and lead the results.
+    against each other, and come first in the results.
     """
     grid = common_grid(name, operands)
     shapes = check_on_meta(function, *operands, *args, **kwargs)
@@ -115,13 +96,9 @@ def apply_to_batches(
     def cuts_of(shape: Shape) -> Cuts:
         return (*cuts, *((),) * (len(shape) - len(batch)))
 
-    empty = prod(batch) and 0 in box_on_rank(batch, cuts, grid).shape
-    if empty:
+    if prod(batch) and 0 in box_on_rank(batch, cuts, grid).shape:
         blocks = [_matrices(x, n) for x, n in zip(blocks, inner, strict=True)]
-    result = function(*blocks, *args, **kwargs)
-    if empty:
-        result = _without_elements(result, shapes, cuts_of, grid)
-    return distributed_results(result, shapes, cuts_of, grid)
+    return _distributed(function(*blocks, *args, **kwargs), shapes, cuts_of, grid)
 
 
 def _matrices(block: Tensor, inner: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""Two ways to apply the windows of convolution and pooling to cut planes."""
+"""Windows of convolution and pooling on cut planes."""

@@ -1,4 +1,4 @@
-"""Windows applied to assembled buffers of needed inputs; for convolution and pooling."""
+"""Windows applied to gathered buffers of inputs, for convolution and pooling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distconv.tensor.redistribution import gather_inputs
 def make_windows(
     kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
 ) -> list[Window]:
-    """Return the windows over the last `n` dimensions, padded on both sides alike."""
+    """Return torch's window arguments as one `Window` for each of the last `n` dimensions."""
     kernels = to_tuple(kernel, n, "kernel_size")
     strides = (
         kernels
@@ -42,7 +42,7 @@ def window_arguments(windows: Sequence[Window]) -> tuple[tuple[int, ...], ...]:
 
 
 def output_shape(channels: int, x: DistTensor, windows: Sequence[IndexMap]) -> tuple[int, ...]:
-    """Return the global shape of the result of windows over the last dimensions of `x`."""
+    """Return the global shape, with `channels` channels, of windows over the spatial dimensions."""
     spatial = zip(windows, x.shape[2:], strict=True)
     return (x.shape[0], channels, *(w.output_size(n) for w, n in spatial))
 
@@ -56,22 +56,27 @@ def apply_windows(
     *,
     fill: float = 0.0,
 ) -> DistTensor:
-    """Return a windowed operator over the spatial dimensions of `x`, assembled.
+    """Return the result of windows over the spatial dimensions of `x`. All ranks call it.
 
-    Each rank gathers the inputs of its block of outputs, with `fill` for padding, and runs the
-    local operator on them.
+    Each rank gathers the inputs of its block of outputs, with `fill` for padding, and calls
+    `compute`.
 
     Parameters
     ----------
     shape: the global shape of the result.
-    compute: takes the buffer, and the padding per dimension that the local operator must add.
+    compute: the local operator. It takes the buffer, and for each dimension the padding to add
+        itself.
     """
     needs = (Same(), Same(), *window_needs(windows, x.cuts))
     buffer = gather_inputs(x, needs, x.cuts, operator, fill)
     block = box_on_rank(shape, x.cuts, x.grid).shape
-    return DistTensor(
-        windowed_block(buffer, windows, x.cuts, block, compute), shape, x.cuts, x.grid
-    )
+    left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, x.cuts))
+    if prod(block) == 0:
+        window = filled_block(buffer, (1, buffer.shape[1], *(w.extent for w in windows)))
+        shard = compute(window, left)[:0].reshape(block)
+    else:
+        shard = compute(buffer, left)
+    return DistTensor(shard, shape, x.cuts, x.grid)
 
 
 def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
@@ -83,23 +88,8 @@ def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
     return [Same() if by_itself else w for w, by_itself in _padding(windows, cuts)]
 
 
-def windowed_block(
-    buffer: Tensor,
-    windows: Sequence[Window],
-    cuts: Cuts,
-    block: tuple[int, ...],
-    compute: Callable[[Tensor, tuple[int, ...]], Tensor],
-) -> Tensor:
-    """Return the block of outputs from inputs that were gathered by `window_needs`."""
-    left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, cuts))
-    if prod(block) == 0:
-        window = filled_block(buffer, (1, buffer.shape[1], *(w.extent for w in windows)))
-        return compute(window, left)[:0].reshape(block)
-    return compute(buffer, left)
-
-
 def _padding(windows: Sequence[Window], cuts: Cuts) -> list[tuple[Window, bool]]:
-    """Return each window, and whether the local operator adds its padding."""
+    """Return each window, with a flag: whether the local operator adds its padding."""
     last = cuts[len(cuts) - len(windows) :]
     return [
         (w, not axes and w.padding[0] == w.padding[1])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.geometry.halo import convolution, transposed_convolution
+from distconv.geometry.halo import convolution, slabs, transposed_convolution
 from distconv.geometry.index_maps import Same, TransposedWindow, Window
 from distconv.geometry.layout import block, default_cuts, distinct_parts
 from distconv.geometry.plan import make_plan
@@ -25,10 +24,10 @@ transposed = st.builds(
 )
 
 
-def from_all_parts(module: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any:
+def from_all_parts(function: partial[Any], *arguments: Any) -> Any:
     """Return the decision of a function from every part, without its cache."""
-    with mock.patch.object(module, "distinct_parts", lambda a, b, n, steps: range(n)):
-        return function.__wrapped__(*arguments)  # type: ignore[attr-defined]
+    with mock.patch.object(slabs, "distinct_parts", lambda a, b, n, steps: range(n)):
+        return function.func.__wrapped__(*function.args, *arguments)  # type: ignore[attr-defined]
 
 
 @given(windows, sizes, parts)
@@ -36,7 +35,7 @@ def test_halos_of_convolutions_are_decided_as_from_all_parts(w: Window, n: int, 
     if w.output_size(n) < 0:
         return
     case = (w,), (n,), (p,)
-    expected = from_all_parts(convolution, convolution.needs_halo, *case)
+    expected = from_all_parts(convolution.needs_halo, *case)
     assert convolution.needs_halo(*case) == expected
 
 
@@ -48,7 +47,7 @@ def test_halos_of_transposed_convolutions_are_decided_as_from_all_parts(
         return
     case = (m,), (n,), (p,)
     function = transposed_convolution.transposed_needs_halo
-    assert function(*case) == from_all_parts(transposed_convolution, function, *case)
+    assert function(*case) == from_all_parts(function, *case)
 
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 40), st.integers(1, 3))
