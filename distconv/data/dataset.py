@@ -1,4 +1,4 @@
-"""Samples on a grid: the boxes of a mini-batch that this rank needs, and reading them."""
+"""`Dataset`: samples of which each rank reads its own boxes, mini-batch by mini-batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _TOO_MUCH = 2.0
 
 @dataclass
 class Blocks:
-    """This rank's blocks of one mini-batch, read and not yet a DistTensor."""
+    """This rank's blocks of one mini-batch, converted tensors in host memory, one for a field."""
 
     samples: list[int]
     tensors: list[Tensor] = field(default_factory=list)
@@ -192,7 +192,7 @@ class Dataset:
 
     @property
     def on_grid(self) -> list[FieldOnGrid]:
-        """Return each field as it lies on the grid, in the order of a mini-batch."""
+        """Return each field with its cuts, types and changes, in the order of a mini-batch."""
         return list(self._fields.values())
 
     @property
@@ -228,7 +228,8 @@ class Dataset:
 
         Parameters
         ----------
-        arrivals, loaded: the samples that are new to the cache, planned and read.
+        arrivals: the samples new to the cache, from `Cache.plan`.
+        loaded: this rank's boxes of these, from `Cache.load`.
         """
         assert self.cache is not None
         self.cache.settle(arrivals, loaded)
@@ -247,7 +248,7 @@ class Dataset:
         return self.converted(values)
 
     def converted(self, values: Values) -> Blocks:
-        """Return the values read for a mini-batch as tensors, in pinned memory for a GPU."""
+        """Return values of the sources as tensors for the program, pinned if the grid uses GPUs."""
         blocks = Blocks(values.samples)
         for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
             if self._check_finite and own.source.dtype.kind in "fc":
@@ -265,7 +266,7 @@ class Dataset:
         return blocks
 
     def assemble(self, blocks: Blocks) -> Batch:
-        """Make DistTensors of the blocks of one mini-batch.
+        """Return DistTensors, or `HaloBlock`s, made of the blocks of one mini-batch.
 
         All ranks call it for the same samples. No communication.
         """
@@ -282,9 +283,7 @@ class Dataset:
         return tuple(batch) if len(batch) > 1 else batch[0]
 
     def numbers(self, samples: Sequence[int]) -> list[int]:
-        """Return sample numbers as integers from 0. Raises ValueError for samples that do not
-        exist.
-        """
+        """Return sample numbers as ints; raise ValueError unless all are from 0 below `samples`."""
         wrong = [i for i in samples if not 0 <= i < self.samples]
         if wrong:
             raise ValueError(f"there are no samples {wrong}; there are {self.samples}, from 0")
@@ -294,7 +293,7 @@ class Dataset:
         return Cache(self.on_grid, self.grid, self._read_into, os.fspath(where), limit)
 
     def _read_view(self, source: Source, sample: int, view: View, out: NDArray[Any]) -> None:
-        """Read a view of a sample, piece by piece."""
+        """Read a view of a stored sample into `out`, one stored box after the other."""
         for piece in view.pieces:
             if piece.source.shape == out.shape and view.straight and not any(piece.flips):
                 self._read_into(source, sample, piece.source, out)
@@ -323,7 +322,7 @@ class Dataset:
         return facts
 
     def _compare_chunks(self) -> dict[Field, float]:
-        """Return the overhead factor of each field's reads, and warn if it is large. Collective."""
+        """Return `amplification`, and warn on rank 0 if it is large for a field. Collective."""
         grid = self.grid
         boxes = {
             name: own.stored_box(grid.topology, grid.rank) for name, own in self._fields.items()
@@ -359,7 +358,7 @@ def _listed(names: str | int | Sequence[str | int] | None) -> list[str | int]:
 def _by_name(
     transform: Transform | Mapping[Any, Transform] | None, sources: Mapping[Field, Source]
 ) -> Mapping[Any, Transform]:
-    """Return the transforms by the names of their fields."""
+    """Return a dictionary of transforms by field, given that or the function of a single field."""
     if not callable(transform):
         return transform or {}
     if len(sources) > 1:

@@ -1,7 +1,7 @@
-"""Learning at scale: methods that depend on the number of replicas that learn together.
+"""Learning at scale: methods for many replicas that train one model together.
 
-Everything here counts P_N, the replicas of a grid, and never its ranks: a worker is a replica, the
-P_S ranks that share a sample. Models, optimizers and training loops stay those of the program.
+They count the P_N replicas of a grid, never its ranks: a worker is a replica, the P_S ranks that
+share a sample. Models, optimizers and training loops stay those of the program.
 """
 
 from distconv.training.advice import advise, max_batch

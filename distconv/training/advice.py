@@ -1,4 +1,4 @@
-"""Advice on the number of replicas that learn together.
+"""Advice on how many replicas, and how large a batch, a training can use.
 
 Batches beyond the square root of the data set, or beyond the gradient noise scale, hardly make a
 step better than smaller ones do. Further ranks are then better used within a sample.

@@ -26,7 +26,7 @@ class AsynchronousElastic:
     alpha (x - center), and the worker moves by -d, before its optimizer's step. The center is the
     result of the training.
 
-    Raises ValueError where a value is out of its range.
+    Raises ValueError if a value is out of its range.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class AsynchronousElastic:
 
 
 class ElasticClient:
-    """The steps of a client; see `DownpourClient`."""
+    """The client's part of `AsynchronousElastic`; the arguments are those of `Method.client`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ElasticClient:
         self.steps = steps
 
     def step(self, samples: int) -> None:
-        """Pull in every `period`-th step, and take an optimizer step. Gradients are then None."""
+        """Pull in every `period`-th step, take the optimizer's step, and set gradients to None."""
         self.steps += 1
         self._samples += samples
         self._pulled = False
@@ -114,7 +114,7 @@ class ElasticClient:
 
 
 class ElasticRule:
-    """The server's part: its center moves towards the parameters of each client."""
+    """The server's part of `AsynchronousElastic`; with `client`, tied to a server above itself."""
 
     kinds: tuple[Kind, ...] = (Kind.PULL,)
     waits = False
@@ -125,7 +125,7 @@ class ElasticRule:
         self._parameters, self._alpha, self._client = parameters, alpha, client
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Move the center towards a client's parameters; return the move, for it to subtract."""
+        """Move the center towards one client's parameters; return the move, which it subtracts."""
         [(theirs, samples)] = brought
         pull: list[Tensor | None] = []
         for center, x in zip(self._parameters, theirs, strict=True):

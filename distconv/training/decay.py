@@ -1,4 +1,4 @@
-"""Decays of a learning rate after its warm-up: closed forms in the number of the step."""
+"""Decays of a learning rate after its warm-up, as functions of the number of the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distconv.training.checks import check_count
 
 
 class Decay(ABC):
-    """A factor of the learning rate that is 1 at step 0, the first after the warm-up.
+    """Base class of decays: a factor of the learning rate, 1 in the first step after the warm-up.
 
     Attributes
     ----------
@@ -112,10 +112,10 @@ class Cosine(Decay):
 
 @dataclass(frozen=True)
 class CosineRestarts(Decay):
-    """Let the learning rate fall to a fraction along half a cosine, again and again.
+    """Let the learning rate fall to a fraction `floor` along half a cosine, again and again.
 
     The first fall takes `period` steps, and each `growth` times as many as the one before
-    (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is the fraction, from 0 up to 1.
+    (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is from 0 to 1.
     """
 
     period: int

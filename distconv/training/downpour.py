@@ -21,13 +21,13 @@ MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Downpour:
-    """Train with a server that steps with the gradients of workers whenever they arrive.
+    """Downpour: a server steps with the gradients of workers whenever they arrive.
 
     A worker computes its gradients at parameters that are some updates old. With n equal workers
     the delay acts as a momentum of 1 - 1/n (Mitliagkas et al., "Asynchrony begets momentum",
     arXiv:1605.09774), so choose less momentum.
 
-    Raises ValueError where a period is out of its range.
+    Raises ValueError if a period is out of its range.
 
     Parameters
     ----------
@@ -76,9 +76,10 @@ class Downpour:
 
 
 class DownpourClient:
-    """The steps of a client, which starts with the server's parameters. An optimizer steps with the
-    client's own gradients between fetches; without one, the parameters change only by fetches.
-    `steps` were taken before.
+    """The client's part of `Downpour`; the arguments are those of `Method.client`.
+
+    `optimizer` steps with the client's own gradients between fetches; without one, the parameters
+    change only by fetches.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class DownpourClient:
         self.steps = steps
 
     def step(self, samples: int) -> None:
-        """Add the gradients of `samples` samples to those to send, and set them to None."""
+        """Add the gradients of `samples` samples to the sums to send, and set them to None."""
         self.steps += 1
         self._samples += samples
         pushes, fetches = (
@@ -123,7 +124,7 @@ class DownpourClient:
             p.grad = None
 
     def finish(self) -> None:
-        """Send the gradients not sent yet."""
+        """Send the gradients summed since the last push, if any."""
         if any(gradient is not None for gradient in self._sums):
             self._fetch(Kind.PUSH_AND_FETCH)
 
@@ -142,7 +143,7 @@ class DownpourClient:
 
 
 class DownpourRule:
-    """The server's part: it steps with gradients, or sends them on to the server above."""
+    """The server's part of `Downpour`: it steps with gradients, or sends them to its own server."""
 
     kinds: tuple[Kind, ...] = (Kind.PUSH, Kind.PUSH_AND_FETCH)
     optimizer: Any
@@ -181,13 +182,13 @@ class DownpourRule:
         return []
 
     def finish(self) -> None:
-        """Send the gradients not sent yet to the server above."""
+        """Send the gradients summed since the last push to the server above, if there is one."""
         if self._client is not None:
             self._client.finish()
 
 
 def _mean(gradients: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
-    """Return the mean of gradients weighted by samples; missing ones are zero."""
+    """Return the mean of gradients, each weighted by its samples; a missing one is zero."""
     if len(gradients) == 1:
         return gradients[0][0]
     there = [(g, n) for g, n in gradients if g is not None]

@@ -23,9 +23,10 @@ from distconv.training.team import SERVER_FOLDER
 
 
 class ServerCheckpoints:
-    """The checkpoints of one rank of a server: of its `shard` of the model, which is parallelized
-    on its own, with the state of its rule and the server. They are in `folder`, or nowhere, one
-    every `save_every` updates, or when the workers ask for it.
+    """The checkpoints of one rank of a server: of its shard, its optimizer, and its counts.
+
+    They are in `folder`, if there is one: one every `save_every` updates, or when workers ask for
+    it.
     """
 
     def __init__(
@@ -47,14 +48,15 @@ class ServerCheckpoints:
             self.save()
 
     def save(self) -> None:
-        """Save the state, unless it is saved already, under the number of its updates."""
+        """Save the state under the number of updates made, unless it is saved already."""
         updates = self._server.report.updates
         if self._folder is not None and self._every and updates != self._saved:
             self._save(self._folder, updates)
 
     def save_under(self, number: int) -> None:
-        """Save the state under a number that the workers chose; raise ValueError where the server
-        has no folder, or saves by its own count.
+        """Save the state under a number that the workers chose.
+
+        Raises ValueError if the server has no folder, or saves by its own count.
         """
         if self._folder is None or self._every:
             raise ValueError(
@@ -83,7 +85,7 @@ class ServerCheckpoints:
         self._saved = report.updates
 
     def check_new(self) -> None:
-        """Raise `FileExistsError` where the folder holds checkpoints of another run."""
+        """Raise `FileExistsError` if the folder holds checkpoints, of another run therefore."""
         for newest in [] if self._folder is None else checkpoints_in(self._folder)[:1]:
             if step_of(newest) > 0:
                 raise FileExistsError(
@@ -92,8 +94,9 @@ class ServerCheckpoints:
                 )
 
     def load(self, chosen: Path | None) -> None:
-        """Load a checkpoint, or the last in the folder, if there is one; raise DataError where it
-        cannot be read, or is of another model or optimizer.
+        """Load the checkpoint `chosen`, or the last in the folder, if there is one.
+
+        Raises DataError if it cannot be read, or is of another model or optimizer.
         """
         path = chosen or self._folder
         if path is None:
@@ -110,7 +113,7 @@ class ServerCheckpoints:
             server.steps = Counter(found.extra["steps"])
 
     def take(self, tensors: Sequence[Tensor | None]) -> None:
-        """Start with the tensors of the server above."""
+        """Copy tensors, received from the server above, into this rank's shard."""
         with torch.no_grad():
             own = (*self._shard.parameters(), *self._shard.buffers())
             for tensor, value in zip(own, tensors, strict=True):
@@ -119,8 +122,9 @@ class ServerCheckpoints:
 
 
 def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the last state that a server saved, of all its shards: a plain state_dict. Raises
-    FileNotFoundError where there is none.
+    """Return the last state that a server saved, joined from all its shards, as a state_dict.
+
+    Raises FileNotFoundError if there is none.
     """
     state: dict[str, Tensor] = {}
     for place in sorted(filter(Path.is_dir, Path(folder).glob(SERVER_FOLDER.format(rank="*")))):

@@ -27,16 +27,16 @@ Read: TypeAlias = Callable[[Source, int, Box, NDArray[Any]], None]
 
 
 class Cache:
-    """Boxes of samples, as the sources hold them, kept on the ranks that read them first.
+    """Samples in memory or on a local disk, whose boxes stay on the ranks that read them first.
 
-    Each mini-batch is planned, loaded, settled and exchanged. Loading sends nothing and may run in
-    a background thread; all ranks do the other three together, in one order.
+    A mini-batch takes four calls: `plan`, `load`, `settle` and `start`. `load` sends nothing and
+    may run in a background thread; all ranks make the other three together, in one order.
 
     Parameters
     ----------
     fields: the fields of the samples.
     grid: the process grid.
-    read: reads a box of a sample from a source.
+    read: `read(source, sample, box, out)` reads a box of a sample from a source into `out`.
     where: "memory", or a folder on a disk of this node.
     limit: bytes that each rank may keep; None for no limit.
 
@@ -63,11 +63,10 @@ class Cache:
         self.bytes_received = 0
 
     def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
-        """Return the samples of each mini-batch that no rank keeps yet.
+        """Return for each mini-batch the samples that no rank keeps yet. No communication.
 
-        No communication. Raises ValueError where this rank would keep more than the limit.
-
-        `others` are further samples, to be read with the last of the mini-batches.
+        `others` are further samples, which are read with the last mini-batch. Raises ValueError if
+        this rank would keep more than the limit.
         """
         arrivals = self._homes.plan(batches, others)
         if self._limit is not None:
@@ -86,7 +85,7 @@ class Cache:
         return arrivals
 
     def load(self, arrivals: Arrivals) -> Loaded:
-        """Read the boxes of new samples that this rank is to keep. No communication."""
+        """Read this rank's boxes of new samples that it is to keep. No communication."""
         loaded = {}
         # Sample by sample, as fields of one sample may have to be fetched together.
         samples = dict.fromkeys(s for new in arrivals.parts.values() for s, _ in new)
@@ -101,7 +100,7 @@ class Cache:
         return loaded
 
     def settle(self, arrivals: Arrivals, loaded: Loaded) -> None:
-        """Keep the loaded boxes. All ranks settle the same arrivals in the same order."""
+        """Record new samples as kept. All ranks call it, with the results of `plan` in order."""
         new = self._homes.settle(arrivals)
         for (number, sample), place in loaded.items():
             if (self._fields[number].cuts[0], sample) in new:
@@ -111,9 +110,9 @@ class Cache:
                 self._boxes.drop(place)
 
     def start(self, values: Values) -> Flight:
-        """Start to send the values of a mini-batch to the ranks that need them.
+        """Start to send the kept boxes of a mini-batch to the ranks that need them.
 
-        All ranks call it for the same mini-batch, whose samples are settled.
+        All ranks call it for the same mini-batch, after `settle`; it fills `values.arrays`.
         """
         grid, topology = self._grid, self._grid.topology
         incoming: dict[int, list[CachedBox]] = defaultdict(list)
@@ -146,7 +145,7 @@ class Cache:
         return Flight(self, values, [incoming[peer] for peer, _ in arriving], arriving, request)
 
     def unpack(self, values: Values, parts: Sequence[CachedBox], message: Tensor) -> None:
-        """Copy the boxes that another rank sent to their places in this rank's share."""
+        """Copy the boxes in a message, listed in `parts`, to their places in `values.arrays`."""
         content, begin = message.cpu().numpy(), 0
         for part in parts:
             size = self._size(part)
@@ -159,7 +158,7 @@ class Cache:
         part.piece.place(values.arrays[part.field][part.place, ...], box, part.order)
 
     def _box(self, part: CachedBox) -> NDArray[Any]:
-        """Return a box of a sample that this rank keeps."""
+        """Return the elements of a box that this rank keeps."""
         own = self._fields[part.field]
         kept = own.stored_box(self._grid.topology, self._grid.rank)
         index = tuple(
@@ -178,12 +177,12 @@ class Cache:
         return box.size * own.source.dtype.itemsize
 
     def _part(self, own: FieldOnGrid) -> int:
-        """Return the number of this rank's part along the axes that cut the samples of a field."""
+        """Return this rank's part, a number from 0, along the axes that cut a field's samples."""
         return self._grid.topology.part(self._grid.coords, own.cuts[0])
 
 
 class Flight:
-    """A mini-batch whose values are on their way."""
+    """The messages of one mini-batch from a `Cache`, under way; `finish` waits for them."""
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class Flight:
         self._arriving, self._request = arriving, request
 
     def finish(self) -> Values:
-        """Wait for the messages, and return the values of this rank's share."""
+        """Wait for the messages, and return the values of this rank's boxes of the mini-batch."""
         if self._request is not None:
             self._request.wait()
         for parts, (_, message) in zip(self._parts, self._arriving, strict=True):
