@@ -347,7 +347,7 @@ class Augmentations:
 
 
 def _numbers(dimensions: Sequence[str], space: int, name: str) -> list[int]:
-    """Return dimensions named as in "height" as negative indices; if none is, all spatial ones.
+    """Return the negative indices of named dimensions, such as -2 for "height"; of all if none.
 
     Raises ValueError for others than the `space` spatial dimensions; `name` begins the message.
     """

@@ -104,7 +104,7 @@ def save_checkpoint(
 
     Parameters
     ----------
-    folder: the folder; it is made where it is missing.
+    folder: the folder; it is made if it is missing.
     model: a parallelized module; sharded parameters are gathered.
     optimizer, scheduler, loader: further objects whose state is saved.
     step: a number that grows from one checkpoint to the next.
@@ -121,12 +121,12 @@ def save_checkpoint(
     Raises
     ------
     DataError
-        On every rank, where the ranks pass different arguments, the state is not finite, another
+        On every rank, if the ranks pass different arguments, the state is not finite, another
         job is writing to the folder, the file cannot be written, or it would hold objects that
         `torch.load` refuses with weights_only. The earlier checkpoints remain.
     RuntimeError
-        On every rank, where the models of the ranks differ, for example because one rank skipped an
-        optimizer step, or where the ranks called different functions.
+        On every rank, if the models of the ranks differ, for example because one rank skipped an
+        optimizer step, or if the ranks called different functions.
     """
     grid = required_reduction("save_checkpoint", model).grid
     grid.journal.compare()
@@ -235,7 +235,7 @@ def load_checkpoint(
     model: a parallelized module, on any grid.
     optimizer, scheduler, loader: objects whose state is loaded; the saved state of others is
         ignored.
-    missing_ok: return None where there is no checkpoint.
+    missing_ok: return None if there is no checkpoint.
     check: called on every rank with the checkpoint before anything is changed; raises ValueError to
         refuse it.
 
@@ -244,7 +244,7 @@ def load_checkpoint(
     Raises
     ------
     DataError
-        On every rank, where there is no whole checkpoint, a file cannot be read now, the checkpoint
+        On every rank, if there is no whole checkpoint, a file cannot be read now, the checkpoint
         is of another model, optimizer, scheduler or loader, or the ranks pass different arguments.
         The objects passed may be partly changed by then.
     """

@@ -47,7 +47,7 @@ _TOO_MUCH = 2.0
 
 @dataclass
 class Blocks:
-    """This rank's blocks of one mini-batch, converted tensors in host memory, one for a field."""
+    """This rank's blocks of one mini-batch: for each field a tensor in host memory, and its box."""
 
     samples: list[int]
     tensors: list[Tensor] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Dataset:
         fields with the first field's space.
     augment_seed: the seed of their random numbers, which also depend on the epoch and the sample.
     cache: "memory", to keep the boxes of each sample on the ranks that read them first, and to send
-        them by messages where a later mini-batch has the sample elsewhere; or a folder on a disk of
+        them by messages if a later mini-batch has the sample elsewhere; or a folder on a disk of
         each node, to keep them there. No sample is read twice then; the mini-batches are the same.
     cache_limit: bytes that each rank may keep, checked before more is read. None for no limit.
 
@@ -204,8 +204,8 @@ class Dataset:
         """Read one mini-batch. Collective: all ranks ask for the same samples.
 
         Returns the fields in order, each a DistTensor of shape (len(samples), *shape of a sample),
-        or a `HaloBlock`; no tuple where there is only one field. Raises DataError on every rank
-        where one cannot read its box.
+        or a `HaloBlock`; no tuple if there is only one field. Raises DataError on every rank
+        if one cannot read its box.
 
         Parameters
         ----------
@@ -358,7 +358,7 @@ def _listed(names: str | int | Sequence[str | int] | None) -> list[str | int]:
 def _by_name(
     transform: Transform | Mapping[Any, Transform] | None, sources: Mapping[Field, Source]
 ) -> Mapping[Any, Transform]:
-    """Return a dictionary of transforms by field, given that or the function of a single field."""
+    """Return the transform of each field, from `Dataset`'s argument: a dictionary or a function."""
     if not callable(transform):
         return transform or {}
     if len(sources) > 1:

@@ -172,8 +172,7 @@ class DistributedLoader:
     def _check_dataset(self, shares: _Shares) -> None:
         """Raise DataError if ranks load different values of two samples. Collective.
 
-        A dataset that changes samples at random, so that a rank loads other values each time, may
-        differ.
+        Samples that change at random each time they are loaded may differ.
         """
         if shares.parts == 1 or self.grid.device.type == "meta":
             return
@@ -305,7 +304,7 @@ class _ShareSampler:
 
     @staticmethod
     def _behind(batches: Iterator[list[Any]], done: int, drawn: int) -> Iterator[list[Any]]:
-        _pass(map(_name, batches), done, drawn)
+        _skip(map(_name, batches), done, drawn)
         yield from batches
 
     def __len__(self) -> int:
@@ -364,7 +363,7 @@ def _start_of(epoch: int) -> dict[str, Any]:
 
 
 def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]:
-    """Return an iterator over whole mini-batches after the first `done`, which `_pass` skips."""
+    """Return an iterator over whole mini-batches after the first `done`; `_skip` checks these."""
 
     def loaded() -> Iterator[_MiniBatch]:
         for content in loader:
@@ -372,11 +371,11 @@ def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]
             yield _MiniBatch(f"{[*map(len, tensors.values())]} rows", None, content, tensors)
 
     batches = loaded()
-    _pass(map(attrgetter("name"), batches), done, drawn)
+    _skip(map(attrgetter("name"), batches), done, drawn)
     return batches
 
 
-def _pass(names: Iterator[str], done: int, drawn: int) -> None:
+def _skip(names: Iterator[str], done: int, drawn: int) -> None:
     """Skip `done` names; raise DataError unless there are as many, with the checksum `drawn`."""
     found = list(islice(names, done))
     if (len(found), reduce(_with_name, found, 0)) != (done, drawn):
@@ -412,7 +411,7 @@ def _listed(batch: Any) -> list[Any]:
 def _like(
     loader: DataLoader[Any], batches: Any, workers: int, generator: torch.Generator
 ) -> DataLoader[Any]:
-    """Return a DataLoader with the options of `loader`, and this batch sampler and seed."""
+    """Return a DataLoader like `loader`, with other mini-batches, workers and generator."""
     return DataLoader(
         loader.dataset,
         batch_sampler=batches,
@@ -446,7 +445,7 @@ def _refuse_layouts(axes: set[tuple[str, ...]]) -> NoReturn:
 
 
 def _text(tensors: Mapping[Any, Tensor]) -> str:
-    """Return the names, shapes of a sample, and types of tensors, a text that ranks compare."""
+    """Describe tensors by name, shape of a sample, and type, in a text that ranks compare."""
     return ", ".join(f"{name!r} of {(*x.shape[1:],)} {x.dtype}" for name, x in tensors.items())
 
 

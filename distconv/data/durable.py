@@ -80,7 +80,7 @@ def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> str:
 def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
     """Return the content of a file that `write_checksummed` wrote, without the checksum.
 
-    `checksum` is the checksum that `write_checksummed` returned, where it is known. Raises
+    `checksum` is the checksum that `write_checksummed` returned, if it is known. Raises
     DamagedFile if the content is truncated or changed, or its checksum is not `checksum`. Raises
     OSError if the file cannot be read.
     """

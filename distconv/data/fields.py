@@ -61,8 +61,8 @@ class HaloBlock:
 class Wanted:
     """The elements that a rank needs of one field of a mini-batch.
 
-    `box` are their indices in the mini-batch, with halos; `views` has for each of `samples` the
-    stored elements to read.
+    `box` is their box in the mini-batch, with halos; `views` has for each of `samples` the stored
+    elements to read.
     """
 
     box: Box
@@ -163,7 +163,7 @@ class FieldOnGrid:
         return np.empty(wanted.box.shape, self.source.dtype)
 
     def converted(self, values: NDArray[Any], wanted: Wanted, epoch: int) -> Tensor:
-        """Return values of the source as the program's tensor: converted, transformed, changed."""
+        """Return values of the source as a tensor for the program, transformed and augmented."""
         if not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == torch.bool):
             check_range(values, str(self.dtype).removeprefix("torch."), self.source.name)
         if values.dtype.name in _WIDER:
@@ -213,7 +213,7 @@ class FieldOnGrid:
 def prepare(
     fields: Sequence[FieldOnGrid], samples: Sequence[int], epoch: int, grid: Grid
 ) -> Values:
-    """Return this rank's needs of a mini-batch, with uninitialized arrays. No communication."""
+    """Return the elements of a mini-batch that this rank needs, with arrays still to be filled."""
     wanted = [own.wanted(samples, epoch, grid.topology, grid.rank) for own in fields]
     arrays = [own.empty(share) for own, share in zip(fields, wanted, strict=True)]
     return Values(list(map(int, samples)), epoch, wanted, arrays)
@@ -241,7 +241,7 @@ def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
 def given_shapes(
     sources: Mapping[Field, Source], augmentations: Augmentations
 ) -> dict[Field, tuple[tuple[int, ...], int]]:
-    """Return two facts about each field: its shape and its space, as `FieldOnGrid` has them."""
+    """Return the `shape` and the `space` of each field's `FieldOnGrid`, given its source."""
     space = next(iter(sources.values())).shape[1:]
     resulting = augmentations.resulting(space)
     found = {}

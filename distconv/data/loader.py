@@ -93,7 +93,7 @@ class Loader:
     Raises
     ------
     DataError
-        On every rank, where arguments differ or make no mini-batch; in a loop, where a rank cannot
+        On every rank, if arguments differ or make no mini-batch; in a loop, if a rank cannot
         read its box.
     """
 

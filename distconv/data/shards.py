@@ -126,7 +126,7 @@ def restored(
 
 
 def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return a stored state of a module for its `load_state_dict` on this rank.
+    """Return the state to pass to a module's `load_state_dict` on this rank, read from shards.
 
     Of a sharded parameter only this rank's block is read.
     """
@@ -135,7 +135,7 @@ def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
 
 
 def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return a stored state of an optimizer for `load_full_state_dict` on this rank."""
+    """Return the state to pass to an optimizer's `load_full_state_dict`, read from shards."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))
@@ -145,7 +145,7 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def _for(state: Any, target: Any) -> Any:
-    """Return a state with this rank's block, read from the shards, for each `Stored` tensor.
+    """Return a state with each `Stored` tensor replaced by this rank's block of it.
 
     `target` is the parameter that the state belongs to. A tensor with as many dimensions is cut as
     `target` is, along the dimensions with equal extents; others are whole on every rank.
@@ -165,7 +165,7 @@ def _for(state: Any, target: Any) -> Any:
 
 
 def _places(x: DistTensor, grid: Grid) -> list[Place]:
-    """Return which rank writes which block of a sharded tensor: of its replicas, the first rank."""
+    """Return the places of a sharded tensor's blocks; of replicas, the first rank writes."""
     topology = grid.topology
     copies = replicating_axes(x.cuts, topology)
     places = []

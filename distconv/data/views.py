@@ -42,13 +42,13 @@ class Piece:
     def place(self, out: NDArray[Any], values: NDArray[Any], order: Sequence[int]) -> None:
         """Copy the values of the stored box to their places in `out`, an array of the view's shape.
 
-        `order` is the view's: for each of its dimensions, the dimension of `values`.
+        `order` has for each dimension of the view the dimension of `values`.
         """
         backwards = tuple(slice(None, None, -1 if flip else None) for flip in self.flips)
         out[self.target] = values.transpose(order)[backwards]
 
     def within(self, box: Box, order: Sequence[int]) -> Piece | None:
-        """Return the intersection with a box of the stored sample; None if it is empty."""
+        """Return the part of this piece in `box` of the stored sample; None if there is none."""
         start = tuple(map(max, self.source.start, box.start))
         stop = tuple(map(min, self.source.stop, box.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):

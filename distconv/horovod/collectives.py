@@ -75,7 +75,7 @@ def check_compression(caller: str, wire: torch.dtype | None) -> None:
 
 
 def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
-    """Return `op`, or the operation for Horovod's older argument `average`; raise for others."""
+    """Return `op`, or the operation that Horovod's older `average` names; raise for others."""
     if op is not None and average is not None:
         raise ValueError(f"distconv.horovod.{caller}: op and average are given; leave out average")
     if op is None:
@@ -99,7 +99,7 @@ def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> 
 def start_flat_sum(
     flat: Tensor, part: Part, grid: ProcessGrid, purpose: str = PURPOSE
 ) -> Request | None:
-    """Start to sum a vector over the ranks, in place; return None if the sum is complete."""
+    """Start to sum a vector, which `part` describes, in place; return None if the sum is done."""
     if part.wire:
         HalfSum(flat, grid, AXES, getattr(torch, part.wire), purpose).wait()
         return None
@@ -107,7 +107,7 @@ def start_flat_sum(
 
 
 def part_of(elements: int, like: Tensor, wire: torch.dtype | None) -> Part:
-    """Describe, for an announcement, a vector of the type and device of `like`, sent as `wire`."""
+    """Return the `Part` of an announcement for a vector like `like`, sent in the type `wire`."""
     names = [str(kind or "").removeprefix("torch.") for kind in (like.dtype, wire)]
     return Part(elements, names[0], like.device.type, names[1])
 

@@ -129,7 +129,7 @@ def _check(tensor: Tensor, parallel_strategy: ParallelStrategy, method: str) -> 
 
 
 def _chunks(n: int, *parts: int) -> list[int]:
-    """Return the number of samples, of `n`, of each rank of a mesh of `parts` by `Shard(0)`."""
+    """Return the numbers of samples into which `Shard(0)` divides `n` over a mesh of `parts`."""
     if not parts:
         return [n]
     most = -(-n // parts[0])

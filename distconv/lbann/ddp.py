@@ -42,7 +42,7 @@ class DistConvDDP(nn.Module):
     Raises
     ------
     ValueError
-        On every rank, where both factor and strategy are missing, the factor is no positive number
+        On every rank, if both factor and strategy are missing, the factor is no positive number
         or differs between ranks, or the module is parallelized already.
     TypeError
         For another option, another strategy, and a module that is wrapped already.

@@ -89,9 +89,9 @@ class ParallelStrategy:
         self._shard_dim = dims
 
     def shard_to_rank(self, shard_ind: int | Sequence[int]) -> int:
-        """Return the rank, in the job, of this replica's rank with these parts of the dimensions.
+        """Return the number, in the job, of this replica's rank that holds the part `shard_ind`.
 
-        Parts count from 0, and modulo their number: part -1 is the last one.
+        `shard_ind` has a part for each dimension that is cut, from 0; part -1 is the last one.
         """
         parts = whole_numbers(shard_ind, "ParallelStrategy.shard_to_rank: shard_ind")
         place = 0

@@ -201,7 +201,7 @@ def _under_way(
     busy = 2 * once + 2e-4
 
     def go_through(i: int, working: bool) -> tuple[float, float, float]:
-        """Return the seconds of the start, of the wait at the end, and of a whole movement."""
+        """Return the seconds of a start, a wait and the whole; compute in between if `working`."""
         written.fill_(i % 3)
         _meet(grid)
         begun = clock()
@@ -237,7 +237,7 @@ def _meet(grid: ProcessGrid) -> None:
 
 
 def _skew(seconds: float) -> Table:
-    """Return by how many seconds the slowest rank exceeds the mean for equal work, by mean seconds.
+    """Return a table of the extra seconds of the slowest rank for equal work, by the mean seconds.
 
     The work is convolutions and passes over memory. The slowest rank changes with the place of its
     memory, so each round takes other memory.

@@ -153,7 +153,8 @@ def _measure(
 ) -> dict[str, list[float]]:
     """Return the seconds of Python of a layer's function and of its backward pass, by name.
 
-    There is one time for each of `STREAMED`, without the seconds of the layer's kernels.
+    There is one time for each of `STREAMED`, the bytes passed through the caches before a call,
+    without the seconds of the layer's kernels.
     """
     options: Any = {"rank": 0, "loss": lambda output: output.sum(), "input_gradients": True}
     recording = record_step(module, [shape], grid.shape, **options)
@@ -177,7 +178,7 @@ def _measure(
 def _passes(
     module: nn.Module, x: DistTensor, others: _Others, layers: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of a module's forward and backward pass, for each of `STREAMED`.
+    """Return the seconds of a module's forward and backward pass, after each of `STREAMED` bytes.
 
     `x` is the input, on the grid of a dry run; `layers` copies of the module are timed.
     """
@@ -205,7 +206,7 @@ def _passes(
 
 
 def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
-    """Return the seconds that a step takes for one more parameter, for each of `STREAMED`."""
+    """Return the seconds that a step takes for a further parameter, after `STREAMED` bytes each."""
     others = _Others(DryRunGrid({}, 0))
     trained, frozen = _Chain(layers, others), _Chain(layers, others)
     for p in list(frozen.parameters())[1:]:

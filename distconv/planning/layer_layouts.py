@@ -177,7 +177,8 @@ def chain_of(
 ) -> list[ChainedLayer]:
     """Return the layers of a module, each called on the result of the one before it.
 
-    A module whose children form no such chain is one layer. The module has no elements.
+    A module whose children form no such chain is one layer. `module` has no elements, and runs on
+    `grid`.
     """
     calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
     """Arguments and results of each module, in the order of the first calls."""
@@ -281,7 +282,7 @@ class _Costs:
         return max(self._moved(chain[i], comes, cuts, rank, passes) for rank in self._ranks)
 
     def _moved(self, layer: ChainedLayer, comes: Cuts, cuts: Cuts, rank: int, passes: int) -> float:
-        """Return a rank's seconds to redistribute a layer's input, in 2 `passes` its gradient."""
+        """Return a rank's seconds to redistribute a layer's input; in 2 passes its gradient too."""
         size = layer.dtype.itemsize
         needs = (Same(),) * len(cuts)
         plan = make_plan(self._dry.topology, rank, layer.shape, comes, cuts, needs)

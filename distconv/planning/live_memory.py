@@ -58,7 +58,7 @@ class LiveMemory:
             self._bytes[kind] += size
 
     def keep(self, x: Tensor) -> int:
-        """Mark a tensor as kept for the backward pass; return its bytes, 0 if counted before."""
+        """Mark a tensor as kept for backward; return its bytes, 0 if a parameter or marked."""
         self.hold([x], "other")
         key = address_of_memory(x)
         size, kind, _, _ = self._live.get(key, (0, "", None, ""))

@@ -176,7 +176,7 @@ class Machine:
         return rank // self.ranks_per_node
 
     def where(self, ranks: Sequence[int]) -> str:
-        """Return `within` where all `ranks` are on one node, else `between`."""
+        """Return "within" if all `ranks` are on one node, else "between"."""
         return "within" if len({self.node(rank) for rank in ranks}) == 1 else "between"
 
     def at_once(self, ranks: int) -> int:

@@ -56,7 +56,7 @@ _OF_VOLUMES: dict[str, Callable[..., object]] = {
 class Operands:
     """A pool of memory from which the operands of timed operators are taken in turn.
 
-    It is large enough for the operands of each of `operators`, except for copies.
+    It has room for all operands of each of `operators`, of which the first is copied.
     """
 
     def __init__(self, operators: Iterable[LocalOperator]):
@@ -93,7 +93,7 @@ class Operands:
 
 
 def _extent(spec: TensorSpec) -> int:
-    """Return the distance in memory, in elements, from a tensor's first to behind its last one."""
+    """Return the number of elements in memory from a tensor's first to its last, inclusive."""
     return 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
 
 

@@ -34,9 +34,9 @@ memory is estimated, as the process that times it holds many of them."""
 
 
 class OperatorTimes:
-    """The seconds of local operators, and the workspaces of convolutions, once `prepare` is called.
+    """The seconds of local operators, and the bytes that convolutions allocate beside results.
 
-    `at_once` ranks of a node compute at the same time. New times are added to the machine.
+    `at_once` ranks of a node compute at the same time. `prepare` adds new times to the machine.
     """
 
     def __init__(self, machine: Machine, at_once: int):
@@ -48,7 +48,7 @@ class OperatorTimes:
         """The timed operators, by kind and key, from which others are estimated."""
 
     def __getitem__(self, operator: LocalOperator) -> float:
-        """Return the seconds of an operator, which `prepare` must have got."""
+        """Return the seconds of an operator that was passed to `prepare` before."""
         if self._machine.roofline is not None:
             return roofline_seconds(operator, self._machine.roofline)
         key = operator.key
@@ -142,7 +142,7 @@ def _work(operator: LocalOperator) -> float:
 
 
 def _cost(operator: LocalOperator) -> float:
-    """Return about how many seconds it takes to time an operator."""
+    """Estimate the seconds that timing an operator takes."""
     once = max(flops_of(operator) / 3e10, operator.nbytes / 5e9, 1e-5)
     return 0.002 + once * (2 + min(max(SECONDS / once, FEWEST), MOST))
 

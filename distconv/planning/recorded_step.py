@@ -199,7 +199,7 @@ def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def shapes_of(given: Any) -> list[tuple[int, ...]]:
-    """Return a list of shapes, one for each input, given that or a single shape."""
+    """Return a list of shapes, one for each input, from such a list or a single shape."""
     several = list(given) if given and all(isinstance(s, Sequence) for s in given) else [given]
     shapes = [tuple(shape) for shape in several]
     for shape in shapes:
@@ -218,7 +218,7 @@ def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
 
 
 def _each_input(value: Any, count: int, what: str) -> list[Any]:
-    """Return a list of `count` values, given that or a single value for all inputs."""
+    """Return a list of `count` values, from such a list or a single value for all inputs."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:

@@ -74,7 +74,7 @@ class LocalOperator:
 
 
 def spec_of(value: Any) -> Any:
-    """Return arguments with a `TensorSpec` in place of each tensor, which are hashable."""
+    """Return arguments made hashable: a `TensorSpec` for each tensor, and tuples for lists."""
     if isinstance(value, Tensor):
         return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, (tuple, list)):

@@ -342,7 +342,7 @@ def training_step(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> Callable[[], None]:
-    """Return a function that runs a case's training step; its ranks call both together."""
+    """Return a function that runs a case's training step. All ranks of the case call both."""
     extents: dict[str, Any] = dict(case.grid)
     grid = ProcessGrid(tuple(range(case.ranks)), **extents)
     module = make()

@@ -318,7 +318,7 @@ class _Search:
         return record_step(module or self.module, self.shapes, grid, rank=rank, **options)
 
     def time_operators(self, recordings: Sequence[Recording], at_least: float = 0.0) -> None:
-        """Time the operators of recordings until `end`, but for `at_least` seconds."""
+        """Time the operators of recordings until `end`, or longer, for `at_least` seconds."""
         left = max(self.end - time.perf_counter(), at_least)
         self.times.prepare_approximately([r.operators for r in recordings], self.progress, left)
 
@@ -339,7 +339,7 @@ class _Search:
     def ways_out(
         self, grid: dict[str, int], ranks: int, axes: Sequence[str] | None
     ) -> Iterator[WayOut]:
-        """Yield changes that reduce the memory of a step on `grid`, the grid with the least.
+        """Yield changes that reduce the memory of a step on `grid`, which needs the least of all.
 
         They are checkpoints, bfloat16, sharded weights, and more ranks, until a grid fits.
         """
@@ -381,7 +381,7 @@ class _Search:
 def with_checkpoints(module: nn.Module) -> nn.Module:
     """Return a copy of a module that recomputes its blocks by `torch.utils.checkpoint`.
 
-    Blocks are the modules of the first level with three or more; if there is none, no module is.
+    Blocks are the modules of the first level with three or more; there may be no such level.
     """
     copied = copy.deepcopy(module)
     blocks = [copied]

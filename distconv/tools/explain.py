@@ -93,8 +93,8 @@ def explain(
     for a backward pass.
 
     Raises TypeError or ValueError for arguments that do not fit: no Module, no shape, or not one
-    type or layout for each input. Raises RuntimeError where the forward pass raises, naming the
-    layer; also where it reads the elements of a tensor. A layer that is refused raises nothing: it
+    type or layout for each input. Raises RuntimeError if the forward pass raises, naming the
+    layer; also if it reads the elements of a tensor. A layer that is refused raises nothing: it
     is the last row of the table.
 
     Parameters

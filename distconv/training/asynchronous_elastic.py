@@ -100,7 +100,7 @@ class ElasticClient:
             p.grad = None
 
     def finish(self) -> None:
-        """Pull, unless no step was taken since the last pull."""
+        """Pull towards the center, unless no step was taken since the last pull."""
         if not self._pulled:
             self._pull()
 
@@ -114,7 +114,7 @@ class ElasticClient:
 
 
 class ElasticRule:
-    """The server's part of `AsynchronousElastic`; with `client`, tied to a server above itself."""
+    """The server's part of `AsynchronousElastic`; `client` ties its center to another server's."""
 
     kinds: tuple[Kind, ...] = (Kind.PULL,)
     waits = False
@@ -125,7 +125,7 @@ class ElasticRule:
         self._parameters, self._alpha, self._client = parameters, alpha, client
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Move the center towards one client's parameters; return the move, which it subtracts."""
+        """Move the center towards a client's parameters; return the move, for it to subtract."""
         [(theirs, samples)] = brought
         pull: list[Tensor | None] = []
         for center, x in zip(self._parameters, theirs, strict=True):

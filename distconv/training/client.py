@@ -74,7 +74,7 @@ class Worker:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps of this worker, also before the server was restarted."""
+        """Return the number of this worker's steps, in this run and in earlier ones."""
         steps: int = self._client.steps
         return steps
 

@@ -68,7 +68,7 @@ class NoiseScale:
 
     @property
     def value(self) -> float:
-        """Return the noise scale in samples, tr(Sigma) / |G|^2; NaN where it is not known."""
+        """Return the noise scale in samples, tr(Sigma) / |G|^2; NaN if it is not known."""
         return self.noise / self.signal if self.signal > 0 else nan
 
     def state_dict(self) -> dict[str, float]:

@@ -85,7 +85,7 @@ class ServerCheckpoints:
         self._saved = report.updates
 
     def check_new(self) -> None:
-        """Raise `FileExistsError` if the folder holds checkpoints, of another run therefore."""
+        """Raise `FileExistsError` if the folder holds checkpoints: they are another run's."""
         for newest in [] if self._folder is None else checkpoints_in(self._folder)[:1]:
             if step_of(newest) > 0:
                 raise FileExistsError(

@@ -210,7 +210,10 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
 
 
 def _only(model: nn.Module, part: Sequence[int]) -> nn.Module:
-    """Return a copy of a model, on the CPU, with only those parameters and buffers in `part`."""
+    """Return a copy of a model on the CPU, with only the parameters and buffers in `part`.
+
+    `part` has their indices, parameters first, in the order of the model.
+    """
     kept = {
         name
         for i, (name, _) in enumerate((*model.named_parameters(), *model.named_buffers()))

@@ -35,8 +35,8 @@ SERVER_FOLDER = "server-{rank}"
 class Arrangement:
     """The roles of a job's ranks: servers first, then workers, group by group. No communication.
 
-    A server has a rank for each of `shards`; with several groups, each has a server of its own
-    behind the first one. A worker has `of_worker` ranks. Raises ValueError if the ranks do not fit.
+    A server has `shards` ranks, and a worker `of_worker` ranks. With several groups, each has a
+    server of its own, behind the first one. Raises ValueError if the ranks do not fit.
     """
 
     ranks: int
@@ -83,7 +83,7 @@ class Arrangement:
         return (rank - self.servers) // self.of_worker
 
     def above(self, rank: int) -> list[int]:
-        """Return the ranks of the server whose client a rank is: all of it, or [] for no client."""
+        """Return the ranks of the server of which `rank` is a client; [] if it is no client."""
         if rank >= self.servers:
             worker = self.worker_of(rank)
             first = rank == self.ranks_of(worker)[0]

@@ -145,7 +145,7 @@ def only_name(path: Path, name: str | None, names: list[str]) -> str:
 
 
 def check_file(path: Path, kind: str) -> None:
-    """Raise `OSError` unless there is a file at `path`; `kind` is the one to name in its stead."""
+    """Raise `OSError` unless `path` is a file; for a folder, tell the user to name `kind` in it."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name {kind} in it")
     if not path.is_file():

@@ -37,8 +37,8 @@ def turns(
 ) -> tuple[int, ...]:
     """Return for each dimension the number of turns in which its parts write.
 
-    Parts with different chunks may write in one turn: those whose numbers are equal modulo the
-    number of turns. There is one turn where all parts begin at the start of a chunk.
+    Parts whose numbers are equal modulo the number of turns share no chunk, and write in one turn.
+    One turn is enough if all parts begin at the start of a chunk.
     """
     return tuple(
         _turns_along(n, topology.parts(axes), chunk)

@@ -44,7 +44,7 @@ def save(
         `.h5`, `.hdf5`: an HDF5 file with one contiguous dataset, "data", without compression. All
             ranks write at once; HDF5 needs no support of MPI.
         `.npy`: a file of numpy. All ranks write at once.
-        `.zarr`: a compressed zarr array, of format 3. Each rank writes whole chunks where its box
+        `.zarr`: a compressed zarr array, of format 3. Each rank writes whole chunks if its box
             begins and ends with one; ranks that share a chunk write it in turns.
     tensors: a tensor, samples first; or several on one grid, in a dictionary by their names in an
         HDF5 file or zarr group.
@@ -56,7 +56,7 @@ def save(
     Raises
     ------
     DataError
-        On every rank, where a rank cannot write, or the suffix or the type of values is not
+        On every rank, if a rank cannot write, or the suffix or the type of values is not
         supported. An earlier file at `path` remains.
     """
     path = Path(path)

@@ -134,7 +134,7 @@ def _study(given: argparse.Namespace) -> int:
 
 
 def _on_first(work: Callable[[], Any]) -> Any:
-    """Return the result of a function on rank 0, while others sleep; all raise `BadArguments`."""
+    """Return the result of a function run on rank 0, while others sleep; all raise its error."""
     found = problem = None
     if world().rank == 0:
         try:
@@ -195,7 +195,7 @@ def _facts(given: argparse.Namespace) -> dict[str, str]:
 
 
 def _check_module(given: argparse.Namespace, study: Study) -> None:
-    """Raise `BadArguments` on all ranks if a dry run fails for a case: it is refused, say."""
+    """Raise `BadArguments` on all ranks if a case is refused, or raises, in a dry run."""
     module = made_everywhere(given.factory, given.seed)
     cut: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
     try:
