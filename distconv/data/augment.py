@@ -33,7 +33,7 @@ class Move(ABC):
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
         """Return the spatial extents of a sample after the move; `space` are the extents before it.
 
-        Raises ValueError for samples that the move does not fit.
+        Raises ValueError for samples that the move does not fit, and for wrong arguments of it.
         """
         return space
 
@@ -87,10 +87,6 @@ class Flip(Move):
     probability: float = 0.5
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return `space`: flips keep the extents.
-
-        Raises ValueError for dimensions that samples do not have.
-        """
         _numbers(self.dimensions, len(space), "Flip")
         if not 0 <= self.probability <= 1:
             raise ValueError(f"Flip: probability={self.probability} is not between 0 and 1")
@@ -115,10 +111,6 @@ class Rotate90(Move):
     plane: tuple[str, str] = ("height", "width")
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return `space`: rotations of a square keep the extents.
-
-        Raises ValueError for a plane that is not in samples, or not a square.
-        """
         if len(set(self.plane)) != 2:
             raise ValueError(f"Rotate90: plane={self.plane} does not name two dimensions")
         extents = tuple(space[d] for d in _numbers(self.plane, len(space), "Rotate90"))
@@ -192,10 +184,6 @@ class Translate(Move):
     border: str = "zeros"
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return `space`: shifts keep the extents.
-
-        Raises ValueError for an unknown border, and for shifts that do not fit the space.
-        """
         if self.border not in ("periodic", "zeros"):
             raise ValueError(f"Translate: border={self.border!r} is not 'periodic' or 'zeros'")
         most = self._most(len(space))

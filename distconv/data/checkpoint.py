@@ -420,33 +420,24 @@ def newest_whole(
 
 
 def _examined(grid: Grid, path: Path, content: bytes) -> tuple[dict[str, Any], str]:
-    """Return the state in a checkpoint, and the damage found in it or its shards, "" for none."""
+    """Return the state in a checkpoint, and the damage found in it or its shards, "" for none.
+
+    Each shard is read by one rank. Raises OSError if a shard cannot be read now, or this rank does
+    not see the checkpoint itself, which may be whole: then no older one must be loaded.
+    """
     state: dict[str, Any] = {}
     try:
         state = _state(path, content)
-        _check_shards(grid, path, state)
+        if state["format"] == SHARDED and not path.exists():
+            raise OSError(str(unseen(path)))
+        shards: Any = state["shards"] if state["format"] == SHARDED else {"count": 0}
+        # Earlier versions saved no checksums.
+        checksums = shards.get("checksums", [None] * shards["count"])
+        for number in range(grid.rank, shards["count"], grid.size):
+            read_checksummed(_shard(path, shards["token"], number), checksums[number])
     except (DamagedFile, FileNotFoundError) as error:
         return state, str(error)
     return state, ""
-
-
-def _check_shards(grid: Grid, path: Path, state: dict[str, Any]) -> None:
-    """Check the shards of a checkpoint: each is read by one rank, without messages.
-
-    Raises DamagedFile or FileNotFoundError if a shard is damaged, missing, or was written for
-    another checkpoint or rank. Raises OSError if a shard cannot be read now, or this rank does not
-    see the checkpoint itself: the checkpoint may be whole, so the caller must not load an older
-    one.
-    """
-    if state["format"] != SHARDED:
-        return
-    if not path.exists():
-        raise OSError(str(unseen(path)))
-    shards = state["shards"]
-    # Earlier versions saved no checksums.
-    checksums = shards.get("checksums", [None] * shards["count"])
-    for number in range(grid.rank, shards["count"], grid.size):
-        read_checksummed(_shard(path, shards["token"], number), checksums[number])
 
 
 def _shard(path: Path, token: str, number: int) -> Path:

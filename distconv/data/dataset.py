@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distconv.data.augment import Augmentations, Change, Move
-from distconv.data.cache.cache import Cache, Flight, Loaded
+from distconv.data.cache.cache import Arriving, Cache, Loaded
 from distconv.data.cache.exchange import Arrivals
 from distconv.data.errors import check_alike, together
 from distconv.data.fields import (
@@ -183,9 +183,10 @@ class Dataset:
         check_alike(grid, facts, "Give all ranks the same data, in the same way.")
         self.samples = next(iter(self._fields.values())).source.samples
         self.amplification = self._compare_chunks()
-        self.cache = (
-            None if cache is None else together(grid, lambda: self._make_cache(cache, cache_limit))
-        )
+        self.cache: Cache | None = None
+        if cache is not None:
+            given = self.on_grid, grid, self._read_into, os.fspath(cache), cache_limit
+            self.cache = together(grid, lambda: Cache(*given))
 
     def __len__(self) -> int:
         return self.samples
@@ -218,12 +219,12 @@ class Dataset:
         cache = self.cache
         (arrivals,) = together(self.grid, lambda: cache.plan([self.numbers(samples)]))
         loaded = together(self.grid, lambda: cache.load(arrivals))
-        values = self.exchange(samples, epoch, arrivals, loaded).finish()
+        values = self.exchange(samples, epoch, arrivals, loaded)()
         return self.assemble(together(self.grid, lambda: self.converted(values)))
 
     def exchange(
         self, samples: Sequence[int], epoch: int, arrivals: Arrivals, loaded: Loaded
-    ) -> Flight:
+    ) -> Arriving:
         """Start to send a mini-batch from the ranks that keep its samples. Collective.
 
         Parameters
@@ -289,9 +290,6 @@ class Dataset:
             raise ValueError(f"there are no samples {wrong}; there are {self.samples}, from 0")
         return list(map(int, samples))
 
-    def _make_cache(self, where: str | os.PathLike[str], limit: int | None) -> Cache:
-        return Cache(self.on_grid, self.grid, self._read_into, os.fspath(where), limit)
-
     def _read_view(self, source: Source, sample: int, view: View, out: NDArray[Any]) -> None:
         """Read a view of a stored sample into `out`, one stored box after the other."""
         for piece in view.pieces:
@@ -304,9 +302,6 @@ class Dataset:
 
     def _read_into(self, source: Source, sample: int, box: Box, out: NDArray[Any]) -> None:
         source.read_into(out, sample, box)
-        self._count(source, box)
-
-    def _count(self, source: Source, box: Box) -> None:
         with self._counting:
             self.bytes_read += box.size * source.dtype.itemsize
             self.bytes_fetched += source.fetched(box)

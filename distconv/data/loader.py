@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from distconv.data.cache.cache import Cache, Flight, Loaded
+from distconv.data.cache.cache import Arriving, Cache, Loaded
 from distconv.data.cache.exchange import Arrivals
 from distconv.data.dataset import Batch, Blocks, Dataset
 from distconv.data.errors import check_alike, in_step, together
@@ -242,12 +242,12 @@ class Loader:
                 for batch, found in zip(batches, reading, strict=True):
                     yield f"samples {batch}", found
 
-        before: Flight | None = None
+        before: Arriving | None = None
         with closing(in_step(self.grid, loaded())) as found:
             for batch, new, boxes in zip(batches, arrivals, found, strict=True):
-                flight = self.dataset.exchange(batch, epoch, new, boxes)
+                arriving = self.dataset.exchange(batch, epoch, new, boxes)
                 if before is not None:
-                    yield before.finish()
-                before = flight
+                    yield before()
+                before = arriving
         if before is not None:
-            yield before.finish()
+            yield before()

@@ -18,12 +18,15 @@ from distconv.data.fields import FieldOnGrid, Values
 from distconv.data.sources.interface import Source
 from distconv.geometry.layout import Box
 from distconv.grid.interface import Grid
-from distconv.transport.interface import Message, Request
+from distconv.transport.interface import Message
 
 Loaded: TypeAlias = dict[tuple[int, int], Any]
 """The key of each box, by field and sample."""
 
 Read: TypeAlias = Callable[[Source, int, Box, NDArray[Any]], None]
+
+Arriving: TypeAlias = Callable[[], Values]
+"""A function that waits for the messages of a mini-batch, and returns this rank's values."""
 
 
 class Cache:
@@ -109,10 +112,11 @@ class Cache:
                 # Another loader was faster.
                 self._boxes.drop(place)
 
-    def start(self, values: Values) -> Flight:
+    def start(self, values: Values) -> Arriving:
         """Start to send the kept boxes of a mini-batch to the ranks that need them.
 
-        All ranks call it for the same mini-batch, after `settle`; it fills `values.arrays`.
+        All ranks call it for the same mini-batch, after `settle`. Returns a function that waits for
+        the messages, and returns `values` with its arrays filled.
         """
         grid, topology = self._grid, self._grid.topology
         incoming: dict[int, list[CachedBox]] = defaultdict(list)
@@ -142,17 +146,21 @@ class Cache:
         request = None
         if grid.size > 1:
             request = grid.transport.exchange(arriving, leaving, grid.transport.next_tag())
-        return Flight(self, values, [incoming[peer] for peer, _ in arriving], arriving, request)
 
-    def unpack(self, values: Values, parts: Sequence[CachedBox], message: Tensor) -> None:
-        """Copy the boxes in a message, listed in `parts`, to their places in `values.arrays`."""
-        content, begin = message.cpu().numpy(), 0
-        for part in parts:
-            size = self._size(part)
-            dtype = self._fields[part.field].source.dtype
-            box = content[begin : begin + size].view(dtype).reshape(part.piece.source.shape)
-            self._place(values, part, box)
-            begin += size
+        def finish() -> Values:
+            if request is not None:
+                request.wait()
+            for peer, message in arriving:
+                content, begin = message.cpu().numpy(), 0
+                for part in incoming[peer]:
+                    end = begin + self._size(part)
+                    dtype = self._fields[part.field].source.dtype
+                    box = content[begin:end].view(dtype).reshape(part.piece.source.shape)
+                    self._place(values, part, box)
+                    begin = end
+            return values
+
+        return finish
 
     def _place(self, values: Values, part: CachedBox, box: NDArray[Any]) -> None:
         part.piece.place(values.arrays[part.field][part.place, ...], box, part.order)
@@ -179,29 +187,6 @@ class Cache:
     def _part(self, own: FieldOnGrid) -> int:
         """Return this rank's part, a number from 0, along the axes that cut a field's samples."""
         return self._grid.topology.part(self._grid.coords, own.cuts[0])
-
-
-class Flight:
-    """The messages of one mini-batch from a `Cache`, under way; `finish` waits for them."""
-
-    def __init__(
-        self,
-        cache: Cache,
-        values: Values,
-        parts: Sequence[Sequence[CachedBox]],
-        arriving: Sequence[Message],
-        request: Request | None,
-    ) -> None:
-        self._cache, self._values, self._parts = cache, values, parts
-        self._arriving, self._request = arriving, request
-
-    def finish(self) -> Values:
-        """Wait for the messages, and return the values of this rank's boxes of the mini-batch."""
-        if self._request is not None:
-            self._request.wait()
-        for parts, (_, message) in zip(self._parts, self._arriving, strict=True):
-            self._cache.unpack(self._values, parts, message)
-        return self._values
 
 
 def _packed(boxes: Sequence[NDArray[Any]]) -> Tensor:
