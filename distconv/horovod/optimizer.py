@@ -158,8 +158,8 @@ class _Reduction:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, int] = {}
         self._missing: list[int] = []
-        self._begun = False
-        self._announced = False
+        self.begun = self._announced = False
+        """Whether gradients are not reduced yet, and whether their reduction is announced."""
         self._started = 0
         self._states: dict[Tensor, tuple[int, int]] = {}
         """Each gradient after the last backward pass, with the version of its elements."""
@@ -170,11 +170,6 @@ class _Reduction:
     def _ranks(self) -> Job:
         assert self._job is not None
         return self._job
-
-    @property
-    def under_way(self) -> bool:
-        """Return whether a backward pass has added gradients that are not reduced yet."""
-        return self._begun
 
     def connect(self) -> None:
         """Make the grid and communicators for the sums. All ranks call it together.
@@ -217,7 +212,7 @@ class _Reduction:
             changed, self._changed = self._changed, False
             self._states.clear()
             if changed:
-                self._begun = self._announced = False
+                self.begun = self._announced = False
                 self.reset()
                 raise HorovodInternalError(
                     f"{_OWNER}: gradients have changed between backward() and step(), as "
@@ -225,7 +220,7 @@ class _Reduction:
                     "different parameters. Call synchronize(), change them, and step within "
                     "`with optimizer.skip_synchronize():`"
                 )
-        self._begun = self._announced = False
+        self.begun = self._announced = False
         self.synchronized = True
         self.reset()
 
@@ -262,9 +257,9 @@ class _Reduction:
 
     def _begin(self) -> None:
         """Arrange the parameters in buckets, before the first gradient of a step."""
-        if self._begun:
+        if self.begun:
             return
-        self._begun, self._started, self.synchronized = True, 0, False
+        self.begun, self._started, self.synchronized = True, 0, False
         kinds = [(p.dtype, p.device, p.shape, p.requires_grad) for p in self._parameters]
         if kinds != self._kinds:
             self._kinds = kinds
@@ -392,7 +387,7 @@ class _DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, or to zero."""
-        if self._reduction.under_way:
+        if self._reduction.begun:
             raise AssertionError(
                 f"{_OWNER}: zero_grad() between backward() and step() would drop gradients that "
                 "are under way; call step() or synchronize() before"
