@@ -28,6 +28,9 @@ from distconv.tensor.nested import shards_of
 
 Group = dict[str, Any]
 
+_SHARED = ("param_groups", "state", "defaults", "_optimizer_")
+"""Beginnings of the names of attributes that belong to the wrapped optimizer."""
+
 _DECOUPLED = ("AdamW", "Adafactor", "Muon")
 """Names of torch's optimizers whose weight decay is not part of the gradient."""
 
@@ -78,28 +81,13 @@ class LARC(Optimizer):
         self.optimizer = optimizer
         self.trust, self.clip, self.on = trust, clip, on
 
-    @property
-    def param_groups(self) -> list[Group]:  # type: ignore[override]
-        """Return the parameter groups of the wrapped optimizer."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Return the state of the wrapped optimizer."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the defaults of the wrapped optimizer."""
-        return self.optimizer.defaults
-
     def __repr__(self) -> str:
         how = f"trust={self.trust}, clip={self.clip}, on={self.on!r}"
         return f"{type(self).__name__}({self.optimizer!r}, {how})"
 
     def __getattr__(self, name: str) -> Any:
-        # torch's methods for hooks look here for their lists.
-        if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
+        # Groups and state, and the lists in which torch's methods look for hooks.
+        if name.startswith(_SHARED) and "optimizer" in self.__dict__:
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from distconv.grid.program_lines import user_line
 from distconv.grid.stall import time_limit
@@ -198,6 +200,24 @@ class Connection:
         if tensors is None:
             return in_bytes("")
         return self._shards.packings[j].pack([tensors[i] for i in self._shards.parts[j]])
+
+
+@dataclass
+class Client:
+    """Base class of the client's part of a method such as `Downpour`.
+
+    `optimizer` steps with the client's own gradients, if the method lets it; `steps` were taken in
+    earlier runs.
+    """
+
+    method: Any
+    parameters: Sequence[Any]
+    buffers: Sequence[Tensor]
+    optimizer: Optimizer | None
+    server: Connection
+    steps: int
+    samples: int = 0
+    """The samples since the last update."""
 
 
 def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import time_limit
@@ -39,19 +38,8 @@ class Method(Protocol):
     ) -> Rule:
         """Return the server's part; `above` is the connection to a server above it, if any."""
 
-    def client(
-        self,
-        parameters: Sequence[Any],
-        buffers: Sequence[Tensor],
-        optimizer: Optimizer | None,
-        server: Connection,
-        steps: int,
-    ) -> Any:
-        """Return the client's part, an object with `step`, `finish` and `steps`.
-
-        `optimizer` steps with the client's own gradients, if the method lets it; `steps` is the
-        number of steps in earlier runs.
-        """
+    def client(self, *given: Any) -> Any:
+        """Return the client's part, with `step` and `finish`; `given` are as for `Client`."""
 
 
 class AllWorkersLost(RuntimeError):
