@@ -1,6 +1,6 @@
 """Reading and writing samples box by box, and keeping the state of a run.
 
-It is imported without h5py and zarr, which are needed where such files are opened.
+Importing this package needs neither h5py nor zarr; opening or writing their files does.
 """
 
 from __future__ import annotations

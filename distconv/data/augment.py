@@ -1,7 +1,7 @@
-"""Random changes of samples that are the same on any grid, as they commute with cutting.
+"""Random changes of samples (flips, crops, noise) whose result is the same on any grid.
 
-The random numbers of a sample follow from a seed, the epoch and the number of the sample alone.
-Elements are moved while a sample is read: a rank reads the stored elements that its box will hold.
+The random numbers of a sample follow from a seed, the epoch and the number of the sample alone. A
+flip or crop costs no messages: each rank reads the stored elements that its box will hold.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ SPACE = ("depth", "height", "width")
 
 
 class Move(ABC):
-    """A random move of a sample's elements, the same in all fields with the space of the first."""
+    """Base class of random moves of elements (flips, rotations, crops, shifts) of a sample.
+
+    All fields whose spatial dimensions have the extents of the first field's are moved alike.
+    """
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the extents of a sample's space after the move, from the extents before it.
+        """Return the spatial extents of a sample after the move; `space` are the extents before it.
 
-        Raises ValueError for samples that cannot be moved so.
+        Raises ValueError for samples that the move does not fit, and for wrong arguments of it.
         """
         return space
 
     @abstractmethod
     def view(self, view: View, space: int, generator: Generator) -> View:
-        """Return a view of a sample with its elements moved.
+        """Return `view`, a view of a stored sample, with its elements moved.
 
         Parameters
         ----------
@@ -46,11 +49,11 @@ class Move(ABC):
 
 
 class Change(ABC):
-    """A random change of the values of one sample.
+    """Base class of random changes of the values of a sample, such as noise.
 
     Attributes
     ----------
-    fields: the names of the fields to change; the first field when there are none.
+    fields: the names of the fields to change; by default, the first field alone.
     """
 
     fields: Sequence[str | int | None] = ()
@@ -59,7 +62,7 @@ class Change(ABC):
     def apply(
         self, block: Tensor, box: Box, shape: tuple[int, ...], generator: Generator
     ) -> Tensor:
-        """Return a block of a sample with its values changed.
+        """Return this rank's block of a sample with its values changed.
 
         Parameters
         ----------
@@ -84,10 +87,6 @@ class Flip(Move):
     probability: float = 0.5
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return `space`: flips keep the extents.
-
-        Raises ValueError for dimensions that samples do not have.
-        """
         _numbers(self.dimensions, len(space), "Flip")
         if not 0 <= self.probability <= 1:
             raise ValueError(f"Flip: probability={self.probability} is not between 0 and 1")
@@ -112,10 +111,6 @@ class Rotate90(Move):
     plane: tuple[str, str] = ("height", "width")
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return `space`: rotations of a square keep the extents.
-
-        Raises ValueError for a plane that is not in samples, or not a square.
-        """
         if len(set(self.plane)) != 2:
             raise ValueError(f"Rotate90: plane={self.plane} does not name two dimensions")
         extents = tuple(space[d] for d in _numbers(self.plane, len(space), "Rotate90"))
@@ -142,7 +137,7 @@ class Rotate90(Move):
 
 @dataclass(frozen=True)
 class Crop(Move):
-    """Crop each sample to an extent.
+    """Crop each sample to given spatial extents.
 
     Parameters
     ----------
@@ -180,19 +175,15 @@ class Translate(Move):
 
     Parameters
     ----------
-    most: the largest shift, in both directions; one number, or one for each dimension.
-    border: "periodic" to shift elements in from the other end, "zeros" to shift in zeros (after
-        `transform`).
+    most: the largest shift in either direction; one number, or one for each dimension.
+    border: "periodic" to fill the gap with the elements pushed out at the other end, "zeros" to
+        fill it with zeros, which `transform` does not change.
     """
 
     most: int | tuple[int, ...]
     border: str = "zeros"
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return `space`: shifts keep the extents.
-
-        Raises ValueError for an unknown border, and for shifts that do not fit the space.
-        """
         if self.border not in ("periodic", "zeros"):
             raise ValueError(f"Translate: border={self.border!r} is not 'periodic' or 'zeros'")
         most = self._most(len(space))
@@ -216,11 +207,11 @@ class Translate(Move):
 
 @dataclass(frozen=True)
 class ChannelJitter(Change):
-    """Scale each channel of a sample by 1 + a, and add b.
+    """Multiply each channel of a sample by a random 1 + a, and add a random b.
 
     Parameters
     ----------
-    scale, offset: the largest a and b in magnitude; both are uniform and drawn for each channel.
+    scale, offset: the largest magnitudes of a and b, which are uniform and drawn for each channel.
     fields: the names of fields with channels first; the first field when not given.
     """
 
@@ -240,7 +231,7 @@ class ChannelJitter(Change):
 
 @dataclass(frozen=True)
 class Noise(Change):
-    """Add independent normal numbers to all elements.
+    """Add independent normal random numbers to all elements.
 
     Parameters
     ----------
@@ -264,25 +255,25 @@ class Noise(Change):
 
 @dataclass(frozen=True)
 class Augmentations:
-    """Random changes in their order, and the seed of their random numbers.
+    """All random changes that a `Dataset` makes, and the seed of their random numbers.
 
-    Moves of elements come first, then changes of values.
+    Moves are applied first, then changes of values, both in the order of `chosen`.
     """
 
     chosen: tuple[Move | Change, ...] = ()
     seed: int = 0
 
     def __str__(self) -> str:
-        """Return a description of the changes that is the same on all ranks."""
+        """Return a description of the changes for ranks to compare: equal for equal changes."""
         # An object without a __repr__ of its own is described by its address in memory.
         words = [str(x) if is_dataclass(x) else type(x).__qualname__ for x in self.chosen]
         return f"{', '.join(words)} from seed {self.seed}"
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the extents of a sample's space after all moves, from the extents before them.
+        """Return the spatial extents of a sample after all moves, given the extents before.
 
-        Raises ValueError for samples that cannot be moved so, and TypeError for objects that are no
-        changes.
+        Raises ValueError for samples that a move does not fit, and TypeError unless all are a
+        `Move` or a `Change`.
         """
         for one in self.chosen:
             if not isinstance(one, Move | Change):
@@ -308,9 +299,9 @@ class Augmentations:
         return view
 
     def changes(self, field: int, name: str | int | None) -> list[tuple[int, Change]]:
-        """Return the changes of values that apply to a field, each with its position in the list.
+        """Return the changes of values of the field called `name`, each with its index in `chosen`.
 
-        `field` is the position of the field.
+        `field` is the position of the field: changes that name no fields apply to the first one.
         """
         return [
             (number, one)
@@ -326,13 +317,13 @@ class Augmentations:
         shape: tuple[int, ...],
         place: tuple[int, int, int],
     ) -> Tensor:
-        """Return a block of a sample with its values changed.
+        """Return this rank's block of a sample with its values changed.
 
         Parameters
         ----------
         changes: the result of `changes` for the field.
         block, box, shape: see `Change.apply`.
-        place: the field, the sample and the epoch.
+        place: the numbers of the field, the sample and the epoch, from which random numbers follow.
         """
         field, sample, epoch = place
         for number, one in changes:
@@ -344,7 +335,10 @@ class Augmentations:
 
 
 def _numbers(dimensions: Sequence[str], space: int, name: str) -> list[int]:
-    """Return the named dimensions as negative indices; all spatial ones when none is named."""
+    """Return the negative indices of named dimensions, such as -2 for "height"; of all if none.
+
+    Raises ValueError for others than the `space` spatial dimensions; `name` begins the message.
+    """
     known = SPACE[-space:] if space <= len(SPACE) else dimension_names(space + 2)[2:]
     unknown = [d for d in dimensions if d not in known]
     if unknown:

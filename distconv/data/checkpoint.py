@@ -1,4 +1,4 @@
-"""The state of a training run in files: the last few checkpoints, each complete at any moment.
+"""The state of a training run in files: the last few checkpoints, each whole even after a crash.
 
 A checkpoint holds plain tensors under the names of the serial program and nothing about the grid,
 so a run can be continued on any other grid, or on one rank without distconv.
@@ -56,13 +56,13 @@ _PARTS = {"step": int, "model": dict, "random": Tensor, "extra": dict}
 
 
 class Stateful(Protocol):
-    """An object with a state of plain values: a scheduler, or a Loader."""
+    """An object whose state a checkpoint saves, such as a scheduler or a `Loader`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the state as plain values, which `torch.load` accepts with weights_only."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take a state."""
+        """Continue from a state that `state_dict` returned."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def save_checkpoint(
 
     Parameters
     ----------
-    folder: the folder; it is made where it is missing.
+    folder: the folder; it is made if it is missing.
     model: a parallelized module; sharded parameters are gathered.
     optimizer, scheduler, loader: further objects whose state is saved.
     step: a number that grows from one checkpoint to the next.
@@ -121,12 +121,12 @@ def save_checkpoint(
     Raises
     ------
     DataError
-        On every rank, where the ranks pass different arguments, the state is not finite, another
+        On every rank, if the ranks pass different arguments, the state is not finite, another
         job is writing to the folder, the file cannot be written, or it would hold objects that
         `torch.load` refuses with weights_only. The earlier checkpoints remain.
     RuntimeError
-        On every rank, where the models of the ranks differ, for example because one rank skipped an
-        optimizer step, or where the ranks called different functions.
+        On every rank, if the models of the ranks differ, for example because one rank skipped an
+        optimizer step, or if the ranks called different functions.
     """
     grid = required_reduction("save_checkpoint", model).grid
     grid.journal.compare()
@@ -235,7 +235,7 @@ def load_checkpoint(
     model: a parallelized module, on any grid.
     optimizer, scheduler, loader: objects whose state is loaded; the saved state of others is
         ignored.
-    missing_ok: return None where there is no checkpoint.
+    missing_ok: return None if there is no checkpoint.
     check: called on every rank with the checkpoint before anything is changed; raises ValueError to
         refuse it.
 
@@ -244,7 +244,7 @@ def load_checkpoint(
     Raises
     ------
     DataError
-        On every rank, where there is no whole checkpoint, a file cannot be read now, the checkpoint
+        On every rank, if there is no whole checkpoint, a file cannot be read now, the checkpoint
         is of another model, optimizer, scheduler or loader, or the ranks pass different arguments.
         The objects passed may be partly changed by then.
     """
@@ -302,16 +302,15 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of a step."""
+    """Return the path in `folder` of the checkpoint saved under `step`."""
     return folder / _NAME.format(step=step)
 
 
 def last_in_common(folder: Path, comm: ObjectCommunicator, *, looks: bool = True) -> Path | None:
-    """Return this rank's checkpoint of the last step that all ranks have; None where there is none.
+    """Return the path in `folder` of the last step that all ranks have saved, or None.
 
-    All ranks of `comm` call it together, each with its own folder.
-
-    `looks` says whether this rank looks into its folder; otherwise it relies on the ranks that do.
+    All ranks of `comm` call it together, each with its own folder. With `looks` False this rank
+    does not search its folder, for ranks whose folder another rank searches.
     """
     found = [set(map(step_of, checkpoints_in(folder)))] if looks else []
     steps = [own for theirs in comm.allgather(found) for own in theirs]
@@ -329,7 +328,7 @@ def _make(folder: Path) -> None:
 
 
 def _check_newest(folder: Path, path: Path) -> None:
-    """Raise `FileExistsError` where a folder holds checkpoints of later steps than `path`."""
+    """Raise `FileExistsError` if the folder holds a checkpoint of a later step than `path`."""
     for newest in checkpoints_in(folder)[:1]:
         if step_of(newest) > step_of(path):
             raise FileExistsError(
@@ -376,7 +375,7 @@ def _check_loadable(state: dict[Any, Any]) -> None:
 
 
 def _see(shard: Path, checksum: str) -> None:
-    """Raise `OSError` or `DamagedFile` unless this rank sees a shard written by another rank."""
+    """Raise `OSError` or `DamagedFile` unless this rank can read the shard with this checksum."""
     try:
         check_written(shard, checksum)
     except FileNotFoundError:
@@ -386,14 +385,14 @@ def _see(shard: Path, checksum: str) -> None:
 def newest_whole(
     path: Path, missing_ok: bool, known: Mapping[Path, str]
 ) -> tuple[Path | None, bytes]:
-    """Return the newest whole checkpoint in a folder, or the file `path`, with its content.
+    """Return a checkpoint and its content: `path`, if it is a file, or the newest whole one in it.
 
-    Damaged checkpoints are renamed.
+    Damaged checkpoints in a folder are renamed. Raises DamagedFile or FileNotFoundError for none.
 
     Parameters
     ----------
-    missing_ok: return None where there is no checkpoint.
-    known: the reason why each file that was tried before cannot be used.
+    missing_ok: return None and no content for a folder without checkpoints.
+    known: unusable files and the reason for each; they are skipped.
     """
     if path.is_file() and path not in known:
         return path, read_checksummed(path)
@@ -421,42 +420,33 @@ def newest_whole(
 
 
 def _examined(grid: Grid, path: Path, content: bytes) -> tuple[dict[str, Any], str]:
-    """Return the state in a checkpoint, and the reason to fall back to the one before, or ""."""
+    """Return the state in a checkpoint, and the damage found in it or its shards, "" for none.
+
+    Each shard is read by one rank. Raises OSError if a shard cannot be read now, or this rank does
+    not see the checkpoint itself, which may be whole: then no older one must be loaded.
+    """
     state: dict[str, Any] = {}
     try:
         state = _state(path, content)
-        _check_shards(grid, path, state)
+        if state["format"] == SHARDED and not path.exists():
+            raise OSError(str(unseen(path)))
+        shards: Any = state["shards"] if state["format"] == SHARDED else {"count": 0}
+        # Earlier versions saved no checksums.
+        checksums = shards.get("checksums", [None] * shards["count"])
+        for number in range(grid.rank, shards["count"], grid.size):
+            read_checksummed(_shard(path, shards["token"], number), checksums[number])
     except (DamagedFile, FileNotFoundError) as error:
         return state, str(error)
     return state, ""
 
 
-def _check_shards(grid: Grid, path: Path, state: dict[str, Any]) -> None:
-    """Check the shards of a checkpoint, each by one rank. Collective.
-
-    Raises DamagedFile or FileNotFoundError where a shard is damaged, missing, or was written for
-    another checkpoint or rank. Raises OSError where a shard cannot be read now, or this rank does
-    not see the checkpoint itself. The checkpoint may be whole, so the caller must not fall back to
-    the one before.
-    """
-    if state["format"] != SHARDED:
-        return
-    if not path.exists():
-        raise OSError(str(unseen(path)))
-    shards = state["shards"]
-    # Earlier versions saved no checksums.
-    checksums = shards.get("checksums", [None] * shards["count"])
-    for number in range(grid.rank, shards["count"], grid.size):
-        read_checksummed(_shard(path, shards["token"], number), checksums[number])
-
-
 def _shard(path: Path, token: str, number: int) -> Path:
-    """Return the path of a shard, beside its checkpoint."""
+    """Return the path of shard `number` of a checkpoint; each attempt to write it has a `token`."""
     return path.with_name(f"{path.stem}.{token}-{number}.shard")
 
 
 def _remove_shards(folder: Path, newest: Path, token: str) -> None:
-    """Remove shards that belong to no checkpoint, or to one that `newest` replaced."""
+    """Remove shards without a checkpoint, and shards of `newest` other than those with `token`."""
     kept = {step_of(path) for path in checkpoints_in(folder)}
     for shard in folder.glob("checkpoint-*.shard"):
         match = _SHARDS.fullmatch(shard.name)
@@ -469,7 +459,7 @@ def _remove_shards(folder: Path, newest: Path, token: str) -> None:
 def _load_learned(
     path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Load the state of the model and the optimizer from a checkpoint or from its shards."""
+    """Load the states of the model and the optimizer, from a checkpoint or from its shards."""
     saved_of = state.get("optimizer of")
     if optimizer is not None and saved_of is not None:
         _check_optimizer(path, saved_of, _described(optimizer, model))
@@ -499,13 +489,13 @@ def _load_learned(
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint, where this process may write to the folder."""
+    """Rename a damaged checkpoint, so that it is not tried again, if the folder is writable."""
     with suppress(OSError):
         os.replace(path, path.with_name(f"{path.stem}.damaged{path.suffix}"))
 
 
 def _state(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the dictionary in a checkpoint, after a check of its entries."""
+    """Return the dictionary in a checkpoint. Raises ValueError unless it has all entries."""
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -542,7 +532,7 @@ def _part(path: Path, state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return the class of an optimizer, and the names of the parameters of each of its groups."""
+    """Return the class of an optimizer, and the names of the parameters in each of its groups."""
     inner: Any = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
         inner = inner.optimizer  # LARC and similar wrappers keep no state of their own
@@ -557,7 +547,7 @@ def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
 
 
 def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise `DataError` where the saved state is of another optimizer."""
+    """Raise `DataError` if two results of `_described` differ: the state is another optimizer's."""
     for what, value in saved.items():
         if value != own[what]:
             raise DataError(
@@ -567,7 +557,7 @@ def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> 
 
 
 def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where a state, saved by an earlier version, does not fit the optimizer's parameters."""
+    """Raise ValueError if a state of the optimizer has another shape than its parameter."""
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:

@@ -1,4 +1,4 @@
-"""Samples on a grid: the boxes of a mini-batch that this rank needs, and reading them."""
+"""`Dataset`: samples of which each rank reads its own boxes, mini-batch by mini-batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distconv.data.augment import Augmentations, Change, Move
-from distconv.data.cache.cache import Cache, Flight, Loaded
+from distconv.data.cache.cache import Arriving, Cache, Loaded
 from distconv.data.cache.exchange import Arrivals
 from distconv.data.errors import check_alike, together
 from distconv.data.fields import (
@@ -47,7 +47,7 @@ _TOO_MUCH = 2.0
 
 @dataclass
 class Blocks:
-    """This rank's blocks of one mini-batch, read and not yet a DistTensor."""
+    """This rank's blocks of one mini-batch: for each field a tensor in host memory, and its box."""
 
     samples: list[int]
     tensors: list[Tensor] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Dataset:
         fields with the first field's space.
     augment_seed: the seed of their random numbers, which also depend on the epoch and the sample.
     cache: "memory", to keep the boxes of each sample on the ranks that read them first, and to send
-        them by messages where a later mini-batch has the sample elsewhere; or a folder on a disk of
+        them by messages if a later mini-batch has the sample elsewhere; or a folder on a disk of
         each node, to keep them there. No sample is read twice then; the mini-batches are the same.
     cache_limit: bytes that each rank may keep, checked before more is read. None for no limit.
 
@@ -183,16 +183,17 @@ class Dataset:
         check_alike(grid, facts, "Give all ranks the same data, in the same way.")
         self.samples = next(iter(self._fields.values())).source.samples
         self.amplification = self._compare_chunks()
-        self.cache = (
-            None if cache is None else together(grid, lambda: self._make_cache(cache, cache_limit))
-        )
+        self.cache: Cache | None = None
+        if cache is not None:
+            given = self.on_grid, grid, self._read_into, os.fspath(cache), cache_limit
+            self.cache = together(grid, lambda: Cache(*given))
 
     def __len__(self) -> int:
         return self.samples
 
     @property
     def on_grid(self) -> list[FieldOnGrid]:
-        """Return each field as it lies on the grid, in the order of a mini-batch."""
+        """Return each field with its cuts, types and changes, in the order of a mini-batch."""
         return list(self._fields.values())
 
     @property
@@ -204,8 +205,8 @@ class Dataset:
         """Read one mini-batch. Collective: all ranks ask for the same samples.
 
         Returns the fields in order, each a DistTensor of shape (len(samples), *shape of a sample),
-        or a `HaloBlock`; no tuple where there is only one field. Raises DataError on every rank
-        where one cannot read its box.
+        or a `HaloBlock`; no tuple if there is only one field. Raises DataError on every rank
+        if one cannot read its box.
 
         Parameters
         ----------
@@ -218,17 +219,18 @@ class Dataset:
         cache = self.cache
         (arrivals,) = together(self.grid, lambda: cache.plan([self.numbers(samples)]))
         loaded = together(self.grid, lambda: cache.load(arrivals))
-        values = self.exchange(samples, epoch, arrivals, loaded).finish()
+        values = self.exchange(samples, epoch, arrivals, loaded)()
         return self.assemble(together(self.grid, lambda: self.converted(values)))
 
     def exchange(
         self, samples: Sequence[int], epoch: int, arrivals: Arrivals, loaded: Loaded
-    ) -> Flight:
+    ) -> Arriving:
         """Start to send a mini-batch from the ranks that keep its samples. Collective.
 
         Parameters
         ----------
-        arrivals, loaded: the samples that are new to the cache, planned and read.
+        arrivals: the samples new to the cache, from `Cache.plan`.
+        loaded: this rank's boxes of these, from `Cache.load`.
         """
         assert self.cache is not None
         self.cache.settle(arrivals, loaded)
@@ -247,7 +249,7 @@ class Dataset:
         return self.converted(values)
 
     def converted(self, values: Values) -> Blocks:
-        """Return the values read for a mini-batch as tensors, in pinned memory for a GPU."""
+        """Return values of the sources as tensors for the program, pinned if the grid uses GPUs."""
         blocks = Blocks(values.samples)
         for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
             if self._check_finite and own.source.dtype.kind in "fc":
@@ -265,7 +267,7 @@ class Dataset:
         return blocks
 
     def assemble(self, blocks: Blocks) -> Batch:
-        """Make DistTensors of the blocks of one mini-batch.
+        """Return DistTensors, or `HaloBlock`s, made of the blocks of one mini-batch.
 
         All ranks call it for the same samples. No communication.
         """
@@ -282,19 +284,14 @@ class Dataset:
         return tuple(batch) if len(batch) > 1 else batch[0]
 
     def numbers(self, samples: Sequence[int]) -> list[int]:
-        """Return sample numbers as integers from 0. Raises ValueError for samples that do not
-        exist.
-        """
+        """Return sample numbers as ints; raise ValueError unless all are from 0 below `samples`."""
         wrong = [i for i in samples if not 0 <= i < self.samples]
         if wrong:
             raise ValueError(f"there are no samples {wrong}; there are {self.samples}, from 0")
         return list(map(int, samples))
 
-    def _make_cache(self, where: str | os.PathLike[str], limit: int | None) -> Cache:
-        return Cache(self.on_grid, self.grid, self._read_into, os.fspath(where), limit)
-
     def _read_view(self, source: Source, sample: int, view: View, out: NDArray[Any]) -> None:
-        """Read a view of a sample, piece by piece."""
+        """Read a view of a stored sample into `out`, one stored box after the other."""
         for piece in view.pieces:
             if piece.source.shape == out.shape and view.straight and not any(piece.flips):
                 self._read_into(source, sample, piece.source, out)
@@ -305,9 +302,6 @@ class Dataset:
 
     def _read_into(self, source: Source, sample: int, box: Box, out: NDArray[Any]) -> None:
         source.read_into(out, sample, box)
-        self._count(source, box)
-
-    def _count(self, source: Source, box: Box) -> None:
         with self._counting:
             self.bytes_read += box.size * source.dtype.itemsize
             self.bytes_fetched += source.fetched(box)
@@ -323,7 +317,7 @@ class Dataset:
         return facts
 
     def _compare_chunks(self) -> dict[Field, float]:
-        """Return the overhead factor of each field's reads, and warn if it is large. Collective."""
+        """Return `amplification`, and warn on rank 0 if it is large for a field. Collective."""
         grid = self.grid
         boxes = {
             name: own.stored_box(grid.topology, grid.rank) for name, own in self._fields.items()
@@ -359,7 +353,7 @@ def _listed(names: str | int | Sequence[str | int] | None) -> list[str | int]:
 def _by_name(
     transform: Transform | Mapping[Any, Transform] | None, sources: Mapping[Field, Source]
 ) -> Mapping[Any, Transform]:
-    """Return the transforms by the names of their fields."""
+    """Return the transform of each field, from `Dataset`'s argument: a dictionary or a function."""
     if not callable(transform):
         return transform or {}
     if len(sources) > 1:

@@ -1,4 +1,4 @@
-"""The mini-batches of an ordinary DataLoader on a grid."""
+"""`distribute`: the mini-batches of an ordinary DataLoader as DistTensors on a grid."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def distribute(
 
 
 class DistributedLoader:
-    """The mini-batches of another loader on a grid; all ranks go through each epoch together.
+    """An iterable over the mini-batches of another loader as DistTensors; made by `distribute`.
 
-    A loop raises DataError on every rank where one cannot load its samples, where ranks that share
-    samples loaded different ones, or where ranks draw different indices.
+    All ranks go through each epoch together. A loop raises DataError on every rank if one cannot
+    load its samples, if ranks that share samples load different ones, or draw different indices.
     """
 
     def __init__(
@@ -87,28 +87,28 @@ class DistributedLoader:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch, from 0, of the current loop, or of the next one."""
+        """Return the number of the current epoch, from 0; between loops, of the next one."""
         return int(self._place["epoch"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the course of mini-batches, after the last one that the loop yielded.
+        """Return the position in the epoch, behind the last mini-batch that the loop yielded.
 
-        It is good for any grid; a checkpoint saves the place of rank 0.
+        It can be loaded on any grid; a checkpoint saves rank 0's.
         """
         return dict(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop continue where `state_dict` was called, on this grid or another.
 
-        It draws the same indices and skips the mini-batches that are done without loading them; an
-        iterable that draws no indices is iterated over them. Raises DataError in the loop where the
-        mini-batches are others.
+        The loop draws the same indices again and skips finished mini-batches without loading them;
+        an iterable that draws no indices is read from its beginning. The loop raises DataError if
+        its mini-batches are others than before.
         """
         self._place = {name: state[name] for name in self._place}
         self._begun = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Go through the mini-batches of one epoch, or the rest of it after `load_state_dict`."""
+        """Yield the mini-batches of one epoch, or the rest of it after `load_state_dict`."""
         if self._begun:
             self._place = _start_of(self.epoch + 1)
         self._begun, place, grid, shares = True, self._place, self.grid, self._shares
@@ -134,7 +134,7 @@ class DistributedLoader:
         self._place, self._begun = _start_of(self.epoch + 1), False
 
     def _assemble(self, batch: _MiniBatch) -> Any:
-        """Return a mini-batch as DistTensors from the samples that this rank loaded."""
+        """Return a mini-batch with a DistTensor in place of each tensor that this rank loaded."""
         axes = () if self._shares is None else self._shares.axes
         ranks = self._unequal(batch.tensors, axes) if due(self._batches, self.grid) else ""
         if ranks:
@@ -157,9 +157,9 @@ class DistributedLoader:
         return mapped(batch.content, lambda name, leaf: made.get(name, leaf))
 
     def _unequal(self, tensors: Mapping[Any, Tensor], axes: tuple[str, ...]) -> str:
-        """Return a message that names a tensor that differs between ranks with the same samples.
+        """Return a message about a tensor that differs between ranks that should agree, or "".
 
-        Collective. These ranks have the same coordinates along `axes`. "" if no tensor differs.
+        All ranks call it. Ranks with the same coordinates along `axes` should agree.
         """
         full = self.grid.journal.debug
         sums = self.grid.all_gather_object([checksum(x, full) for x in tensors.values()])
@@ -170,9 +170,9 @@ class DistributedLoader:
         return ""
 
     def _check_dataset(self, shares: _Shares) -> None:
-        """Compare two samples of the dataset among all ranks. Collective.
+        """Raise DataError if ranks load different values of two samples. Collective.
 
-        Samples that differ each time this rank loads them are not compared.
+        Samples that change at random each time they are loaded may differ.
         """
         if shares.parts == 1 or self.grid.device.type == "meta":
             return
@@ -205,14 +205,14 @@ class DistributedLoader:
 
 @dataclass
 class _MiniBatch:
-    """The samples of a mini-batch that this rank has loaded.
+    """One mini-batch as this rank loaded it: all of its samples, or this rank's alone.
 
     Attributes
     ----------
-    name: the name of the mini-batch, the same on all ranks.
-    samples: the number of samples of the whole mini-batch; None where this rank loaded all of it.
+    name: a text about its samples, the same on all ranks.
+    samples: the number of samples of the whole mini-batch; None if this rank loaded all of it.
     content: the loaded object.
-    tensors: its tensors by name.
+    tensors: the tensors in it, by name.
     """
 
     name: str
@@ -222,11 +222,12 @@ class _MiniBatch:
 
 
 class _Shares:
-    """This rank's samples of the mini-batches of a loader.
+    """A copy of a DataLoader that loads only this rank's samples of each mini-batch.
 
     Attributes
     ----------
-    axes: the grid axes over which samples are cut, into `parts`.
+    axes: the grid axes over which samples are cut.
+    parts: the number of parts into which these axes cut them.
     generators: the generators that draw the indices.
     """
 
@@ -254,12 +255,12 @@ class _Shares:
         return self._loaded(loading, indices)
 
     def ends(self) -> list[Any]:
-        """Return two indices of the first mini-batch of the current loop; [] if it has none."""
+        """Return the first and last index of the loop's first mini-batch; [] if it has none."""
         first = self._sampler.indices.first
         return [first[0], first[-1]] if first else []
 
     def load(self, batches: list[list[Any]]) -> Iterator[Any]:
-        """Return an iterator over other mini-batches, loaded beside those of the loop."""
+        """Return an iterator over mini-batches with the indices `batches`, apart from the loop."""
         workers = min(1, self._loader.num_workers)
         return iter(_like(self._loader, batches, workers, self._sampler.seeds))
 
@@ -277,7 +278,7 @@ class _ShareSampler:
 
     Attributes
     ----------
-    seeds: the generator of the seeds of workers.
+    seeds: the generator from which worker processes are seeded.
     indices: the indices of the current loop.
     """
 
@@ -289,7 +290,7 @@ class _ShareSampler:
         self._seeded = False
 
     def begin(self, done: int, drawn: int, persistent: bool) -> None:
-        """Let the next loop skip the first `done` mini-batches, and seed new workers."""
+        """Let the next loop skip the first `done` mini-batches, and seed workers that are new."""
         self._done = done, drawn
         self._seeded = self._seeded and persistent
 
@@ -303,14 +304,14 @@ class _ShareSampler:
 
     @staticmethod
     def _behind(batches: Iterator[list[Any]], done: int, drawn: int) -> Iterator[list[Any]]:
-        _pass(map(_name, batches), done, drawn)
+        _skip(map(_name, batches), done, drawn)
         yield from batches
 
     def __len__(self) -> int:
         return len(self._drawing)
 
     def _seed_workers(self) -> None:
-        """Draw the seed of this rank's workers where the serial loader draws it.
+        """Draw the seed of this rank's workers, when a serial DataLoader would draw its own.
 
         Each part of the `sample` axis has a seed of its own, so that workers on ranks that share
         samples change them alike. The first part has the serial program's seed.
@@ -322,12 +323,12 @@ class _ShareSampler:
 
 
 class _Indices:
-    """An iterator over this rank's indices of each mini-batch; it notes the indices of all ranks.
+    """An iterator over this rank's indices of each mini-batch; it records the indices of all ranks.
 
     Attributes
     ----------
-    drawn: for each mini-batch that is being loaded, the indices of all ranks, and the number of
-        this rank's.
+    drawn: for each mini-batch that is being loaded, the indices of all ranks, and how many of them
+        this rank loads.
     first: the indices of the first mini-batch.
     """
 
@@ -338,7 +339,7 @@ class _Indices:
         self.first: list[Any] = []
 
     def look_ahead(self) -> None:
-        """Draw the first mini-batch, unless a worker has begun with it."""
+        """Draw the indices of the first mini-batch now, unless a worker has drawn them already."""
         if not self.drawn:
             self._next = list(islice(self._batches, 1))
             self.first = self._next[0] if self._next else []
@@ -357,12 +358,12 @@ class _Indices:
 
 
 def _start_of(epoch: int) -> dict[str, Any]:
-    """Return the state at the beginning of an epoch, before its indices are drawn."""
+    """Return the `state_dict` of a loader at the start of an epoch, before indices are drawn."""
     return {"epoch": epoch, "batch": 0, "drawn": 0, "random": None}
 
 
 def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]:
-    """Return an iterator over the whole mini-batches after the first `done`."""
+    """Return an iterator over whole mini-batches after the first `done`; `_skip` checks these."""
 
     def loaded() -> Iterator[_MiniBatch]:
         for content in loader:
@@ -370,12 +371,12 @@ def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]
             yield _MiniBatch(f"{[*map(len, tensors.values())]} rows", None, content, tensors)
 
     batches = loaded()
-    _pass(map(attrgetter("name"), batches), done, drawn)
+    _skip(map(attrgetter("name"), batches), done, drawn)
     return batches
 
 
-def _pass(names: Iterator[str], done: int, drawn: int) -> None:
-    """Skip the names of the first `done` mini-batches. Raises DataError for another checksum."""
+def _skip(names: Iterator[str], done: int, drawn: int) -> None:
+    """Skip `done` names; raise DataError unless there are as many, with the checksum `drawn`."""
     found = list(islice(names, done))
     if (len(found), reduce(_with_name, found, 0)) != (done, drawn):
         raise DataError(
@@ -390,7 +391,7 @@ def _with_name(number: int, name: str) -> int:
 
 
 def _draws_indices(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader's batch sampler alone decides about its mini-batches."""
+    """Return whether a loader takes its mini-batches from the indices of its batch sampler."""
     return (
         loader.batch_sampler is not None
         and not isinstance(loader.dataset, IterableDataset)
@@ -403,14 +404,14 @@ def _name(batch: list[Any]) -> str:
 
 
 def _listed(batch: Any) -> list[Any]:
-    """Return the indices of a mini-batch; samplers yield lists, tuples, tensors and arrays."""
+    """Return a mini-batch of a sampler (a list, tuple, tensor or array of indices) as a list."""
     return batch.tolist() if hasattr(batch, "tolist") else list(batch)
 
 
 def _like(
     loader: DataLoader[Any], batches: Any, workers: int, generator: torch.Generator
 ) -> DataLoader[Any]:
-    """Return a DataLoader like this one that loads other mini-batches."""
+    """Return a DataLoader like `loader`, with other mini-batches, workers and generator."""
     return DataLoader(
         loader.dataset,
         batch_sampler=batches,
@@ -427,7 +428,7 @@ def _like(
 
 
 def _sample_axes(layout: Layout | Mapping[Any, Layout] | None) -> tuple[str, ...]:
-    """Return the grid axes over which samples are cut, in all tensors alike."""
+    """Return the grid axes that cut samples; raise ValueError if they differ between layouts."""
     if layout is None:
         return ("sample",)
     layouts = list(layout.values()) if isinstance(layout, Mapping) else [layout]
@@ -444,15 +445,15 @@ def _refuse_layouts(axes: set[tuple[str, ...]]) -> NoReturn:
 
 
 def _text(tensors: Mapping[Any, Tensor]) -> str:
-    """Return the names, shapes and types of the tensors, which must be equal on all ranks."""
+    """Describe tensors by name, shape of a sample, and type, in a text that ranks compare."""
     return ", ".join(f"{name!r} of {(*x.shape[1:],)} {x.dtype}" for name, x in tensors.items())
 
 
 def _tensors(content: Any, count: int | None) -> dict[Any, Tensor]:
     """Return the tensors in a mini-batch by name; subclasses become plain tensors.
 
-    `count` is the number of loaded samples; None where it is not known. Raises DataError for a
-    mini-batch without tensors, and for tensors that cannot be cut by samples.
+    `count` is the number of samples that each must have; None for any number. Raises DataError for
+    a mini-batch without tensors, and for tensors that cannot be cut by samples.
     """
     found: dict[Any, Tensor] = {}
     kinds = {}

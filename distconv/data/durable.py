@@ -1,8 +1,8 @@
-"""Files that are whole at any moment, and that can be checked for damage.
+"""Files that a crash never leaves half-written, with checksums that show later damage.
 
 A file is written under a fresh name beside its own, reaches the disk, and then takes its name in
 one step. A stop of the process or of the machine at any moment leaves the old file or the new one,
-whole. Where a disk or a copy damages a file later, the checksum behind its content shows it.
+whole. If a disk or a copy damages a file later, the checksum behind its content shows it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class DamagedFile(ValueError):
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file in a `with` block; at its end the file is on the disk and takes the name
-    `path`.
+    """Open a new file in a `with` block, which replaces the file `path` at the end of the block.
 
-    Until then the file has a fresh name in the same folder, where nobody can have planted a link,
-    and `path` stays as it is. An error in the block, of any kind, removes the new file. Raises
-    OSError, naming `path`, where the folder cannot be written to or the disk is full.
+    Until then the file has a fresh name in the same folder, which nobody can have prepared as a
+    link, and `path` stays as it is. At the end all bytes are on the disk. Any error in the block
+    removes the new file. Raises OSError, naming `path`, if the folder cannot be written to or the
+    disk is full.
     """
     partial = fresh_name(path)
     try:
@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let `write` write a new file that replaces `path`; after an error `path` stays as it is."""
+    """Call `write` with a new file that replaces `path`; after an error `path` stays as it is."""
     with replacing(path) as file:
         write(file)
 
@@ -80,7 +80,7 @@ def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> str:
 def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
     """Return the content of a file that `write_checksummed` wrote, without the checksum.
 
-    `checksum` is the checksum that `write_checksummed` returned, where it is known. Raises
+    `checksum` is the checksum that `write_checksummed` returned, if it is known. Raises
     DamagedFile if the content is truncated or changed, or its checksum is not `checksum`. Raises
     OSError if the file cannot be read.
     """
@@ -93,7 +93,7 @@ def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
 
 
 def check_written(path: Path, checksum: str) -> None:
-    """Raise as `read_checksummed` does, but read only the end of the file."""
+    """Raise as `read_checksummed` does, but compare only the checksum at the file's end."""
     _check_same(path, _read(path, whole=False)[1], checksum)
 
 
@@ -103,7 +103,7 @@ def _check_same(path: Path, trailer: bytes, checksum: str) -> None:
 
 
 def _read(path: Path, whole: bool = True) -> tuple[bytes, bytes]:
-    """Return the content of a file and its trailer; empty content unless `whole`."""
+    """Return the content of a file, b"" unless `whole`, and the checksum line at its end."""
     try:
         with open(path, "rb") as file:
             size = max(0, os.fstat(file.fileno()).st_size - _TRAILER)
@@ -123,18 +123,18 @@ def _read(path: Path, whole: bool = True) -> tuple[bytes, bytes]:
 
 
 def fresh_name(path: Path) -> Path:
-    """Return a name beside `path` that nobody can guess, for the file that will replace it."""
+    """Return an unguessable path beside `path`, for the unfinished file that will replace it."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
 
 
 def remove_partial(folder: Path, pattern: str) -> None:
-    """Remove unfinished files of killed processes from a folder; names match `pattern`."""
+    """Remove files and folders left by killed processes, whose final names match `pattern`."""
     for partial in folder.glob(f"{pattern}.*.partial"):
         remove(partial)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with its content, if there is one."""
+    """Remove the file, or the folder with its content, at `path`, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -142,10 +142,10 @@ def remove(path: Path) -> None:
 
 
 def move_into_place(partial: Path, path: Path) -> None:
-    """Rename the complete file or folder `partial` to `path`, on the disk too.
+    """Rename the complete file or folder `partial` to `path`, and bring the new name to the disk.
 
     A file is replaced in one step. An old folder is first renamed to a fresh name that ends with
-    `.partial`, and removed when the new one has its name: a process that is killed between the two
+    `.partial`, and removed after the new one has its name: a process that is killed between the two
     steps leaves both.
     """
     before = None
@@ -205,7 +205,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
-    """Return an error for a file that cannot be written, with the reason and the way out."""
+    """Return an `OSError` for a path to which `size` bytes cannot be written, with a remedy."""
     amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
     reason = " ".join(str(error.strerror or error).split())
     advice = "free space there, or choose another folder that you may write to"
@@ -225,9 +225,9 @@ def unseen(path: Path) -> FileNotFoundError:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder in a `with` block, on file systems that have locks.
+    """Lock a folder in a `with` block, on file systems that have locks.
 
-    Raises BlockingIOError where another process keeps this one out.
+    Raises BlockingIOError if another process holds the lock.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

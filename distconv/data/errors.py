@@ -20,7 +20,7 @@ _PIECE = 2**28
 
 
 class DataError(RuntimeError):
-    """A file, sample or argument that cannot be used. Raised on every rank, with one message."""
+    """A file, sample or argument that cannot be used: raised on every rank, with one message."""
 
 
 def together(grid: Grid, action: Callable[[], Result]) -> Result:
@@ -28,9 +28,8 @@ def together(grid: Grid, action: Callable[[], Result]) -> Result:
 
     Raises
     ------
-    DataError
-        On every rank, with the message of the lowest rank on which `action` raised, in one line.
-        Where it raised, the exception is the cause.
+    DataError If `action` raises on any rank: on every rank, with the message of the lowest one, in
+    one line. On ranks where it raised, that exception is the cause.
     """
     error: Exception | None = None
     try:
@@ -58,7 +57,7 @@ def on_rank_zero(grid: Grid, action: Callable[[], Result]) -> Result:
 
 
 def bytes_of_rank_zero(grid: Grid, content: bytes) -> bytes:
-    """Return the content that rank 0 passes on every rank; others' is ignored. Collective."""
+    """Return rank 0's `content` on every rank; other ranks may pass anything. Collective."""
     if grid.size == 1:
         return content
     size = grid.all_gather_object(len(content))[0]
@@ -70,12 +69,12 @@ def bytes_of_rank_zero(grid: Grid, content: bytes) -> bytes:
 
 
 def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
-    """Compare the `facts` of all ranks of `grid`. Collective.
+    """Raise unless all ranks of `grid` pass equal `facts`. Collective.
 
     Parameters
     ----------
     facts: texts by name; a rank may lack some names of other ranks.
-    remedy: the way out, for the message, where they differ.
+    remedy: the last sentence of the error message: what the user should do.
 
     Raises DataError on every rank, with the values that differ and the ranks that have them.
     """
@@ -87,15 +86,15 @@ def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
 def check_call(
     caller: str, grid: Grid, place: str | os.PathLike[str], arguments: Mapping[str, Any]
 ) -> None:
-    """Compare the arguments that the ranks of `grid` pass to a function. Collective.
+    """Raise unless all ranks of `grid` pass equal arguments to a function. Collective.
 
     Parameters
     ----------
     caller: the name of the function.
-    place: the path among its arguments.
+    place: its argument that is a path; compared as an absolute path.
     arguments: the other arguments, by name; their texts are compared.
 
-    Raises DataError on every rank, where ranks pass different arguments.
+    Raises DataError on every rank, if the arguments differ.
     """
     known = isinstance(place, str | os.PathLike)
     facts = {"the path": os.path.abspath(place) if known else repr(place)}
@@ -108,13 +107,13 @@ def in_step(
     items: Generator[tuple[str, Item], None, None],
     remedy: str = "All ranks have to ask for the same mini-batches.",
 ) -> Generator[Item, None, None]:
-    """Yield this rank's items while every rank of `grid` has one of the same name. Collective.
+    """Yield the second entries of `items` while all ranks have items of equal names. Collective.
 
-    Each item takes one small reduction. The iteration ends when the items of all ranks do.
+    An item is a name and a value of this rank. Each takes one small reduction. The iteration ends
+    when the items of all ranks do.
 
-    `remedy` is the way out, for the message, where names differ. Raises DataError on every rank,
-    where the names differ, or some ranks have items left and others have none, or where making an
-    item raised on any.
+    `remedy` ends the error message. Raises DataError on every rank, if names differ, if some ranks
+    have items left and others have none, or if making an item raised on any rank.
     """
     with closing(items):
         for place in count(1):
@@ -135,7 +134,7 @@ def in_step(
 def _tell_apart(
     grid: Grid, place: int, name: str | None, error: Exception | None, remedy: str
 ) -> None:
-    """Raise a `DataError` that says how the ranks' items differ. Collective."""
+    """Raise a `DataError` that says how item `place` differs between the ranks. Collective."""
 
     def fail() -> None:
         if error is not None:
@@ -147,7 +146,7 @@ def _tell_apart(
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return the message of an exception in one line, with its type where the message needs it."""
+    """Return the message of an exception in one line, after its type if that is an unusual one."""
     text = " ".join(str(error).split())
     plain = isinstance(error, OSError | ValueError | DataError) and text
     return text if plain else f"{type(error).__name__}: {text}"

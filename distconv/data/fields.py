@@ -1,4 +1,4 @@
-"""One field of the samples on a grid: its boxes, and the conversion of its values."""
+"""One field of the samples on a grid: the boxes that ranks read, and the conversion of values."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _WIDER = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
 
 @dataclass(frozen=True)
 class HaloBlock:
-    """A rank's box of a mini-batch with some of its neighbours' elements: a plain, local tensor.
+    """A rank's block of a mini-batch and a halo of its neighbours' elements, in a plain tensor.
 
     Attributes
     ----------
     local: the elements, on the device of the grid.
-    box: their indices in the mini-batch. Elements with indices outside the mini-batch are zeros, or
-        come from its other end.
-    own: the rank's own box, without the halo.
+    box: the indices of `local` in the mini-batch. Elements with indices outside the mini-batch are
+        zeros, or come from its other end.
+    own: the box of the rank's block alone, without the halo.
     shape: the shape of the mini-batch.
     """
 
@@ -50,7 +50,7 @@ class HaloBlock:
 
     @property
     def inner(self) -> tuple[slice, ...]:
-        """Return the index of the rank's own box in `local`."""
+        """Return the slices of `local` that hold the rank's block, without the halo."""
         return tuple(
             slice(a - first, b - first)
             for a, b, first in zip(self.own.start, self.own.stop, self.box.start, strict=True)
@@ -59,7 +59,11 @@ class HaloBlock:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A rank's share of a mini-batch: its box, with halos, and a view of each of its samples."""
+    """The elements that a rank needs of one field of a mini-batch.
+
+    `box` is their box in the mini-batch, with halos; `views` has for each of `samples` the stored
+    elements to read.
+    """
 
     box: Box
     samples: tuple[int, ...]
@@ -68,12 +72,13 @@ class Wanted:
 
 @dataclass
 class Values:
-    """This rank's shares of one mini-batch, as the sources hold them.
+    """The elements of one mini-batch that this rank needs, in the types of the sources.
 
     Attributes
     ----------
-    wanted: the share of each field.
-    arrays: the values of each share.
+    samples: the numbers of all samples of the mini-batch.
+    wanted: for each field, the elements needed.
+    arrays: for each field, an array of the shape of the box in `wanted`.
     """
 
     samples: list[int]
@@ -84,7 +89,7 @@ class Values:
 
 @dataclass(frozen=True)
 class FieldOnGrid:
-    """One field of the samples, as it lies on the grid.
+    """One field of the samples, with its source, its cuts on the grid, and its conversions.
 
     Attributes
     ----------
@@ -94,7 +99,8 @@ class FieldOnGrid:
     space: the number of spatial dimensions, the last ones, that it shares with the first field.
     halo: the width of the halo in each dimension of a sample; empty for DistTensors.
     border: the kind of halo beyond the sample; see `Dataset`.
-    augmentations, changes: all random changes, and the changes of this field's values.
+    augmentations: all random changes of samples.
+    changes: the changes of this field's values, each with its index in `augmentations`.
     """
 
     number: int
@@ -117,15 +123,15 @@ class FieldOnGrid:
         return bool(self.halo or (self.space and moved))
 
     def box(self, samples: int, topology: Topology, rank: int) -> Box:
-        """Return a rank's own box of a mini-batch of `samples` samples."""
+        """Return the box of a rank, without halo, in a mini-batch of `samples` samples."""
         return rank_box((samples, *self.shape), self.cuts, topology, rank)
 
     def stored_box(self, topology: Topology, rank: int) -> Box:
-        """Return a rank's own box of a stored sample, before any augmentation."""
+        """Return the box of a rank in a stored sample, without halo and before any augmentation."""
         return rank_box(self.source.shape, self.cuts[1:], topology, rank)
 
     def wanted(self, samples: Sequence[int], epoch: int, topology: Topology, rank: int) -> Wanted:
-        """Return a rank's share of a mini-batch. No communication."""
+        """Return the elements of a mini-batch that a rank needs. No communication."""
         own = self.box(len(samples), topology, rank)
         box, in_sample = own, Box(own.start[1:], own.stop[1:])
         if self.halo and in_sample.size:
@@ -151,13 +157,13 @@ class FieldOnGrid:
         return Wanted(box, mine, views)
 
     def empty(self, wanted: Wanted) -> NDArray[Any]:
-        """Return memory for a share; elements outside the samples are zero."""
+        """Return an uninitialized array for `wanted`; zeros if elements lie outside the samples."""
         if any(view.filled for view in wanted.views):
             return np.zeros(wanted.box.shape, self.source.dtype)
         return np.empty(wanted.box.shape, self.source.dtype)
 
     def converted(self, values: NDArray[Any], wanted: Wanted, epoch: int) -> Tensor:
-        """Return this rank's values as the program gets them, converted and transformed."""
+        """Return values of the source as a tensor for the program, transformed and augmented."""
         if not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == torch.bool):
             check_range(values, str(self.dtype).removeprefix("torch."), self.source.name)
         if values.dtype.name in _WIDER:
@@ -193,9 +199,9 @@ class FieldOnGrid:
         return block
 
     def check_finite(self, finite: Any, wanted: Wanted, where: str = "") -> None:
-        """Raise `DataError` naming the samples with values that are not finite.
+        """Raise `DataError`, with the sample numbers, if an element of `finite` is False.
 
-        `finite` says for each element of this rank's block whether it is finite.
+        `finite` says for each element of `wanted` whether it is finite; `where` ends the message.
         """
         if not finite.all():
             bad = [i for i, one in zip(wanted.samples, finite, strict=True) if not one.all()]
@@ -207,14 +213,14 @@ class FieldOnGrid:
 def prepare(
     fields: Sequence[FieldOnGrid], samples: Sequence[int], epoch: int, grid: Grid
 ) -> Values:
-    """Return this rank's shares of a mini-batch with memory for their values. No communication."""
+    """Return the elements of a mini-batch that this rank needs, with arrays still to be filled."""
     wanted = [own.wanted(samples, epoch, grid.topology, grid.rank) for own in fields]
     arrays = [own.empty(share) for own, share in zip(fields, wanted, strict=True)]
     return Values(list(map(int, samples)), epoch, wanted, arrays)
 
 
 def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
-    """Return the type of a field's tensors, from the user's `dtype` and the type of the source."""
+    """Return the type of a field's tensors; `dtype` is the user's argument of `Dataset`."""
     chosen = dtype.get(name) if isinstance(dtype, Mapping) else dtype
     if chosen is not None and (own.dtype.kind == "f" or isinstance(dtype, Mapping)):
         if not isinstance(chosen, torch.dtype):
@@ -235,9 +241,7 @@ def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
 def given_shapes(
     sources: Mapping[Field, Source], augmentations: Augmentations
 ) -> dict[Field, tuple[tuple[int, ...], int]]:
-    """Return for each field the shape of a sample after augmentation, and the number of its last
-    dimensions that are the space of the first field.
-    """
+    """Return the `shape` and the `space` of each field's `FieldOnGrid`, given its source."""
     space = next(iter(sources.values())).shape[1:]
     resulting = augmentations.resulting(space)
     found = {}
@@ -249,9 +253,9 @@ def given_shapes(
 
 
 def with_halo(fields: Mapping[Field, FieldOnGrid], halo: Any) -> dict[Field, FieldOnGrid]:
-    """Return the fields with the halos that the user gave to `Dataset`.
+    """Return the fields with their halos set; `halo` is the user's argument of `Dataset`.
 
-    Raises ValueError for halos of fields without space, and for halos larger than samples.
+    Raises ValueError for halos of fields without space, and for periodic halos larger than samples.
     """
     chosen = {}
     for name, own in fields.items():

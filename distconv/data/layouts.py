@@ -15,10 +15,10 @@ Name = TypeVar("Name")
 def batch_cuts(
     shapes: Mapping[Name, tuple[int, ...]], layout: Layout | Mapping[Any, Layout] | None, grid: Grid
 ) -> dict[Name, Cuts]:
-    """Return the grid axes over which each dimension of each field of a mini-batch is cut.
+    """Return the cuts of each field of a mini-batch, samples first.
 
-    A field without a layout is cut as the first one if it has as many dimensions, or its shape
-    without the channels; other fields are cut by samples only.
+    A field without a layout is cut as the first one if it has as many dimensions, or if it has the
+    first field's shape without the channels; other fields are cut by samples only.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def batch_cuts(
 
 
 def check_names(names: Mapping[Any, object], **choices: Any) -> None:
-    """Raise `ValueError` where an argument is a dictionary with a key that is not in `names`."""
+    """Raise `ValueError` if one of the arguments `choices` has a key that is not in `names`."""
     for argument, choice in choices.items():
         unknown = set(choice) - set(names) if isinstance(choice, Mapping) else set()
         if unknown:

@@ -1,4 +1,4 @@
-"""Mini-batches as DistTensors, read by a background thread while the ones before are computed."""
+"""`Loader`: mini-batches as DistTensors; a background thread reads the next during a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from distconv.data.cache.cache import Cache, Flight, Loaded
+from distconv.data.cache.cache import Arriving, Cache, Loaded
 from distconv.data.cache.exchange import Arrivals
 from distconv.data.dataset import Batch, Blocks, Dataset
 from distconv.data.errors import check_alike, in_step, together
@@ -25,10 +25,10 @@ Item = TypeVar("Item")
 def prefetched(
     read: Callable[[Request], Item], requests: Iterable[Request], ahead: int = 2
 ) -> Generator[Item, None, None]:
-    """Yield `read(request)` for every request in order, read by one background thread.
+    """Yield `read(request)` for every request in order; one background thread calls `read`.
 
-    At most `ahead` items are read before they are asked for. An exception of `read` is raised where
-    its item would have been yielded. The thread ends with the iteration, also if that is abandoned.
+    At most `ahead` results wait to be yielded. An exception of `read` is raised in the place of its
+    result. The thread ends with the iteration, even if the caller stops early.
     """
     background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     waiting: deque[Future[Item]] = deque()
@@ -45,12 +45,12 @@ def prefetched(
 
 @dataclass(frozen=True)
 class Traffic:
-    """The cost of reading on this rank so far.
+    """A rank's bytes read and received, and its seconds of waiting, from `Loader.traffic`.
 
     Attributes
     ----------
     bytes_read: bytes of this rank's boxes, in the types of the source.
-    bytes_fetched: the same with the whole of each chunk of which a part was read.
+    bytes_fetched: bytes of all chunks that these boxes touch, each whole.
     seconds_waited: seconds that the program waited for samples.
     bytes_received: bytes of samples that other ranks sent from their caches.
     """
@@ -93,7 +93,7 @@ class Loader:
     Raises
     ------
     DataError
-        On every rank, where arguments differ or make no mini-batch; in a loop, where a rank cannot
+        On every rank, if arguments differ or make no mini-batch; in a loop, if a rank cannot
         read its box.
     """
 
@@ -137,7 +137,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch, from 0, of the mini-batch that comes next."""
+        """Return the epoch, from 0, of the next mini-batch."""
         return self._position()[0]
 
     @property
@@ -155,7 +155,7 @@ class Loader:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Go through the next epoch, or through the rest of the one that `load_state_dict` set."""
+        """Return an iterator over the next epoch, or the rest of one after `load_state_dict`."""
         if self._begun:
             self._epoch, self._batch = self._epoch + 1, 0
         self._epoch, self._batch = self._position()
@@ -163,9 +163,9 @@ class Loader:
         return self._batches(self.batch_sampler.batches(self._epoch)[self._batch :])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the course of mini-batches, after the last one that the loop yielded.
+        """Return the epoch and the place in it, behind the last mini-batch that a loop yielded.
 
-        It is the same on all ranks, and good for any grid.
+        It is the same on all ranks, and can be loaded on any grid.
         """
         epoch, batch = self._position()
         return {"epoch": epoch, "batch": batch, "sampler": self.batch_sampler.description()}
@@ -173,7 +173,7 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop continue where `state_dict` was called, on this grid or another.
 
-        Raises ValueError where the state is of a loader with other mini-batches. No communication.
+        Raises ValueError if the state is of a loader with other mini-batches. No communication.
         """
         own, saved = self.batch_sampler.description(), dict(state["sampler"])
         for name in dict.fromkeys([*own, *saved]):
@@ -185,7 +185,7 @@ class Loader:
         self._epoch, self._batch, self._begun = int(state["epoch"]), int(state["batch"]), False
 
     def _position(self) -> tuple[int, int]:
-        """Return the epoch, and the number of its next mini-batch."""
+        """Return the epoch of the next mini-batch, and the number of the mini-batch in it."""
         if self._batch < len(self) or not len(self):
             return self._epoch, self._batch
         return self._epoch + 1, 0
@@ -196,7 +196,7 @@ class Loader:
             yield self.dataset.assemble(blocks)
 
     def _timed(self, batches: list[list[int]]) -> Generator[tuple[str, Blocks], None, None]:
-        """Yield the name and this rank's blocks of each mini-batch, and add up waiting time."""
+        """Yield each mini-batch's name and this rank's blocks, and add up the time of waiting."""
         with ExitStack() as closed:
             reading = self._reading(batches, closed)
             while True:
@@ -210,7 +210,7 @@ class Loader:
     def _reading(
         self, batches: list[list[int]], closed: ExitStack
     ) -> Generator[Blocks, None, None]:
-        """Return an iterator over this rank's blocks, read ahead by a background thread."""
+        """Return an iterator over this rank's blocks, read ahead by a thread that `closed` ends."""
         data, epoch = self.dataset, self._epoch
         if data.cache is None:
             reading = prefetched(lambda batch: data.read(batch, epoch), batches, self._ahead)
@@ -222,10 +222,10 @@ class Loader:
     def _exchanged(
         self, cache: Cache, batches: list[list[int]], epoch: int
     ) -> Generator[Values, None, None]:
-        """Yield the values of each mini-batch, received from the ranks that keep them.
+        """Yield this rank's values of each mini-batch, received from the ranks that keep them.
 
-        A background thread reads samples that no rank keeps yet. Messages are exchanged in the
-        thread of the program: those of the next mini-batch start before this one's are waited for.
+        A background thread reads samples that no rank keeps yet. The calling thread exchanges the
+        messages: it starts those of the next mini-batch before it waits for those of this one.
         """
         sampler = self.batch_sampler
         others = range(sampler.samples) if isinstance(sampler, Sampler) else ()
@@ -242,12 +242,12 @@ class Loader:
                 for batch, found in zip(batches, reading, strict=True):
                     yield f"samples {batch}", found
 
-        before: Flight | None = None
+        before: Arriving | None = None
         with closing(in_step(self.grid, loaded())) as found:
             for batch, new, boxes in zip(batches, arrivals, found, strict=True):
-                flight = self.dataset.exchange(batch, epoch, new, boxes)
+                arriving = self.dataset.exchange(batch, epoch, new, boxes)
                 if before is not None:
-                    yield before.finish()
-                before = flight
+                    yield before()
+                before = arriving
         if before is not None:
-            yield before.finish()
+            yield before()

@@ -10,7 +10,7 @@ from typing import Any
 def mapped(content: Any, change: Callable[[Any, Any], Any], path: tuple[Any, ...] = ()) -> Any:
     """Return `content` in the same form, with `change(name, leaf)` in place of each leaf.
 
-    The name of a leaf is its key or position, a tuple of them where it is nested, and 0 where
+    The name of a leaf is its key or position, a tuple of them if it is nested, and 0 if
     `content` is itself the leaf. A mapping that cannot be changed becomes a dictionary.
     """
     if isinstance(content, Mapping):

@@ -1,4 +1,4 @@
-"""Scaling of channels on the fly."""
+"""`Normalize`: a transform that scales the channels of samples as they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distconv.geometry.layout import Box
 
 
 class Normalize:
-    """Scale each channel: (x - mean) / deviation, clipped to a number of deviations if asked for.
+    """Scale each channel to (x - mean) / deviation, and clip the result to +-`limit` if given.
 
     A transform for `Dataset`: it gets this rank's block (samples, channels, ...) and changes it in
     place.
@@ -21,12 +21,12 @@ class Normalize:
     ----------
     mean: the mean of each channel.
     deviation: the standard deviation of each channel, positive.
-    limit: clip to this many deviations on both sides; None for no clipping.
+    limit: the largest magnitude of the result, in deviations; None for no clipping.
 
     Raises
     ------
-    ValueError
-        For means that are not finite, deviations that are not positive, or unequal numbers of them.
+    ValueError For means that are not finite, deviations that are not positive, or unequal numbers
+    of them.
     """
 
     def __init__(self, mean: Any, deviation: Any, limit: float | None = None) -> None:
@@ -48,7 +48,7 @@ class Normalize:
                 )
 
     def __call__(self, block: Tensor, box: Box) -> Tensor:
-        """Scale the block of a mini-batch that lies at `box`."""
+        """Scale, in place, this rank's block of a mini-batch; `box` are its indices there."""
         if block.dim() < 2 or box.stop[1] > len(self.mean):
             raise ValueError(
                 f"Normalize: {len(self.mean)} channels are known, and the values at {box} have "

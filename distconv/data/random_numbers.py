@@ -15,23 +15,23 @@ States: TypeAlias = list[Any]
 
 
 def states_of(generators: Sequence[torch.Generator] = ()) -> States:
-    """Return the current states of the random numbers on this rank."""
+    """Return the states of the random number generators of this process, and of `generators`."""
     return [get() for get, _ in _sources(generators)]
 
 
 def set_states(states: States, generators: Sequence[torch.Generator] = ()) -> None:
-    """Set the states of the random numbers to `states`."""
+    """Set the states of the random number generators of this process, and of `generators`."""
     for (_, put), state in zip(_sources(generators), states, strict=True):
         put(state)
 
 
 @contextmanager
 def drawn_from(states: States, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Draw from `states` in the block of a `with` statement.
+    """Draw random numbers from `states`, such as rank 0's, in the block of a `with` statement.
 
-    At its end, random numbers whose state was equal to `states` before continue from the state at
-    the end of the block, as in a serial program; others return to their own state. `generators`
-    always keep the state at the end of the block.
+    At its end, a generator of this process continues from the state at the end of the block if it
+    was in the state of `states` before, as in a serial program; otherwise it returns to its own
+    state. `generators` always keep the state at the end of the block.
     """
     own = states_of()
     set_states(states, generators)
@@ -46,7 +46,7 @@ def drawn_from(states: States, generators: Sequence[torch.Generator] = ()) -> It
 def _sources(
     generators: Sequence[torch.Generator] = (),
 ) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Return the functions that get and set each state."""
+    """Return pairs of functions that get and set the state of each random number generator."""
     return [
         _of(torch.default_generator),
         (_numpy_state, np.random.set_state),

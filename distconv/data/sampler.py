@@ -1,4 +1,4 @@
-"""The samples of each mini-batch: the same on all ranks, and on any grid."""
+"""The sample numbers of each mini-batch: the same on all ranks, and on any grid."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 
 
 class Sampler:
-    """The mini-batches of each epoch. No communication: they follow from the arguments alone.
+    """The mini-batches of each epoch, in order or shuffled. No communication.
 
-    A rank gets the block of a mini-batch that its place along the `sample` axis selects.
+    All ranks find the same sample numbers; a rank reads the block of them that its coordinate along
+    the `sample` axis selects.
 
     Parameters
     ----------
@@ -25,8 +26,7 @@ class Sampler:
 
     Raises
     ------
-    ValueError
-        Where there would be no mini-batch.
+    ValueError If there would be no mini-batch.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Sampler:
         return full + (rest > 0 and not self.drop_last)
 
     def batches(self, epoch: int) -> list[list[int]]:
-        """Return the sample numbers of every mini-batch of an epoch, counted from 0."""
+        """Return the sample numbers of every mini-batch of an epoch; epochs count from 0."""
         order = np.arange(self.samples)
         if self.shuffle:
             order = np.random.default_rng((self.seed, epoch)).permutation(self.samples)
@@ -66,12 +66,12 @@ class Sampler:
         return [order[i * size : (i + 1) * size].tolist() for i in range(len(self))]
 
     def description(self) -> dict[str, Any]:
-        """Return the arguments that decide about the mini-batches, by name."""
+        """Return the arguments that determine the mini-batches, by name, for ranks to compare."""
         return dict(vars(self))
 
 
 class FixedBatches:
-    """The same mini-batches in every epoch.
+    """A sampler with the same mini-batches in every epoch, in place of a `Sampler`.
 
     `batches` are the sample numbers of each mini-batch.
     """
@@ -83,9 +83,9 @@ class FixedBatches:
         return len(self._batches)
 
     def batches(self, epoch: int) -> list[list[int]]:
-        """Return the sample numbers of every mini-batch."""
+        """Return the sample numbers of every mini-batch, the same for any epoch."""
         return self._batches
 
     def description(self) -> dict[str, Any]:
-        """Return a checksum of the mini-batches."""
+        """Return a checksum of the mini-batches, for ranks to compare."""
         return {"batches": crc32(repr(self._batches).encode())}

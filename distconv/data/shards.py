@@ -1,7 +1,7 @@
-"""The tensors of a state, divided over the ranks that write them, and put together again.
+"""The tensors of a state, split over the ranks that write them, and joined again from the files.
 
 Every rank writes the blocks of sharded tensors of which it is the first holder, and its share of
-the tensors that all ranks hold. The writer of each follows from the grid without communication.
+the replicated tensors. Which rank writes which tensor follows from the grid without communication.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ OpenShard: TypeAlias = Callable[[int], Mapping[int, Tensor]]
 
 @dataclass
 class Divided:
-    """A state without its tensors, and the places of these in shards.
+    """A state split for writing: its values other than tensors, and this rank's blocks of tensors.
 
     Attributes
     ----------
     skeleton: the state, with a number in the place of each tensor.
     table: for each tensor, its shape and the places of its blocks.
-    mine: the blocks that this rank writes.
+    mine: the blocks that this rank writes, by the number of their tensor.
     """
 
     skeleton: Any
@@ -46,7 +46,7 @@ class Divided:
 
 
 def divide(state: Any, grid: Grid) -> Divided:
-    """Divide the tensors in the dictionaries, lists and tuples of a state over all ranks.
+    """Split the tensors in the dictionaries, lists and tuples of a state over all ranks.
 
     Every rank passes the same state, whose DistTensors hold its own blocks. No communication.
     """
@@ -78,14 +78,14 @@ def divide(state: Any, grid: Grid) -> Divided:
 
 
 class Stored:
-    """A tensor in the shards of a checkpoint.
+    """A tensor in the shards of a checkpoint, of which any box can be read.
 
     Parameters
     ----------
     number: the number of the tensor.
     shape: the shape of the whole tensor.
     places: the places of its blocks.
-    open_shard: returns the blocks in a shard.
+    open_shard: returns the blocks in a shard, by the numbers of their tensors.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Stored:
         self._number, self._places, self._open = number, places, open_shard
 
     def box(self, box: Box | None = None) -> Tensor:
-        """Return a box of the tensor, or all of it. Only shards that intersect it are opened."""
+        """Return a box of the tensor, or all of it; opens only shards that intersect the box."""
         wanted = Box((0,) * len(self.shape), self.shape) if box is None else box
         found: Tensor | None = None
         for shard, start, stop in self._places:
@@ -115,7 +115,7 @@ class Stored:
 def restored(
     skeleton: Any, table: Sequence[tuple[Sequence[int], Sequence[Place]]], open_shard: OpenShard
 ) -> Any:
-    """Return a state with `Stored` tensors in the place of their numbers."""
+    """Return a state with a `Stored` tensor in the place of each number that `divide` put there."""
 
     def tensor(x: Any) -> Any:
         if isinstance(x, tuple) and len(x) == 2 and x[0] == _MARK:
@@ -126,7 +126,7 @@ def restored(
 
 
 def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return a module's state as its `load_state_dict` takes it on this rank.
+    """Return the state to pass to a module's `load_state_dict` on this rank, read from shards.
 
     Of a sharded parameter only this rank's block is read.
     """
@@ -135,7 +135,7 @@ def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
 
 
 def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state as `load_full_state_dict` takes it on this rank."""
+    """Return the state to pass to an optimizer's `load_full_state_dict`, read from shards."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))
@@ -145,10 +145,10 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def _for(state: Any, target: Any) -> Any:
-    """Return a state with this rank's block, read from the shards, in place of each stored tensor.
+    """Return a state with each `Stored` tensor replaced by this rank's block of it.
 
-    `target` is the parameter that the state belongs to. A stored tensor with as many dimensions is
-    cut as it is, along the dimensions that have its extent; other tensors are whole.
+    `target` is the parameter that the state belongs to. A tensor with as many dimensions is cut as
+    `target` is, along the dimensions with equal extents; others are whole on every rank.
     """
 
     def own(x: Any) -> Any:
@@ -165,7 +165,7 @@ def _for(state: Any, target: Any) -> Any:
 
 
 def _places(x: DistTensor, grid: Grid) -> list[Place]:
-    """Return the places of the blocks of a sharded tensor, each written by its first holder."""
+    """Return the places of a sharded tensor's blocks; of replicas, the first rank writes."""
     topology = grid.topology
     copies = replicating_axes(x.cuts, topology)
     places = []

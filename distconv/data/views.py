@@ -1,8 +1,8 @@
-"""Views of stored samples: which stored element stands at each place of the sample a program gets.
+"""Views: for each place of an augmented sample, the stored element to read there.
 
 Flips, rotations by 90 degrees, crops, translations and halos move elements along each dimension
-alone, or exchange dimensions. So any box of the result consists of boxes of the stored sample,
-and a rank reads just these: a sample is moved first and cut afterwards.
+alone, or exchange dimensions. So any box of the result consists of boxes of the stored sample, and
+a rank reads just these: a sample is moved first and cut afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Piece:
     ----------
     source: the box of the stored sample.
     target: the slices of the view that hold its elements.
-    flips: the dimensions of the view along which they run backwards.
+    flips: for each dimension of the view, whether the elements run backwards.
     """
 
     source: Box
@@ -40,15 +40,15 @@ class Piece:
     flips: tuple[bool, ...]
 
     def place(self, out: NDArray[Any], values: NDArray[Any], order: Sequence[int]) -> None:
-        """Copy the values of the box to their places in `out`, an array of the shape of the view.
+        """Copy the values of the stored box to their places in `out`, an array of the view's shape.
 
-        `order` is the order of the view's dimensions.
+        `order` has for each dimension of the view the dimension of `values`.
         """
         backwards = tuple(slice(None, None, -1 if flip else None) for flip in self.flips)
         out[self.target] = values.transpose(order)[backwards]
 
     def within(self, box: Box, order: Sequence[int]) -> Piece | None:
-        """Return the part of the piece in a box of the stored sample; None if they do not meet."""
+        """Return the part of this piece in `box` of the stored sample; None if there is none."""
         start = tuple(map(max, self.source.start, box.start))
         stop = tuple(map(min, self.source.stop, box.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -64,7 +64,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class View:
-    """A sample, or a box of it, as moved elements of a stored one.
+    """An augmented sample, or a box of it: the stored element at each of its places.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class View:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> View:
-        """Return the view of a whole stored sample of `shape`, unmoved."""
+        """Return the view of a whole stored sample of `shape`, with no element moved."""
         return cls(tuple(range(len(shape))), tuple(np.arange(n) for n in shape))
 
     @property
@@ -93,7 +93,7 @@ class View:
 
     @cached_property
     def filled(self) -> bool:
-        """Return whether the view has elements outside the stored sample."""
+        """Return whether some places of the view lie outside the sample, to be filled with 0."""
         return any((along < 0).any() for along in self.positions)
 
     def flipped(self, d: int) -> View:
@@ -118,7 +118,7 @@ class View:
         return self._along(d, along)
 
     def cropped(self, d: int, start: int, stop: int) -> View:
-        """Return the view from `start` to `stop` along dimension `d`."""
+        """Return the view of indices `start` to `stop` along dimension `d`."""
         return self._along(d, self.positions[d][start:stop])
 
     def within(self, box: Box, halo: Sequence[int] = (), border: str = "clip") -> View:
@@ -147,7 +147,7 @@ class View:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Return boxes of the stored sample that together hold all elements of the view."""
+        """Return the boxes of the stored sample that together fill the view."""
         found = []
         for runs in product(*map(_runs, self.positions)):
             source = sorted(zip(self.order, runs, strict=True), key=lambda pair: pair[0])
@@ -163,7 +163,11 @@ class View:
 
 @dataclass(frozen=True)
 class _StoredRun:
-    """A run of elements that are neighbours both in a view and in the stored sample."""
+    """Elements along one dimension that are neighbours both in a view and in the stored sample.
+
+    They begin at index `place` of the view, and at `start` of the sample, or end there if
+    `backwards`.
+    """
 
     place: int
     start: int
@@ -172,7 +176,7 @@ class _StoredRun:
 
 
 def _runs(positions: Positions) -> list[_StoredRun]:
-    """Return the runs along one dimension, without positions outside."""
+    """Return the runs of neighbours in `positions`, which leave out `OUTSIDE`."""
     inside = positions >= 0
     steps = np.diff(positions)
     joined = inside[:-1] & inside[1:] & (np.abs(steps) == 1)

@@ -1,7 +1,7 @@
 """Collectives on tensors in Horovod's forms: blocking, in place, and with a handle.
 
-Every function is called by all ranks of its process set. A collective starts when all of them have
-called it: calls with a `name` are matched by it, whatever their order.
+All ranks of a process set call each function. A collective starts when all of them have called it:
+calls with a `name` are matched by it, in any order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Finish = Callable[[], list[Tensor]]
 
 
 class ReduceOp(Enum):
-    """The reduction of the ranks' tensors to one."""
+    """Horovod's operations that reduce the tensors of all ranks to one."""
 
     Average = "Average"
     Sum = "Sum"
@@ -47,7 +47,7 @@ Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 
 
 class Compression:
-    """The types in which floating-point numbers are sent; sums are taken in their own type."""
+    """The types in which floating-point numbers may be sent; sums are taken in their own type."""
 
     none = None
     fp16 = torch.float16
@@ -66,7 +66,7 @@ _OF_ALL: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
 
 
 def check_compression(caller: str, wire: torch.dtype | None) -> None:
-    """Raise ValueError for a compression that is none of Compression."""
+    """Raise ValueError unless `wire` is a value of `Compression`."""
     if wire not in (Compression.none, Compression.fp16):
         raise ValueError(
             f"distconv.horovod.{caller}: compression={wire!r} is unknown; choose Compression.none "
@@ -75,7 +75,7 @@ def check_compression(caller: str, wire: torch.dtype | None) -> None:
 
 
 def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
-    """Return the op, given by itself or by Horovod's older `average`."""
+    """Return `op`, or the operation that Horovod's older `average` names; raise for others."""
     if op is not None and average is not None:
         raise ValueError(f"distconv.horovod.{caller}: op and average are given; leave out average")
     if op is None:
@@ -99,7 +99,7 @@ def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> 
 def start_flat_sum(
     flat: Tensor, part: Part, grid: ProcessGrid, purpose: str = PURPOSE
 ) -> Request | None:
-    """Start to sum a vector in place; return None after summing one sent in another type."""
+    """Start to sum a vector, which `part` describes, in place; return None if the sum is done."""
     if part.wire:
         HalfSum(flat, grid, AXES, getattr(torch, part.wire), purpose).wait()
         return None
@@ -107,7 +107,7 @@ def start_flat_sum(
 
 
 def part_of(elements: int, like: Tensor, wire: torch.dtype | None) -> Part:
-    """Return the description of a vector of the type and device of `like`, sent as `wire`."""
+    """Return the `Part` of an announcement for a vector like `like`, sent in the type `wire`."""
     names = [str(kind or "").removeprefix("torch.") for kind in (like.dtype, wire)]
     return Part(elements, names[0], like.device.type, names[1])
 
@@ -120,11 +120,11 @@ def _sums(
     detail: tuple[Any, ...],
     wire: torch.dtype | None,
 ) -> Finish:
-    """Start a named sum of tensors over the ranks of a process set; return a function that waits
-    for it.
+    """Start to sum tensors over a process set; return a function that waits for the sums.
 
     Tensors of one type and device are sent together. Halves are sent as they are, other
-    floating-point numbers in the type `wire`, and summed in float32.
+    floating-point numbers in the type `wire`, and summed in float32. `kind`, `name` and `detail`
+    are announced to the other ranks; see `Announcement`.
     """
     groups: dict[tuple[torch.dtype, str], list[int]] = defaultdict(list)
     for i, x in enumerate(tensors):
@@ -162,8 +162,7 @@ def _sums(
 
 
 def join(device: int = -1) -> int:
-    """Add zeros to the sums of the others until all ranks have called it; return the last rank to
-    do so.
+    """Add zeros to other ranks' sums until all ranks have called it; return the last to call it.
 
     A rank calls it when it has no samples left. As in Horovod, an average divides by the number of
     all ranks, including ranks that have joined: to weight by samples, sum sums and counts. A rank
@@ -202,7 +201,7 @@ def join(device: int = -1) -> int:
 
 
 class _Collective(NamedTuple):
-    """A kind of collective.
+    """A collective such as allreduce, as two functions.
 
     Attributes
     ----------
@@ -224,7 +223,7 @@ def _scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def _mean(x: Tensor, ranks: int) -> Tensor:
-    """Return a sum divided by the number of summands; integers are truncated, as in Horovod."""
+    """Return a sum over `ranks` ranks divided by their number; integers are truncated."""
     whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
     return x.div(ranks, rounding_mode="trunc" if whole else None).to(x.dtype)
 
@@ -332,7 +331,7 @@ def _broadcast(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> 
 
 
 def _root_of(options: dict[str, Any]) -> int:
-    """Return the number of the root in the process set."""
+    """Return the position in the process set of the rank that `root_rank` names."""
     root, process_set = options["root_rank"], options["process_set"]
     if not isinstance(root, int) or root not in process_set.ranks:
         raise ValueError(
@@ -350,7 +349,7 @@ def _broadcast_gradients(
 
 
 def _exchange(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
-    """Start an all-to-all of one tensor; the second result holds the received splits."""
+    """Start an all-to-all of the rows of one tensor; its results are rows, and rows per rank."""
     [x] = tensors
     splits = options["splits"]
     if splits is None:
@@ -398,7 +397,7 @@ def _exchange_gradients(
 
 
 def _scatter(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
-    """Start a reduction whose rows are divided over the ranks; earlier ranks get one more."""
+    """Start a reduction of which each rank keeps its rows; earlier ranks may have one more."""
     for x in tensors:
         if not x.dim():
             raise ValueError(
@@ -437,7 +436,7 @@ class _Differentiable(Function):
 def _apply(
     kind: _Collective, job: Job, tensors: Sequence[Tensor], options: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the results of a collective, recorded by autograd."""
+    """Run a collective as a function of autograd, and return its results."""
     return list(_Differentiable.apply(kind, job, options, *tensors))
 
 
@@ -474,7 +473,11 @@ def _called(
     tensors: Any,
     options: dict[str, Any],
 ) -> Any:
-    """Return the result, or the handle, of a call of one of Horovod's functions."""
+    """Call one of Horovod's functions; return its result, or a handle for `synchronize`.
+
+    The function is `family` with the ending `variant`: "", "_async", "_" or "_async_". `several`
+    says whether it takes several tensors; `options` are its other arguments.
+    """
     given = list(tensors) if several else [tensors]
     refuse_dist_tensors(family + variant, *given)
     job = options["process_set"].job
@@ -498,7 +501,7 @@ def _called(
 
 
 def _shown(results: list[Tensor], several: bool, options: dict[str, Any]) -> Any:
-    """Return results in Horovod's form: one tensor, several, or with an all-to-all's splits."""
+    """Return results in Horovod's form: a tensor, a list, or (tensor, splits) of an all-to-all."""
     if several:
         return results
     return tuple(results) if options.get("splits") is not None else results[0]
@@ -507,12 +510,13 @@ def _shown(results: list[Tensor], several: bool, options: dict[str, Any]) -> Any
 def _family(
     family: str, kind: _Collective, options: str, about: str, *, in_place: bool = False
 ) -> list[Callable[..., Any]]:
-    """Return the functions of a collective: blocking and with a handle, and in place if asked for.
+    """Make the functions of a collective: blocking, with a handle, and both in place if `in_place`.
 
     Parameters
     ----------
-    options: their names in order; those without a default are required.
-    about: the docstring of the first function.
+    family: the name of the first function, such as "grouped_allreduce".
+    options: the names of its options in order; those without a default are required.
+    about: its docstring.
     """
     several = family.startswith("grouped")
     own = "tensors" if several else "tensor"

@@ -1,4 +1,4 @@
-"""Handles of started collectives, by which a program gets the results."""
+"""Handles, numbers by which a program gets the results of collectives that it has started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _under_way: dict[int, Callable[[], Any]] = {}
 
 
 def give_handle(result: Callable[[], Any]) -> int:
-    """Return a handle for a function that waits for a result and returns it."""
+    """Return a new handle; `synchronize` will call `result`, which waits for a collective."""
     handle = next(_numbers)
     _under_way[handle] = result
     return handle
@@ -21,15 +21,15 @@ def give_handle(result: Callable[[], Any]) -> int:
 def synchronize(handle: int) -> Any:
     """Wait for a started collective, and return its result, once for each handle.
 
-    It returns None for a handle whose result was returned before, as in Horovod.
+    Later calls with the same handle return None, as in Horovod.
     """
     return _under_way.pop(handle, lambda: None)()
 
 
 def poll(handle: int) -> bool:
-    """Return True once `synchronize` will not wait.
+    """Wait for a started collective and return True: `synchronize` will not wait any more.
 
-    It waits for the messages itself, which are under way on all ranks.
+    Horovod's returns False while messages are under way; here it waits for them instead.
     """
     if handle in _under_way:
         result = _under_way[handle]()

@@ -1,9 +1,10 @@
 """The ranks of a Horovod program, and the announcements that they exchange before collectives.
 
-Each collective begins with a small message between all ranks, a round: its kind, its name, and its
-size. It starts in the round in which the last rank has named it. So ranks may start named
-collectives in different orders; ranks with different collectives raise, instead of summing
-unrelated tensors; and a rank without further samples knows the sums of the others, and adds zeros.
+Before a collective each rank sends its announcement to all others: kind, name and size. An exchange
+of announcements is a round, and a collective starts in the round in which the last rank announces
+it. So ranks may start named collectives in different orders; ranks with different collectives
+raise, instead of summing unrelated tensors; and a rank without further samples can add zeros to
+sums.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class HorovodInternalError(RuntimeError):
 
 
 class Part(NamedTuple):
-    """A vector to which every rank contributes a summand.
+    """The size and type of a vector that a collective sums over all ranks.
 
     Attributes
     ----------
@@ -54,15 +55,15 @@ class Part(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """A rank's message to the others about a collective that it is about to take part in.
+    """A rank's message to all ranks about the collective that it calls.
 
     Attributes
     ----------
     kind: Horovod's name of the function.
-    name: the collective's own name, by which ranks match calls; None for the next one of its kind.
+    name: the `name` argument, by which calls are matched; None to match the next one of its kind.
     detail: everything else that must be the same on every rank.
-    parts: the vectors to sum; empty where a rank without samples cannot take part.
-    own: values that only this rank knows.
+    parts: the vectors to sum; empty if a rank without samples cannot take part.
+    own: values of this rank for the others, such as its number of rows.
     """
 
     kind: str
@@ -81,10 +82,10 @@ JOINED, _WAITING = Announcement("join"), Announcement("synchronize")
 
 
 class Pending:
-    """A collective that this rank has named; it starts when all ranks have.
+    """A collective that this rank has announced; it starts when all ranks have.
 
-    `start` takes the announcements of all ranks, None for a rank that has joined, and starts the
-    collective; returns a function that waits for the result and returns it.
+    `start` gets the announcements of all ranks, None for a rank that has joined; it starts the
+    collective and returns a function that waits for the result and returns it.
     """
 
     def __init__(self, job: Job, start: Callable[[list[Announcement | None]], Callable[[], Any]]):
@@ -92,20 +93,20 @@ class Pending:
         self._finish: Callable[[], Any] | None = None
 
     def begin(self, everyone: list[Announcement | None]) -> None:
-        """Start the collective."""
+        """Start the collective, given the announcements of all ranks."""
         self._finish = self._start(everyone)
 
     def wait(self) -> Any:
-        """Return the result; all ranks take part until the collective has started."""
+        """Return the result; before the collective has started, take part in further rounds."""
         while self._finish is None:
             self._job.round(_WAITING)
         return self._finish()
 
 
 class Job:
-    """The ranks of a process set, each with samples of its own.
+    """The ranks of a process set, and the collectives that they have announced to each other.
 
-    `comm` are the ranks, as `ProcessGrid` takes them. All of them make it together.
+    All of them make it together. `comm` names the ranks as for `ProcessGrid`.
     """
 
     def __init__(self, comm: Any = None):
@@ -117,7 +118,7 @@ class Job:
         self._forget()
 
     def _forget(self) -> None:
-        """Reset the state on all ranks, after an error or when all have joined."""
+        """Drop all announcements, after an error or when all ranks have joined."""
         self._announced: dict[tuple[str, str | int], dict[int, Announcement]] = {}
         """By name, the ranks that have named a collective which has not started."""
         self._pending: dict[tuple[str, str | int], Pending] = {}
@@ -128,7 +129,7 @@ class Job:
         """The ranks that had no samples left in the last round."""
 
     def on(self, device: torch.device, root: int = 0) -> ProcessGrid:
-        """Return the grid for tensors on a kind of device, whose first rank is `root`.
+        """Return a grid of these ranks on a kind of device, with rank `root` as its first.
 
         All ranks call it together the first time.
         """
@@ -142,11 +143,11 @@ class Job:
     def start(
         self, mine: Announcement, start: Callable[[list[Announcement | None]], Callable[[], Any]]
     ) -> Pending:
-        """Name a collective; it starts in this round or a later one, when all ranks have named it.
+        """Announce a collective, which starts now or in the round in which the last rank does.
 
-        All ranks call it, except those that have joined.
+        All ranks call it, except ranks that have joined; `start` is as for `Pending`.
 
-        Raises HorovodInternalError on every rank, where the ranks named collectives that do not
+        Raises HorovodInternalError on every rank, if the ranks announce collectives that do not
         match, or one that a rank without samples cannot take part in.
         """
         pending = Pending(self, start)
@@ -159,14 +160,14 @@ class Job:
         pending: Pending | None = None,
         absent: Callable[[Announcement], None] | None = None,
     ) -> list[Announcement]:
-        """Send this rank's announcement to all ranks, start the collectives that all have named,
-        and return the announcements of all. All ranks call it.
+        """Exchange announcements with all ranks, and start the collectives that all have announced.
+
+        All ranks call it. Returns the announcements of all.
 
         Parameters
         ----------
-        pending: the collective that `mine` names.
-        absent: for a rank that has joined, a function that takes part in a collective of the
-            others.
+        pending: the collective that this rank's announcement, `mine`, is for.
+        absent: on a rank that has joined, takes part in a collective that the others announced.
         """
         if pending is not None:
             key = mine.kind, mine.name or self._unnamed[self.rank][mine.kind]
@@ -207,7 +208,7 @@ class Job:
         return everyone
 
     def _checked(self, by_rank: dict[int, Announcement], joined: frozenset[int]) -> Announcement:
-        """Return a collective that all ranks have named, if their announcements match."""
+        """Return one of the announcements of a collective; raise as `start` does if they differ."""
         first = by_rank[min(by_rank)]
         if any(theirs[:4] != first[:4] for theirs in by_rank.values()):
             self._refuse(by_rank)
@@ -221,7 +222,7 @@ class Job:
         return first
 
     def _refuse(self, by_rank: dict[int, Announcement]) -> NoReturn:
-        """Raise on every rank, naming two ranks whose collectives do not match."""
+        """Raise HorovodInternalError, naming two ranks whose announcements do not match."""
         self._forget()
         a = min(by_rank)
         b = next((r for r in sorted(by_rank) if by_rank[r][:4] != by_rank[a][:4]), a)
@@ -234,7 +235,7 @@ class Job:
 
 
 def check_environment() -> None:
-    """Raise NotImplementedError where variables ask Horovod for autotuning or elastic training."""
+    """Raise NotImplementedError if an environment variable asks for an unsupported feature."""
     for name, way_out in _VARIABLES.items():
         if launch.switched_on(name):
             raise NotImplementedError(
@@ -244,7 +245,7 @@ def check_environment() -> None:
 
 
 def refuse_dist_tensors(caller: str, *tensors: Tensor) -> None:
-    """Raise `TypeError` for anything but plain tensors, which each rank has for itself."""
+    """Raise `TypeError` unless all arguments are plain tensors; `caller` begins the message."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or isinstance(tensor, DistTensor):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Models, optimizers and objects, sent from one rank to all, or gathered from all."""
+"""Broadcasts of models, optimizers and objects from one rank to all, and gathers of objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Overwrite parameters and buffers by one rank's. All ranks call it together.
+    """Overwrite parameters and buffers by those of one rank. All ranks call it together.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return an object of one rank on all ranks, which call it together.
+    """Return the `obj` of one rank on all ranks, which call it together.
 
-    Tensors in it are moved to the CPU.
+    Its tensors are on the CPU, except on that rank.
     """
     mine = _is_root(root_rank, process_set)
     message = _pickled(obj) if mine else torch.zeros(0, dtype=torch.uint8)
@@ -68,7 +68,7 @@ def broadcast_optimizer_state(
     model: Any = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give an optimizer the state and settings that it has on one rank. All ranks call it together.
+    """Load one rank's state and settings into an optimizer. All ranks call it together.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def allgather_object(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks have called it."""
+    """Wait until all ranks of the process set have called it."""
     process_set.job.start(Announcement("barrier"), lambda everyone: lambda: None).wait()
 
 

@@ -1,4 +1,4 @@
-"""An optimizer that averages gradients over all ranks before its steps."""
+"""`DistributedOptimizer`: an optimizer that averages gradients over all ranks before its steps."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ def DistributedOptimizer(
     *,
     bucket_bytes: int = 2**20,
 ) -> Any:
-    """Return the optimizer, in a class derived from its own, that reduces gradients over all ranks.
+    """Return a copy of the optimizer that reduces gradients over all ranks before its steps.
 
-    Gradients are sent in buckets during the backward pass; with a compression, after it. The result
-    shares groups and state with `optimizer`. All ranks make it together.
+    Its class is derived from the optimizer's. Gradients are sent in buckets during the backward
+    pass; with a compression, after it. The copy shares groups and state with `optimizer`. All ranks
+    make it together.
 
     Parameters
     ----------
@@ -61,9 +62,10 @@ def DistributedOptimizer(
     named_parameters: names and parameters, compared with the optimizer's parameters.
     compression: the type in which gradients are sent, None for their own.
     backward_passes_per_step: the number of backward passes that are accumulated before gradients
-        are sent; an earlier step sends the gradients so far.
+        are sent; an earlier step sends the gradients accumulated by then.
     op: Average or Sum.
-    gradient_predivide_factor: a divisor of the summands; the average is divided by the rest.
+    gradient_predivide_factor: each gradient is divided by it before the sum, and the sum by the
+        number of ranks over it: only rounding changes.
     num_groups, groups: ignored: gradients are sent in buckets of `bucket_bytes` in any case.
     sparse_as_dense: whether sparse gradients are made dense, to be summed.
     process_set: the ranks that train together; on others the optimizer is local.
@@ -71,11 +73,8 @@ def DistributedOptimizer(
 
     Raises
     ------
-    TypeError
-        For an optimizer that cannot be wrapped.
-    ValueError
-        Where the names do not fit, parameters belong to a parallelized module, or `op` has no
-        meaning for gradients.
+    TypeError For an optimizer that cannot be wrapped. ValueError If the names do not fit,
+    parameters belong to a parallelized module, or `op` has no meaning for gradients.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(
         optimizer, (LBFGS, _DistributedOptimizer)
@@ -132,7 +131,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 class _Reduction:
-    """Hooks on parameters that reduce their gradients over all ranks."""
+    """The gradient reduction of a `DistributedOptimizer`: hooks on parameters start the sums."""
 
     def __init__(
         self,
@@ -159,8 +158,8 @@ class _Reduction:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, int] = {}
         self._missing: list[int] = []
-        self._begun = False
-        self._announced = False
+        self.begun = self._announced = False
+        """Whether gradients are not reduced yet, and whether their reduction is announced."""
         self._started = 0
         self._states: dict[Tensor, tuple[int, int]] = {}
         """Each gradient after the last backward pass, with the version of its elements."""
@@ -172,21 +171,16 @@ class _Reduction:
         assert self._job is not None
         return self._job
 
-    @property
-    def under_way(self) -> bool:
-        """Return whether there are gradients that are not reduced yet."""
-        return self._begun
-
     def connect(self) -> None:
         """Make the grid and communicators for the sums. All ranks call it together.
 
-        The first backward pass would be too late: some ranks may have joined before.
+        It is called before training: at the first backward pass some ranks may have joined already.
         """
         if self.size > 1:
             self._grid().communicator(AXES, GRADIENTS)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Put hooks on the parameters of an optimizer that have none yet."""
+        """Put hooks on those parameters of an optimizer that have none yet."""
         hook = WeakMethod(self._after_accumulation)
 
         def call(p: Tensor) -> None:
@@ -208,10 +202,9 @@ class _Reduction:
                 p.register_post_accumulate_grad_hook(call)
 
     def synchronize(self) -> None:
-        """Complete the reduction of all gradients. All ranks call it together.
+        """Finish the reduction of all gradients. All ranks call it together.
 
-        Raises HorovodInternalError where gradients were changed after the backward pass, while they
-        were under way.
+        Raises HorovodInternalError if the program changed a gradient while it was being reduced.
         """
         if self.size > 1:
             self._look()
@@ -219,7 +212,7 @@ class _Reduction:
             changed, self._changed = self._changed, False
             self._states.clear()
             if changed:
-                self._begun = self._announced = False
+                self.begun = self._announced = False
                 self.reset()
                 raise HorovodInternalError(
                     f"{_OWNER}: gradients have changed between backward() and step(), as "
@@ -227,16 +220,16 @@ class _Reduction:
                     "different parameters. Call synchronize(), change them, and step within "
                     "`with optimizer.skip_synchronize():`"
                 )
-        self._begun = self._announced = False
+        self.begun = self._announced = False
         self.synchronized = True
         self.reset()
 
     def _look(self) -> None:
-        """Check whether the program has changed gradients since the backward pass."""
+        """Note whether the program has changed a gradient since the backward pass."""
         self._changed |= any(_state(p) != seen for p, seen in self._states.items())
 
     def reset(self) -> None:
-        """Restart the count of backward passes for the next step."""
+        """Count the backward passes of the next step from 0."""
         self._left = dict.fromkeys(self._left, self.passes)
 
     def _after_accumulation(self, p: Tensor) -> None:
@@ -263,10 +256,10 @@ class _Reduction:
             self._start_next()
 
     def _begin(self) -> None:
-        """Lay out the buckets before the first gradient of a step."""
-        if self._begun:
+        """Arrange the parameters in buckets, before the first gradient of a step."""
+        if self.begun:
             return
-        self._begun, self._started, self.synchronized = True, 0, False
+        self.begun, self._started, self.synchronized = True, 0, False
         kinds = [(p.dtype, p.device, p.shape, p.requires_grad) for p in self._parameters]
         if kinds != self._kinds:
             self._kinds = kinds
@@ -325,7 +318,7 @@ class _Reduction:
         return self._compression if p.dtype in WIDE else None
 
     def _sum_of(self, p: Tensor) -> Callable[[Tensor], HalfSum] | None:
-        """Return a function that starts the sum of a bucket in halves, or None for another sum."""
+        """Return a function that starts the compressed sum of the bucket of `p`, or None."""
         wire = self._wire_of(p)
         if wire is None:
             return None
@@ -333,7 +326,7 @@ class _Reduction:
 
 
 def _state(p: Tensor) -> tuple[int, int]:
-    """Return the identity of a gradient, and the version of its elements."""
+    """Return the identity of a parameter's gradient, and the version of its elements."""
     gradient = p.grad
     return id(gradient), -1 if gradient is None else gradient._version
 
@@ -346,17 +339,17 @@ def _scale(parameters: Iterable[Tensor], factor: float) -> None:
 
 
 class _DistributedOptimizer(Optimizer):
-    """The methods of a reducing optimizer, placed before those of the optimizer's own class."""
+    """The methods of a `DistributedOptimizer`, mixed into the class of the wrapped optimizer."""
 
     _reduction: _Reduction
 
     def synchronize(self) -> None:
-        """Wait until gradients are reduced, for example to clip them. All ranks call it."""
+        """Reduce all gradients now, for example to clip them. All ranks call it."""
         self._reduction.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let steps within the context use the gradients as they are, after `synchronize`."""
+        """Let steps in a `with` block use the gradients as they are, after `synchronize`."""
         self._reduction.synchronizes = False
         try:
             yield
@@ -394,7 +387,7 @@ class _DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, or to zero."""
-        if self._reduction.under_way:
+        if self._reduction.begun:
             raise AssertionError(
                 f"{_OWNER}: zero_grad() between backward() and step() would drop gradients that "
                 "are under way; call step() or synchronize() before"

@@ -1,4 +1,4 @@
-"""The process sets of a Horovod program, the set of all ranks first, and queries about ranks."""
+"""The process sets of a Horovod program, and queries about its ranks and nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distconv.transport import launch
 
 
 class ProcessSet:
-    """Some ranks of the job, which take part in collectives called with the set.
+    """Some ranks of the job, which call collectives together.
 
     Parameters
     ----------
@@ -21,7 +21,7 @@ class ProcessSet:
 
     Attributes
     ----------
-    process_set_id: the number of the set; None where it is not added, or removed.
+    process_set_id: the number of the set; None before it is added, and after it is removed.
     ranks: the numbers in increasing order.
     """
 
@@ -39,7 +39,7 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
     def rank(self) -> int:
-        """Return this rank's number in the set; raise ValueError outside of it."""
+        """Return this rank's position in the set; raise ValueError if it is not in it."""
         return self.job.rank
 
     def size(self) -> int:
@@ -52,7 +52,7 @@ class ProcessSet:
 
     @property
     def job(self) -> Job:
-        """Return the job of the ranks of the set; raise ValueError outside of it."""
+        """Return the `Job` of the ranks of the set; raise ValueError if this rank is not in it."""
         if self._job is None:
             raise ValueError(
                 "distconv.horovod: the ranks have not met yet; call init() before"
@@ -63,11 +63,11 @@ class ProcessSet:
         return self._job
 
     def begin(self, number: int, job: Job | None) -> None:
-        """Add the set under a number, with its job on the ranks that are in it."""
+        """Give the set its number, and its job, None on a rank outside the set."""
         self.process_set_id, self._job = number, job
 
     def end(self) -> None:
-        """Remove the set."""
+        """Take number and job from the set."""
         self.process_set_id, self._job = None, None
 
 
@@ -89,8 +89,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
     Raises
     ------
-    NotImplementedError
-        Where environment variables ask for autotuning or elastic training.
+    NotImplementedError If environment variables ask for autotuning, elastic training or Horovod's
+    timeline.
     """
     check_environment()
     if _sets:
@@ -103,7 +103,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """Forget the job; `init` may be called again."""
+    """Remove all process sets; `init` may be called again."""
     for process_set in _sets.values():
         process_set.end()
     _sets.clear()
@@ -114,9 +114,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
     Raises
     ------
-    ValueError
-        On every rank, where the calls differ in the ranks, or these are not in the job, or make up
-        a set that exists.
+    ValueError On every rank, if the ranks name different sets, or one that exists, is empty, or has
+    ranks outside the job.
     """
     job = current()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -142,7 +141,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set, and return whether there was one. All ranks call it together.
 
-    The set of all ranks cannot be removed.
+    The set of all ranks stays.
     """
     number = process_set.process_set_id
     if not number or number not in _sets:
@@ -152,7 +151,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of each process set by its number."""
+    """Return the ranks of each process set, by the number of the set."""
     return {number: list(process_set.ranks) for number, process_set in _sets.items()}
 
 
@@ -167,12 +166,12 @@ def current() -> Job:
 
 
 def rank() -> int:
-    """Return the number of this rank."""
+    """Return the number of this rank in the job."""
     return current().rank
 
 
 def size() -> int:
-    """Return the number of ranks."""
+    """Return the number of ranks in the job."""
     return current().size
 
 
@@ -210,13 +209,13 @@ def is_homogeneous() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return whether MPI has started the ranks."""
+    """Return whether the ranks exchange messages by MPI."""
     current()
     return launch.has_mpi() and not launch.meets_by_torch()
 
 
 def gloo_enabled() -> bool:
-    """Return whether torch has started the ranks, without MPI."""
+    """Return whether the ranks exchange messages by torch.distributed, without MPI."""
     return not mpi_enabled()
 
 
@@ -231,7 +230,7 @@ def nccl_built() -> int:
 
 
 def mpi_threads_supported() -> bool:
-    """Return False: only one thread of a rank sends; carriers of IBM and Intel are not used."""
+    """Return False, also as `ddl_built` and `ccl_built`: only one thread of a rank sends."""
     return False
 
 

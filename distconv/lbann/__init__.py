@@ -1,7 +1,7 @@
-"""The names of LBANN's PyTorch package DistConv, thin over DistTensors.
+"""The classes of LBANN's PyTorch package DistConv, as thin layers over DistTensors.
 
-A program that was written for `from distconv import DCTensor, DistConvDDP, ParallelStrategy` runs
-with `from distconv.lbann import ...`, and with the numbers of the program on one rank a replica.
+A program written for `from distconv import DCTensor, DistConvDDP, ParallelStrategy` runs with `from
+distconv.lbann import ...`. Its numbers are those of the program with one rank for a replica.
 """
 
 from distconv.lbann.dc_tensor import DCTensor as DCTensor

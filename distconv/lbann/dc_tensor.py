@@ -18,22 +18,22 @@ from distconv.tensor.validation import check_plain
 
 
 class DCTensor(DistTensor):
-    """A tensor of a replica's samples, which are cut over its ranks.
+    """A DistTensor whose samples are cut over the ranks of one replica, with LBANN's methods.
 
     `.shape` is the global shape, and functions compute on the whole tensor: sums, means, norms and
     losses, too. Their results are DCTensors.
 
     Attributes
     ----------
-    summands: the grid axes over which LBANN's program would add up the tensor. Adding it up over
-        them by `torch.distributed.all_reduce` changes nothing here.
+    summands: the grid axes over which LBANN's program would add up the tensor by
+        `torch.distributed.all_reduce`; here that call leaves it as it is.
     """
 
     summands: frozenset[str] = frozenset()
 
     @staticmethod
     def __new__(cls: type[DCTensor], *parts: Any) -> DCTensor:
-        """Refuse the call of LBANN's class, `DCTensor(block, parallel_strategy)`."""
+        """Raise TypeError for the call of LBANN's class, `DCTensor(block, parallel_strategy)`."""
         if len(parts) < 4:
             raise TypeError(
                 "DCTensor(...): use DCTensor.from_shard(block, parallel_strategy) of each rank's "
@@ -43,11 +43,10 @@ class DCTensor(DistTensor):
 
     @classmethod
     def from_shard(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:
-        """Return the tensor of which `tensor` is this rank's block; all ranks of a replica call it.
+        """Make a DCTensor whose block on this rank is `tensor`; all ranks of a replica call it.
 
-        Blocks are canonical: the first n mod p have one element more. The gradient of `tensor` is
-        the gradient of its block. Raises `ValueError` on all these ranks where a block has another
-        shape.
+        Of n elements over p parts the first n mod p must have one more. Gradients reach `tensor`.
+        Raises `ValueError` on all these ranks if a block has another shape.
         """
         _check(tensor, parallel_strategy, "from_shard")
         ps = parallel_strategy
@@ -58,7 +57,7 @@ class DCTensor(DistTensor):
         """Cut the tensor of a replica's first rank; the ranks of the replica call it together.
 
         The result is a leaf of autograd, with the `requires_grad` and memory format of `tensor`.
-        Raises `ValueError` on all of them where their tensors have different shapes or types.
+        Raises `ValueError` on all of them if their tensors have different shapes or types.
         """
         _check(tensor, parallel_strategy, "distribute")
         grid, layout = parallel_strategy.grid, parallel_strategy.layout(tensor.dim())
@@ -75,20 +74,20 @@ class DCTensor(DistTensor):
         return x.requires_grad_() if tensor.requires_grad else x
 
     def to_replicate(self) -> Tensor:
-        """Return the whole tensor on every rank of the replica; they call it together.
+        """Return the whole tensor on every rank of the replica, which call it together.
 
-        It is a plain tensor whose gradient is shared out over the ranks. Within a module of
-        `DistConvDDP` it remains a DCTensor, so that parameters that meet it count once.
+        The result is a plain tensor whose gradient is shared out over the ranks. Within a module of
+        `DistConvDDP` it remains a DCTensor, so that gradients of parameters it meets count once.
         """
         if innermost_call() is not None:
             return self.redistribute(Layout())
         return mark_handed_out(self.full_tensor())
 
     def to_ddp(self) -> Tensor:
-        """Return this rank's whole samples; the ranks of the replica call it together.
+        """Return this rank's share of whole samples; the ranks of the replica call it together.
 
-        It is a plain tensor, within a module of `DistConvDDP` a DCTensor. Raises `ValueError` on
-        all of them where torch's `Shard(0)` would give ranks other samples than this library does.
+        The result is plain, within a module of `DistConvDDP` a DCTensor. Raises `ValueError` on all
+        of them if torch's `Shard(0)` would give ranks other samples than this library does.
         """
         extents = {axis: n for axis, n in self.grid.shape.items() if n > 1}
         n, parts = len(self), self.grid.size
@@ -124,13 +123,13 @@ ReplicaGrid.tensor_type = DCTensor
 
 
 def _check(tensor: Tensor, parallel_strategy: ParallelStrategy, method: str) -> None:
-    """Raise TypeError for arguments other than a plain tensor and a ParallelStrategy."""
+    """Raise TypeError unless a method got a plain tensor and a ParallelStrategy."""
     check_plain(tensor, f"DCTensor.{method}: tensor")
     check_strategy(parallel_strategy, f"DCTensor.{method}")
 
 
 def _chunks(n: int, *parts: int) -> list[int]:
-    """Return the number of samples, of `n`, of each rank of a mesh by torch's `Shard(0)`."""
+    """Return the numbers of samples into which `Shard(0)` divides `n` over a mesh of `parts`."""
     if not parts:
         return [n]
     most = -(-n // parts[0])

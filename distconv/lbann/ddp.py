@@ -1,4 +1,4 @@
-"""A model whose replicas, of one or several ranks each, have samples of their own."""
+"""`DistConvDDP`: a module whose gradients are averaged over replicas of one or several ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DistConvDDP(nn.Module):
     Raises
     ------
     ValueError
-        On every rank, where both factor and strategy are missing, the factor is no positive number
+        On every rank, if both factor and strategy are missing, the factor is no positive number
         or differs between ranks, or the module is parallelized already.
     TypeError
         For another option, another strategy, and a module that is wrapped already.
@@ -82,11 +82,11 @@ class DistConvDDP(nn.Module):
         required_reduction("DistConvDDP", module).average(factor)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the module for DCTensors."""
+        """Copy rank 0's buffers to all ranks, and return the result of the module."""
         for buffer in self.module.buffers():
             broadcast(buffer, self._job)
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients stay on their ranks, to be added up later."""
+        """Return a context in which gradients stay on their ranks; a later pass adds them up."""
         return no_sync(self.module)

@@ -1,4 +1,4 @@
-"""How many ranks share a sample, and which dimensions of tensors are cut over them."""
+"""`ParallelStrategy`: how many ranks share a sample, and which dimensions they cut."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _AXES = ("depth", "height", "width")
 
 
 class ReplicaGrid(ProcessGrid):
-    """The ranks that share samples; each replica of the model has its own."""
+    """The grid of the ranks of one replica, whose tensors are DCTensors."""
 
 
 class ParallelStrategy:
-    """All ranks as replicas of the model, each of `num_shards` ranks that share samples.
+    """All ranks of the job as replicas of the model; `num_shards` parts of a sample are a replica.
 
     All ranks of the job make it together. Consecutive ranks share samples.
 
     Parameters
     ----------
     num_shards: the number of parts of each dimension that is cut, at most three.
-    shard_dim: the dimensions that are cut, as many, from 2 on. It may be set anew.
+    shard_dim: as many dimensions, from 2 on, to cut. It may be set anew.
     device_type: "cuda" or "cpu".
 
     Attributes
@@ -44,8 +44,7 @@ class ParallelStrategy:
 
     Raises
     ------
-    ValueError
-        On every rank, where the shards do not divide the ranks, or `shard_dim` does not fit.
+    ValueError On every rank, if the shards do not divide the ranks, or `shard_dim` does not fit.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class ParallelStrategy:
 
     @property
     def shard_dim(self) -> tuple[int, ...]:
-        """Return the dimensions that are cut."""
+        """Return the dimensions that are cut, one for each number in `num_shards`."""
         return self._shard_dim
 
     @shard_dim.setter
@@ -90,9 +89,9 @@ class ParallelStrategy:
         self._shard_dim = dims
 
     def shard_to_rank(self, shard_ind: int | Sequence[int]) -> int:
-        """Return the rank in the job that has a part of each dimension, in this rank's replica.
+        """Return the number, in the job, of this replica's rank that holds the part `shard_ind`.
 
-        Part -1 is the last one, and the part behind the last one is the first.
+        `shard_ind` has a part for each dimension that is cut, from 0; part -1 is the last one.
         """
         parts = whole_numbers(shard_ind, "ParallelStrategy.shard_to_rank: shard_ind")
         place = 0
@@ -119,7 +118,7 @@ class ParallelStrategy:
 
 
 def check_strategy(given: object, where: str) -> None:
-    """Raise TypeError where something else was given as the strategy."""
+    """Raise TypeError unless `given` is a ParallelStrategy; `where` begins the message."""
     if not isinstance(given, ParallelStrategy):
         kind = type(given).__name__
         raise TypeError(f"{where}: {kind} is no ParallelStrategy; make one, and pass it")

@@ -1,8 +1,8 @@
-"""Sums of DCTensors, which programs add up over the ranks of a replica once more.
+"""Sums of DCTensors that an LBANN program adds up over ranks once more, which must change nothing.
 
 With LBANN's class, a reduction covers the rank's block only, and the program extends it to the
 sample by `torch.distributed.all_reduce`. Here it covers the sample from the start. So `add_up`
-leaves a sum as it is; a mean that is added up, to be divided, would be too small.
+leaves a sum as it is. A mean divided by the number of ranks after adding up would be too small.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def summands_of(
     kwargs: Mapping[str, Any],
     result: DistTensorBase,
 ) -> frozenset[str]:
-    """Return the grid axes over which LBANN's program would add up ranks' own results to `result`.
+    """Return the grid axes over which LBANN's program would add up `result` of `func`.
 
-    Empty where `result` is no sum over ranks, or not known to be one.
+    Empty if `result` is no sum over ranks, or not known to be one.
     """
     tensors = tensors_in(args, kwargs)
     operands = [x for x in tensors if isinstance(x, DistTensorBase)]
@@ -75,7 +75,7 @@ def _summands(x: Any) -> frozenset[str]:
 
 
 def add_up(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    """Leave a sum over the ranks of a group as it is, in place of `torch.distributed.all_reduce`.
+    """Return a sum over the ranks of a group as it is, in place of `torch.distributed.all_reduce`.
 
     All ranks of the group call it, and exchange one number.
     """

@@ -1,4 +1,4 @@
-"""Choosing a grid before it exists: the machine, the cost of a step on it, and the search."""
+"""Choosing a grid before ranks are started: a machine's numbers, a step's cost, and the search."""
 
 from distconv.planning.calibration import calibrate as calibrate
 from distconv.planning.layer_layouts import LayoutPlan as LayoutPlan

@@ -1,7 +1,7 @@
-"""Measuring a machine: messages, reductions, packing, and Python; in under a minute.
+"""`calibrate`: measuring a machine's messages, reductions, copies and Python in under a minute.
 
 All ranks take part and load the machine as a job does: all pairs send messages at the same time,
-and all ranks of a node pack memory at once.
+and all ranks of a node copy memory at once.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def calibrate(
     memory: int | None = None,
     progress: Progress = lambda what: None,
 ) -> Machine:
-    """Return a measured model of the machine on which this runs. All ranks of the job call it.
+    """Measure this machine, and return a model of it. All ranks of the job call it.
 
-    Start the ranks that a job has on a node, on two nodes or more where there are several, with the
+    Start the ranks that a job has on a node, on two nodes or more if there are several, with the
     threads and the allocator settings of the job. A single rank measures no messages.
 
     Parameters
@@ -107,7 +107,7 @@ def calibrate(
 
 
 def _pairs(hosts: Sequence[str]) -> Iterator[tuple[str, ProcessGrid, int | None]]:
-    """Yield `within` and `between`, each with a grid of all ranks and this rank's partner."""
+    """Yield "within" and "between" (nodes), with a grid of all ranks and this rank's partner."""
     grid = ProcessGrid(width=-1, device="cpu")
     me, ranks = grid.rank, range(len(hosts))
     neighbour = me ^ 1
@@ -126,7 +126,7 @@ def _pairs(hosts: Sequence[str]) -> Iterator[tuple[str, ProcessGrid, int | None]
 
 
 def _groups(ranks: int) -> Iterator[tuple[int, ProcessGrid]]:
-    """Yield numbers of ranks, each with a grid whose `width` axis has that many neighbours."""
+    """Yield the sizes of reductions to measure, each with a grid of that extent along `width`."""
     sizes = [n for n in (2**i for i in range(1, 13)) if n < ranks and ranks % n == 0]
     for n in (*sizes, ranks):
         yield n, ProcessGrid(sample=ranks // n, width=n, device="cpu")
@@ -170,9 +170,10 @@ def _link(
     late: bool,
     seconds: float,
 ) -> LinkTimes:
-    """Return the times of movements of the given sizes, measured in about `seconds`. `starter`
-    returns for a size a function that starts a movement, and the tensor that it sends; half of
-    the ranks, for which `late` is true, compute before they wait.
+    """Return the times of a movement of each of `sizes` bytes, measured in about `seconds`.
+
+    `starter` returns, for a size, a function that starts the movement, and the tensor it sends.
+    With `late` this rank, one of each pair, computes before it waits.
     """
     rows = [_under_way(grid, *starter(size), late, seconds / len(sizes)) for size in sizes]
     total, posted, after, both = zip(*rows, strict=True)
@@ -183,11 +184,11 @@ def _link(
 def _under_way(
     grid: ProcessGrid, start: Callable[[], Any], written: Tensor, late: bool, seconds: float
 ) -> tuple[float, float, float, bool]:
-    """Return medians over rounds of the slowest rank's seconds (total, starting, waiting after
-    work), and whether messages move only while both ranks wait.
+    """Measure a movement; return three times, and whether it moves only while both ranks wait.
 
-    `written` is written before each start, as halos are packed and gradients made. Ranks with
-    `late` work before they wait, where the others wait at once.
+    The times are of the slowest rank: of all, of the call `start`, and of the wait after computing.
+    Each round writes to `written`, the tensor to send, first. With `late` this rank computes before
+    it waits, and its partner waits at once. All ranks call it.
     """
     clock = time.perf_counter
     comm = grid.comm
@@ -200,7 +201,7 @@ def _under_way(
     busy = 2 * once + 2e-4
 
     def go_through(i: int, working: bool) -> tuple[float, float, float]:
-        """Return the seconds of starting, of the final wait, and of all, with work between."""
+        """Return the seconds of a start, a wait and the whole; compute in between if `working`."""
         written.fill_(i % 3)
         _meet(grid)
         begun = clock()
@@ -231,13 +232,12 @@ def _finished(request: Any) -> None:
 
 
 def _meet(grid: ProcessGrid) -> None:
-    """Wait for all ranks."""
+    """Wait until all ranks of the grid call it, by an all-reduce."""
     grid.transport.all_reduce(torch.zeros(1), grid.communicator(tuple(grid.shape))).wait()
 
 
 def _skew(seconds: float) -> Table:
-    """Return the extra time of the slowest rank over the mean for equal work, against the mean
-    time.
+    """Return a table of the extra seconds of the slowest rank for equal work, by the mean seconds.
 
     The work is convolutions and passes over memory. The slowest rank changes with the place of its
     memory, so each round takes other memory.
@@ -273,7 +273,7 @@ def _table(seconds: Iterable[float], sizes: Sequence[int]) -> Table:
 
 
 def _packing() -> Iterator[float]:
-    """Yield the seconds of copying each number of bytes in rows of 64."""
+    """Yield the seconds of copying each of `PACKED` numbers of bytes, from rows of 64 bytes."""
     clock = time.perf_counter
     for size in PACKED:
         target, source = torch.ones(size // 64, 16), torch.ones(size // 64, 64)[:, :16]

@@ -1,4 +1,4 @@
-"""A rank of a grid that does not exist: tensors without elements, messages that nobody receives.
+"""Dry runs: one process acts as a rank of a grid of any size, without elements and messages.
 
 Operators decide from global metadata alone, so on torch's "meta" device they run as on a real grid
 of any size, and the data that they would move is recorded (`ledger.trace_movements`).
@@ -30,7 +30,7 @@ from distconv.transport.interface import Message
 
 
 class DryGroup(NamedTuple):
-    """A communicator's size, this rank's number in it, its ranks, and its purpose."""
+    """A communicator of a dry run: its size, this rank's number in it, its ranks, its purpose."""
 
     size: int
     rank: int
@@ -39,7 +39,7 @@ class DryGroup(NamedTuple):
 
 
 class DryRequest:
-    """Messages under way, whose memory is held until the first wait."""
+    """A request of a dry run: `wait` reports the wait and frees the memory of the messages."""
 
     def __init__(self, waited: Callable[[], object], memory: Any):
         self._waited: Callable[[], object] | None = waited
@@ -52,10 +52,10 @@ class DryRequest:
 
 
 class DryTransport:
-    """A transport that carries nothing, and calls a function for each event.
+    """A transport that sends nothing, and reports what a real one would do to a `Recorder`.
 
-    It calls `started` for each movement, `waited` for each wait, and `makes` before and after the
-    memory of a message is allocated.
+    It calls `started` for each movement, `waited` for each wait, and `makes` before and after it
+    allocates the memory of a message.
     """
 
     name, ordered = "rehearsal", False
@@ -116,8 +116,10 @@ _ALONE = "a rehearsal has no other ranks to talk to; make its tensors by rehears
 
 
 class DryRunGrid(Grid):
-    """A grid as one rank sees it, by default the one in the middle of every axis, in a single
-    process without MPI. Its tensors are made by `tensor`, and have no elements.
+    """A grid of any size as one of its ranks sees it, in a single process without MPI.
+
+    `rank` is by default the one in the middle of every axis. Tensors are made by `tensor`, and have
+    no elements. With `gpu` the ranks compute on GPUs.
     """
 
     transport: DryTransport  # type: ignore[assignment]
@@ -144,7 +146,7 @@ class DryRunGrid(Grid):
 
     @property
     def comm(self) -> NoReturn:
-        """Raise: there is no communicator."""
+        """Raise RuntimeError: a dry run has no communicator."""
         raise RuntimeError(_ALONE)
 
     @property
@@ -157,7 +159,7 @@ class DryRunGrid(Grid):
 
     @contextmanager
     def all_alike(self) -> Iterator[None]:
-        """Let `all_gather_object` work within the context, as if all ranks passed one object."""
+        """Let `all_gather_object` work in a `with` block, as if all ranks passed equal objects."""
         self._alike = True
         try:
             yield
@@ -165,7 +167,7 @@ class DryRunGrid(Grid):
             self._alike = False
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return a list of `value` alone within `all_alike`; raise elsewhere."""
+        """Return [value] within `all_alike`; raise RuntimeError elsewhere."""
         if not self._alike:
             raise RuntimeError(_ALONE)
         return [value]
@@ -173,7 +175,7 @@ class DryRunGrid(Grid):
     def tensor(
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> DistTensor:
-        """Return a tensor of global `shape` without elements, cut as by `distribute_tensor`."""
+        """Return a DistTensor of global `shape` without elements, cut as by `distribute_tensor`."""
         cuts = cuts_of_layout(layout, self, len(shape))
         box = rank_box(shape, cuts, self.topology, self.rank)
         block = torch.empty(box.shape, dtype=dtype, device="meta")

@@ -1,9 +1,9 @@
-"""The seconds of Python beside local operators: of each function on distributed tensors.
+"""Measuring the seconds of Python that each function on DistTensors takes beside its kernels.
 
-In a step, other functions run between two calls of one, and operators stream their operands
-through the caches, so code and objects of the next function must be fetched again: it takes up to
-ten times as long as in a loop. So every function is timed in a chain of layers, first forward and
-then backward, with other functions and passes over several numbers of bytes between them.
+In a step, other functions run between two calls of one, and operators stream their operands through
+the caches, so code and objects of the next function must be fetched again: it takes up to ten times
+as long as in a loop. So every function is timed in a chain of layers, first forward and then
+backward, with other functions and passes over several numbers of bytes between them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from distconv.tensor.ownership import own
 
 
 class _Apply(nn.Module):
-    """A layer that applies a function."""
+    """A layer that calls a given function, such as a sum, to time it like a module."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -73,9 +73,9 @@ STREAMED = (0, 2**22, 2**24, 2**26)
 
 
 def measure_host_work(layers: int = 16) -> dict[str, Table]:
-    """Return the seconds of Python by function, as `Machine.host` holds them. All ranks call it.
+    """Return the seconds of Python of each function, as `Machine.host` has them. All ranks call it.
 
-    Each chain has `layers` layers.
+    Each function is timed in `layers` layers.
     """
     host: dict[str, list[float]] = {}
     for extents, way in WAYS:
@@ -107,7 +107,7 @@ def measure_host_work(layers: int = 16) -> dict[str, Table]:
 
 
 class _Others:
-    """Functions that run between two calls of a timed function."""
+    """A small network that runs between two calls of a timed function, like a step's layers."""
 
     def __init__(self, grid: DryRunGrid):
         self._network = nn.Sequential(
@@ -119,9 +119,7 @@ class _Others:
         self.memory = Operands([])
 
     def run(self, streamed: int = 0) -> None:
-        """Run the functions forward and, where gradients are recorded, backward; then pass
-        `streamed` bytes through the caches.
-        """
+        """Run the network, backward too if it records gradients; pass bytes through the caches."""
         scope = enter_call()
         try:
             y = self._network(self._input).shard
@@ -132,7 +130,7 @@ class _Others:
         _streamed_memory()[:streamed].add_(1)
 
     def before(self, run: Callable[[], object], streamed: int = 0) -> tuple[float, Any]:
-        """Call `run` after the other functions; return its seconds and its result."""
+        """Call `run` after the network and `streamed` bytes; return its seconds and its result."""
         self.run(streamed)
         start = time.perf_counter()
         result = run()
@@ -145,7 +143,7 @@ def _streamed_memory() -> Tensor:
 
 
 def _with_elements(shape: tuple[int, ...], grid: DryRunGrid) -> DistTensor:
-    """Return a tensor on a dry grid, whose block has elements and a gradient."""
+    """Return a DistTensor for a timed layer on a dry run's grid: its block has random elements."""
     block = torch.rand(grid.tensor(shape).shard.shape).requires_grad_()
     return DistTensor(block, shape, default_cuts(len(shape), grid.topology), grid)
 
@@ -153,8 +151,10 @@ def _with_elements(shape: tuple[int, ...], grid: DryRunGrid) -> DistTensor:
 def _measure(
     module: nn.Module, shape: tuple[int, ...], grid: DryRunGrid, others: _Others, layers: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of a layer's function and of its adjoint, after each number of bytes of
-    `STREAMED`, by their names in recordings.
+    """Return the seconds of Python of a layer's function and of its backward pass, by name.
+
+    There is one time for each of `STREAMED`, the bytes passed through the caches before a call,
+    without the seconds of the layer's kernels.
     """
     options: Any = {"rank": 0, "loss": lambda output: output.sum(), "input_gradients": True}
     recording = record_step(module, [shape], grid.shape, **options)
@@ -178,8 +178,9 @@ def _measure(
 def _passes(
     module: nn.Module, x: DistTensor, others: _Others, layers: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of a module's forward and backward pass, after each number of bytes of
-    `STREAMED`, on a rank whose messages nobody receives.
+    """Return the seconds of a module's forward and backward pass, after each of `STREAMED` bytes.
+
+    `x` is the input, on the grid of a dry run; `layers` copies of the module are timed.
     """
     chain = [copy.deepcopy(module) for _ in range(layers)]
     own((p for layer in chain for p in layer.parameters()), x.grid.size)
@@ -205,7 +206,7 @@ def _passes(
 
 
 def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
-    """Return the seconds of a parameter's gradient and update, for each number of `STREAMED`."""
+    """Return the seconds that a step takes for a further parameter, after `STREAMED` bytes each."""
     others = _Others(DryRunGrid({}, 0))
     trained, frozen = _Chain(layers, others), _Chain(layers, others)
     for p in list(frozen.parameters())[1:]:
@@ -233,7 +234,7 @@ def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
 
 
 class _Chain(nn.Module):
-    """A sum of parameters that notes the time of the backward pass for each of them."""
+    """A module with one-element parameters, which times the backward pass between two of them."""
 
     def __init__(self, layers: int, others: _Others) -> None:
         super().__init__()
@@ -244,7 +245,7 @@ class _Chain(nn.Module):
         self.seconds: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` and all parameters."""
+        """Return the sum of `x` and all parameters, added one after the other."""
         self.since: float | None = None
         total = torch.zeros(1)
         for p in self.summands:
@@ -253,7 +254,7 @@ class _Chain(nn.Module):
 
 
 class _Streaming(Function):
-    """A function that notes when the backward pass reaches it, and then fills the caches."""
+    """The identity; its backward pass records the time since the last one, and fills caches."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, chain: _Chain) -> Tensor:
@@ -271,7 +272,7 @@ class _Streaming(Function):
 
 
 def _alone(operator: LocalOperator, others: _Others) -> float:
-    """Return the seconds of a tiny operator, after other functions."""
+    """Return the seconds of an operator on tiny tensors, run after other functions."""
     times = []
     for _ in range(10):
         run = torch.no_grad()(call_of(operator, others.memory))

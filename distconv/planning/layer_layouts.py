@@ -1,4 +1,4 @@
-"""The best layout of each layer on a grid: a shortest path, with redistributions between layers.
+"""`plan_layouts`: the best layout of each layer on a grid, found as a shortest path.
 
 After Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training" (SC 2019): a
 vertex is a layer with the layout of its input, its weight the layer's time; an edge leads to the
@@ -39,7 +39,7 @@ MOST_LAYOUTS = 32
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """Layouts of layers on a grid; prints as an argument of `parallelize`."""
+    """The layouts that `plan_layouts` found; prints as the argument `layouts` of `parallelize`."""
 
     grid: dict[str, int]
     layouts: dict[str, Layout]
@@ -51,7 +51,7 @@ class LayoutPlan:
     """The step with the default layout for all layers."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the layouts as JSON has them: for each module, dimensions with their grid axes."""
+        """Return layouts and seconds as JSON: for each module, dimensions with their grid axes."""
         return {
             "layouts": {
                 name: {
@@ -81,7 +81,7 @@ class LayoutPlan:
 
 
 class ChainedLayer(NamedTuple):
-    """A layer of a chain."""
+    """A layer whose input is the output of the layer before it, with its input's shape and type."""
 
     name: str
     module: nn.Module
@@ -101,11 +101,10 @@ def plan_layouts(
     progress: Callable[[str], object] = lambda what: None,
     **options: Any,
 ) -> LayoutPlan:
-    """Return the layouts of layers with which a training step takes the least time, as predicted.
+    """Return a layout for each layer with which a training step takes the least predicted time.
 
-    The layers are the longest chain of modules, each of which takes the result of the one before
-    it; a module with branches is one layer. Layouts that gain nothing in the whole step are
-    dropped.
+    A module is taken apart as long as each child takes the result of the one before it; a module
+    with branches is one layer. Layouts that gain nothing in the whole step are dropped.
 
     Parameters
     ----------
@@ -148,10 +147,10 @@ def shortest_path(
     edge: Callable[[int, State, State], float],
     first: State,
 ) -> list[State]:
-    """Return the states of least total cost, one for each step of a chain.
+    """Return the states of least total cost, one from each of `choices`, in order.
 
-    `vertex` is the cost of a state in a step, `edge` the cost of going to a step from one state to
-    another. `first` is the state before the first step.
+    `vertex(i, state)` is the cost of a state in choice i, `edge(i, before, state)` the cost of
+    going there from a state of choice i - 1, or from `first`.
     """
     reached: list[tuple[float, list[State]]] = [(0.0, [])]
     before: Sequence[State] = [first]
@@ -176,9 +175,10 @@ def chain_of(
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype | None = None,
 ) -> list[ChainedLayer]:
-    """Return the layers of a module without elements, each called on the result of the last.
+    """Return the layers of a module, each called on the result of the one before it.
 
-    A module whose children form no such chain is a layer itself.
+    A module whose children form no such chain is one layer. `module` has no elements, and runs on
+    `grid`.
     """
     calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
     """Arguments and results of each module, in the order of the first calls."""
@@ -210,7 +210,7 @@ def chain_of(
 
 
 def _is_chain(calls: Sequence[Sequence[tuple[Any, Any]]], args: Any, result: Any) -> bool:
-    """Return whether each module was called once, on the tensor of the previous one's result."""
+    """Return whether modules were called once each, on the tensor that the one before returned."""
     comes = args
     for several in calls:
         inputs = tensors_in(several[0][0])
@@ -237,7 +237,7 @@ class _Costs:
         self._recorded: dict[object, tuple[Sequence[Recording], Cuts | None]] = {}
 
     def layouts(self, layer: ChainedLayer) -> list[Cuts]:
-        """Return the ways to cut a layer's input over all axes of the grid, the default first."""
+        """Return the cuts to try for a layer's input, over all axes of the grid, default first."""
         ndim = len(layer.shape)
         axes = [axis for axis, n in self._grid.items() if n > 1]
         found = [self.first] if len(self.first) == ndim else []
@@ -251,12 +251,12 @@ class _Costs:
         return list(dict.fromkeys(found))[:MOST_LAYOUTS]
 
     def prepare(self, chain: Sequence[ChainedLayer]) -> None:
-        """Record each layer in each layout, and time the local operators."""
+        """Record each layer with each of its cuts, and time the local operators found."""
         several = [self._record(layer, cuts)[0] for layer in chain for cuts in self.layouts(layer)]
         self._times.prepare_approximately([r.operators for each in several for r in each])
 
     def seconds(self, layer: ChainedLayer, cuts: Cuts) -> float:
-        """Return the seconds of a layer, forward and backward; infinity where it is refused."""
+        """Return the seconds of a layer, forward and backward; infinity if the cuts are refused."""
         return max(map(self._played, self._record(layer, cuts)[0]), default=inf)
 
     def _played(self, recording: Recording) -> float:
@@ -264,11 +264,14 @@ class _Costs:
         return sum(s.stop - s.start for s in segments if s.place.layer in recording.shapes)
 
     def made(self, layer: ChainedLayer, cuts: Cuts) -> Cuts | None:
-        """Return the cuts of the layer's output; None where it is refused."""
+        """Return the cuts of a layer's output, given its input's; None if those are refused."""
         return self._record(layer, cuts)[1]
 
     def between(self, chain: Sequence[ChainedLayer], i: int, last: Cuts, cuts: Cuts) -> float:
-        """Return the seconds to redistribute the input of layer `i`, and its gradient."""
+        """Return the seconds to redistribute the input of layer `i` to `cuts`, and its gradient.
+
+        `last` are the cuts of the input of the layer before; infinity if that is refused.
+        """
         comes = last if i == 0 else self.made(chain[i - 1], last)
         if comes is None or len(comes) != len(cuts):
             return inf
@@ -279,7 +282,7 @@ class _Costs:
         return max(self._moved(chain[i], comes, cuts, rank, passes) for rank in self._ranks)
 
     def _moved(self, layer: ChainedLayer, comes: Cuts, cuts: Cuts, rank: int, passes: int) -> float:
-        """Return a rank's seconds to redistribute a layer's input, in 2 passes its gradient too."""
+        """Return a rank's seconds to redistribute a layer's input; in 2 passes its gradient too."""
         size = layer.dtype.itemsize
         needs = (Same(),) * len(cuts)
         plan = make_plan(self._dry.topology, rank, layer.shape, comes, cuts, needs)
@@ -289,7 +292,7 @@ class _Costs:
         return passes * messages_cost(rank, arriving, leaving, self._machine).total + packed
 
     def _record(self, layer: ChainedLayer, cuts: Cuts) -> tuple[Sequence[Recording], Cuts | None]:
-        """Return a layer's recordings, and how its output is cut; none where it is refused."""
+        """Return a layer's recordings and output cuts, given its input's; (), None if refused."""
         key = _key(layer, cuts)
         if key not in self._recorded:
             options: Any = {"layout": Layout.of(cuts), "dtype": layer.dtype}
@@ -313,6 +316,6 @@ def _total(output: Any) -> Tensor:
 
 
 def _key(layer: ChainedLayer, cuts: Cuts) -> object:
-    """Return a key that is equal for layers that take the same time."""
+    """Return a key that is equal for layers and cuts that take the same time."""
     weights = tuple(tuple(p.shape) for p in layer.module.parameters())
     return repr(layer.module), weights, layer.shape, layer.dtype, cuts

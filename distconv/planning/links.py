@@ -1,4 +1,4 @@
-"""The seconds that bytes between ranks take, from the tables of a machine.
+"""The seconds of messages and collectives, from the tables of a machine.
 
 Collectives of more ranks than were measured, or of described machines, follow the costs of Thakur,
 Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
@@ -14,7 +14,7 @@ from distconv.planning.machine import LinkTimes, Machine
 
 
 class Cost(NamedTuple):
-    """Seconds of a movement."""
+    """The seconds that an exchange of messages, or a collective, takes for one rank."""
 
     total: float
     """Seconds from start to end where the ranks do nothing else."""
@@ -27,7 +27,7 @@ class Cost(NamedTuple):
 
 
 def check_ranks(machine: Machine, ranks: int) -> None:
-    """Raise `ValueError` for ranks on several nodes where the machine lacks times between nodes."""
+    """Raise `ValueError` if ranks need several nodes, and `machine` has no times between nodes."""
     if ranks > machine.ranks_per_node:
         _link_of(machine, "between")
 
@@ -38,14 +38,14 @@ def messages_cost(
     leaving: Sequence[tuple[int, int]],
     machine: Machine,
 ) -> Cost:
-    """Return the cost of an exchange for `rank`, in seconds.
-
-    `arriving` and `leaving` hold the other rank and the bytes of each message.
+    """Return the cost of an exchange of messages for `rank`, in seconds.
 
     After the LogGP model of Alexandrov et al., "LogGP: Incorporating Long Messages into the LogP
     Model" (SPAA 1995): the latencies of a rank's messages overlap. The host's work for messages
     (starting and completing an empty one) adds up, and so do the bytes over links of one kind.
     Links within and between nodes work at the same time.
+
+    `arriving` and `leaving` hold the other rank and the bytes of each message.
     """
     posted = after = host = 0.0
     both, rest = False, [0.0]
@@ -115,7 +115,7 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
 
 
 def _share(kind: str, ranks: int) -> float:
-    """Return the bytes that a rank sends per byte of its contribution.
+    """Return the bytes that a rank sends in a collective for each byte that it contributes.
 
     Sums follow Rabenseifner's algorithm, gathers a ring.
     """

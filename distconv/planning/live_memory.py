@@ -1,4 +1,4 @@
-"""The bytes that a rank of a dry run holds, by kind, followed from tensor to tensor."""
+"""`LiveMemory`: the bytes that a rank of a dry run holds, followed from tensor to tensor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from distconv.transport.buffers import KEPT_BYTES, SMALL_BYTES
 
 
 class LiveMemory:
-    """The live tensors by kind, their total, and the kinds at the highest total. Where it `pools`,
-    messages come from memory that is kept for later ones of the same size, as on CPUs.
+    """The bytes of all live tensors of a dry run, by kind, now and at their highest total.
+
+    With `pools`, the memory of a message is kept for later messages of its size, as on CPUs.
     """
 
     def __init__(self, pools: bool = True) -> None:
@@ -29,7 +30,7 @@ class LiveMemory:
         self._idle_bytes = 0
 
     def hold(self, tensors: Any, kind: str, layer: str = "") -> None:
-        """Count tensors whose memory is not counted yet."""
+        """Count tensors, which `layer` makes, as memory of this kind, unless counted already."""
         for x in tensors:
             storage, key = x.untyped_storage(), address_of_memory(x)
             if key in self._live or not storage.nbytes():
@@ -48,7 +49,7 @@ class LiveMemory:
                 self._most, self.at_most = self.total, dict(self._bytes)
 
     def turn_into(self, tensor: Tensor, kind: str) -> None:
-        """Change the kind of a live tensor."""
+        """Move the bytes of a live tensor to another kind."""
         key = address_of_memory(tensor)
         if key in self._live:
             size, before, reference, layer = self._live[key]
@@ -57,9 +58,7 @@ class LiveMemory:
             self._bytes[kind] += size
 
     def keep(self, x: Tensor) -> int:
-        """Mark a tensor as kept for the backward pass; return its bytes, 0 for a parameter or for
-        memory that is already kept.
-        """
+        """Mark a tensor as kept for backward; return its bytes, 0 if a parameter or marked."""
         self.hold([x], "other")
         key = address_of_memory(x)
         size, kind, _, _ = self._live.get(key, (0, "", None, ""))
@@ -69,7 +68,7 @@ class LiveMemory:
         return size
 
     def turn(self) -> None:
-        """At the end of the forward pass, count live results of layers as activations."""
+        """End the forward pass: live results of layers become activations."""
         for key, (size, kind, reference, layer) in self._live.items():
             if kind == "other" and layer:
                 self._live[key] = size, "activations", reference, layer

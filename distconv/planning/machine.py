@@ -1,4 +1,4 @@
-"""A model of a machine, measured or described: tables of seconds, each with its source."""
+"""`Machine`: a model of a machine, measured or described: tables of seconds, and their sources."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds against a size, linear between the points."""
+    """Seconds as a function of a size, such as bytes: points, and straight lines between them."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -48,7 +48,7 @@ class Table:
             raise ValueError(f"the sizes of a table have to grow, and are {self.sizes}")
 
     def at(self, size: float) -> float:
-        """Return the seconds for a size; beyond the last point by the last slope."""
+        """Return the seconds for a size; beyond the last point the last slope goes on."""
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0] or len(sizes) == 1:
             return seconds[0]
@@ -65,7 +65,7 @@ NO_TIME = Table((0.0,), (0.0,))
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The seconds that bytes take between ranks: in messages, or in a collective of some ranks."""
+    """The seconds of messages between two ranks, or of a collective of some ranks, by bytes."""
 
     total: Table
     """Seconds from start to end where the ranks do nothing else."""
@@ -84,7 +84,7 @@ class LinkTimes:
     def described(
         cls, latency: float, bandwidth: float, posted: float = 0.0, after: float = 0.0
     ) -> LinkTimes:
-        """Return the link of a latency (seconds) and a bandwidth (bytes a second)."""
+        """Return the times of a link with this latency (seconds) and bandwidth (bytes a second)."""
         sizes = 0.0, 2.0**30
         return cls(
             Table(sizes, (latency, latency + 2**30 / bandwidth)),
@@ -95,7 +95,7 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The speed of a described device (Williams et al., "Roofline", CACM 2009)."""
+    """The speed of a described, not measured, device (Williams et al., "Roofline", CACM 2009)."""
 
     flops: Mapping[str, float]
     """Floating-point operations a second by type, such as `float32`."""
@@ -130,10 +130,10 @@ class Launch:
 
 @dataclass
 class Machine:
-    """The numbers of a machine from which steps are predicted.
+    """A machine from whose numbers `predict` and `plan` compute the seconds of a step.
 
-    `operators` grows as predictions time local operators on the machine; everything else is
-    measured by `calibrate`, or described in a file.
+    Predictions add the times of local operators to `operators`; `calibrate` measures, or a file
+    describes, everything else.
     """
 
     name: str
@@ -176,11 +176,11 @@ class Machine:
         return rank // self.ranks_per_node
 
     def where(self, ranks: Sequence[int]) -> str:
-        """Return `within` where all `ranks` are on one node, else `between`."""
+        """Return "within" if all `ranks` are on one node, else "between"."""
         return "within" if len({self.node(rank) for rank in ranks}) == 1 else "between"
 
     def at_once(self, ranks: int) -> int:
-        """Return the largest number of a job's ranks that compute on one node."""
+        """Return the largest number of a job's `ranks` ranks that compute on one node at once."""
         return min(ranks, self.ranks_per_node)
 
     def __str__(self) -> str:
@@ -197,15 +197,15 @@ class Machine:
         return "\n".join((f"{self.name}{assumed}: {devices}", *times_in))
 
     def save(self, path: str | Path) -> None:
-        """Write the machine as JSON; the file is whole at any moment."""
+        """Write the machine as JSON, into a new file that replaces an old one in one step."""
         text = json.dumps(as_dict(self), indent=1)
         write_atomically(Path(path), lambda file: file.write(text.encode()))
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Return the machine in a file that `save` or a person wrote.
+        """Return the machine in a file, written by `save` or by hand.
 
-        Raises ValueError for a file that holds no machine, naming the entry and what it should be.
+        Raises ValueError for a file that holds no machine, naming the wrong entry.
         """
         path = Path(path)
         try:
@@ -230,12 +230,12 @@ class Machine:
 
 
 def allocator_here() -> dict[str, str]:
-    """Return the variables of `ALLOCATOR` in this process's environment."""
+    """Return the variables of `ALLOCATOR` that are set in this process, with their values."""
     return {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
 
 
 def as_dict(machine: Machine) -> dict[str, Any]:
-    """Return the content of a machine's file."""
+    """Return a machine as JSON for its file."""
     return {"format": FORMAT} | asdict(machine)
 
 
@@ -249,7 +249,7 @@ _KINDS = {bool: "true or false", str: "text", int: "a whole number", float: "a n
 
 
 def _read(kind: Any, given: Any, key: str) -> Any:
-    """Return the value of an entry of a file as `kind`; raise ValueError where it is no such value.
+    """Return the value `given` in a file for the entry `key`, as `kind`, or raise ValueError.
 
     A number stands for a table of the same time at all sizes; a latency and a bandwidth for a link.
     """
@@ -286,7 +286,7 @@ def _read(kind: Any, given: Any, key: str) -> Any:
 
 
 def _made(make: Callable[..., Any], entries: Mapping[str, Any], key: str) -> Any:
-    """Call a class or function with the entries of an object in a file as its arguments."""
+    """Call a class or function with the entries of a JSON object, or raise ValueError."""
     hints, parameters, prefix = get_type_hints(make), signature(make).parameters, key and f"{key}."
     unknown = sorted(entries.keys() - parameters.keys() - _BESIDE)
     if unknown:

@@ -54,9 +54,9 @@ _OF_VOLUMES: dict[str, Callable[..., object]] = {
 
 
 class Operands:
-    """Memory for the operands of operators, handed out piece by piece.
+    """A pool of memory from which the operands of timed operators are taken in turn.
 
-    It has room for the first operand of each operator, which is copied, and for all its others.
+    It has room for all operands of each of `operators`, of which the first is copied.
     """
 
     def __init__(self, operators: Iterable[LocalOperator]):
@@ -68,10 +68,10 @@ class Operands:
         self._next = 0
 
     def tensor(self, spec: TensorSpec, places: int = 0, *, own: bool = False) -> Tensor:
-        """Return a tensor of numbers from 0.5 to 1.5, or of integers below `places`.
+        """Return a tensor of this shape, from the pool, to run an operator on.
 
-        `places` is the size of the plane that integers index. With `own` the numbers are copied to
-        fresh memory.
+        Its numbers are from 0.5 to 1.5, or integers below `places`, the size of the plane that they
+        index. With `own` they are copied to fresh memory.
         """
         elements = _extent(spec)
         if not prod(spec.shape):
@@ -93,15 +93,15 @@ class Operands:
 
 
 def _extent(spec: TensorSpec) -> int:
-    """Return the number of elements from the first to the last of a tensor in memory."""
+    """Return the number of elements in memory from a tensor's first to its last, inclusive."""
     return 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
 
 
 def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
-    """Return a function that runs the operator once, on operands in this memory.
+    """Return a function that runs an operator once, on operands from `memory`.
 
-    The first operand is freshly written, as by the operator before it; so are all operands of an
-    operator that writes to some.
+    The first operand is freshly written, as by the operator before it in a step; if the operator
+    writes to an operand, all are.
     """
     _, name, overload = operator.name.split(".")
     function: Any = getattr(getattr(torch.ops.aten, name), overload)
@@ -129,6 +129,7 @@ def times_of(
     operators: Sequence[LocalOperator], memory: Operands, meet: Callable[[], object]
 ) -> list[float]:
     """Return the median seconds of each operator over several runs; `meet` waits for all processes.
+
     Operators take turns, as in a step: each finds its code and its operands outside the caches,
     which makes small ones take up to half as long again as in a loop.
     """
@@ -157,13 +158,13 @@ def times_of(
 
 
 def workspace_of(run: Callable[[], object]) -> int:
-    """Return the largest number of bytes that an operator allocates beyond its results."""
+    """Return the most bytes that an operator allocates at any moment beside its results."""
     most, left = tensor_bytes(run)
     return max(most - max(left, 0), 0)
 
 
 def tensor_bytes(run: Callable[[], object]) -> tuple[int, int]:
-    """Return the most bytes of tensors allocated within a call, and the bytes of its results."""
+    """Return the most bytes of tensors at any moment of a call, and the bytes of its results."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()
     del result
@@ -182,11 +183,11 @@ def time_together(
     memory: int,
     environment: Mapping[str, str],
 ) -> tuple[list[float], list[int]]:
-    """Return the seconds of each operator, timed by `processes` processes at once, and the bytes
-    that it allocates beside its results.
+    """Time operators in several processes at once; return their seconds and their workspaces.
 
-    Every process is new, and has the variables of `environment`; it sends no messages. It uses
-    about `memory` bytes at most.
+    A workspace is the bytes that an operator allocates beside its results. Every process is new,
+    and has the variables of `environment`; it sends no messages, and uses about `memory` bytes at
+    most.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
     kept |= {**environment, "OMP_NUM_THREADS": str(threads)}
@@ -214,7 +215,7 @@ def time_together(
 def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait until all processes have ended; raise RuntimeError as soon as one has failed.
 
-    They wait for one another, so the others would never end once one was killed.
+    The processes wait for one another, so that after a failure the others would never end.
     """
     running = list(workers)
     while running:
@@ -232,7 +233,7 @@ def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def time_in_folder(folder: Path, number: int, processes: int, threads: int, memory: int) -> None:
-    """Time the operators in the folder, as one of `processes` processes."""
+    """Time the operators that `time_together` wrote to a folder, in process `number` of several."""
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     operators: list[LocalOperator] = pickle.loads((folder / "operators").read_bytes())

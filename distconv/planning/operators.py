@@ -1,4 +1,4 @@
-"""The seconds of local operators: timed once on the machine at hand, or by roofline.
+"""`OperatorTimes`: the seconds of local operators, timed on this machine or by a roofline.
 
 They are timed as in a step: under the machine's allocator settings, on memory that the process
 already has, and by one process for each rank of a node at the same time.
@@ -34,8 +34,9 @@ memory is estimated, as the process that times it holds many of them."""
 
 
 class OperatorTimes:
-    """Seconds of local operators on a machine where `at_once` ranks of a node compute at the same
-    time, and the bytes that convolutions allocate beside their results.
+    """The seconds of local operators, and the bytes that convolutions allocate beside results.
+
+    `at_once` ranks of a node compute at the same time. `prepare` adds new times to the machine.
     """
 
     def __init__(self, machine: Machine, at_once: int):
@@ -47,19 +48,19 @@ class OperatorTimes:
         """The timed operators, by kind and key, from which others are estimated."""
 
     def __getitem__(self, operator: LocalOperator) -> float:
-        """Return the seconds of an operator, which must be prepared."""
+        """Return the seconds of an operator that was passed to `prepare` before."""
         if self._machine.roofline is not None:
             return roofline_seconds(operator, self._machine.roofline)
         key = operator.key
         return self._known[key] if key in self._known else self._estimated[key][0]
 
     def workspace(self, operator: LocalOperator) -> int:
-        """Return the bytes that an operator allocates beside its results; 0 where not known."""
+        """Return the bytes that an operator allocates beside its results; 0 if unknown."""
         spaces, key = self._machine.workspaces, operator.key
         return spaces[key] if key in spaces else self._estimated.get(key, (0.0, 0))[1]
 
     def prepare(self, operators: Iterable[LocalOperator]) -> None:
-        """Time the operators whose times are not known."""
+        """Time the operators that have no time in the machine yet."""
         missing = {o.key: o for o in operators if o.key not in self._known}
         if not missing or self._machine.roofline is not None:
             return
@@ -75,12 +76,11 @@ class OperatorTimes:
         progress: Callable[[str], object] = lambda what: None,
         seconds: float = BUDGET,
     ) -> None:
-        """Time the operators of some steps. Where that takes longer than `seconds` or too much
-        memory, time some sizes of each kind, and estimate others between these, or in proportion
-        beyond.
+        """Time the operators of some steps, or a part of them to keep to `seconds` and the memory.
 
-        A kind is an operator with its weights; its size is its arithmetic, or its bytes. Kinds
-        without a timed operator take as long as others of the same name.
+        Then some sizes of each kind are timed, and others are estimated between these, or in
+        proportion beyond. A kind is an operator with its weights; its size is its arithmetic, or
+        its bytes. Kinds without a timed operator take as long as others of the same name.
         """
         if self._machine.roofline is not None:
             return
@@ -125,7 +125,7 @@ class OperatorTimes:
 
 
 def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
-    """Return an interpolation of known points; beyond the last one it is proportional."""
+    """Return a function through points of (size, value), proportional beyond the last one."""
     sizes, values = zip(*sorted(known.items()), strict=True)
     curve = Table(sizes, values)
 
@@ -142,7 +142,7 @@ def _work(operator: LocalOperator) -> float:
 
 
 def _cost(operator: LocalOperator) -> float:
-    """Return the approximate seconds that timing an operator takes."""
+    """Estimate the seconds that timing an operator takes."""
     once = max(flops_of(operator) / 3e10, operator.nbytes / 5e9, 1e-5)
     return 0.002 + once * (2 + min(max(SECONDS / once, FEWEST), MOST))
 
@@ -156,7 +156,7 @@ def _kind(operator: LocalOperator) -> _Kind:
 
 @lru_cache(maxsize=65536)
 def flops_of(operator: LocalOperator) -> int:
-    """Return the floating-point operations: two for a multiplication and an addition.
+    """Return the floating-point operations of an operator: multiplication and addition are two.
 
     Operators other than convolutions and matrix products count one for each element.
     """
@@ -177,7 +177,7 @@ def flops_of(operator: LocalOperator) -> int:
 
 
 def roofline_seconds(operator: LocalOperator, device: Roofline) -> float:
-    """Return the seconds of an operator: the larger of its times for arithmetic and for bytes."""
+    """Return the seconds of an operator: the longer of its arithmetic and its memory traffic."""
     tensors = [*operator.taken, *operator.made]
     kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
     rate = device.flops.get(kind, device.flops["float32"])
@@ -188,7 +188,7 @@ def roofline_seconds(operator: LocalOperator, device: Roofline) -> float:
 
 
 def _like(value: Any) -> Any:
-    """Return the arguments with a tensor without elements in place of each `TensorSpec`."""
+    """Return arguments with an empty meta tensor in place of each `TensorSpec`."""
     if isinstance(value, TensorSpec):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return [_like(part) for part in value] if isinstance(value, tuple) else value

@@ -1,8 +1,8 @@
-"""The time and memory of a training step, predicted: the critical path through all ranks' work.
+"""`predict`: the time and memory of a training step on a grid that need not exist.
 
-After Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained
-Parallelism" (IPDPS 2019), section V; but operators, messages and overlap come from the code itself,
-which runs the step dry.
+The time is the critical path through all ranks' work, after Dryden et al., "Improving
+Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism" (IPDPS 2019), section V; but
+operators, messages and overlap come from the code itself, which runs the step dry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ and the last are."""
 
 @dataclass(frozen=True)
 class LayerTime:
-    """The seconds of one layer on the slowest rank, forward and backward."""
+    """The seconds of one layer in a predicted step, on the slowest rank, and the bytes it keeps."""
 
     name: str
     kind: str
@@ -53,12 +53,12 @@ class LayerTime:
 
     @property
     def seconds(self) -> float:
-        """Return the layer's seconds in the step."""
+        """Return the layer's seconds in the step, without hidden messages."""
         return self.forward + self.backward + self.host + self.exposed
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Return the row of the table, below `LAYER_HEADING`."""
+        """Return the layer's row of the table under `LAYER_HEADING`."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape))
         times = (time_cell(getattr(self, what)) for what in LAYER_HEADING[3:8])
         return (self.name, self.kind, shape, *times, size_cell(self.kept))
@@ -72,7 +72,7 @@ LAYER_HEADING = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted training step on a grid; prints as a table."""
+    """A training step on a grid, as `predict` returns it: seconds and memory; prints as a table."""
 
     module: str
     machine: str
@@ -98,7 +98,7 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """Return the highest total of bytes that a rank holds at any moment."""
+        """Return the most bytes that a rank holds at any moment."""
         return sum(self.memory.values())
 
     @property
@@ -108,7 +108,7 @@ class Prediction:
 
     @property
     def host(self) -> float:
-        """Return the seconds of Python that the slowest rank's device waits for."""
+        """Return the seconds in which the slowest rank's device waits for Python."""
         return sum(layer.host for layer in self.layers)
 
     @property
@@ -123,7 +123,7 @@ class Prediction:
 
     @property
     def longest(self) -> list[tuple[str, str, str, float]]:
-        """Return the critical path by layer, phase and activity, with seconds, longest first."""
+        """Return the critical path summed by (layer, phase, activity), longest seconds first."""
         shares: dict[tuple[str, str, str], float] = defaultdict(float)
         for s in self.critical_path:
             shares[s.place.layer, s.place.phase, s.what] += s.stop - s.start
@@ -162,11 +162,11 @@ def predict(
     """Return the time and memory of a training step on a grid, which need not exist.
 
     One process calls it. On a measured machine, local operators without a time in `machine` are
-    timed here, and added to it: call it on the machine itself, where nothing else runs.
+    timed here, and added to it: call it on the machine itself, with nothing else running.
 
-    Raises UnsupportedOperation where the module cannot run on the grid. Raises RuntimeError where
-    the step raises, for example for a module that reads the elements of a tensor, or operators
-    cannot be timed. Raises ValueError for a machine without the times that are needed.
+    Raises UnsupportedOperation if the module cannot run on the grid. Raises RuntimeError if the
+    step raises, for example for a module that reads the elements of a tensor, or operators cannot
+    be timed. Raises ValueError for a machine without the times that are needed.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ def record_ranks(
     grid: Mapping[str, int],
     **options: Any,
 ) -> list[Recording]:
-    """Return the recordings of the ranks of a grid that represent all ranks."""
+    """Return recordings of a step on all ranks of a small grid, or on three of a larger one."""
     topology = DryRunGrid(grid, 0).topology
     ranks = list(range(topology.size))
     if topology.size > PLAYED:
@@ -208,7 +208,7 @@ def predicted(
     machine: Machine,
     times: OperatorTimes,
 ) -> Prediction:
-    """Return the prediction from recordings whose local operators have been prepared."""
+    """Return the prediction of a step from recordings, with `times` of all their operators."""
     line = play(recordings, machine, times)
     slowest = next(r for r in recordings if r.rank == line.slowest)
     memory = max((memory_of(r, times) for r in recordings), key=lambda m: sum(m.values()))
@@ -227,7 +227,7 @@ def predicted(
 
 
 def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
-    """Return the memory of a rank by kind, with the bytes operators allocate beside results."""
+    """Return a rank's bytes of memory by kind, with the workspaces of its convolutions."""
     most = recording.peak
     for event in recording.events:
         if isinstance(event, Compute) and "convolution" in event.operator.name:
@@ -236,7 +236,7 @@ def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
 
 
 def in_words(grid: Mapping[str, int], between: str = ",") -> str:
-    """Return the axes of a grid with more than one rank, as a command line spells them."""
+    """Return a grid as a command line spells it, such as "sample=2,height=4", without axes of 1."""
     return between.join(f"{axis}={n}" for axis, n in grid.items() if n > 1) or "1 rank"
 
 

@@ -1,4 +1,4 @@
-"""A training step run dry, as one rank of a grid sees it: the very code that will run.
+"""`record_step`: a dry run of a training step, as one rank of a grid runs it.
 
 The module is parallelized as in a program, so that its layouts, sharded weights and sums of
 gradients are those of `parallelize` itself.
@@ -33,13 +33,13 @@ OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
 
 def mean_square(output: Any) -> Tensor:
-    """Return the mean squared error between a module's first result and zeros of its layout."""
+    """Return the mean squared error between a module's first result and zeros."""
     y = tensors_in(output)[0]
     return F.mse_loss(y, torch.zeros_like(y))
 
 
 def cross_entropy(output: Any) -> Tensor:
-    """Return the cross entropy of logits (samples, classes, ...) and labels of the first class."""
+    """Return the cross entropy of logits (samples, classes, ...), with class 0 as every label."""
     y = tensors_in(output)[0]
     return F.cross_entropy(y, torch.zeros_like(y.detach()[:, 0], dtype=torch.int64))
 
@@ -77,21 +77,24 @@ def record_step(
     progress: Callable[[LayerPlan], object] = lambda layer: None,
     **options: Any,
 ) -> Recording:
-    """Return the recording of a training step on one rank of a grid; no communication, no
-    arithmetic.
+    """Record a training step on one rank of a grid, without communication or arithmetic.
 
-    The module is as before `parallelize`, which gets `layouts` and `options`; the rank is the one
-    in the middle of every axis by default. Inputs have the type of the first parameter, and are cut
-    over the axes of their own names, unless `dtype` and `layout` say otherwise, for all or for
-    each. Loss and optimizer are functions, or names in `LOSSES` and `OPTIMIZERS`; without a loss
-    the forward pass alone is recorded, up to the first layer that is refused.
-
-    Raises UnsupportedOperation where the module cannot run on the grid, RuntimeError where the step
-    raises, naming the layer, also where it reads the elements of a tensor, and ValueError for a
-    module that is parallelized, or has parameters without a shape.
+    Raises UnsupportedOperation if the module cannot run on the grid, RuntimeError if the step
+    raises, naming the layer, also if it reads the elements of a tensor, and ValueError for a module
+    that is parallelized, or has parameters without a shape.
 
     Parameters
     ----------
+    module: the module, before `parallelize`, which gets `layouts` and `options`.
+    shapes: the global shape of each input.
+    extents: the ranks along the axes of the grid.
+    rank: the recorded rank; by default the one in the middle of every axis.
+    layout: the layout of the inputs, or one for each; by default every dimension is cut over the
+        axis of its own name.
+    dtype: the type of the inputs, or one for each; the first parameter's by default.
+    loss: a function, or a name in `LOSSES`; with None the forward pass alone is recorded, up to the
+        first layer that is refused.
+    optimizer: a function of the parameters, or a name in `OPTIMIZERS`.
     autocast: the type of `torch.autocast` around the module and the loss; None without it.
     input_gradients: whether the inputs require gradients, too.
     gpu: whether the ranks compute on GPUs, for which some operators are written otherwise.
@@ -179,10 +182,10 @@ _NO_ELEMENTS = (
 
 @contextmanager
 def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Turn autocast on for a kind of device that need not be here, as `torch.autocast` does.
+    """Turn autocast on in a `with` block, for a kind of device that this machine may lack.
 
-    torch has no autocast for tensors without elements. So the backward pass runs within it as well,
-    which affects only layers that a checkpoint computes again.
+    torch has no autocast for meta tensors. So the backward pass runs within it as well, which
+    affects only layers that a checkpoint computes again.
     """
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     if dtype is not None:
@@ -196,7 +199,7 @@ def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def shapes_of(given: Any) -> list[tuple[int, ...]]:
-    """Return a list of shapes, one for each input; a single shape becomes a list of one."""
+    """Return a list of shapes, one for each input, from such a list or a single shape."""
     several = list(given) if given and all(isinstance(s, Sequence) for s in given) else [given]
     shapes = [tuple(shape) for shape in several]
     for shape in shapes:
@@ -206,7 +209,7 @@ def shapes_of(given: Any) -> list[tuple[int, ...]]:
 
 
 def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
-    """Return `given`, or the entry of `known` under that name."""
+    """Return `given`, or if it is a text, the entry of `known` with this name."""
     if not isinstance(given, str):
         return given
     if given not in known:
@@ -215,7 +218,7 @@ def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
 
 
 def _each_input(value: Any, count: int, what: str) -> list[Any]:
-    """Return one value for each of `count` inputs; a single value is repeated."""
+    """Return a list of `count` values, from such a list or a single value for all inputs."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
@@ -230,7 +233,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Let an optimizer make its state, as in its first step, and return the state's tensors."""
+    """Let an optimizer make its state by a first step; return the tensors of the state."""
     for p in parameters:
         p.grad = torch.empty_like(p) if p.requires_grad else None
     optimizer.step()

@@ -1,6 +1,6 @@
-"""The recorder of a dry run: it notes operators, messages, functions, layers and memory, in order.
+"""`Recorder`: records the operators, messages, functions, layers and memory of a dry run.
 
-It watches below autograd (a dispatch mode), above it (a function mode), and calls of modules.
+It sees operators below autograd (a dispatch mode), functions above, and calls of modules.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def is_layer(module: nn.Module) -> bool:
 
 
 class ModuleCalls:
-    """Hooks on a module and all its submodules; a subclass overrides `entered` and `left`. `stack`
-    has the names and modules of the active calls, outermost first.
+    """Hooks that follow the calls of a module and its submodules; subclasses override two methods.
+
+    These are `entered` and `left`. `stack` has the names and modules of the active calls.
     """
 
     def __init__(self, module: nn.Module):
@@ -66,18 +67,18 @@ class ModuleCalls:
         ]
 
     def entered(self, module: nn.Module) -> None:
-        """Handle the beginning of a call, the last of `stack`; to be overridden."""
+        """Handle the begin of a module's call, the last on `stack`; for subclasses."""
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
-        """Handle the end of a call, which is no longer on `stack`; to be overridden."""
+        """Handle the end of a module's call, no longer on `stack`; for subclasses."""
 
     @property
     def where(self) -> tuple[str, nn.Module]:
-        """Return the innermost active call, or, after an exception, the one that raised."""
+        """Return name and module of the innermost active call, or of the one that raised."""
         return self.stack[-1] if self.stack else (self._paths[self._module], self._module)
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the module."""
         for hook in self._hooks:
             hook.remove()
 
@@ -96,7 +97,7 @@ class ModuleCalls:
 
 
 class _Origin(NamedTuple):
-    """The autograd nodes from a number on, and the place of the step that made them."""
+    """A range of autograd nodes from number `start` on, and the place of the step that made it."""
 
     start: int
     place: Place
@@ -105,7 +106,7 @@ class _Origin(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """The first tensor of a result; of a plain tensor only the shape is known."""
+    """The first tensor of a layer's result: global shape, layout, block; only shape if plain."""
 
     shape: tuple[int, ...] | None = None
     layout: Layout | None = None
@@ -121,7 +122,7 @@ def _first_of(result: Any) -> _Output:
 
 
 class Recorder(ModuleCalls, torch_private.DispatchMode):
-    """A context that notes the events of a rank; `trace_movements` fills `movements`."""
+    """A context that records a step on one rank of a grid; `trace_movements` fills `movements`."""
 
     def __init__(
         self,
@@ -183,25 +184,25 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self._reduced += start.arriving[0][1]
 
     def work(self, function: str, place: Place) -> None:
-        """Note that the host runs a function at this place of the step."""
+        """Record that Python runs a function at this place of the step."""
         self._events.append(HostWork(function, place, self._streamed))
         self._streamed = 0
 
     # Where in the step it is.
 
     def move(self, place: Place) -> None:
-        """Set the place of later events: another place of the forward pass, or the optimizer."""
+        """Set the place of later events: a place of the forward pass, or the optimizer."""
         self._place, self._backward = place, False
         self._origins.append(_Origin(torch_private.next_node_number(), place, None))
 
     def turn(self) -> None:
-        """Switch from the forward to the backward pass."""
+        """End the forward pass: later events belong to the backward pass."""
         self.memory.turn()
         self._backward = True
         self._starts = [origin.start for origin in self._origins]
 
     def watch_gradients(self, leaves: Iterable[Tensor]) -> None:
-        """Note when autograd has made the gradient of each of these parameters."""
+        """Record the moment at which autograd has made each of these parameters' gradients."""
         name = "parameter across ranks" if self._grid.size > 1 else "parameter"
 
         def comes(gradients: Sequence[Tensor | None]) -> None:
@@ -237,13 +238,13 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
     # Functions and layers, and the movements, reductions and kept bytes since the one before.
 
     def keep(self, x: Tensor) -> Tensor:
-        """Count a tensor that autograd keeps for the backward pass, and return it."""
+        """Count a tensor that autograd saves for the backward pass, and return it."""
         if not self._backward:
             self._kept += self.memory.keep(x.held if isinstance(x, DistTensor) else x)
         return x
 
     def call(self, func: Any, types: Sequence[type], args: Any, kwargs: Any) -> Any:
-        """Call a function that has a rule, and note it."""
+        """Call a function that has a rule, and record it."""
         start, before = torch_private.next_node_number(), len(self._events)
         between = bool(self.stack) and not is_layer(self.stack[-1][1]) and not self._backward
         if between:
@@ -262,7 +263,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         return result
 
     def entered(self, module: nn.Module) -> None:
-        """Set the place to a module whose call begins."""
+        """Set the place to a module whose call begins, in the forward pass."""
         if self._backward:
             return
         if len(self.stack) > 1:
@@ -272,7 +273,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self.move(Place(name, "forward"))
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
-        """Write down the work of a module, and return to the module around it."""
+        """Record a module's call as a layer, and return to the place of the module around it."""
         if self._backward:
             return
         own = set(module.parameters(recurse=False)) - self._parameters
@@ -288,12 +289,12 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self.move(Place(self.stack[-1][0], "forward"))
 
     def refuse(self, reason: str) -> None:
-        """Note that the call under way is refused."""
+        """Record that the active call is refused, with the reason."""
         name, module = self.where
         self._close(name, type(module).__name__, always=True, refusal=reason)
 
     def _between(self, name: str, module: nn.Module) -> None:
-        """Write down the work in a module since its last layer or function."""
+        """Record, as a layer, a module's own work since its last submodule or function."""
         operators = {moved.operator: None for moved in self.movements}
         self._close(name, ", ".join(operators) or type(module).__name__)
 
@@ -307,7 +308,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         always: bool = False,
         refusal: str | None = None,
     ) -> None:
-        """Write down the work since the last call of this method, if there is any, or `always`."""
+        """Record the movements, sums and kept bytes since the last call, if any, as a layer."""
         reduced, kept, self._reduced, self._kept = self._reduced, self._kept, 0, 0
         moved = [m for m in self.movements if m.redistributes or not m.plan.identity]
         self.movements.clear()
@@ -327,7 +328,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._progress(layer)
 
     def recording(self) -> Recording:
-        """Return the recording of everything noted."""
+        """Return everything recorded."""
         return Recording(
             self._grid.rank,
             self._grid.size,
@@ -345,7 +346,7 @@ _OTHERS = "loss", "gradients", "optimizer"
 
 
 class RuleCalls(TorchFunctionMode):
-    """A mode that passes calls of functions with rules for distributed tensors to the recorder."""
+    """A context in which functions with rules for DistTensors are called through a `Recorder`."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()
@@ -360,14 +361,14 @@ class RuleCalls(TorchFunctionMode):
 
 
 def bytes_here(x: Tensor) -> int:
-    """Return the bytes of a tensor, or of this rank's block of it."""
+    """Return the bytes of a plain tensor, or of this rank's block of a DistTensor."""
     return x.shard.nbytes if isinstance(x, DistTensor) else x.nbytes
 
 
 def _way(events: Sequence[Event]) -> str:
-    """Return a suffix for the name of a function with these events.
+    """Return "" for a function that sends nothing, else a suffix for its name, from its events.
 
-    It says whether the function communicates, and whether it convolves meanwhile; "" if neither.
+    The suffix is " across ranks", or " overlapped across ranks" if it convolves meanwhile.
     """
     way = ""
     under_way = set[int]()
@@ -451,5 +452,5 @@ def _result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
 
 
 def _kinds(value: Any) -> Any:
-    """Return the types of arguments, in tuples like theirs."""
+    """Return the types of values, in tuples nested as the values are."""
     return tuple(map(_kinds, value)) if isinstance(value, (tuple, list)) else type(value)

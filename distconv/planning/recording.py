@@ -1,6 +1,6 @@
-"""The recording of one rank's training step: layers, local operators, messages, and memory.
+"""`Recording`: one rank's training step as layers, local operators, messages, and memory.
 
-`record_step` makes a recording by a dry run; `explain` shows its layers, `play` puts it into time.
+`record_step` makes a recording by a dry run; `explain` shows its layers, `play` gives it times.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ live for a moment."""
 
 
 class TensorSpec(NamedTuple):
-    """The shape, strides and type of a tensor."""
+    """The shape, strides and type of a tensor, in place of the tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,7 +33,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its elements."""
+        """Return the bytes of the tensor's elements."""
         size = self.dtype.itemsize
         for n in self.shape:
             size *= n
@@ -42,7 +42,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalOperator:
-    """An operator of torch below autograd, on tensors of given shapes."""
+    """An operator of torch below autograd, such as a convolution, with its arguments' shapes."""
 
     name: str
     """Its name and overload, such as `aten.convolution.default`."""
@@ -59,22 +59,22 @@ class LocalOperator:
 
     @cached_property
     def taken(self) -> list[TensorSpec]:
-        """Return the tensors among the arguments."""
+        """Return the tensors among the arguments, as `TensorSpec`s."""
         return list(_specs_in((self.arguments, self.keywords)))
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes read and written, each counted once."""
+        """Return the bytes of all arguments and results, each counted once."""
         return sum(t.nbytes for t in (*self.taken, *self.made))
 
     @property
     def convolves(self) -> bool:
-        """Return whether it is a convolution, or the backward pass of one."""
+        """Return whether the operator is a convolution, or the backward pass of one."""
         return "convolution" in self.name
 
 
 def spec_of(value: Any) -> Any:
-    """Return arguments with a `TensorSpec` in place of each tensor, to be compared and hashed."""
+    """Return arguments made hashable: a `TensorSpec` for each tensor, and tuples for lists."""
     if isinstance(value, Tensor):
         return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, (tuple, list)):
@@ -106,7 +106,7 @@ def _text(value: Any) -> str:
 
 
 class Place(NamedTuple):
-    """A place in a step."""
+    """The layer and the phase of a step in which something happens."""
 
     layer: str
     """The name of the module, as `named_modules` has it, or "loss", "gradients", "optimizer"."""
@@ -115,7 +115,7 @@ class Place(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """A local operator that runs."""
+    """An event of a recording: a local operator runs."""
 
     operator: LocalOperator
     place: Place
@@ -124,7 +124,7 @@ class Compute(NamedTuple):
 
 
 class HostWork(NamedTuple):
-    """A function of torch on distributed tensors, or its backward pass, that the host runs."""
+    """An event of a recording: Python runs a function on DistTensors, or its backward pass."""
 
     function: str
     """Its name; `parameter` for a parameter's gradient and update."""
@@ -134,7 +134,7 @@ class HostWork(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The start of messages, or of a collective."""
+    """An event of a recording: messages, or a collective, are started."""
 
     number: int
     collective: str | None
@@ -146,7 +146,7 @@ class Start(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """The wait for the completion of the `Start` with the same number."""
+    """An event of a recording: the rank waits for the `Start` with the same number."""
 
     number: int
     place: Place
@@ -157,7 +157,7 @@ Event: TypeAlias = Compute | HostWork | Start | Completion
 
 @dataclass(frozen=True)
 class Halo:
-    """The elements of other ranks' blocks that an operator needs, where the layout stays."""
+    """The halo of one operator, which needs elements of other ranks' blocks in the same layout."""
 
     operator: str
     widths: dict[str, tuple[int, int]]
@@ -168,7 +168,7 @@ class Halo:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One call of a layer in the forward pass, or of a function between layers, on one rank."""
+    """A row of `explain`: one call of a layer, or of a function between layers, on one rank."""
 
     name: str
     """The layer's name in the module; for a function, the name of the module that calls it."""
@@ -203,7 +203,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Recording:
-    """A training step, or its forward pass, as one rank sees it."""
+    """A training step, or its forward pass, as `record_step` recorded it on one rank."""
 
     rank: int
     ranks: int
@@ -221,7 +221,7 @@ class Recording:
 
     @property
     def peak(self) -> int:
-        """Return the highest total of bytes that the rank holds in a step."""
+        """Return the most bytes that the rank holds at any moment of the step."""
         return sum(self.memory.values())
 
     @property
@@ -239,5 +239,5 @@ class Recording:
 
     @property
     def operators(self) -> Counter[LocalOperator]:
-        """Return each local operator with the number of its runs."""
+        """Return each local operator with the number of times that it runs."""
         return Counter(e.operator for e in self.events if isinstance(e, Compute))

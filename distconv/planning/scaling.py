@@ -1,4 +1,4 @@
-"""Scaling studies: cases that are run in turns in one job, predicted, and stored in a file."""
+"""Scaling studies: a step on more and more ranks, timed, predicted, and stored in a file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Make = Callable[[], nn.Module]
 
 @dataclass
 class Case:
-    """A training step on one grid."""
+    """One case of a scaling study: a training step on one grid, with its times."""
 
     grid: dict[str, int]
     """Ranks along the axes with more than one rank."""
@@ -58,12 +58,12 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks of the grid."""
         return prod(self.grid.values())
 
     @property
     def name(self) -> str:
-        """Return the grid, as a command line spells it."""
+        """Return the grid as a command line spells it, such as "sample=2,height=4"."""
         return in_words(self.grid)
 
     @property
@@ -74,7 +74,7 @@ class Case:
 
 @dataclass
 class Study:
-    """Cases of strong scaling, the same step on more ranks, or of weak scaling, a larger one.
+    """A scaling study: cases of one step on more ranks (strong), or of larger steps (weak).
 
     All cases are timed in turns, round by round, so that rounds can be compared.
     """
@@ -90,12 +90,12 @@ class Study:
 
     @property
     def rounds(self) -> int:
-        """Return the number of complete rounds."""
+        """Return the number of rounds in which every measured case was timed."""
         return min((len(case.seconds) for case in self.measured), default=0)
 
     @property
     def measured(self) -> list[Case]:
-        """Return the cases that are run."""
+        """Return the cases to be timed, without those to be predicted only."""
         return [case for case in self.cases if case.measured]
 
     @property
@@ -114,8 +114,7 @@ class Study:
         return min(found, key=lambda c: (c.ranks, c.predicted), default=None)
 
     def efficiency(self, case: Case) -> Spread | None:
-        """Return the ideal seconds over the seconds of a case, paired by rounds; None without
-        times.
+        """Return the ideal seconds over a case's seconds, paired by rounds; None if not timed.
 
         The ideal step on r times the ranks takes 1/r of the time in strong scaling, and the same
         time in weak scaling.
@@ -127,7 +126,7 @@ class Study:
         return spread([b * share / s for b, s in zip(base.seconds, case.seconds, strict=False)])
 
     def predicted_efficiency(self, case: Case) -> float | None:
-        """Return the predicted efficiency of a case."""
+        """Return the ideal seconds over the predicted ones of a case; None if not predicted."""
         base = self.predicted_base
         if base is None or base.predicted is None or case.predicted is None:
             return None
@@ -137,7 +136,7 @@ class Study:
         return base.ranks / ranks if self.kind == STRONG else 1.0
 
     def ideal(self, ranks: int) -> float | None:
-        """Return the seconds of the ideal step on `ranks` ranks, measured or else predicted."""
+        """Return the seconds of the ideal step on `ranks` ranks, from measured ones if any."""
         base = self.base
         if base is not None:
             return median(base.seconds) * self._share(base, ranks)
@@ -147,7 +146,7 @@ class Study:
         return base.predicted * self._share(base, ranks)
 
     def rows(self) -> list[list[Cell]]:
-        """Return the table of the cases: headings, and a row for each."""
+        """Return the table of the cases: the headings, and then a row for each case."""
         found: list[list[Cell]] = [[*_HEADING]]
         for case in self.cases:
             time, guess = case.time, case.predicted
@@ -166,13 +165,13 @@ class Study:
         return found
 
     def save(self, path: Path) -> None:
-        """Write the study as JSON; the file is whole at any moment."""
+        """Write the study as JSON, into a new file that replaces an old one in one step."""
         text = json.dumps({"format": FORMAT} | asdict(self), indent=1)
         write_atomically(path, lambda file: file.write(text.encode()))
 
     @classmethod
     def load(cls, path: Path) -> Study:
-        """Return the study in a file; raise ValueError, with the reason, where it holds none."""
+        """Return the study in a file; raise ValueError, with the reason, if it holds none."""
         try:
             given = json.loads(path.read_text())
             if given.pop("format") != FORMAT:
@@ -188,9 +187,9 @@ class Study:
             raise ValueError(f"{str(path)!r} is no scaling study: {what}") from None
 
     def resumed_from(self, earlier: Study) -> Study:
-        """Return this study with the rounds and predictions of an earlier one.
+        """Add the rounds and predictions of an earlier study to this one, and return it.
 
-        Raises ValueError where the earlier one has other cases, or was measured elsewhere.
+        Raises ValueError if the earlier one has other cases, or was measured elsewhere.
         """
         mine, theirs = self._identity(), earlier._identity()
         for what, value in mine.items():
@@ -231,7 +230,7 @@ def cases_of(
     grids: Iterable[Mapping[str, int]],
     measured: bool = True,
 ) -> list[Case]:
-    """Return a case for each grid, with these shapes of inputs.
+    """Return a case for each grid, with inputs of these shapes.
 
     For weak scaling `shapes` are the shapes on one rank: each dimension is multiplied by the ranks
     along the axis of its name. Raises ValueError for a grid that appears twice, an unknown axis,
@@ -263,7 +262,7 @@ def _grown(shape: tuple[int, ...], extents: Mapping[str, int]) -> tuple[int, ...
 
 
 def usual_grid(kind: str, shape: Sequence[int], ranks: int) -> dict[str, int]:
-    """Return the default grid of a study.
+    """Return the default grid of `ranks` ranks for a study.
 
     In weak scaling every rank has samples of its own; in strong scaling all ranks cut each sample,
     into blocks as near to cubes as possible.
@@ -293,18 +292,19 @@ def measure(
     step: Mapping[str, Any] | None = None,
     finished: Callable[[int], object] = lambda rounds: None,
 ) -> None:
-    """Run the measured cases until each has `rounds` rounds. All ranks of `comm` call it.
+    """Time the measured cases until each has `rounds` rounds. All ranks of `comm` call it.
 
     A case runs on the first ranks, on a communicator of their own, while the others sleep. In each
     round every case is timed once, every second round in reverse; a case that takes less than 10 ms
     is repeated. A step is forward, loss, backward and optimizer, on random numbers. Parameters and
-    inputs of all cases are in memory at once. Raises ValueError on every rank, where a case has
-    more ranks than `comm`.
+    inputs of all cases are in memory at once. Raises ValueError on every rank, if a case has more
+    ranks than `comm`.
 
     Parameters
     ----------
     study: the same on all ranks; the times are added to it on all of them.
     make: makes the module, the same on every rank and each time.
+    threads: threads of each rank.
     step: options of `predict` and `parallelize` for the step.
     finished: called on every rank after each round, with the number of complete rounds.
     """
@@ -342,7 +342,7 @@ def training_step(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> Callable[[], None]:
-    """Return a training step of a case with the options of `predict`. The case's ranks call it."""
+    """Return a function that runs a case's training step. All ranks of the case call both."""
     extents: dict[str, Any] = dict(case.grid)
     grid = ProcessGrid(tuple(range(case.ranks)), **extents)
     module = make()
@@ -379,9 +379,9 @@ def predict_all(
     step: Mapping[str, Any] | None = None,
     predicted: Callable[[Case], object] = lambda case: None,
 ) -> None:
-    """Predict the cases without a prediction; one process calls it, while others sleep.
+    """Predict all cases that have no prediction; one process calls it, while others sleep.
 
-    On a measured machine, that times the local operators without times, so nothing else may run.
+    On a measured machine, this times the local operators without times, so nothing else may run.
     Raises as `predict` does, for the first case that cannot be predicted.
     """
     for case in study.cases:

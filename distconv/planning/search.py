@@ -1,6 +1,6 @@
-"""The best grid for a network, a mini-batch and a number of ranks: all grids, ranked by time.
+"""`plan`: the best grid for a module, a mini-batch and a number of ranks.
 
-Grids that need more memory than a rank has are left out. Where none fits, ways out are named.
+Grids are ranked by predicted time. If none fits into memory, changes that would help are named.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grid with its prediction, or the reason why it is excluded."""
+    """A grid that `plan` tried: its prediction, and the reason if it is excluded."""
 
     grid: dict[str, int]
     prediction: Prediction | None
@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Return the row of the table, below `GRID_HEADING`."""
+        """Return the candidate's row of the table under `GRID_HEADING`."""
         p, refusal = self.prediction, self.refusal or ""
         if p is None:
             return (in_words(self.grid), *("",) * 6, refusal)
@@ -76,7 +76,7 @@ GRID_HEADING = ("grid", "a sample", "a step", "compute", "host", "exposed", "mem
 
 @dataclass(frozen=True)
 class WayOut:
-    """A change that would make a step fit into memory."""
+    """A change, such as bfloat16, with the memory that a step then needs, for when no grid fits."""
 
     what: str
     peak: int
@@ -86,7 +86,7 @@ class WayOut:
 
 @dataclass(frozen=True)
 class GridPlan:
-    """The grids for a number of ranks, the best first; prints as a table."""
+    """The result of `plan`: grids for a number of ranks, the best first; prints as a table."""
 
     module: str
     machine: str
@@ -108,7 +108,7 @@ class GridPlan:
 
     @property
     def best(self) -> Prediction:
-        """Return the best grid's prediction; raise ValueError, with ways out, where none fits."""
+        """Return the best grid's prediction; raise ValueError, with ways out, if none fits."""
         fitting = self.fitting
         if not fitting:
             raise ValueError(self.nothing_fits)
@@ -116,12 +116,12 @@ class GridPlan:
 
     @property
     def grid(self) -> dict[str, int]:
-        """Return the ranks along the axes of the best grid, for `ProcessGrid`."""
+        """Return the best grid, as the ranks along its axes, for `ProcessGrid`."""
         return self.best.grid
 
     @property
     def nothing_fits(self) -> str:
-        """Return a message that no grid fits, with the ways out."""
+        """Return a message that no grid fits, with the changes that would help."""
         least = [c.prediction.peak for c in self.candidates if c.prediction is not None]
         if not least:
             reasons = dict.fromkeys(c.refusal for c in self.candidates)
@@ -141,7 +141,7 @@ class GridPlan:
 
     @property
     def reason(self) -> str:
-        """Return a message that says where the second best grid loses time."""
+        """Return a sentence on where the second best grid loses time against the best."""
         if len(self.fitting) < 2:
             return "no other grid fits"
         first, second = self.fitting[:2]
@@ -179,9 +179,10 @@ class GridPlan:
 def grids_of(
     ranks: int, shape: Sequence[int], axes: Sequence[str] | None = None
 ) -> Iterator[dict[str, int]]:
-    """Yield all grids of `ranks` ranks that cut no dimension of an input into more parts than it
-    has elements. The axes that may have several ranks are the dimensions of the input, and
-    `filter` beside `channel`, if not given.
+    """Yield all grids of `ranks` ranks that give every part of an input at least one element.
+
+    `axes` are the grid axes that may have several ranks; by default the dimensions of the input,
+    and `filter` beside `channel`.
     """
     names = dimension_names(len(shape))
     most = {name: n for name, n in zip(names, shape, strict=True) if name in AXES}
@@ -221,7 +222,7 @@ def plan(
 ) -> GridPlan:
     """Return the grids of `ranks` ranks, ranked by predicted time per sample.
 
-    One process calls it; where local operators are to be timed, on the machine itself.
+    One process calls it; for a measured machine, on the machine itself, as it may time operators.
 
     Raises ValueError for numbers of ranks without any grid, for wrong axes, and for a machine
     without the times that are needed.
@@ -289,7 +290,7 @@ def _seconds(c: Candidate) -> float:
 
 @dataclass
 class _Search:
-    """A search over grids for a step on a machine, until `end` by `time.perf_counter`."""
+    """A search by `plan`; no operators are timed after the moment `end`, by `time.perf_counter`."""
 
     module: nn.Module
     shapes: list[tuple[int, ...]]
@@ -304,7 +305,7 @@ class _Search:
     def record(
         self, grid: Mapping[str, int], module: nn.Module | None = None, **more: Any
     ) -> Recording:
-        """Return the recording of a rank that represents a grid: the middle one, or larger."""
+        """Return the recording of one rank for all: the middle one, or one with a larger block."""
         sizes = dict(zip(dimension_names(len(self.shapes[0])), self.shapes[0], strict=True))
         topology = DryRunGrid(grid).topology
         place = {}
@@ -317,19 +318,19 @@ class _Search:
         return record_step(module or self.module, self.shapes, grid, rank=rank, **options)
 
     def time_operators(self, recordings: Sequence[Recording], at_least: float = 0.0) -> None:
-        """Time operators until the end of the search, or for `at_least` seconds."""
+        """Time the operators of recordings until `end`, or longer, for `at_least` seconds."""
         left = max(self.end - time.perf_counter(), at_least)
         self.times.prepare_approximately([r.operators for r in recordings], self.progress, left)
 
     def refined(self, grid: dict[str, int]) -> Candidate:
-        """Return a grid with its prediction from several ranks."""
+        """Return a grid predicted anew, from several ranks."""
         self.progress(f"refined: {in_words(grid)}")
         several = record_ranks(self.module, self.shapes, grid, **self.options)
         self.time_operators(several)
         return self.judged(grid, several)
 
     def judged(self, grid: dict[str, int], recordings: Sequence[Recording]) -> Candidate:
-        """Return a grid with its prediction, excluded where it needs too much memory."""
+        """Return a grid with its prediction, and a refusal if it needs too much memory."""
         name, samples = type(self.module).__name__, self.shapes[0][0]
         p = predicted(name, samples, grid, recordings, self.machine, self.times)
         over = self.limit is not None and p.peak > self.limit
@@ -338,8 +339,9 @@ class _Search:
     def ways_out(
         self, grid: dict[str, int], ranks: int, axes: Sequence[str] | None
     ) -> Iterator[WayOut]:
-        """Yield the memory of the smallest grid with checkpoints, with sharded weights, in
-        bfloat16; and of grids of more ranks, until one fits.
+        """Yield changes that reduce the memory of a step on `grid`, which needs the least of all.
+
+        They are checkpoints, bfloat16, sharded weights, and more ranks, until a grid fits.
         """
         ways: list[tuple[str, dict[str, int], nn.Module, dict[str, Any]]] = [
             ("checkpointing each block", grid, with_checkpoints(self.module), {}),
@@ -369,7 +371,7 @@ class _Search:
                     return
 
     def _judged_way(self, what: str, recording: Recording) -> WayOut:
-        """Return a way out with its memory, for which its convolutions are timed."""
+        """Return a change with its memory; times its convolutions to know their workspaces."""
         convolutions = {o: n for o, n in recording.operators.items() if o.convolves}
         self.times.prepare_approximately([convolutions], seconds=SPACES_BUDGET)
         peak = sum(memory_of(recording, self.times).values())
@@ -377,9 +379,9 @@ class _Search:
 
 
 def with_checkpoints(module: nn.Module) -> nn.Module:
-    """Return a copy that checkpoints each module of the first level with three or more modules.
+    """Return a copy of a module that recomputes its blocks by `torch.utils.checkpoint`.
 
-    A copy without such a level has no checkpoints.
+    Blocks are the modules of the first level with three or more; there may be no such level.
     """
     copied = copy.deepcopy(module)
     blocks = [copied]

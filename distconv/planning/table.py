@@ -1,4 +1,4 @@
-"""Records as rows of text and numbers, for terminals and for reports."""
+"""Rows of text and numbers, for terminals, Markdown and reports."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ Cell: TypeAlias = "str | tuple[str, float]"
 
 
 def text_of(cell: Cell) -> str:
-    """Return the text of a cell."""
+    """Return the text of a cell, without its number."""
     return cell if isinstance(cell, str) else cell[0]
 
 
 def numeric(rows: Sequence[Sequence[Cell]]) -> set[int]:
-    """Return the indices of the columns with numbers."""
+    """Return the indices of the columns in which a cell has a number."""
     return {i for row in rows for i, cell in enumerate(row) if not isinstance(cell, str)}
 
 
 def filled(rows: Sequence[Sequence[Cell]]) -> list[int]:
-    """Return the indices of the columns with text below the headings."""
+    """Return the indices of the columns that have text below their heading."""
     return sorted({i for row in rows[1:] for i, cell in enumerate(row) if text_of(cell)})
 
 
 def table(rows: Sequence[Sequence[Cell]], right: Sequence[int] = ()) -> str:
-    """Return rows as aligned text, the first one as headings; without empty columns.
+    """Return rows as aligned text, headings first, without columns that are empty below them.
 
     Columns of numbers, and those in `right`, are aligned to the right.
     """
@@ -48,7 +48,7 @@ def markdown(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
 
 
 def byte_size(count: float) -> str:
-    """Return a number of bytes with its unit, a power of 1024."""
+    """Return a number of bytes with a unit, such as "1.5 MiB"."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1024
@@ -57,15 +57,15 @@ def byte_size(count: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return seconds as milliseconds, with the unit."""
+    """Return seconds in milliseconds, such as "12.5 ms"."""
     return f"{seconds * 1e3:.4g} ms"
 
 
 def size_cell(count: int) -> Cell:
-    """Return a cell with a number of bytes; an empty cell for 0."""
+    """Return a cell that shows a number of bytes with its unit; an empty one for 0."""
     return (byte_size(count), count) if count else ""
 
 
 def time_cell(seconds: float) -> Cell:
-    """Return a cell in milliseconds, without the unit; an empty cell for 0."""
+    """Return a cell that shows seconds in milliseconds, without the unit; an empty one for 0."""
     return (f"{seconds * 1e3:.4g}", seconds) if seconds else ""

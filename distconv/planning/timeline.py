@@ -1,10 +1,10 @@
-"""The recordings of some ranks put into time: who computes, and who waits for whom.
+"""`play`: the recordings of some ranks put into time, as ranks compute and wait for each other.
 
 Local operators, Python and messages follow one another in the order of the code. A waiting rank
-continues when its messages have arrived: the other ranks must have sent them, and where messages
-move only while both sides wait, must wait as well. Ranks that are not simulated behave as the
-waiting rank does. Ranks with equal work take different times, and the slower ones are waited for;
-the extra time is measured against the time since they last met.
+continues when its messages have arrived: the other ranks must have sent them, and if messages move
+only while both sides wait, must wait as well. Ranks that are not simulated behave as the waiting
+rank does. Ranks with equal work take different times, and the slower ones are waited for; the extra
+time is measured against the time since they last met.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distconv.planning.recording import Completion, Compute, HostWork, Place, Re
 
 
 class Segment(NamedTuple):
-    """A stretch of a rank's time."""
+    """A stretch of a simulated rank's time with one activity: a local operator, say, or a wait."""
 
     rank: int
     start: float
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A movement between ranks, as one of them sees it."""
+    """Messages or a reduction as one simulated rank sees them, with the seconds it waits."""
 
     place: Place
     """The place of the step that started it."""
@@ -44,7 +44,7 @@ class Passage(NamedTuple):
 
 @dataclass
 class _UnderWay:
-    """Messages or a reduction, as one of its ranks started it."""
+    """Messages or a reduction that a simulated rank has started."""
 
     start: Start
     cost: Cost
@@ -55,7 +55,7 @@ class _UnderWay:
 
 
 class _Rank:
-    """A rank on its way through its recording."""
+    """A simulated rank: the time on its clock, its next event, and its segments so far."""
 
     def __init__(self, recording: Recording):
         self.recording = recording
@@ -82,12 +82,12 @@ class _Rank:
             self.segments.append(Segment(self.recording.rank, start, stop, what, place, follows))
 
     def all_here(self, machine: Machine) -> float:
-        """Return the time when the slowest of the ranks with the same work arrives here."""
+        """Return the time at which the slowest of the ranks with the same work gets here."""
         return self.now + machine.skew.at(self.now - self.met)
 
 
 class Timeline(NamedTuple):
-    """The step of all simulated ranks."""
+    """The result of `play`: the seconds of a step, and the segments and passages of each rank."""
 
     seconds: float
     slowest: int
@@ -95,9 +95,9 @@ class Timeline(NamedTuple):
     passages: Mapping[int, Sequence[Passage]]
 
     def critical_path(self) -> list[Segment]:
-        """Return the segments on which the length of the step depends, in order.
+        """Return the segments that determine the seconds of the step, in order, over all ranks.
 
-        Going back from its end, a wait leads to the rank that was waited for.
+        They are followed back from the end; a wait leads to the rank that was waited for.
         """
         path: list[Segment] = []
         rank, moment = self.slowest, self.seconds
@@ -119,7 +119,7 @@ class Timeline(NamedTuple):
 
 
 def play(recordings: Sequence[Recording], machine: Machine, times: OperatorTimes) -> Timeline:
-    """Return the step of ranks of one grid, whose local operators have been prepared."""
+    """Simulate a step: give times to the recorded events of some ranks of one grid."""
     ranks = {r.rank: _Rank(r) for r in recordings}
     moving = True
     while moving:
@@ -145,7 +145,7 @@ def play(recordings: Sequence[Recording], machine: Machine, times: OperatorTimes
 def _advance(
     rank: _Rank, ranks: Mapping[int, _Rank], machine: Machine, times: OperatorTimes
 ) -> bool:
-    """Take a rank through its next event; return False where it must wait, or is finished."""
+    """Simulate a rank's next event; return False if the rank must wait, or has no more events."""
     events = rank.recording.events
     if rank.next == len(events):
         return False
@@ -224,7 +224,7 @@ def _finish(rank: _Rank, event: Completion, ranks: Mapping[int, _Rank], machine:
 
 
 def host_seconds(work: HostWork, machine: Machine) -> float:
-    """Return the seconds of Python of a function on distributed tensors."""
+    """Return the seconds that Python takes for a function on DistTensors."""
     function = work.function
     across = " across ranks" if " across ranks" in function else ""
     back = " backward" if function.endswith(" backward") else ""

@@ -1,4 +1,4 @@
-"""Timing of a function on all ranks of a job, or on some of them while the others sleep."""
+"""Timing functions on all ranks of a job, or on some of them while the others sleep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORTEST = 0.01
 
 @dataclass(frozen=True)
 class Contender:
-    """One of several functions that are compared, with the ranks and threads that run it."""
+    """A function to be timed against others, with the ranks and threads that run it."""
 
     run: Callable[[], object]
     threads: int = 1
@@ -31,7 +31,7 @@ class Contender:
 
 
 class Spread(NamedTuple):
-    """The median of some numbers, and their quartiles."""
+    """The median of some measurements, and their quartiles."""
 
     median: float
     low: float
@@ -39,7 +39,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return the median and the quartiles of some numbers; of one, that number three times."""
+    """Return the median and the quartiles of `values`; of one value, that value three times."""
     if len(values) == 1:
         return Spread(*values, *values, *values)
     low, median, high = quantiles(values, method="inclusive")
@@ -47,14 +47,14 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def warm_up(comm: MPI.Intracomm | ObjectCommunicator, sides: Sequence[Contender]) -> list[float]:
-    """Return the seconds of a call of each side, after two untimed ones. All ranks call it."""
+    """Return the seconds of one call of each function, after two calls. All ranks call it."""
     for side in sides:
         timed(comm, side, 2)
     return [timed(comm, side, 1) for side in sides]
 
 
 def sleep_until_all_are_here(comm: MPI.Intracomm | ObjectCommunicator) -> None:
-    """Wait for all ranks, leaving the cores to those that compute; MPI's own barrier polls."""
+    """Wait until all ranks call it, asleep; MPI's own barrier would keep a core busy."""
     if isinstance(comm, TorchCommunicator):
         comm.allgather(None)  # gloo's waits sleep
         return
@@ -65,7 +65,7 @@ def sleep_until_all_are_here(comm: MPI.Intracomm | ObjectCommunicator) -> None:
 
 
 def timed(comm: MPI.Intracomm | ObjectCommunicator, side: Contender, repeats: int) -> float:
-    """Return the seconds per call, of `repeats` calls on the slowest rank. All ranks call it."""
+    """Return the seconds per call on the slowest rank, over `repeats` calls. All ranks call it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(side.threads)
     sleep_until_all_are_here(comm)

@@ -1,1 +1,1 @@
-"""Looking at what a module does: explain, verify, bench, and the command line."""
+"""Looking at a module on a grid: explain, verify, timelines, reports, and the command line."""

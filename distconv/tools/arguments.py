@@ -1,4 +1,4 @@
-"""Command lines that every rank parses, with grids, shapes and layouts."""
+"""Parsing command lines on all ranks, with types for grids, shapes, layouts and files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from distconv.grid.ranks import world_if_rank
 
 
 class BadArguments(Exception):
-    """A command line that asks for something impossible; the same on every rank."""
+    """A command line that asks for something impossible; raised on every rank."""
 
 
 @contextmanager
 def complaining(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into error messages about the command line."""
+    """Raise `BadArguments` in place of exceptions of these kinds, in a `with` block."""
     try:
         yield
     except kinds as error:
@@ -30,11 +30,10 @@ def complaining(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class RankParser(argparse.ArgumentParser):
-    """A parser for all ranks of `comm`, or of the job: parsing succeeds on all, or all end with the
-    first failing rank's message.
+    """An argument parser that all ranks of `comm`, or the job, call: all succeed, or all end.
 
-    Parsing is collective. A command line that differs between ranks is an error on all of them, and
-    so is an error of one rank alone, such as a file that only others can read. Rank 0 alone prints.
+    A command line that differs between ranks is an error, and so is an error of one rank alone,
+    such as a file that only others can read. Rank 0 prints the first failing rank's message.
     """
 
     def __init__(self, comm: Any = None, **keywords: Any) -> None:
@@ -47,11 +46,11 @@ class RankParser(argparse.ArgumentParser):
         return self._together(super().parse_args, args, namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return parsed and remaining arguments, as `argparse` does. All ranks call it."""
+        """Return parsed arguments and the unknown ones, as `argparse` does. All ranks call it."""
         return self._together(super().parse_known_args, args, namespace)
 
     def add_subparsers(self, **keywords: Any) -> Any:
-        """Add subcommands, as `argparse` does, whose parsers are run by this one."""
+        """Add subcommands, as `argparse` does, with plain parsers that this one calls."""
         return super().add_subparsers(**({"parser_class": argparse.ArgumentParser} | keywords))
 
     def _together(self, parse: Callable[[Any, Any], Any], args: Any, namespace: Any) -> Any:
@@ -160,7 +159,7 @@ def pattern_and_layout(text: str) -> tuple[str, Layout]:
 
 
 def report_file(text: str) -> Path:
-    """Return the path of a report, whose folder must exist, as the report is written last."""
+    """Return the path of a report; its folder must exist now, as the report is written last."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder")

@@ -26,16 +26,18 @@ TRANSPORTS = ("mpi", "torch", "nccl")
 
 
 class Scheduler(NamedTuple):
-    """A scheduler: the command that reads a script, and the lines of the script.
+    """The parts from which the batch script for one scheduler is made.
 
-    Lines name values of the job in braces, and are left out where the job lacks one of them. Beside
+    Lines name values of the job in braces; a line is left out if the job lacks one of them. Beside
     the job's options there are `title`, `clock`, `ranks` of the whole job, and `gpus` of a node.
     `on_gpus`, `own_gpus`, `shared_gpus`, `staged` and `unbound` are conditions: a line with one is
-    left out where it does not hold.
+    left out unless it holds.
 
     Attributes
     ----------
-    prefix: begins a line that the scheduler reads.
+    submit: the command that reads a script.
+    prefix: the beginning of a line that the scheduler reads.
+    directives: the options in such lines.
     launch: the command that starts the ranks, with its options; `$cores` is the cores of a rank.
     note: a comment that explains the options.
     setup: lines of shell before the job's own setup.
@@ -151,7 +153,7 @@ cores=$(( $(lscpu --parse=CORE,SOCKET | grep -v '^#' | sort -u | wc -l) / {ranks
 
 
 def check_job(job: Namespace) -> None:
-    """Raise `ValueError` for an inconsistent job, with the way out."""
+    """Raise `ValueError` for an inconsistent job, with a remedy."""
     ranks, gpus, carrier = job.ranks_per_node, job.gpus_per_node, job.transport
     program = PurePath(job.command_line[0]).name if job.command_line else ""
     for what in ("nodes", "ranks_per_node", "time", "cores_per_rank"):
@@ -196,7 +198,7 @@ def check_job(job: Namespace) -> None:
 
 
 def title_of(job: Namespace) -> str:
-    """Return the name of the job: the given one, or the name of its script or module."""
+    """Return the name of the job: the given one, or that of its program or module."""
     if job.name is not None:
         return str(job.name)
     words = list(job.command_line)
@@ -207,7 +209,7 @@ def title_of(job: Namespace) -> str:
 
 
 def script_of(job: Namespace) -> str:
-    """Return a script: directives of the scheduler, the setup, and the start of the ranks."""
+    """Return the batch script of a job: directives, setup, and the command that starts ranks."""
     scheduler, cores = SCHEDULERS[job.scheduler], f"cores={job.cores_per_rank}"
     if job.cores_per_rank is None:
         cores = _COUNTED.format(ranks=job.ranks_per_node)
@@ -239,7 +241,7 @@ def script_of(job: Namespace) -> str:
 
 
 def _filled(lines: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines with their values filled in, without lines that name a value of None or 0."""
+    """Yield lines with their values filled in; leave out lines that name a value of None or 0."""
     for line in lines:
         names = [name for _, name, _, _ in Formatter().parse(line) if name]
         if all(values[name] not in (None, 0) for name in names):
@@ -247,5 +249,5 @@ def _filled(lines: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _word(value: str) -> str:
-    """Return a value as a word of the shell, in which `$NAME` is replaced."""
+    """Quote a value as one word of the shell, which still replaces `$NAME` in it."""
     return value if re.fullmatch(r"[\w./:,=+@-]+", value) else f'"{value}"'

@@ -1,4 +1,4 @@
-"""The plan of a module on a grid: layouts, halos, redistributions and memory of each layer.
+"""`explain`: layouts, halos, redistributions and memory of each layer of a module on a grid.
 
 It shows the forward pass of a recording (`planning.recorded_step`), made by the same code that will
 run, and agrees with `predict` and `plan`. `planning.recorder` counts the bytes.
@@ -27,7 +27,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan of a module on one rank of a grid; prints as a table."""
+    """The result of `explain`: a module's layers on one rank of a grid; prints as a table."""
 
     module: str
     grid: str
@@ -93,8 +93,8 @@ def explain(
     for a backward pass.
 
     Raises TypeError or ValueError for arguments that do not fit: no Module, no shape, or not one
-    type or layout for each input. Raises RuntimeError where the forward pass raises, naming the
-    layer; also where it reads the elements of a tensor. A layer that is refused raises nothing: it
+    type or layout for each input. Raises RuntimeError if the forward pass raises, naming the
+    layer; also if it reads the elements of a tensor. A layer that is refused raises nothing: it
     is the last row of the table.
 
     Parameters
@@ -143,7 +143,7 @@ HEADING = (
 
 
 def cells_of_layer(layer: LayerPlan) -> tuple[Cell, ...]:
-    """Return the row of the table for a layer."""
+    """Return a layer's row of the table under `HEADING`."""
     kind, moved = layer.kind.lower(), []
     for r in layer.redistributions:
         # An operator is named where it is not in the name of the layer's type.
@@ -177,6 +177,6 @@ def layout_in_words(layer: LayerPlan) -> str:
 
 
 def _cut(layout: Layout) -> str:
-    """Return a short text of a layout: dimensions, with their grid axes where the names differ."""
+    """Return a short text of a layout: dimensions, and grid axes whose names differ from them."""
     text = repr(layout).removeprefix("Layout(").removesuffix(")")
     return re.sub(r"\b(\w+)='\1'", r"\1", text) or "whole"

@@ -1,4 +1,4 @@
-"""The modules named on command lines: `package.module:factory`, or `./file.py:factory`."""
+"""Making the module that a command line names: `package.module:factory`, `./file.py:factory`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distconv.tools.arguments import BadArguments
 
 
 def module_from(factory: str, seed: int) -> nn.Module:
-    """Return the module made by the factory of this name."""
+    """Call the factory of this name, with torch's seed set, and return the module that it makes."""
     path, colon, name = factory.rpartition(":")
     if not colon or not name:
         raise BadArguments(
@@ -42,7 +42,7 @@ def module_from(factory: str, seed: int) -> nn.Module:
 
 
 def _imported(path: str) -> Any:
-    """Return the module of this name."""
+    """Import a Python module by name; raise `BadArguments` if there is none."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
@@ -55,7 +55,7 @@ def _imported(path: str) -> Any:
 
 
 def _from_file(path: Path) -> Any:
-    """Import and return the module in a file, with its folder on the path, as for a script."""
+    """Import a file as a Python module, with its folder on `sys.path`, as for a script."""
     if not path.is_file():
         raise BadArguments(f"there is no file {str(path)!r}; give its path from the current folder")
     sys.path.insert(0, str(path.resolve().parent))
@@ -67,7 +67,7 @@ def _from_file(path: Path) -> Any:
 
 
 def made_everywhere(factory: str, seed: int) -> nn.Module:
-    """Return the module, made on every rank; all ranks raise where one cannot make it."""
+    """Return the result of `module_from` on every rank; all raise if one rank cannot make it."""
     module, problem = None, None
     try:
         module = module_from(factory, seed)

@@ -1,4 +1,4 @@
-"""Results as one line of JSON."""
+"""Results of commands as one line of JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def as_json(record: Any, **more: object) -> str:
-    """Return a dataclass, and `more`, as one line of JSON.
+    """Return the fields of a dataclass, and `more`, as one line of JSON.
 
     Values without a form in JSON become text; numbers that are not finite become null.
     """
@@ -17,7 +17,7 @@ def as_json(record: Any, **more: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value without dataclasses and without numbers that JSON lacks."""
+    """Return a value with dictionaries for dataclasses, and None for NaN and infinite numbers."""
     if is_dataclass(value) and not isinstance(value, type):
         return _plain(asdict(value))
     if isinstance(value, dict):

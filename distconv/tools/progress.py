@@ -1,4 +1,4 @@
-"""The progress of a command: a line on the terminal."""
+"""`StatusLine`: the progress of a command, on one line of the terminal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SOON, _SELDOM = 2.0, 10.0
 
 
 class StatusLine:
-    """The progress of a command, on stderr of the first rank: one line that changes, or new lines
-    from time to time. Where stderr is no terminal, the last text is repeated with the seconds
-    passed, so that in a log a long computation differs from one that hangs. A context manager,
-    which clears the line at its end.
+    """A command's progress on stderr of the first rank, in a `with` block: one line that changes.
+
+    In a file the text is printed every 10 seconds, with the seconds passed, so that in a log a long
+    computation differs from one that hangs.
     """
 
     def __init__(self, first: bool = True, begin: str = ""):
@@ -23,7 +23,7 @@ class StatusLine:
         self(begin)
 
     def __call__(self, text: str) -> None:
-        """Show a text in place of the one before; "" for none."""
+        """Show a text in place of the last one; "" for none."""
         self._text = text
         if self._terminal:
             print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)

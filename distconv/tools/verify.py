@@ -1,4 +1,4 @@
-"""Comparison of a module's results on a grid with its serial ones, layer by layer."""
+"""`verify`: the results of a module on a grid against its serial ones, layer by layer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _RANDOM = (
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """The difference of one tensor from its serial counterpart."""
+    """A row of `Verification`: one tensor's difference from the serial program's."""
 
     layer: str
     """The layer, or the name of a parameter, a buffer, or an input."""
@@ -66,7 +66,7 @@ class TensorComparison:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Return the row of a table, below `HEADING`."""
+        """Return the row of the table under `HEADING`."""
         verdict = "" if self.ok else "refused" if self.kind == "refused" else "deviates"
         numbers = ((f"{x:.1e}", x) for x in (self.difference, self.rounding))
         return (self.layer, self.kind, *numbers, verdict, self.note)
@@ -77,7 +77,7 @@ HEADING = ("layer", "kind", "difference", "rounding", "", "note")
 
 @dataclass(frozen=True)
 class Verification:
-    """A module on a grid against the same module run serially; prints as a table."""
+    """The result of `verify`: all tensors of a module against serial ones; prints as a table."""
 
     module: str
     grid: str
@@ -94,7 +94,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Return whether no row deviates."""
+        """Return whether all rows agree within the tolerance."""
         return self.first_deviation is None
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Return a message with the first row that deviates; else with the largest difference."""
+        """Return a sentence on the first row that deviates, or else on the largest difference."""
         first = self.first_deviation
         if first is None:
             largest = max(self.rows, key=lambda row: row.difference, default=None)
@@ -151,16 +151,16 @@ def verify(
     computed without TF32.
 
     Raises TypeError or ValueError on every rank, for arguments that do not fit, or differ between
-    ranks. Raises RuntimeError where the module raises on the grid and not serially, naming the
-    layer. A layer that is refused (`UnsupportedOperation`) raises nothing: it is the last row of
-    the result.
+    ranks. Raises RuntimeError, naming the layer, if the module raises on the grid and not serially.
+    A layer that is refused (`UnsupportedOperation`) raises nothing: it is the last row of the
+    result.
 
     Parameters
     ----------
     module: any torch.nn.Module that runs on plain tensors as well.
     input: the whole plain input, or a sequence of them, equal on all ranks.
-    grid: a grid, or the number of ranks along each axis; their product is the number of ranks that
-        have been started.
+    grid: a grid, or the number of ranks along each axis; their product is the number of ranks of
+        the job.
     layout: the layout of the input, or one for each input; by default every dimension is cut over
         the axis of its own name.
     layouts: layouts for the inputs of submodules, by patterns of names, as for `parallelize`.
@@ -224,7 +224,7 @@ def verify(
 
 
 def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> list[Tensor]:
-    """Return the inputs, after a check that all ranks have the same; collective."""
+    """Return the inputs on the grid's device; raise unless all ranks pass equal arguments."""
     inputs = list(input) if isinstance(input, (tuple, list)) else [input]
     problem = None
     if not isinstance(module, nn.Module):
@@ -271,7 +271,7 @@ def _compare(
     seed: int,
     progress: Callable[[TensorComparison], object],
 ) -> tuple[list[TensorComparison], list[str], set[torch.dtype]]:
-    """Return all comparisons, not yet judged; notes; and the floating types that occur."""
+    """Run a module serially and on the grid; return comparisons, notes, and types that occur."""
     plain, model = copy.deepcopy(module).to(grid.device), copy.deepcopy(module)
     quiet = _without_dropout(plain)
     _without_dropout(model)
@@ -314,7 +314,7 @@ def _compare(
 
 
 class _ModuleRun(ModuleCalls):
-    """A module run forward and backward, with all its tensors.
+    """A run of a module, forward and backward, that keeps all tensors to be compared.
 
     Outputs are copied, before later layers may write to them.
 
@@ -322,8 +322,8 @@ class _ModuleRun(ModuleCalls):
     ----------
     inputs: become leaves of autograd.
     generator: draws the gradients of the outputs.
-    serial: the run that this one is compared with, whose gradients of the outputs it takes; None
-        for that run itself.
+    serial: the serial run to compare with, whose gradients of the outputs are used again; None to
+        draw them.
     """
 
     def __init__(
@@ -413,7 +413,7 @@ class _ModuleRun(ModuleCalls):
 
 
 def _compared(run: _ModuleRun, serial: _ModuleRun) -> Iterator[TensorComparison]:
-    """Yield the comparisons of a run with the serial one; collective if it is distributed."""
+    """Yield the comparison of each tensor of two runs. All ranks call it for a run on a grid."""
 
     def differs(name: str, note: str, kind: str = "output") -> TensorComparison:
         return TensorComparison(name, kind, math.inf, note=note)
@@ -459,12 +459,12 @@ def _compared(run: _ModuleRun, serial: _ModuleRun) -> Iterator[TensorComparison]
 
 
 def _is_continuous(x: Tensor) -> bool:
-    """Return whether a tensor has rounded numbers, and may have gradients."""
+    """Return whether a tensor has floating-point or complex numbers."""
     return x.is_floating_point() or x.is_complex()
 
 
 def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return `x` with every element changed in its last place, up or down."""
+    """Return a copy of `x`, floating-point numbers changed in their last place at random."""
     if not _is_continuous(x):
         return x.clone()
     up = torch.rand(x.shape, generator=generator, device="cpu").to(x.device) < 0.5
@@ -472,7 +472,7 @@ def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _shaken_input(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a floating-point input with every element changed in its last place."""
+    """Return `_shaken` of an input, with whole numbers, which may be indices, as they are."""
     shaken = _shaken(x, generator)
     return torch.where(x == x.round(), x, shaken) if x.is_floating_point() else shaken
 
@@ -482,7 +482,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _without_dropout(module: nn.Module) -> list[str]:
-    """Put dropout layers into eval mode, and return the names of those that were not."""
+    """Put dropout layers into eval mode, and return the names of those that were in training."""
     names = []
     for name, part in module.named_modules():
         if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1) > 0:
@@ -497,7 +497,7 @@ def _version(x: Tensor) -> int | None:
 
 
 def _largest_by_layer(tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the largest entry of the tensors of each layer, by the layer's name."""
+    """Return the largest magnitude in the tensors of each layer, by the layer's name."""
     largest: dict[str, float] = {}
     for name, x in tensors.items():
         layer = name.rpartition(".")[0]
@@ -514,9 +514,9 @@ def _largest(x: Tensor | None) -> float:
 def _comparison(
     name: str, kind: str, actual: Tensor, expected: Tensor, scale: float = 0.0
 ) -> TensorComparison:
-    """Return the comparison of a tensor, relative to its largest entry or `scale`.
+    """Compare a tensor with the serial one; `scale` is as for `_difference`.
 
-    Collective where it is cut.
+    All ranks call it for a DistTensor.
     """
     whole = actual.detach()
     if isinstance(whole, DistTensor):
@@ -531,7 +531,10 @@ def _comparison(
 
 
 def _difference(actual: Tensor, expected: Tensor, scale: float) -> float:
-    """Return the difference relative to the largest entry; for integers, the number that differ."""
+    """Return the largest difference over the largest magnitude, or over `scale` if that is larger.
+
+    For integers it is the fraction of elements that differ.
+    """
     if not expected.numel():
         return 0.0
     if not _is_continuous(expected):

@@ -1,65 +1,36 @@
-"""Learning at scale: methods that depend on the number of replicas that learn together.
+"""Learning at scale: methods for many replicas that train one model together.
 
-Everything here counts P_N, the replicas of a grid, and never its ranks: a worker is a replica, the
-P_S ranks that share a sample. Models, optimizers and training loops stay those of the program.
+They count the P_N replicas of a grid, never its ranks: a worker is a replica, the P_S ranks that
+share a sample. Models, optimizers and training loops stay those of the program.
 """
 
-from distconv.training.advice import advise, max_batch
-from distconv.training.asynchronous_elastic import AsynchronousElastic
-from distconv.training.client import Worker
-from distconv.training.concurrent import ConcurrentReductions
-from distconv.training.consistency import assert_in_sync
-from distconv.training.decay import (
-    Constant,
-    Cosine,
-    CosineRestarts,
-    Decay,
-    Exponential,
-    InverseTime,
-    Polynomial,
-    Step,
-)
-from distconv.training.downpour import Downpour
-from distconv.training.elastic import ElasticAveraging, worker_grid
-from distconv.training.lag import GradientLag
-from distconv.training.larc import LARC, LARS
-from distconv.training.noise_scale import NoiseScale
-from distconv.training.recipe import Recipe, base_rate, number_of_steps
-from distconv.training.requests import ServerLost
-from distconv.training.server import Report
-from distconv.training.server_checkpoints import server_state
-from distconv.training.serving import AllWorkersLost, serve
-from distconv.training.team import Team
-
-__all__ = [
-    "LARC",
-    "LARS",
-    "AllWorkersLost",
-    "AsynchronousElastic",
-    "ConcurrentReductions",
-    "Constant",
-    "Cosine",
-    "CosineRestarts",
-    "Decay",
-    "Downpour",
-    "ElasticAveraging",
-    "Exponential",
-    "GradientLag",
-    "InverseTime",
-    "NoiseScale",
-    "Polynomial",
-    "Recipe",
-    "Report",
-    "ServerLost",
-    "Step",
-    "Team",
-    "Worker",
-    "advise",
-    "assert_in_sync",
-    "base_rate",
-    "max_batch",
-    "number_of_steps",
-    "serve",
-    "server_state",
-    "worker_grid",
-]
+from distconv.training.advice import advise as advise
+from distconv.training.advice import max_batch as max_batch
+from distconv.training.asynchronous_elastic import AsynchronousElastic as AsynchronousElastic
+from distconv.training.client import Worker as Worker
+from distconv.training.concurrent import ConcurrentReductions as ConcurrentReductions
+from distconv.training.consistency import assert_in_sync as assert_in_sync
+from distconv.training.decay import Constant as Constant
+from distconv.training.decay import Cosine as Cosine
+from distconv.training.decay import CosineRestarts as CosineRestarts
+from distconv.training.decay import Decay as Decay
+from distconv.training.decay import Exponential as Exponential
+from distconv.training.decay import InverseTime as InverseTime
+from distconv.training.decay import Polynomial as Polynomial
+from distconv.training.decay import Step as Step
+from distconv.training.downpour import Downpour as Downpour
+from distconv.training.elastic import ElasticAveraging as ElasticAveraging
+from distconv.training.elastic import worker_grid as worker_grid
+from distconv.training.lag import GradientLag as GradientLag
+from distconv.training.larc import LARC as LARC
+from distconv.training.larc import LARS as LARS
+from distconv.training.noise_scale import NoiseScale as NoiseScale
+from distconv.training.recipe import Recipe as Recipe
+from distconv.training.recipe import base_rate as base_rate
+from distconv.training.recipe import number_of_steps as number_of_steps
+from distconv.training.requests import ServerLost as ServerLost
+from distconv.training.server import Report as Report
+from distconv.training.server_checkpoints import server_state as server_state
+from distconv.training.serving import AllWorkersLost as AllWorkersLost
+from distconv.training.serving import serve as serve
+from distconv.training.team import Team as Team

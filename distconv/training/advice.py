@@ -1,4 +1,4 @@
-"""Advice on the number of replicas that learn together.
+"""Advice on how many replicas, and how large a batch, a training can use.
 
 Batches beyond the square root of the data set, or beyond the gradient noise scale, hardly make a
 step better than smaller ones do. Further ranks are then better used within a sample.
@@ -36,8 +36,8 @@ def advise(
     grid: a grid, or the number of ranks along its axes, such as {"sample": 8, "height": 4}.
     batch_size: the samples of a step, over all replicas.
     samples: the number of samples of the training set.
-    noise_scale: the gradient noise scale where it was measured (see `NoiseScale`); None or NaN
-        where it is not known.
+    noise_scale: the gradient noise scale, if it was measured (see `NoiseScale`); None or NaN
+        if it is not known.
     """
     check_count("advise", "batch_size", batch_size, 1)
     extents = grid.shape if isinstance(grid, Grid) else dict(grid)

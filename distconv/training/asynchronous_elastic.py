@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from distconv.training.checks import check_count
-from distconv.training.requests import Connection, Kind
+from distconv.training.requests import Client, Connection, Kind
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class AsynchronousElastic:
     alpha (x - center), and the worker moves by -d, before its optimizer's step. The center is the
     result of the training.
 
-    Raises ValueError where a value is out of its range.
+    Raises ValueError if a value is out of its range.
 
     Parameters
     ----------
@@ -57,64 +56,44 @@ class AsynchronousElastic:
         client = self.client(parameters, buffers, None, above, 0) if above else None
         return ElasticRule(parameters, alpha, client)
 
-    def client(
-        self,
-        parameters: Sequence[Any],
-        buffers: Sequence[Tensor],
-        optimizer: Optimizer | None,
-        server: Connection,
-        steps: int,
-    ) -> ElasticClient:
-        return ElasticClient(self, parameters, buffers, optimizer, server, steps)
+    def client(self, *given: Any) -> ElasticClient:
+        return ElasticClient(self, *given)
 
 
-class ElasticClient:
-    """The steps of a client; see `DownpourClient`."""
+class ElasticClient(Client):
+    """The client's part of `AsynchronousElastic`, tied to the server's center."""
 
-    def __init__(
-        self,
-        method: AsynchronousElastic,
-        parameters: Sequence[Any],
-        buffers: Sequence[Tensor],
-        optimizer: Optimizer | None,
-        server: Connection,
-        steps: int,
-    ):
-        self._period, self._server, self._optimizer = method.period, server, optimizer
-        self._parameters, self._buffers = parameters, buffers
-        self._samples = 0
-        self._pulled = True
-        """Whether no step has been taken since the last pull."""
-        self.steps = steps
+    _pulled = True
+    """Whether no step has been taken since the last pull."""
 
     def step(self, samples: int) -> None:
-        """Pull in every `period`-th step, and take an optimizer step. Gradients are then None."""
+        """Pull in every `period`-th step, take the optimizer's step, and set gradients to None."""
         self.steps += 1
-        self._samples += samples
+        self.samples += samples
         self._pulled = False
-        if self.steps % self._period == 0:
+        if self.steps % self.method.period == 0:
             self._pull()
-        if self._optimizer is not None:
-            self._optimizer.step()
-        for p in self._parameters:
+        if self.optimizer is not None:
+            self.optimizer.step()
+        for p in self.parameters:
             p.grad = None
 
     def finish(self) -> None:
-        """Pull, unless no step was taken since the last pull."""
+        """Pull towards the center, unless no step was taken since the last pull."""
         if not self._pulled:
             self._pull()
 
     def _pull(self) -> None:
-        brought = [p.detach() for p in self._parameters]
-        samples, self._samples, self._pulled = self._samples, 0, True
-        answer = self._server.ask(Kind.PULL, [*brought, *self._buffers], samples, self.steps)
-        for p, pull in zip(self._parameters, answer.tensors, strict=False):
+        brought = [p.detach() for p in self.parameters]
+        samples, self.samples, self._pulled = self.samples, 0, True
+        answer = self.server.ask(Kind.PULL, [*brought, *self.buffers], samples, self.steps)
+        for p, pull in zip(self.parameters, answer.tensors, strict=False):
             if pull is not None:
                 p.detach().sub_(pull)
 
 
 class ElasticRule:
-    """The server's part: its center moves towards the parameters of each client."""
+    """The server's part of `AsynchronousElastic`; `client` ties its center to another server's."""
 
     kinds: tuple[Kind, ...] = (Kind.PULL,)
     waits = False

@@ -1,4 +1,4 @@
-"""Workers: replicas that train with the parameters of a server."""
+"""`Worker`: a replica that trains with the parameters of a server."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from distconv.transport.link import Link, Message
 class Worker:
     """Train a model with the parameters of a server. All ranks of the worker make it together.
 
-    It begins with the server's parameters and buffers. Used as a context, it tells the server at
-    the end that this worker has finished, or has failed. Workers may take different numbers of
-    steps.
+    Training begins with the server's parameters and buffers. At the end of a `with` block the
+    worker tells the server that it has finished, or has failed. Workers may take different numbers
+    of steps.
 
-    Raises ValueError where the model is not parallelized on `team.grid`, or this rank is a server.
-    Raises ServerLost on every rank of the worker, where the server ends, here and in every call.
+    Raises ValueError if the model is not parallelized on `team.grid`, or this rank is a server.
+    Raises ServerLost on every rank of the worker if the server ends, here and in every call.
 
     Parameters
     ----------
@@ -74,12 +74,12 @@ class Worker:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps of this worker, also before the server was restarted."""
+        """Return the number of this worker's steps, in this run and in earlier ones."""
         steps: int = self._client.steps
         return steps
 
     def step(self, samples: int = 1) -> None:
-        """Take a step of the method, after `backward()`. Gradients are None afterwards.
+        """Take a step of the method, after `backward()`; gradients are None afterwards.
 
         All ranks of the worker call it together.
 
@@ -91,7 +91,7 @@ class Worker:
         self.samples = self._server.samples
 
     def meet(self) -> None:
-        """Wait for all active workers, for example at the end of an epoch. They all call it."""
+        """Wait until all active workers call it, for example at the end of an epoch."""
         self._server.ask(Kind.MEET)
         self.samples = self._server.samples
 
@@ -108,16 +108,16 @@ class Worker:
         """Save the state of this worker, together with all workers and servers.
 
         All active workers call it together, for example at the end of an epoch; the servers run
-        `serve(..., save_every=None)`. Updates not sent yet are sent first. `load` and
-        `serve(..., resume=...)` continue from the state that `Team.last_saved` finds.
+        `serve(..., save_every=None)`. Outstanding updates are sent first. `load` and `serve(...,
+        resume=...)` continue from the state that `Team.last_saved` finds.
 
-        Raises DataError on every rank of the worker, where its state cannot be saved.
+        Raises DataError on every rank of the worker if its state cannot be saved.
 
         Parameters
         ----------
         within: a folder, in which each worker has one of its own.
         number: a number that grows from one call to the next, the same on all workers.
-        scheduler, loader, extra, keep: this worker's own; see `save_checkpoint`.
+        scheduler, loader, extra, keep: see `save_checkpoint`; they belong to this worker.
         """
         self._client.finish()
         save_checkpoint(
@@ -143,8 +143,8 @@ class Worker:
     ) -> Checkpoint:
         """Load a state written by `save`. All ranks of the worker call it before the first step.
 
-        Raises DataError on every rank of the worker, where the state cannot be read, or is of
-        another model.
+        Raises DataError on every rank of the worker if the state cannot be read, or is of another
+        model.
 
         Parameters
         ----------
@@ -157,7 +157,7 @@ class Worker:
 
     @contextmanager
     def center(self) -> Iterator[None]:
-        """Give the model the server's parameters and buffers within the context.
+        """Give the model the server's parameters and buffers in a `with` block.
 
         The worker's own come back afterwards. With elastic averaging the server's are the center.
         """
@@ -170,7 +170,7 @@ class Worker:
             self._take(own)
 
     def finish(self) -> None:
-        """Send the updates not sent yet, and tell the server that this worker has finished."""
+        """Send outstanding updates, and tell the server that this worker has finished."""
         if not self._done:
             self._client.finish()
             self._server.ask(Kind.DONE)
@@ -194,9 +194,9 @@ class Worker:
 
 
 class _Together(Connection):
-    """The ranks of a worker; the first asks the server for all of them.
+    """The connection of a worker's ranks to the server: rank 0 sends and receives for all.
 
-    Tensors are this rank's blocks: whole ones are gathered for the server, and its answer is cut.
+    All ranks call it: blocks are gathered to whole tensors, and the answer is cut into blocks.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class _Together(Connection):
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
-        """Send tensors to the server, and return this rank's blocks of its answer."""
+        """Send a request for all ranks of the worker; return this rank's blocks of the answer."""
         whole = None if tensors is None else self._whole(tensors)
         found: list[Message] = []
         if self._grid.rank == 0 and self._lost is None:

@@ -1,4 +1,4 @@
-"""Reductions of several models at once, which ranks may start in different orders."""
+"""Reductions of the gradients of several models at once, in any order of backward passes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from distconv.model.gradient_reduction import required_reduction
 class ConcurrentReductions:
     """A context in which the gradients of several models are reduced at the same time.
 
-    The reductions of each model have communicators of their own, as the thread teams of the Cray PE
-    ML plug-in do, so that backward passes may come in another order on every rank:
+    The reductions of each model have communicators of their own, like the thread teams of the Cray
+    PE ML plug-in, so each rank may call the backward passes in an order of its own:
 
         both = ConcurrentReductions(generator, critic)
         with both:
@@ -26,7 +26,7 @@ class ConcurrentReductions:
     the order of the models. Each model takes part in one backward pass. Forward passes, and
     backward passes of models that cut samples, must come in one order on all ranks, as always.
 
-    Raises ValueError where a model is not parallelized, or two are parts of one.
+    Raises ValueError if a model is not parallelized, or two are parts of one.
 
     Parameters
     ----------

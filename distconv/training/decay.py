@@ -1,4 +1,4 @@
-"""Decays of a learning rate after its warm-up: closed forms in the number of the step."""
+"""Decays of a learning rate after its warm-up, as functions of the number of the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distconv.training.checks import check_count
 
 
 class Decay(ABC):
-    """A factor of the learning rate that is 1 at step 0, the first after the warm-up.
+    """Base class of decays: a factor of the learning rate, 1 in the first step after the warm-up.
 
     Attributes
     ----------
@@ -33,7 +33,6 @@ class Constant(Decay):
     """Keep the learning rate."""
 
     def factor(self, step: int, steps: int) -> float:
-        """Return 1."""
         return 1.0
 
 
@@ -49,7 +48,6 @@ class Step(Decay):
         _check_shrinking("Step", self.gamma)
 
     def factor(self, step: int, steps: int) -> float:
-        """Return gamma ** floor(step / step_size)."""
         return self.gamma ** (step // self.step_size)
 
 
@@ -63,7 +61,6 @@ class Exponential(Decay):
         _check_shrinking("Exponential", self.gamma)
 
     def factor(self, step: int, steps: int) -> float:
-        """Return gamma ** step."""
         return self.gamma**step
 
 
@@ -77,7 +74,6 @@ class InverseTime(Decay):
         _check_positive("InverseTime", "gamma", self.gamma)
 
     def factor(self, step: int, steps: int) -> float:
-        """Return 1 / (1 + gamma * step)."""
         return 1.0 / (1.0 + self.gamma * step)
 
 
@@ -95,7 +91,6 @@ class Polynomial(Decay):
         _check_positive("Polynomial", "power", self.power)
 
     def factor(self, step: int, steps: int) -> float:
-        """Return (1 - step / steps) ** power."""
         return (1.0 - min(step, steps) / steps) ** self.power
 
 
@@ -106,16 +101,15 @@ class Cosine(Decay):
     needs_end: ClassVar[bool] = True
 
     def factor(self, step: int, steps: int) -> float:
-        """Return (1 + cos(pi * step / steps)) / 2."""
         return 0.5 * (1.0 + cos(pi * min(step, steps) / steps))
 
 
 @dataclass(frozen=True)
 class CosineRestarts(Decay):
-    """Let the learning rate fall to a fraction along half a cosine, again and again.
+    """Let the learning rate fall to a fraction `floor` along half a cosine, again and again.
 
     The first fall takes `period` steps, and each `growth` times as many as the one before
-    (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is the fraction, from 0 up to 1.
+    (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is from 0 to 1.
     """
 
     period: int
@@ -131,7 +125,6 @@ class CosineRestarts(Decay):
             )
 
     def factor(self, step: int, steps: int) -> float:
-        """Return floor + (1 - floor) (1 + cos(pi * t / T)) / 2 in step t of a fall of T."""
         period = self.period
         if self.growth == 1:
             step %= period

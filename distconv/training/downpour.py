@@ -14,20 +14,20 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from distconv.training.checks import check_count
-from distconv.training.requests import Connection, Kind
+from distconv.training.requests import Client, Connection, Kind
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
 
 @dataclass(frozen=True)
 class Downpour:
-    """Train with a server that steps with the gradients of workers whenever they arrive.
+    """Downpour: a server steps with the gradients of workers whenever they arrive.
 
     A worker computes its gradients at parameters that are some updates old. With n equal workers
     the delay acts as a momentum of 1 - 1/n (Mitliagkas et al., "Asynchrony begets momentum",
     arXiv:1605.09774), so choose less momentum.
 
-    Raises ValueError where a period is out of its range.
+    Raises ValueError if a period is out of its range.
 
     Parameters
     ----------
@@ -64,46 +64,25 @@ class Downpour:
     ) -> DownpourRule:
         return DownpourRule(self, parameters, buffers, above)
 
-    def client(
-        self,
-        parameters: Sequence[Any],
-        buffers: Sequence[Tensor],
-        optimizer: Optimizer | None,
-        server: Connection,
-        steps: int,
-    ) -> DownpourClient:
-        return DownpourClient(self, parameters, buffers, optimizer, server, steps)
+    def client(self, *given: Any) -> DownpourClient:
+        return DownpourClient(self, *given)
 
 
-class DownpourClient:
-    """The steps of a client, which starts with the server's parameters. An optimizer steps with the
-    client's own gradients between fetches; without one, the parameters change only by fetches.
-    `steps` were taken before.
-    """
+@dataclass
+class DownpourClient(Client):
+    """The client's part of `Downpour`; without `optimizer` only fetches change parameters."""
 
-    def __init__(
-        self,
-        method: Downpour,
-        parameters: Sequence[Any],
-        buffers: Sequence[Tensor],
-        optimizer: Optimizer | None,
-        server: Connection,
-        steps: int,
-    ):
-        self._method, self._server, self._optimizer = method, server, optimizer
-        self._parameters, self._buffers = parameters, buffers
-        self._sums: list[Tensor | None] = [None] * len(parameters)
-        self._samples = 0
-        self.steps = steps
+    def __post_init__(self) -> None:
+        self._sums: list[Tensor | None] = [None] * len(self.parameters)
 
     def step(self, samples: int) -> None:
-        """Add the gradients of `samples` samples to those to send, and set them to None."""
+        """Add the gradients of `samples` samples to the sums to send, and set them to None."""
         self.steps += 1
-        self._samples += samples
+        self.samples += samples
         pushes, fetches = (
-            self.steps % period == 0 for period in (self._method.push, self._method.fetch)
+            self.steps % period == 0 for period in (self.method.push, self.method.fetch)
         )
-        for i, p in enumerate(self._parameters):
+        for i, p in enumerate(self.parameters):
             before = self._sums[i]
             if p.grad is not None:
                 if before is not None:
@@ -117,32 +96,32 @@ class DownpourClient:
         else:
             if pushes:
                 self._ask(Kind.PUSH)
-            if self._optimizer is not None:
-                self._optimizer.step()
-        for p in self._parameters:
+            if self.optimizer is not None:
+                self.optimizer.step()
+        for p in self.parameters:
             p.grad = None
 
     def finish(self) -> None:
-        """Send the gradients not sent yet."""
+        """Send the gradients summed since the last push, if any."""
         if any(gradient is not None for gradient in self._sums):
             self._fetch(Kind.PUSH_AND_FETCH)
 
     def _fetch(self, kind: Kind) -> None:
         answer = self._ask(kind)
-        for p, value in zip(self._parameters, answer, strict=False):
+        for p, value in zip(self.parameters, answer, strict=False):
             if value is not None:
                 p.detach().copy_(value)
 
     def _ask(self, kind: Kind) -> list[Tensor | None]:
         if kind == Kind.FETCH:
-            return self._server.ask(kind, steps=self.steps).tensors
-        brought, samples = [*self._sums, *self._buffers], self._samples
-        self._sums, self._samples = [None] * len(self._parameters), 0
-        return self._server.ask(kind, brought, samples, self.steps).tensors
+            return self.server.ask(kind, steps=self.steps).tensors
+        brought, samples = [*self._sums, *self.buffers], self.samples
+        self._sums, self.samples = [None] * len(self.parameters), 0
+        return self.server.ask(kind, brought, samples, self.steps).tensors
 
 
 class DownpourRule:
-    """The server's part: it steps with gradients, or sends them on to the server above."""
+    """The server's part of `Downpour`: it steps with gradients, or sends them to its own server."""
 
     kinds: tuple[Kind, ...] = (Kind.PUSH, Kind.PUSH_AND_FETCH)
     optimizer: Any
@@ -181,13 +160,13 @@ class DownpourRule:
         return []
 
     def finish(self) -> None:
-        """Send the gradients not sent yet to the server above."""
+        """Send the gradients summed since the last push to the server above, if there is one."""
         if self._client is not None:
             self._client.finish()
 
 
 def _mean(gradients: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
-    """Return the mean of gradients weighted by samples; missing ones are zero."""
+    """Return the mean of gradients, each weighted by its samples; a missing one is zero."""
     if len(gradients) == 1:
         return gradients[0][0]
     there = [(g, n) for g, n in gradients if g is not None]

@@ -26,10 +26,10 @@ _WITHIN_A_SAMPLE = tuple(axis for axis in AXES if axis != "sample")
 
 
 def worker_grid(grid: ProcessGrid) -> ProcessGrid:
-    """Return the grid of this rank's replica alone: the ranks of `grid` that share its samples.
+    """Return the grid of this rank's worker: of the ranks of `grid` that share its samples.
 
-    All ranks of `grid` call it together. A model parallelized on it is trained by these ranks
-    alone, on their own samples.
+    All ranks of `grid` call it together. A model parallelized on the result is trained by these
+    ranks alone, on their own samples.
     """
     extents: dict[str, Any] = {axis: grid.shape[axis] for axis in _WITHIN_A_SAMPLE}
     peers = grid.topology.peers(grid.rank, _WITHIN_A_SAMPLE)
@@ -44,18 +44,18 @@ class ElasticAveraging:
 
         d_i = alpha (x_i - center);  x_i <- x_i - d_i;  center <- center + sum of all d_i
 
-    Called between `backward()` and the optimizer's step, pull and gradient belong to the same
-    weights, as published. The pull does not enter the optimizer's momentum (EAMSGD; with
+    Call `step` between `backward()` and the optimizer's step: pull and gradient then belong to the
+    same weights, as published. The pull does not enter the optimizer's momentum (EAMSGD; with
     nesterov=True the pull is taken at the weights that torch holds, which include the velocity).
     Buffers, such as running statistics, stay each worker's own.
 
-    Raises ValueError on every rank, where the model is not parallelized on the grid of its worker,
-    a value is out of its range, or the ranks pass different ones.
+    Raises ValueError on every rank, if the model is not parallelized on the grid of its worker, a
+    value is out of its range, or the ranks pass different ones.
 
     Parameters
     ----------
-    model: parallelized on `worker_grid(grid)`. Every worker begins with the parameters and buffers
-        of the first, and so does the center.
+    model: parallelized on `worker_grid(grid)`. Every worker, and the center, begins with the
+        parameters and buffers of the first worker.
     grid: the grid of all workers, which are its replicas.
     alpha: the strength of the springs, at most 1 / P_N, beyond which the center would overshoot; by
         default 0.9 / P_N, as published.
@@ -98,8 +98,7 @@ class ElasticAveraging:
     def step(self) -> None:
         """Count a step, and pull in every `period`-th. All ranks of the grid call it together.
 
-        Each rank's blocks of all parameters are added up once with the same blocks of other
-        workers.
+        A pull takes one all-reduce over the workers, of each rank's blocks of all parameters.
         """
         self._steps += 1
         if self._steps % self.period:
@@ -115,9 +114,9 @@ class ElasticAveraging:
 
     @contextmanager
     def center(self) -> Iterator[None]:
-        """Give the model the parameters of the center within the context, to evaluate or save it.
+        """Give the model the center's parameters in a `with` block, to evaluate or save it.
 
-        The worker's own come back afterwards. Nothing is sent.
+        The worker's parameters come back afterwards. Nothing is sent.
         """
         with torch.no_grad():
             own = [x.clone() for x, _ in self._pairs()]
@@ -133,16 +132,16 @@ class ElasticAveraging:
     def state_dict(self) -> dict[str, Any]:
         """Return the center's parameters by name, and the number of steps taken.
 
-        Each worker saves the states of its model and optimizer separately. Of sharded parameters
-        the result holds this rank's blocks.
+        Each worker saves the states of its model and optimizer separately. For a sharded parameter
+        the result holds this rank's block.
         """
         blocks = (center.clone() for _, center in self._pairs())
         return {"steps": self._steps, "center": dict(zip(self._names, blocks, strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the center, and the number of steps, that this rank saved.
+        """Load the center and the number of steps that `state_dict` returned on this rank.
 
-        Raises ValueError where the saved parameters have other names.
+        Raises ValueError if the saved parameters have other names.
         """
         if list(state["center"]) != self._names:
             raise ValueError(
@@ -154,6 +153,6 @@ class ElasticAveraging:
         self._steps = int(state["steps"])
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's block of each parameter, with the same block of the center."""
+        """Yield pairs of this rank's block of a parameter and the same block of the center."""
         own = (x.detach() for x in shards_of(self._parameters))
         return zip(own, shards_of(self._center), strict=True)

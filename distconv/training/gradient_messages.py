@@ -1,4 +1,4 @@
-"""Gradients that are sent once a backward pass has ended, and not within it."""
+"""Messages that hold all gradients of a model, sent after a backward pass and not within it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distconv.tensor.nested import shards_of
 
 
 class GradientMessage(NamedTuple):
-    """Blocks of gradients of one type that are summed over the same grid axes.
+    """Gradients of one type to be summed over the same grid axes, in one vector `flat`.
 
-    `flat` concatenates them, followed by one number for each: 1 where this rank has the gradient,
-    else 0; after the sum it is the number of ranks that have it. `places` has the number of each
-    block's parameter, and its shape.
+    Behind the elements, `flat` has a number for each gradient: 1 if this rank has it, else 0; after
+    the sum, the number of ranks that have it. `places` has the numbers and shapes of the
+    parameters.
     """
 
     axes: tuple[str, ...]
@@ -29,9 +29,9 @@ class GradientMessage(NamedTuple):
 
 
 class GradientPacking:
-    """The packing of this rank's gradients of a parallelized module into messages.
+    """Packs this rank's gradients of a parallelized module into messages, and unpacks their sums.
 
-    All ranks of the grid make it together. Each purpose has communicators of its own.
+    All ranks of the grid make it together. Each `purpose` has communicators of its own.
     """
 
     def __init__(self, module: nn.Module, grid: ProcessGrid, purpose: str):
@@ -44,11 +44,11 @@ class GradientPacking:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Return the parameters as autograd knows them: this rank's blocks of sharded ones."""
+        """Return the leaves of autograd: each parameter, or this rank's block of a sharded one."""
         return shards_of(self._parameters)
 
     def pack(self) -> list[GradientMessage]:
-        """Return copies of the gradients in as few messages as possible; zeros for None."""
+        """Return the gradients, copied into as few messages as possible; zeros in place of None."""
         kinds: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = defaultdict(list)
         leaves = self.leaves
         for i, p in enumerate(leaves):
@@ -64,7 +64,7 @@ class GradientPacking:
         return messages
 
     def unpack(self, messages: Iterable[GradientMessage]) -> list[Tensor | None]:
-        """Return the sums in the messages, one for each leaf; None where no rank has a gradient."""
+        """Return the summed gradient of each leaf; None if no rank has a gradient."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
         for _, flat, places in messages:
             sizes = [shape.numel() for _, shape in places]

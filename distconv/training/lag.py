@@ -1,4 +1,4 @@
-"""Gradient lag: a step takes the gradient of the step before, whose reduction had a whole step.
+"""Gradient lag: a step uses the gradient of an earlier step, so its reduction has time to finish.
 
 Kurth et al., "Exascale Deep Learning for Climate Analytics", SC 2018. With a lag of 1 the weights
 follow w(t+1) = w(t) - lr * g(w(t-1)).
@@ -25,22 +25,21 @@ _Sums: TypeAlias = Callable[[], list[Tensor | None]]
 
 
 class GradientLag:
-    """Give the optimizer gradients of earlier steps, so that their reduction is hidden behind
-    steps.
+    """Give the optimizer gradients of earlier steps, so that later steps hide their reduction.
 
     On a quadratic the largest stable learning rate is 1/2 of the one without lag for a lag of 1,
-    0.309 for 2 and 0.223 for 3; so a lag pays where the reduction is long beside a step. Each step
-    of lag takes the memory of one more gradient.
+    0.309 for 2 and 0.223 for 3; so a lag pays if the reduction takes long compared with a step.
+    Each step of lag takes the memory of one more gradient.
 
-    Raises ValueError where the model is not parallelized, or a number is out of its range.
+    Raises ValueError if the model is not parallelized, or a number is out of its range.
 
     Parameters
     ----------
     model: a parallelized module.
     lag: the number of steps by which gradients are late.
     warmup_steps: the number of first steps without lag, in which gradients change most.
-    cooldown_steps: the number of last steps without lag, of `total_steps`. Late gradients that have
-        not been used when they begin are dropped.
+    cooldown_steps: the number of last steps without lag, of `total_steps`. Late gradients that are
+        left over when they begin are dropped.
     """
 
     def __init__(
@@ -72,11 +71,10 @@ class GradientLag:
         """Functions that return the gradients of the last steps, the oldest first."""
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients, in place of `loss.backward()`, and set the late ones as the
-        parameters'.
+        """Compute gradients, in place of `loss.backward()`, and put late ones into `grad`.
 
-        All ranks of the grid call it together, once before each step of the optimizer. Gradients of
-        earlier passes are dropped, as by `zero_grad()`. In the first steps with a lag there is no
+        All ranks of the grid call it together, once before each step of the optimizer. Earlier
+        values of `grad` are dropped, as by `zero_grad()`. In the first steps with a lag there is no
         late gradient yet: gradients are None, and optimizers leave the parameters as they are.
         """
         self._model.zero_grad()
@@ -93,16 +91,16 @@ class GradientLag:
         self._reduction.give(late)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps taken, and the late gradients, after waiting for their sums.
+        """Return the number of steps taken, and the late gradients; waits for their sums.
 
-        Of sharded parameters the state holds this rank's blocks.
+        For a sharded parameter the state holds this rank's block.
         """
         return {"steps": self._steps, "late": [sums() for sums in self._late]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that this rank saved.
+        """Load a state that `state_dict` returned on this rank.
 
-        Raises ValueError where the state is of other parameters, or of another grid.
+        Raises ValueError if it belongs to other parameters, or another grid.
         """
         leaves = self._packing.leaves
         saved: list[_Sums] = []
@@ -120,7 +118,7 @@ class GradientLag:
 
 
 def _reduced(packing: GradientPacking, grid: ProcessGrid) -> _Sums:
-    """Start to reduce gradients; return a function that waits, and returns the sums."""
+    """Start to reduce gradients; return a function that waits for the sums and returns them."""
     messages = packing.pack()
     requests = [
         grid.transport.all_reduce(message.flat, grid.communicator(message.axes, _PURPOSE))

@@ -28,12 +28,15 @@ from distconv.tensor.nested import shards_of
 
 Group = dict[str, Any]
 
+_SHARED = ("param_groups", "state", "defaults", "_optimizer_")
+"""Beginnings of the names of attributes that belong to the wrapped optimizer."""
+
 _DECOUPLED = ("AdamW", "Adafactor", "Muon")
 """Names of torch's optimizers whose weight decay is not part of the gradient."""
 
 
 class LARC(Optimizer):
-    """Wrap an optimizer so that no layer moves far beside the size of its weights.
+    """Wrap an optimizer so that the step of a layer is small beside the size of its weights.
 
     Use it in place of the optimizer, whose parameter groups and state it shares: schedulers,
     gradient scalers and checkpoints work with it, and a checkpoint may come from the optimizer
@@ -47,7 +50,7 @@ class LARC(Optimizer):
     - on="update": r D, where t = trust |w| / |D| and r is lr t to scale, min(t, 1) to clip.
       For Adam and its kin, whose updates hardly depend on the size of gradients.
 
-    Where a norm is 0, r is 1.
+    If a norm is 0, r is 1.
 
     Raises ValueError for a `trust` that is not positive, or an unknown `on`. Raises TypeError for
     an optimizer that cannot be wrapped.
@@ -57,7 +60,7 @@ class LARC(Optimizer):
     optimizer: any of torch's, except those that compute gradients again within a step (LBFGS).
     trust: the length of a layer's step over the norm of its weights; for "gradient", and to scale,
         at a learning rate of 1.
-    clip: whether to limit the step only, rather than to set it.
+    clip: True to clip, that is to limit the step; False to scale it, that is to set it.
     on: "gradient" or "update".
     """
 
@@ -78,28 +81,13 @@ class LARC(Optimizer):
         self.optimizer = optimizer
         self.trust, self.clip, self.on = trust, clip, on
 
-    @property
-    def param_groups(self) -> list[Group]:  # type: ignore[override]
-        """Return the parameter groups of the wrapped optimizer."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Return the state of the wrapped optimizer."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the defaults of the wrapped optimizer."""
-        return self.optimizer.defaults
-
     def __repr__(self) -> str:
         how = f"trust={self.trust}, clip={self.clip}, on={self.on!r}"
         return f"{type(self).__name__}({self.optimizer!r}, {how})"
 
     def __getattr__(self, name: str) -> Any:
-        # torch's methods for hooks look here for their lists.
-        if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
+        # Groups and state, and the lists in which torch's methods look for hooks.
+        if name.startswith(_SHARED) and "optimizer" in self.__dict__:
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -203,14 +191,14 @@ def _decay(group: Group) -> float:
 
 
 def _one_where_zero(ratio: Tensor, *norms: Tensor) -> Tensor:
-    """Return `ratio`, or 1 where one of the norms is 0, without a wait for the device."""
+    """Return `ratio`, or 1 if one of the norms is 0; it does not wait for the device."""
     zero = torch.stack(norms).eq(0).any()
     return torch.where(zero, torch.ones_like(ratio), ratio)
 
 
 @contextmanager
 def _without_weight_decay(groups: list[Group]) -> Iterator[None]:
-    """Keep an optimizer from applying its own weight decay within the context."""
+    """Set the weight decay of parameter groups to 0 in a `with` block."""
     kept = [(group, group["weight_decay"]) for group in groups if "weight_decay" in group]
     for group, _ in kept:
         group["weight_decay"] = 0.0

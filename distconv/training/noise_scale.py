@@ -30,18 +30,18 @@ _PURPOSE = "noise scale"
 class NoiseScale:
     """Measure the gradient noise scale of a parallelized model as it trains.
 
-    A batch of this many samples makes half the progress of a noise-free step, and takes twice the
-    samples of a very small batch for the same result. It grows as the loss falls. The units
-    compared are the replicas, or micro-batches, or both. Samples must stay on their replicas
-    throughout the model; layers that mix samples, such as batch normalisation, are treated as if
-    they did not.
+    A batch of `value` samples makes half the progress of a noise-free step, and takes twice the
+    samples of a very small batch for the same result. It grows as the loss falls. It is found from
+    the gradients of units: the replicas, micro-batches, or both. Samples must stay on their
+    replicas throughout the model; layers that mix samples, such as batch normalisation, are treated
+    as if they did not.
 
-    Raises ValueError where the model is not parallelized, or weights are cut over the replicas.
+    Raises ValueError if the model is not parallelized, or weights are cut over the replicas.
 
     Parameters
     ----------
     model: a parallelized module; the loss is a mean over samples.
-    decay: the decay of the running averages of both estimates, for each measured step.
+    decay: the factor by which each measured step reduces the weight of earlier ones in averages.
 
     Attributes
     ----------
@@ -68,23 +68,23 @@ class NoiseScale:
 
     @property
     def value(self) -> float:
-        """Return the noise scale in samples, tr(Sigma) / |G|^2; NaN where it is not known."""
+        """Return the noise scale in samples, tr(Sigma) / |G|^2; NaN if it is not known."""
         return self.noise / self.signal if self.signal > 0 else nan
 
     def state_dict(self) -> dict[str, float]:
-        """Return the running averages."""
+        """Return the running averages, `signal` and `noise`."""
         return {"signal": self.signal, "noise": self.noise}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Load running averages."""
+        """Load running averages that `state_dict` returned."""
         self.signal, self.noise = float(state["signal"]), float(state["noise"])
 
     def backward(self, losses: Tensor | Iterable[Tensor], samples: int) -> None:
         """Compute the gradients of a step and measure, in place of `loss.backward()`.
 
         All ranks of the grid call it together. For each micro-batch, gradients are summed among the
-        ranks that share a sample, once its backward pass has ended, and then over the replicas:
-        nothing is hidden, so use it every so often. Gradients of earlier passes are dropped, as by
+        ranks that share a sample, after its backward pass, and then over the replicas: nothing is
+        hidden, so use it every so often. Gradients of earlier passes are dropped, as by
         `zero_grad()`. A step with a single unit, or with `samples` that is no multiple of the
         number of units, is not measured.
 
@@ -117,7 +117,7 @@ class NoiseScale:
         self._learn(squares, whole, samples, count * self._grid.shape["sample"])
 
     def _within_replica(self, message: GradientMessage) -> GradientMessage:
-        """Return the message summed over the ranks that share a sample, with halves as float32."""
+        """Return a message summed over the ranks that share a sample; half types become float32."""
         flat = message.flat.to(SUM_TYPES.get(message.flat.dtype, message.flat.dtype))
         wide = message._replace(flat=flat)
         self._add_up(wide, _within(wide))
@@ -128,7 +128,7 @@ class NoiseScale:
             all_reduce_(message.flat, self._grid, axes)
 
     def _squared(self, messages: list[GradientMessage]) -> Tensor:
-        """Return this rank's share of the sum of the squares of a replica's gradients."""
+        """Return this rank's share of the squared norm of a replica's gradients, in float64."""
         total = self._zero()
         for message in messages:
             gradients = message.flat[: -len(message.places)]
@@ -137,7 +137,7 @@ class NoiseScale:
         return total
 
     def _learn(self, squares: Tensor, whole: Tensor, samples: int, units: int) -> None:
-        """Update the running averages with the estimates of a step of `units` units.
+        """Update the running averages with a step of `units` units. All ranks call it.
 
         `squares` and `whole` are this rank's shares of the sum of the squared norms of the units'
         gradients, and of the squared norm of the whole gradient.
@@ -158,8 +158,10 @@ class NoiseScale:
 
 
 def estimates(small: float, large: float, unit: int, batch: int) -> tuple[float, float]:
-    """Return unbiased estimates of |G|^2 and tr(Sigma), from the mean of the squared norms of
-    gradients of `unit` samples each, and the squared norm of their mean over `batch` samples.
+    """Return unbiased estimates of |G|^2 and tr(Sigma).
+
+    `small` is the mean of the squared norms of gradients of `unit` samples each, `large` the
+    squared norm of the gradient of all `batch` samples.
     """
     signal = (batch * large - unit * small) / (batch - unit)
     noise = (small - large) / (1 / unit - 1 / batch)
@@ -167,5 +169,5 @@ def estimates(small: float, large: float, unit: int, batch: int) -> tuple[float,
 
 
 def _within(message: GradientMessage) -> tuple[str, ...]:
-    """Return the axes of ranks that share a sample and hold different summands of gradients."""
+    """Return the axes of a message's sum within a replica: all except `sample`."""
     return tuple(axis for axis in message.axes if axis != "sample")

@@ -1,4 +1,4 @@
-"""Tensors of known shapes and types in one message of bytes; some of them may be missing."""
+"""`Packing`: tensors of known shapes and types in one message of bytes; some may be missing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ALIGNMENT = 16
 
 
 class Packing:
-    """The layout of a message: a byte for each tensor, 1 if it is present, then those present."""
+    """Packs tensors like the given ones, or None, into one message of bytes, and unpacks them."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._kinds = [(t.shape, t.dtype, t.numel() * t.element_size()) for t in tensors]
         self._begin = _aligned(len(tensors))
 
     def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Return the tensors, from any device, as bytes in host memory, a copy."""
+        """Return a message: the bytes of the tensors, copied to host memory from any device."""
         size = self._begin
         for (_, _, nbytes), tensor in zip(self._kinds, tensors, strict=True):
             size += _aligned(nbytes) if tensor is not None else 0
@@ -35,7 +35,7 @@ class Packing:
         return message
 
     def unpack(self, message: Tensor) -> list[Tensor | None]:
-        """Return the tensors in a message, views of it; raise ValueError for a wrong size."""
+        """Return views of the tensors in a message; raise ValueError if its size is wrong."""
         there = message[: len(self._kinds)].tolist()
         tensors: list[Tensor | None] = []
         place = self._begin
@@ -57,9 +57,9 @@ def _aligned(size: int) -> int:
 
 
 def dealt_out(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Return for each part the indices of its items, so that parts are about equally large.
+    """Divide items among parts of about equal sizes; return the indices of each part's items.
 
-    The largest item goes first, each to the smallest part so far, the first of equals.
+    Each item, the largest first, goes to the smallest part so far, the first of equals.
     """
     totals = [(0, part) for part in range(parts)]
     items: list[list[int]] = [[] for _ in range(parts)]

@@ -1,4 +1,4 @@
-"""The learning rate of a large batch: scaled, warmed up and let down again.
+"""The learning rate of a large batch: scaled up, reached by a warm-up, and decaying.
 
 For B samples in a batch in place of the B0 for which a rate was found, k = B / B0, the rate is
 multiplied by k (Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677) or by its square
@@ -30,9 +30,9 @@ _SCALINGS = {"linear": lambda k: k, "sqrt": sqrt, "none": lambda k: 1.0}
 
 
 def base_rate(optimizer: type[optim.Optimizer]) -> float:
-    """Return a usual learning rate to begin with, for a class of optimizers and a usual batch size.
+    """Return a usual first learning rate for a class of torch's optimizers and a small batch.
 
-    Raises ValueError for a class that has none here.
+    Raises ValueError for a class without one here.
     """
     for kind in optimizer.__mro__:
         if kind in _BASE_RATES:
@@ -47,15 +47,15 @@ def base_rate(optimizer: type[optim.Optimizer]) -> float:
 def number_of_steps(
     samples: int, epochs: int, batch_size: int, *, as_of_batch_size: int | None = None
 ) -> int:
-    """Return the number of optimizer steps of a training; the last batch of an epoch may be
-    smaller.
+    """Return the number of optimizer steps of a training, short last batches included.
 
     Parameters
     ----------
-    samples, epochs, batch_size: numbers of the training; a batch holds samples of all replicas.
+    samples, epochs: the samples of the training set, and the epochs.
+    batch_size: the samples of a step, over all replicas.
     as_of_batch_size: a smaller batch size whose number of steps is kept, which means more epochs: a
-        large batch generalizes as well where it takes as many steps (Hoffer et al., "Train longer,
-        generalize better", arXiv:1705.08741).
+        large batch generalizes as well in as many steps (Hoffer et al., "Train longer, generalize
+        better", arXiv:1705.08741).
     """
     size = batch_size if as_of_batch_size is None else as_of_batch_size
     for name, value in (("samples", samples), ("epochs", epochs), ("batch size", size)):
@@ -65,16 +65,15 @@ def number_of_steps(
 
 @dataclass(frozen=True)
 class Recipe:
-    """The learning rate of every step, from an optimizer's rate for a reference batch size.
+    """The learning rate of every step, for a larger batch than the optimizer's rate was found for.
 
-    No communication: every rank makes the same one.
+    No communication: every rank makes the same recipe.
 
-    Raises ValueError where a value is out of its range, or a decay needs `total_steps` and has
-    none.
+    Raises ValueError if a value is out of its range, or a decay needs `total_steps` and has none.
 
     Parameters
     ----------
-    batch_size: the samples of a step, over all replicas: b * P_N.
+    batch_size: the samples of a step, over all replicas.
     reference_batch_size: the batch size for which the optimizer's learning rate was found.
     scaling: the factor of the rate for the larger batch, with k = batch_size /
         reference_batch_size: "linear" (k, for SGD), "sqrt" (its root, usual for Adam) or "none".
@@ -109,20 +108,20 @@ class Recipe:
 
     @property
     def scale(self) -> float:
-        """Return the factor of the rate for the larger batch."""
+        """Return the factor of the learning rate for the larger batch, before any decay."""
         return float(_SCALINGS[self.scaling](self.batch_size / self.reference_batch_size))
 
     def factor(self, step: int) -> float:
-        """Return the factor of the optimizer's learning rate in a step, counted from 0."""
+        """Return the factor of the optimizer's learning rate in `step`, counted from 0."""
         if step < self.warmup_steps:
             return 1.0 + (self.scale - 1.0) * step / self.warmup_steps
         left = (self.total_steps or 0) - self.warmup_steps
         return self.scale * self.decay.factor(step - self.warmup_steps, left)
 
     def schedule(self, optimizer: optim.Optimizer) -> LambdaLR:
-        """Return torch's scheduler of an optimizer, to be stepped after every optimizer step.
+        """Return torch's scheduler of the optimizer, to be stepped after every optimizer step.
 
         Each parameter group keeps its own learning rate as the base. The scheduler's state_dict
-        holds the number of steps; the program makes the recipe itself anew.
+        holds the number of steps, and not the recipe.
         """
         return LambdaLR(optimizer, lambda step: self.factor(step))

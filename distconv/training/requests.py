@@ -1,15 +1,17 @@
-"""The requests of clients to their server, and a client's connection to all shards of it."""
+"""Requests of clients to a server, and the connection of a client to all shards of its server."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from distconv.grid.program_lines import user_line
 from distconv.grid.stall import time_limit
@@ -18,12 +20,11 @@ from distconv.transport.link import Link, LinkLost, LinkSilent, Message, message
 
 
 class Kind(IntEnum):
-    """The first number of a message.
+    """The kind of a message between client and server, the first of its numbers.
 
-    In a request it is followed by the version of the client's parameters, the samples since its
-    last update, and its number of steps. In an answer it is followed by the version of the
-    parameters sent, the samples that the server has received in all, and for HELLO the steps of
-    this client that the server knew before.
+    Further numbers of a request: the version of the client's parameters, the samples since its last
+    update, and its number of steps. Of an answer: the version of the parameters sent, the samples
+    that the server has received in all, and for HELLO the steps of this client in earlier runs.
     """
 
     HELLO = 1
@@ -71,16 +72,18 @@ _FAREWELL = 5.0
 
 
 class ServerLost(RuntimeError):
-    """The server of this rank has ended, failed, or kept it waiting for too long.
+    """The server has ended, failed, or kept a client waiting for too long.
 
     Raised on every rank of a worker.
     """
 
 
 class Answer(NamedTuple):
-    """The answer of a server: tensors in the order of the model, parameters and then buffers, None
-    for those not sent; the samples that it has received in all, and the steps of this client
-    before.
+    """The answer of a server, joined from all its shards.
+
+    `tensors` are in the order of the model, parameters and then buffers, None for each one not
+    sent; `samples` the server has received in all; `steps` the client took in earlier runs, in
+    answer to HELLO.
     """
 
     tensors: list[Tensor | None]
@@ -89,9 +92,10 @@ class Answer(NamedTuple):
 
 
 class Shards:
-    """The tensors of a model that each shard of its server holds; the same on every rank.
-    Parameters are dealt out whole, so that layers keep their norms, to shards of about equal
-    numbers of bytes; so are buffers. Raises ValueError where there are fewer parameters than
+    """The division of a model's tensors over the shards of its server, the same on every rank.
+
+    A parameter belongs to one shard as a whole, so that layers keep their norms; so does a buffer.
+    Shards hold about equal numbers of bytes. Raises ValueError if there are fewer parameters than
     shards.
     """
 
@@ -115,7 +119,7 @@ class Shards:
         self.packings = [Packing([tensors[i] for i in part]) for part in self.parts]
 
     def joined(self, payloads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the tensors in the messages of all shards, in the order of the model."""
+        """Return all tensors in the order of the model; `payloads` has a message of each shard."""
         tensors: list[Tensor | None] = [None] * self.tensors
         for part, packing, payload in zip(self.parts, self.packings, payloads, strict=False):
             if payload.numel():
@@ -125,7 +129,7 @@ class Shards:
 
 
 class Connection:
-    """The links of one rank to the shards of its server."""
+    """A client's links to the shards of its server; `agreed` is the text of `described`."""
 
     def __init__(self, links: Sequence[Link], shards: Shards, agreed: str):
         self._links, self._shards, self._agreed = links, shards, agreed
@@ -140,16 +144,16 @@ class Connection:
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
-        """Send tensors, in the order of the model, and return the answer, if the request has one.
+        """Send a request with tensors, in the order of the model, and return the answer.
 
-        Raises ServerLost where the server has ended.
+        The answer to a PUSH, which has none, is empty. Raises ServerLost if the server has ended.
         """
         return self.joined(self.answers(kind, tensors, samples, steps))
 
     def answers(
         self, kind: Kind, tensors: Sequence[Tensor | None] | None, samples: int, steps: int
     ) -> list[Message]:
-        """Send a request to every shard; return the raw answers, none if the request has none."""
+        """Send a request to every shard and return their answers; [] for a PUSH, which has none."""
         until = time.monotonic() + self._limit
         try:
             for j, link in enumerate(self._links):
@@ -175,7 +179,7 @@ class Connection:
         return found
 
     def joined(self, found: Sequence[Message]) -> Answer:
-        """Return the answers of all shards as one; where counts differ, the smallest."""
+        """Return the answers of all shards as one, with the smallest of their counts."""
         if not found:
             return Answer([None] * self._shards.tensors, 0, 0)
         samples, steps = (min(answer.numbers[i] for answer in found) for i in (2, 3))
@@ -198,8 +202,29 @@ class Connection:
         return self._shards.packings[j].pack([tensors[i] for i in self._shards.parts[j]])
 
 
+@dataclass
+class Client:
+    """Base class of the client's part of a method such as `Downpour`.
+
+    `optimizer` steps with the client's own gradients, if the method lets it; `steps` were taken in
+    earlier runs.
+    """
+
+    method: Any
+    parameters: Sequence[Any]
+    buffers: Sequence[Tensor]
+    optimizer: Optimizer | None
+    server: Connection
+    steps: int
+    samples: int = 0
+    """The samples since the last update."""
+
+
 def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
-    """Tell servers that their client has failed, and clients their server; close the links."""
+    """Tell servers `above` that their client has failed, clients `below` that their server has.
+
+    `why` is the reason. All links are closed.
+    """
     until = time.monotonic() + _FAREWELL
     for links, last in ((above, message((Kind.LEAVE,))), (below, failed(why))):
         for link in links:
@@ -210,10 +235,10 @@ def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
 
 
 def failed(why: str) -> Message:
-    """Return the message that a server has failed."""
+    """Return the message to clients that their server has failed, with the reason."""
     return message((Kind.FAILED,), in_bytes(f"the server has failed: {why}"))
 
 
 def in_bytes(text: str) -> Tensor:
-    """Return a text as the bytes of a message."""
+    """Return a text as the payload of a message, UTF-8 bytes in a tensor."""
     return torch.tensor(list(text.encode()), dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """A server: it holds parameters, handles requests of clients, and decides when to answer them.
 
-It knows nothing of links and ranks: a request comes in, and the answers that are due go out.
+It knows nothing of links and ranks: each call gets a request and returns the answers to send.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Due = list[tuple[int, Message]]
 
 @dataclass
 class Report:
-    """The course of training as a server has seen it.
+    """The course of a training with a server, as `serve` returns it.
 
     Attributes
     ----------
     updates: the number of changes of the parameters.
     samples: the number of samples behind these updates.
-    staleness: a histogram: the number of updates by the number of other updates since their client
-        had received its parameters.
+    staleness: a histogram of the age of updates: how many were computed with parameters that n
+        other updates had changed since, by n.
     requests: the number of updates of each client, by its number at this server.
-    lost: the clients that were dropped, and why.
+    lost: the dropped clients, and the reason for each.
     """
 
     updates: int = 0
@@ -54,7 +54,7 @@ class Report:
 
 
 class Rule(Protocol):
-    """The server's part of a method: it updates the parameters by the requests of clients."""
+    """The server's part of a method such as `Downpour`: how updates change the parameters."""
 
     kinds: tuple[Kind, ...]
     """The requests that carry updates."""
@@ -66,20 +66,21 @@ class Rule(Protocol):
     """Whether an update waits for requests of all active clients, or each request is one."""
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Change the parameters by the tensors of one or more clients, each with its samples.
+        """Change the parameters by updates: the tensors and the number of samples of each client.
 
-        Return the tensors to send to a client that asked for a PULL, in place of the parameters.
+        Returns the tensors to send to a client that asked for a PULL, in place of the parameters.
         """
 
     def finish(self) -> None:
-        """Send the updates not sent yet to the server above, if there is one."""
+        """Send outstanding updates to the server above, if there is one."""
 
 
 class Server:
-    """One shard of a server, for clients numbered from 0.
+    """One shard of a server: its tensors, and the decisions what to answer when.
 
     Parameters
     ----------
+    clients: the number of clients, which are numbered from 0.
     agreed: the text that each client must send in its HELLO.
     above: the connection to the server of which this one is a client.
     save: saves the state of this shard under a number that the clients choose.
@@ -111,8 +112,9 @@ class Server:
         self.report = Report()
 
     def handle(self, client: int, request: Message) -> Due:
-        """Handle a request, and return the answers that are due; raise ValueError where a client
-        trains another model or by another method, or clients save under different numbers.
+        """Handle a client's request, and return the answers to send now, to it or to others.
+
+        Raises ValueError if clients train another model, or save under different numbers.
         """
         kind = Kind(request.numbers[0])
         if kind in self._rule.kinds:
@@ -134,7 +136,7 @@ class Server:
         raise ValueError(f"client {client} asks for {kind.name}, which this method does not know")
 
     def drop(self, client: int, why: str) -> Due:
-        """Continue without a client; return the answers for which it was the last obstacle."""
+        """Go on without a client, and return the answers that waited for it alone."""
         if client in self.active:
             self.active.discard(client)
             self.report.lost[client] = why
@@ -152,7 +154,7 @@ class Server:
         return self._settled()
 
     def _settled(self) -> Due:
-        """Do the updates and meetings that no longer wait for any client; return the answers."""
+        """Do the updates and meetings for which all clients are ready, and return their answers."""
         due: Due = []
         working = self.active.difference(self._met)
         if self._pending and (not self._rule.waits or working <= self._pending.keys()):
@@ -164,7 +166,7 @@ class Server:
         return due
 
     def _meet(self) -> None:
-        """Meet the clients of other servers, and save the state if asked to."""
+        """Wait for clients of the other servers to meet, and save the state if clients asked to."""
         if len(self._numbers) > 1:
             numbers = ", ".join(map(str, sorted(self._numbers)))
             raise ValueError(f"workers save under the numbers {numbers}; give all the same")
@@ -178,7 +180,7 @@ class Server:
         self._numbers.clear()
 
     def _update(self) -> Due:
-        """Apply the pending requests, and answer clients that asked for parameters."""
+        """Apply all pending updates as one; return answers to clients that asked for parameters."""
         pending, self._pending = self._pending, {}
         # In the order of the clients, so that sums do not depend on the order of arrival.
         ordered = sorted(pending.items())
@@ -194,7 +196,7 @@ class Server:
         return due
 
     def _average_buffers(self, theirs: Sequence[Tensor | None]) -> None:
-        """Move the buffers towards a client's by 1 / (active clients); keep the larger integers."""
+        """Move buffers towards a client's by 1 / (active clients); of integers keep the larger."""
         for own, other in zip(self._buffers, theirs, strict=True):
             if other is None:
                 continue

@@ -6,6 +6,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,69 +23,67 @@ from distconv.training.server import Rule, Server
 from distconv.training.team import SERVER_FOLDER
 
 
+@dataclass
 class ServerCheckpoints:
-    """The checkpoints of one rank of a server: of its `shard` of the model, which is parallelized
-    on its own, with the state of its rule and the server. They are in `folder`, or nowhere, one
-    every `save_every` updates, or when the workers ask for it.
+    """The checkpoints of one rank of a server: of its shard, its optimizer, and its counts.
+
+    They are in `folder`, if there is one: one every `save_every` updates, or when workers ask for
+    it.
     """
 
-    def __init__(
-        self,
-        shard: nn.Module,
-        rule: Rule,
-        server: Server,
-        folder: Path | None,
-        save_every: int | None,
-        keep: int,
-    ):
-        self._shard, self._rule, self._server = shard, rule, server
-        self._folder, self._every, self._keep = folder, save_every, keep
-        self._saved = -1
+    shard: nn.Module
+    rule: Rule
+    server: Server
+    folder: Path | None
+    save_every: int | None
+    keep: int
+    _saved: int = -1
 
     def save_if_due(self) -> None:
         """Save the state if `save_every` updates were made since the last checkpoint."""
-        if self._every and self._server.report.updates - max(self._saved, 0) >= self._every:
+        if self.save_every and self.server.report.updates - max(self._saved, 0) >= self.save_every:
             self.save()
 
     def save(self) -> None:
-        """Save the state, unless it is saved already, under the number of its updates."""
-        updates = self._server.report.updates
-        if self._folder is not None and self._every and updates != self._saved:
-            self._save(self._folder, updates)
+        """Save the state under the number of updates made, unless it is saved already."""
+        updates = self.server.report.updates
+        if self.folder is not None and self.save_every and updates != self._saved:
+            self._save(self.folder, updates)
 
     def save_under(self, number: int) -> None:
-        """Save the state under a number that the workers chose; raise ValueError where the server
-        has no folder, or saves by its own count.
+        """Save the state under a number that the workers chose.
+
+        Raises ValueError if the server has no folder, or saves by its own count.
         """
-        if self._folder is None or self._every:
+        if self.folder is None or self.save_every:
             raise ValueError(
                 f"Worker.save({number}): the server saves "
-                + ("nothing" if self._folder is None else f"in every {self._every}-th update")
+                + ("nothing" if self.folder is None else f"in every {self.save_every}-th update")
                 + "; call serve with a folder and save_every=None"
             )
-        self._save(self._folder, number)
+        self._save(self.folder, number)
 
     def _save(self, folder: Path, number: int) -> None:
-        report = self._server.report
+        report = self.server.report
         save_checkpoint(
             folder,
-            self._shard,
-            self._rule.optimizer,
-            self._rule.scheduler,
+            self.shard,
+            self.rule.optimizer,
+            self.rule.scheduler,
             step=number,
-            keep=self._keep,
+            keep=self.keep,
             extra={
                 "updates": report.updates,
                 "samples": report.samples,
                 "staleness": dict(report.staleness),
-                "steps": dict(self._server.steps),
+                "steps": dict(self.server.steps),
             },
         )
         self._saved = report.updates
 
     def check_new(self) -> None:
-        """Raise `FileExistsError` where the folder holds checkpoints of another run."""
-        for newest in [] if self._folder is None else checkpoints_in(self._folder)[:1]:
+        """Raise `FileExistsError` if the folder holds checkpoints: they are another run's."""
+        for newest in [] if self.folder is None else checkpoints_in(self.folder)[:1]:
             if step_of(newest) > 0:
                 raise FileExistsError(
                     f"serve: {newest} is of another run; go on from it by resume=True, choose "
@@ -92,16 +91,17 @@ class ServerCheckpoints:
                 )
 
     def load(self, chosen: Path | None) -> None:
-        """Load a checkpoint, or the last in the folder, if there is one; raise DataError where it
-        cannot be read, or is of another model or optimizer.
+        """Load the checkpoint `chosen`, or the last in the folder, if there is one.
+
+        Raises DataError if it cannot be read, or is of another model or optimizer.
         """
-        path = chosen or self._folder
+        path = chosen or self.folder
         if path is None:
             raise ValueError("serve: resume=True needs the folder in which the state was saved")
-        rule, server = self._rule, self._server
+        rule, server = self.rule, self.server
         missing_ok = chosen is None
         found = load_checkpoint(
-            path, self._shard, rule.optimizer, rule.scheduler, missing_ok=missing_ok
+            path, self.shard, rule.optimizer, rule.scheduler, missing_ok=missing_ok
         )
         if found is not None:
             server.report.updates = self._saved = found.extra["updates"]
@@ -110,17 +110,18 @@ class ServerCheckpoints:
             server.steps = Counter(found.extra["steps"])
 
     def take(self, tensors: Sequence[Tensor | None]) -> None:
-        """Start with the tensors of the server above."""
+        """Copy tensors, received from the server above, into this rank's shard."""
         with torch.no_grad():
-            own = (*self._shard.parameters(), *self._shard.buffers())
+            own = (*self.shard.parameters(), *self.shard.buffers())
             for tensor, value in zip(own, tensors, strict=True):
                 if value is not None:
                     tensor.copy_(value)
 
 
 def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the last state that a server saved, of all its shards: a plain state_dict. Raises
-    FileNotFoundError where there is none.
+    """Return the last state that a server saved, joined from all its shards, as a state_dict.
+
+    Raises FileNotFoundError if there is none.
     """
     state: dict[str, Tensor] = {}
     for place in sorted(filter(Path.is_dir, Path(folder).glob(SERVER_FOLDER.format(rank="*")))):

@@ -1,4 +1,4 @@
-"""The loop of a server: it talks to its clients until the last has left, and saves its state."""
+"""`serve`: the loop of a server, which answers clients until the last one has left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import time_limit
@@ -28,7 +27,7 @@ from distconv.transport.link import Link, LinkLost, rest
 
 
 class Method(Protocol):
-    """A method by which servers and workers train: `Downpour` or `AsynchronousElastic`."""
+    """The interface of methods of servers and workers: `Downpour` and `AsynchronousElastic`."""
 
     def rule(
         self,
@@ -37,24 +36,14 @@ class Method(Protocol):
         clients: int,
         above: Connection | None,
     ) -> Rule:
-        """Return the part of a server of `clients` clients; `above` leads to its own server."""
+        """Return the server's part; `above` is the connection to a server above it, if any."""
 
-    def client(
-        self,
-        parameters: Sequence[Any],
-        buffers: Sequence[Tensor],
-        optimizer: Optimizer | None,
-        server: Connection,
-        steps: int,
-    ) -> Any:
-        """Return the part of a client of `server`; the client took `steps` steps in earlier runs.
-
-        `optimizer` steps with the client's own gradients, if the method lets it.
-        """
+    def client(self, *given: Any) -> Any:
+        """Return the client's part, with `step` and `finish`; `given` are as for `Client`."""
 
 
 class AllWorkersLost(RuntimeError):
-    """No worker is left, and none has finished."""
+    """No worker is left, and none has finished: raised by `serve`."""
 
 
 def serve(
@@ -70,13 +59,13 @@ def serve(
     """Serve workers until the last one has finished, and return a report of the training.
 
     Every rank of a server calls it, while the ranks of workers train with a `Worker`. A lost worker
-    is dropped with a warning, and the others continue; where ranks are started by MPI, their
-    launcher ends the job instead. A lost server ends the job.
+    is dropped with a warning, and the others continue; under MPI, its launcher ends the whole job
+    instead. A lost server ends the job.
 
-    Raises AllWorkersLost when all workers are gone and none has finished; the state is saved first.
-    Raises ServerLost where the server above has ended. Raises ValueError where the ranks have
-    different models or methods, and FileExistsError where `folder` holds the state of another run
-    and `resume` is not given; after these two, clients raise ServerLost with the same words.
+    Raises AllWorkersLost if all workers are gone and none has finished; the state is saved first.
+    Raises ServerLost if the server above has ended. Raises ValueError if the ranks have different
+    models or methods, and FileExistsError if `folder` holds the state of another run and `resume`
+    is not given; after these two, clients raise ServerLost with the same words.
 
     Parameters
     ----------
@@ -140,7 +129,7 @@ def serve(
 
 
 def shards_of_model(model: nn.Module, team: Team) -> Shards:
-    """Return the division of a model, parallelized or not, over the shards of a server."""
+    """Return the division over a server's shards of a model, which may be parallelized."""
     # Tensors without elements stand for whole ones, also of sharded parameters.
     like = [
         [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in some]
@@ -150,14 +139,14 @@ def shards_of_model(model: nn.Module, team: Team) -> Shards:
 
 
 def described(model: nn.Module, method: object) -> str:
-    """Return a description of model and method, which server and clients must share."""
+    """Return a text about model and method, which must be equal on server and clients."""
     named = (*model.named_parameters(), *model.named_buffers())
     sizes = [f"{name} {tuple(t.shape)} {t.dtype}".replace("torch.", "") for name, t in named]
     return f"{method}, {', '.join(sizes)}"
 
 
 def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) -> None:
-    """Serve until no client is at work."""
+    """Handle requests and save the state until no client is active."""
     open_links = dict(links)
 
     def lose(client: int, why: str) -> Due:
@@ -209,7 +198,10 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
 
 
 def _only(model: nn.Module, part: Sequence[int]) -> nn.Module:
-    """Return a copy of a model on the host, with the parameters and buffers `part` only."""
+    """Return a copy of a model on the CPU, with only the parameters and buffers in `part`.
+
+    `part` has their indices, parameters first, in the order of the model.
+    """
     kept = {
         name
         for i, (name, _) in enumerate((*model.named_parameters(), *model.named_buffers()))

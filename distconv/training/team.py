@@ -1,4 +1,4 @@
-"""Servers and workers: the ranks of a job that hold the parameters, and those that train."""
+"""`Team`: the ranks of a job as servers, which hold the parameters, and workers, which train."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ SERVER_FOLDER = "server-{rank}"
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The roles of the ranks of a job; no communication. The first ranks are the servers, one for
-    each shard of the parameters. With several groups of workers, the servers of each group
-    follow. The last ranks are the workers, group by group, each with consecutive ranks. Raises
-    ValueError where the ranks cannot be arranged so.
+    """The roles of a job's ranks: servers first, then workers, group by group. No communication.
+
+    A server has `shards` ranks, and a worker `of_worker` ranks. With several groups, each has a
+    server of its own, behind the first one. Raises ValueError if the ranks do not fit.
     """
 
     ranks: int
@@ -65,12 +65,12 @@ class Arrangement:
         return (self.ranks - self.servers) // self.of_worker
 
     def server_of(self, group: int) -> list[int]:
-        """Return the ranks of a group's server, shard by shard."""
+        """Return the ranks of the server of a group of workers, shard by shard."""
         first = self.shards * (group + 1 if self.groups > 1 else 0)
         return list(range(first, first + self.shards))
 
     def group_of(self, worker: int) -> int:
-        """Return the group of a worker; groups differ by one worker at most."""
+        """Return the group of a worker; groups differ in size by one worker at most."""
         return worker * self.groups // self.workers
 
     def ranks_of(self, worker: int) -> list[int]:
@@ -83,7 +83,7 @@ class Arrangement:
         return (rank - self.servers) // self.of_worker
 
     def above(self, rank: int) -> list[int]:
-        """Return the ranks to which a rank sends updates; a worker's first rank alone has some."""
+        """Return the ranks of the server of which `rank` is a client; [] if it is no client."""
         if rank >= self.servers:
             worker = self.worker_of(rank)
             first = rank == self.ranks_of(worker)[0]
@@ -91,11 +91,11 @@ class Arrangement:
         return [rank % self.shards] if rank >= self.shards else []
 
     def below(self, rank: int) -> list[int]:
-        """Return the ranks from which a server receives updates."""
+        """Return the ranks that are clients of a rank; [] for a rank of a worker."""
         return [r for r in range(self.ranks) if rank in self.above(r)] if self.serves(rank) else []
 
     def serves(self, rank: int) -> bool:
-        """Return whether a rank belongs to a server."""
+        """Return whether a rank belongs to a server, and not to a worker."""
         return rank < self.servers
 
 
@@ -105,15 +105,15 @@ class Team:
     A worker is a replica, or several that run in step, on a grid of its own. Workers do not run in
     step with each other: each trains with the parameters of its server (`serve`, `Worker`).
 
-    Raises ValueError on every rank, where the number of ranks does not fit, or the ranks pass
+    Raises ValueError on every rank, if the number of ranks does not fit, or the ranks pass
     different arguments.
 
     Parameters
     ----------
-    servers: the number of ranks of the server. Each holds some of the parameters, so that no link
+    servers: the number of ranks of a server. Each holds some of the parameters, so that no link
         carries all.
-    groups: the number of groups of workers. With several, each has a server of its own, with the
-        same number of ranks, and these are clients of the first server, as workers are of theirs.
+    groups: the number of groups of workers. With several, each has a server of its own, which in
+        turn is a client of the first server.
     device: the device of the workers' ranks, as for `ProcessGrid`.
     sample, channel, filter, depth, height, width: the ranks of a worker along each axis. With
         `sample` above 1 a worker is a synchronous group (hybrid SGD; Kurth et al., "Deep learning
@@ -169,15 +169,15 @@ class Team:
             self.grid = ProcessGrid(members, device=device, **shape)
 
     def folder(self, within: str | os.PathLike[str]) -> Path:
-        """Return the folder of this rank's server or worker within a common folder."""
+        """Return the folder of this rank's server or worker in the folder `within`."""
         own = f"worker-{self.worker}" if self.grid else SERVER_FOLDER.format(rank=self.rank)
         return Path(within) / own
 
     def last_saved(self, within: str | os.PathLike[str]) -> Path | None:
         """Return this rank's checkpoint of the last state that all workers and servers have saved.
 
-        They save it together by `Worker.save`. All ranks of the job call this together, before they
-        serve or make a `Worker`. None where no state is complete.
+        The state was saved by `Worker.save`. All ranks of the job call this together, before
+        `serve` or making a `Worker`. Returns None if no state is complete.
 
         Parameters
         ----------
@@ -189,7 +189,7 @@ class Team:
             return last_in_common(self.folder(within), self._comm, looks=looks)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Close all links, once; after an error, tell servers and clients about it.
+        """Close all links, once; after an error, first tell servers and clients about it.
 
         A program that ends without calling it does the same.
         """
@@ -210,7 +210,7 @@ class Team:
 
 @contextmanager
 def _watched(rank: int, size: int) -> Iterator[None]:
-    """Watch the ranks of a job that wait for each other within the context."""
+    """Report ranks that wait too long for each other in a `with` block; `rank` is this rank."""
     waiting = Waiting()
     watch = Watch(rank, size, waiting)
     try:

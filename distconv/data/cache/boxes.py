@@ -1,4 +1,4 @@
-"""Boxes of samples, kept in memory or in a file on a disk of the node."""
+"""The stores for the boxes of samples that a `Cache` keeps: memory, or a file on a local disk."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from distconv.data.writing.contiguous import write_at
 
 
 class BoxesInMemory:
-    """Arrays kept as they are, which must not change any more: each is its own key."""
+    """A store of arrays in memory, without copies: an array is its own key and must not change."""
 
     def add(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the array."""
+        """Return the array itself, which serves as its key."""
         return values
 
     get = add
 
     def drop(self, place: NDArray[Any]) -> None:
-        """Do nothing: nobody else holds the array."""
+        """Do nothing: an array is freed with the last reference to it."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class _Slot:
 
 
 class BoxesInFolder:
-    """Arrays in a file without a name, which disappears when the process ends, however it ends.
+    """A store of arrays in one unnamed file, which the system removes when the process ends.
 
-    Arrays are kept under the keys that `add` returns. Any thread may call the methods.
+    `add` returns the key of an array. Any thread may call the methods.
 
-    `folder` is a folder on a disk of this node; it is made where it is missing. Raises OSError
-    where nothing can be written there.
+    `folder` is a folder on a disk of this node; it is made if it is missing. Raises OSError if it
+    cannot be written to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class BoxesInFolder:
         self._free: dict[int, list[int]] = {}
 
     def add(self, values: NDArray[Any]) -> _Slot:
-        """Write the array. Raises OSError where the disk is full."""
+        """Write an array and return its key. Raises OSError if the disk is full."""
         with self._lock:
             free = self._free.get(values.nbytes)
             offset = free.pop() if free else self._end
@@ -69,11 +69,11 @@ class BoxesInFolder:
         return _Slot(offset, values.nbytes, values.shape, values.dtype)
 
     def get(self, place: _Slot) -> NDArray[Any]:
-        """Return the array as a memory map: only the elements that are looked at are read."""
+        """Return the array with the key `place` as a memory map: only elements in use are read."""
         flat = np.memmap(self._file, place.dtype, "r", place.offset, place.shape or (1,))
         return flat.reshape(place.shape)
 
     def drop(self, place: _Slot) -> None:
-        """Free the place of an array for another of its size."""
+        """Remove the array with the key `place`; a later one of equal size may take its room."""
         with self._lock:
             self._free.setdefault(place.bytes, []).append(place.offset)

@@ -18,25 +18,28 @@ from distconv.data.fields import FieldOnGrid, Values
 from distconv.data.sources.interface import Source
 from distconv.geometry.layout import Box
 from distconv.grid.interface import Grid
-from distconv.transport.interface import Message, Request
+from distconv.transport.interface import Message
 
 Loaded: TypeAlias = dict[tuple[int, int], Any]
 """The key of each box, by field and sample."""
 
 Read: TypeAlias = Callable[[Source, int, Box, NDArray[Any]], None]
 
+Arriving: TypeAlias = Callable[[], Values]
+"""A function that waits for the messages of a mini-batch, and returns this rank's values."""
+
 
 class Cache:
-    """Boxes of samples, as the sources hold them, kept on the ranks that read them first.
+    """Samples in memory or on a local disk, whose boxes stay on the ranks that read them first.
 
-    Each mini-batch is planned, loaded, settled and exchanged. Loading sends nothing and may run in
-    a background thread; all ranks do the other three together, in one order.
+    A mini-batch takes four calls: `plan`, `load`, `settle` and `start`. `load` sends nothing and
+    may run in a background thread; all ranks make the other three together, in one order.
 
     Parameters
     ----------
     fields: the fields of the samples.
     grid: the process grid.
-    read: reads a box of a sample from a source.
+    read: `read(source, sample, box, out)` reads a box of a sample from a source into `out`.
     where: "memory", or a folder on a disk of this node.
     limit: bytes that each rank may keep; None for no limit.
 
@@ -63,11 +66,10 @@ class Cache:
         self.bytes_received = 0
 
     def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
-        """Return the samples of each mini-batch that no rank keeps yet.
+        """Return for each mini-batch the samples that no rank keeps yet. No communication.
 
-        No communication. Raises ValueError where this rank would keep more than the limit.
-
-        `others` are further samples, to be read with the last of the mini-batches.
+        `others` are further samples, which are read with the last mini-batch. Raises ValueError if
+        this rank would keep more than the limit.
         """
         arrivals = self._homes.plan(batches, others)
         if self._limit is not None:
@@ -86,7 +88,7 @@ class Cache:
         return arrivals
 
     def load(self, arrivals: Arrivals) -> Loaded:
-        """Read the boxes of new samples that this rank is to keep. No communication."""
+        """Read this rank's boxes of new samples that it is to keep. No communication."""
         loaded = {}
         # Sample by sample, as fields of one sample may have to be fetched together.
         samples = dict.fromkeys(s for new in arrivals.parts.values() for s, _ in new)
@@ -101,7 +103,7 @@ class Cache:
         return loaded
 
     def settle(self, arrivals: Arrivals, loaded: Loaded) -> None:
-        """Keep the loaded boxes. All ranks settle the same arrivals in the same order."""
+        """Record new samples as kept. All ranks call it, with the results of `plan` in order."""
         new = self._homes.settle(arrivals)
         for (number, sample), place in loaded.items():
             if (self._fields[number].cuts[0], sample) in new:
@@ -110,10 +112,11 @@ class Cache:
                 # Another loader was faster.
                 self._boxes.drop(place)
 
-    def start(self, values: Values) -> Flight:
-        """Start to send the values of a mini-batch to the ranks that need them.
+    def start(self, values: Values) -> Arriving:
+        """Start to send the kept boxes of a mini-batch to the ranks that need them.
 
-        All ranks call it for the same mini-batch, whose samples are settled.
+        All ranks call it for the same mini-batch, after `settle`. Returns a function that waits for
+        the messages, and returns `values` with its arrays filled.
         """
         grid, topology = self._grid, self._grid.topology
         incoming: dict[int, list[CachedBox]] = defaultdict(list)
@@ -143,23 +146,27 @@ class Cache:
         request = None
         if grid.size > 1:
             request = grid.transport.exchange(arriving, leaving, grid.transport.next_tag())
-        return Flight(self, values, [incoming[peer] for peer, _ in arriving], arriving, request)
 
-    def unpack(self, values: Values, parts: Sequence[CachedBox], message: Tensor) -> None:
-        """Copy the boxes that another rank sent to their places in this rank's share."""
-        content, begin = message.cpu().numpy(), 0
-        for part in parts:
-            size = self._size(part)
-            dtype = self._fields[part.field].source.dtype
-            box = content[begin : begin + size].view(dtype).reshape(part.piece.source.shape)
-            self._place(values, part, box)
-            begin += size
+        def finish() -> Values:
+            if request is not None:
+                request.wait()
+            for peer, message in arriving:
+                content, begin = message.cpu().numpy(), 0
+                for part in incoming[peer]:
+                    end = begin + self._size(part)
+                    dtype = self._fields[part.field].source.dtype
+                    box = content[begin:end].view(dtype).reshape(part.piece.source.shape)
+                    self._place(values, part, box)
+                    begin = end
+            return values
+
+        return finish
 
     def _place(self, values: Values, part: CachedBox, box: NDArray[Any]) -> None:
         part.piece.place(values.arrays[part.field][part.place, ...], box, part.order)
 
     def _box(self, part: CachedBox) -> NDArray[Any]:
-        """Return a box of a sample that this rank keeps."""
+        """Return the elements of a box that this rank keeps."""
         own = self._fields[part.field]
         kept = own.stored_box(self._grid.topology, self._grid.rank)
         index = tuple(
@@ -178,31 +185,8 @@ class Cache:
         return box.size * own.source.dtype.itemsize
 
     def _part(self, own: FieldOnGrid) -> int:
-        """Return the number of this rank's part along the axes that cut the samples of a field."""
+        """Return this rank's part, a number from 0, along the axes that cut a field's samples."""
         return self._grid.topology.part(self._grid.coords, own.cuts[0])
-
-
-class Flight:
-    """A mini-batch whose values are on their way."""
-
-    def __init__(
-        self,
-        cache: Cache,
-        values: Values,
-        parts: Sequence[Sequence[CachedBox]],
-        arriving: Sequence[Message],
-        request: Request | None,
-    ) -> None:
-        self._cache, self._values, self._parts = cache, values, parts
-        self._arriving, self._request = arriving, request
-
-    def finish(self) -> Values:
-        """Wait for the messages, and return the values of this rank's share."""
-        if self._request is not None:
-            self._request.wait()
-        for parts, (_, message) in zip(self._parts, self._arriving, strict=True):
-            self._cache.unpack(self._values, parts, message)
-        return self._values
 
 
 def _packed(boxes: Sequence[NDArray[Any]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The keeper, the sender and the receiver of each box of a sample: the same on all ranks."""
+"""Which rank of a `Cache` keeps, sends and receives each box; all ranks find the same answer."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Axes: TypeAlias = tuple[str, ...]
 
 @dataclass
 class Arrivals:
-    """Samples that no rank kept before a mini-batch.
+    """The samples of a mini-batch that no rank keeps yet.
 
     Attributes
     ----------
-    parts: by the grid axes that cut samples, the part that is to keep each new sample.
+    parts: pairs of a sample and the part that is to keep it, by the grid axes that cut samples.
     """
 
     parts: dict[Axes, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 class Homes:
-    """The part of the grid that keeps each sample: the part that has it in its first mini-batch.
+    """The part of the grid that keeps each sample: the one that holds it in its first mini-batch.
 
-    All ranks plan and settle the same arrivals in the same order.
+    All ranks plan and settle the same mini-batches in the same order.
 
     Parameters
     ----------
@@ -43,18 +43,18 @@ class Homes:
         self._parts: dict[Axes, dict[int, int]] = {own: {} for own in axes}
 
     def part(self, axes: Axes, sample: int) -> int:
-        """Return the part that keeps a sample."""
+        """Return the part of the grid, along the axes that cut samples, that keeps a sample."""
         return self._parts[axes][sample]
 
     def kept(self, axes: Axes, part: int) -> int:
-        """Return the number of samples that a part keeps."""
+        """Return the number of samples that a part of the grid, along `axes`, keeps."""
         return sum(own == part for own in self._parts[axes].values())
 
     def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
-        """Return the samples of each mini-batch that no part keeps yet.
+        """Return for each mini-batch the samples that no part of the grid keeps yet.
 
-        `others` are samples of later mini-batches. Those that no part keeps come with the last
-        mini-batch, spread over the parts.
+        `others` are further samples; those that are new are added to the last mini-batch, spread
+        evenly over the parts.
         """
         arrivals = [Arrivals() for _ in batches]
         for axes, parts in self._parts.items():
@@ -72,7 +72,7 @@ class Homes:
         return arrivals
 
     def settle(self, arrivals: Arrivals) -> set[tuple[Axes, int]]:
-        """Record that samples are kept where planned; return the parts that keep new ones."""
+        """Record that planned samples are kept; return the new ones, pairs of axes and sample."""
         new = set()
         for axes, samples in arrivals.parts.items():
             for sample, part in samples:
@@ -82,7 +82,7 @@ class Homes:
         return new
 
     def after(self, axes: Axes, part: int, arrivals: Iterable[Arrivals]) -> int:
-        """Return the number of samples that a part keeps once all the arrivals are settled."""
+        """Return the number of samples that a part will keep when all `arrivals` are settled."""
         coming = chain.from_iterable(own.parts[axes] for own in arrivals)
         new = {s for s, home in coming if home == part and s not in self._parts[axes]}
         return self.kept(axes, part) + len(new)
@@ -90,16 +90,16 @@ class Homes:
 
 @dataclass(frozen=True)
 class CachedBox:
-    """A box of a kept sample, on its way into a rank's share of a mini-batch.
+    """A box of a kept sample that one rank sends to another for a mini-batch.
 
     Attributes
     ----------
     field: the number of the field.
     owner: the rank that keeps the box.
     sample: the number of the sample.
-    place: the position of the sample in the share.
-    piece: the box, and its place in the view of the sample.
-    order: the order of the dimensions of that view.
+    place: the position of the sample among the receiver's samples of the mini-batch.
+    piece: the box in the stored sample, and its place in the receiver's view of it.
+    order: the order of the dimensions of this view.
     """
 
     field: int
@@ -117,12 +117,12 @@ def parts_of(
     topology: Topology,
     rank: int,
 ) -> Iterator[CachedBox]:
-    """Yield the boxes that make up a rank's share of a mini-batch, in the same order on all ranks.
+    """Yield the kept boxes that fill one rank's blocks of a mini-batch, in one order on all ranks.
 
     A kept box has replicas along the grid axes that do not cut its field; the rank receives from
     the replica with its own coordinates along these axes.
 
-    `shares` are the samples and boxes that the rank needs of each field.
+    `shares` are the samples and views that the rank needs of each field.
     """
     for own, share in zip(fields, shares, strict=True):
         for place, (sample, view) in enumerate(zip(share.samples, share.views, strict=True)):
@@ -141,7 +141,7 @@ def receivers(
     topology: Topology,
     rank: int,
 ) -> list[int]:
-    """Return the other ranks that may receive boxes from `rank` for a mini-batch."""
+    """Return the other ranks that may need boxes that `rank` keeps for a mini-batch."""
     here = topology.coordinates(rank)
     found: set[int] = set()
     for own in fields:
@@ -162,7 +162,7 @@ def receivers(
 def _owners(
     own: FieldOnGrid, topology: Topology, rank: int, home: int, piece: Piece
 ) -> Iterator[int]:
-    """Yield the ranks whose boxes of a kept sample intersect a piece of it."""
+    """Yield the ranks, in part `home` of the grid, whose boxes of a sample intersect `piece`."""
     here = topology.coordinates(rank) | topology.unravel(home, own.cuts[0])
     meeting = [
         range(owning_part(n, parts, a), owning_part(n, parts, b - 1) + 1)

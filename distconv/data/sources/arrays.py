@@ -1,4 +1,4 @@
-"""Samples in anything that is indexed like a numpy array: arrays, memory maps, zarr."""
+"""Sources on anything that is indexed like a numpy array: arrays, memory maps, zarr."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from distconv.geometry.layout import Box
 
 
 class ArraySource(Source):
-    """An array with `shape`, `dtype` and indexing by slices, samples first.
+    """A source on an array with `shape`, `dtype` and indexing by slices, samples first.
 
-    Its type is found by reading an element, as arrays of some packages scale the values on the
-    disk. `ScaleAndOffset` says which attributes of an array (`attrs`) are applied.
+    Its type is that of an element read from it, because some packages scale the values as they are
+    read. `ScaleAndOffset` says which of the array's attributes (`attrs`) are applied.
 
     Parameters
     ----------
     array: the array.
     name: the name for error messages.
-    single: the array is one sample, and has no dimension for samples.
-    check: called before and after each read, to raise where the values cannot be trusted.
+    single: whether the array is one sample, and has no dimension for samples.
+    check: called before and after each read; raises if the values cannot be trusted.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ArraySource(Source):
 
 
 def open_npy(path: Path, single: bool = False) -> ArraySource:
-    """Return the samples of a `.npy` file, as a memory map.
+    """Return a source on a `.npy` file, which is mapped into memory; `single` if it is one sample.
 
     Raises OSError for a file that is missing, truncated, or may not be read.
     """
@@ -99,11 +99,11 @@ def open_npy(path: Path, single: bool = False) -> ArraySource:
 
 
 def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource:
-    """Return the samples of an array in a zarr folder, of format 2 or 3.
+    """Return a source on an array in a zarr folder, of format 2 or 3; `single` if it is one sample.
 
     Missing chunks hold zeros, or the array's own fill value, as in zarr.
 
-    `name` is the array in the group; None where the folder is an array, or a group of a single one.
+    `name` is the array in the group; None if the folder is an array, or a group of a single one.
     """
     try:
         import zarr
@@ -131,9 +131,9 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
 
 
 def only_name(path: Path, name: str | None, names: list[str]) -> str:
-    """Return the name of the array to read: `name`, or the only one there is.
+    """Return `name`, or the only one of `names` if `name` is None.
 
-    Raises ValueError where there is no such array, or no single one.
+    Raises ValueError if `name` is not among them, or there is no single one.
     """
     if name is None:
         if len(names) != 1:
@@ -145,7 +145,7 @@ def only_name(path: Path, name: str | None, names: list[str]) -> str:
 
 
 def check_file(path: Path, kind: str) -> None:
-    """Raise `OSError` where there is no file at `path`."""
+    """Raise `OSError` unless `path` is a file; for a folder, tell the user to name `kind` in it."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name {kind} in it")
     if not path.is_file():
@@ -153,7 +153,7 @@ def check_file(path: Path, kind: str) -> None:
 
 
 def check_unchanged(path: Path, before: os.stat_result, now: os.stat_result) -> None:
-    """Raise `OSError` for a file that was written to after it was opened."""
+    """Raise `OSError` if a file was written to between the two `os.stat` results."""
     # Reads beyond the end of a file return zeros, or end the process. A file that was overwritten
     # in place is a mixture of two.
     if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):

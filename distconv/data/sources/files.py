@@ -19,16 +19,16 @@ _OPEN = 16
 
 
 class FilesSource(Source):
-    """The samples of many files in order: a sample in each file, or several.
+    """A source on many files, in order: a sample in each file, or several.
 
     Parameters
     ----------
     paths: the files.
-    open_file: returns the source for a file; of one sample, unless `stacked`.
-    stacked: each file holds any number of samples. All are opened at once, to count them.
+    open_file: returns the source on a file; of one sample, unless `stacked`.
+    stacked: whether each file holds any number of samples. All are opened at once, to count them.
 
-    Raises ValueError where a file has samples of another shape or type than the first, when it is
-    opened.
+    Opening a file raises ValueError if its samples have another shape or type than the first
+    file's.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class FilesSource(Source):
         source.read_into(out, sample - (self._ends[place - 1] if place else 0), box)
 
     def facts(self) -> dict[str, str]:
-        """Return the names of the files and the facts of the first, which ranks compare."""
+        """Return the names of the files, the number of samples, and the facts of the first file."""
         return self._facts | {
             f"files with {self.name}": ", ".join(path.name for path in self._paths),
             f"samples of {self.name}": str(self.samples),
         }
 
     def _opened_file(self, place: int) -> Source:
-        """Return the source for a file, which is kept open while it is among the last ones used."""
+        """Return the source on file number `place`; the last ones used stay open."""
         source = self._opened.pop(place, None)
         if source is None:
             path = self._paths[place]

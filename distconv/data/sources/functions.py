@@ -1,4 +1,4 @@
-"""Samples that a program makes: by a function of sample and box, or by a torch dataset."""
+"""Sources on code of the program: a function of sample and box, or a torch dataset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distconv.geometry.layout import Box
 
 
 class Function(Source):
-    """Samples made by a function that returns any box of one.
+    """A source on a function that returns any box of any sample.
 
     Parameters
     ----------
@@ -51,9 +51,9 @@ class Function(Source):
 
 
 class Items:
-    """A torch dataset with `__len__` and `__getitem__`, whose items have several fields.
+    """A torch dataset whose items hold all fields of a sample, shared by the sources of the fields.
 
-    The last item is kept, as its fields are read one after the other.
+    The last item is kept, so that reading its fields one after the other loads it once.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -65,14 +65,14 @@ class Items:
         return len(self.dataset)
 
     def fields(self) -> list[str | int | None]:
-        """Return the names of the fields of an item: keys, numbers, or None for a bare tensor."""
+        """Return the names of an item's fields: keys, indices, or None for a bare tensor."""
         item = self.item(0)
         if isinstance(item, Mapping):
             return list(item)
         return list(range(len(item))) if isinstance(item, tuple | list) else [None]
 
     def item(self, sample: int) -> Any:
-        """Return the item of a sample."""
+        """Return the item of a sample; the last one is not loaded again."""
         with self._lock:
             if self._last is None or self._last[0] != sample:
                 self._last = sample, self.dataset[sample]
@@ -80,7 +80,7 @@ class Items:
 
 
 class ItemSource(Source):
-    """One field of the items of a torch dataset. Every rank loads whole items and cuts its box."""
+    """A source on one field of a torch dataset. Every rank loads whole items and cuts its box."""
 
     def __init__(self, items: Items, field: str | int | None) -> None:
         self._items, self._field = items, field

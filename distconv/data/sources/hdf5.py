@@ -1,4 +1,4 @@
-"""Samples in a dataset of an HDF5 file, which is checked when opened and whenever it is read."""
+"""A source on a dataset of an HDF5 file, which notices damage and later writes to the file."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ _ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeErro
 
 
 class HDF5Source(Source):
-    """A dataset of an HDF5 file, samples first. HDF5 reads whole chunks where they have filters, or
-    are of at most 1 MiB, and otherwise the box alone. `ScaleAndOffset` says which attributes, such
-    as those of NetCDF files, are applied.
+    """A source on a dataset of an HDF5 file, samples first.
+
+    HDF5 reads whole chunks if they have filters, or are of at most 1 MiB, and otherwise the box
+    alone. `ScaleAndOffset` says which attributes, such as those of NetCDF files, are applied.
 
     Parameters
     ----------
     path: the file; every rank opens it.
     dataset: its name in the file; None for the only one that there is.
-    single: the dataset is one sample, and has no dimension for samples.
+    single: whether the dataset is one sample, and has no dimension for samples.
 
     Raises
     ------
-    OSError
-        For a file that is missing, damaged, or may not be read.
-    ValueError
-        For a dataset that is missing, or not made of numbers in the file itself.
+    OSError For a file that is missing, damaged, or may not be read. ValueError For a dataset that
+    is missing, or not made of numbers in the file itself.
     """
 
     def __init__(self, path: Path, dataset: str | None = None, single: bool = False) -> None:
@@ -74,11 +73,11 @@ class HDF5Source(Source):
 
     @property
     def checksummed(self) -> bool:
-        """Return whether HDF5 notices damage to the values when they are read."""
+        """Return whether the dataset has checksums, by which HDF5 notices damage when it reads."""
         return bool(self._dataset.fletcher32)
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
-        """Read a box of one sample straight into `out`.
+        """Read a box of one sample into `out`, without a copy unless values are unpacked.
 
         Raises OSError for a sample that is damaged, or no longer there.
         """
@@ -100,7 +99,7 @@ class HDF5Source(Source):
             put(out, self._packing.unpacked(stored), self.name)
 
     def facts(self) -> dict[str, str]:
-        """Return facts that ranks compare, with a checksum of the first values of two samples."""
+        """Return facts for ranks to compare, with a checksum of the first values of two samples."""
         digest = hashlib.sha256()
         for sample in (0, self.samples - 1):
             corner = Box((0,) * len(self.shape), (*(1,) * len(self.shape[:-1]), *self.shape[-1:]))
@@ -116,7 +115,7 @@ class HDF5Source(Source):
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Return an HDF5 file, open for reading. Raises OSError with its name if that fails."""
+    """Return an HDF5 file opened for reading; raise OSError, naming it, if that fails."""
     try:
         import h5py
     except ImportError as error:
@@ -133,7 +132,7 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def damaged(path: Path, error: Exception) -> OSError:
-    """Return an `OSError` for a file that HDF5 cannot read."""
+    """Return an `OSError` for a file on which HDF5 raised `error`, with a remedy."""
     if "unable to lock file" in str(error):
         return OSError(
             f"{path}: another program has the file open for writing; read it when that has closed "
@@ -144,9 +143,9 @@ def damaged(path: Path, error: Exception) -> OSError:
 
 
 def dataset_in(file: h5py.File, path: Path, name: str | None) -> h5py.Dataset:
-    """Return the dataset `name` of a file; the only one where it is None.
+    """Return the dataset `name` of an open file, or the only one if `name` is None.
 
-    Raises ValueError where there is none, or its values lie in other files.
+    Raises ValueError if there is none, or its values lie in other files.
     """
     import h5py
 

@@ -1,4 +1,4 @@
-"""The interface of sources: one array, of which any box of any sample can be read."""
+"""The interface of sources: an array of samples, of which any box can be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ NUMBERS = "biufc"
 
 
 class Source(ABC):
-    """Samples of one shape and type. Each rank reads for itself; nothing here is collective.
+    """Base class of sources: samples of one shape and type, of which any box can be read.
+
+    Each rank reads for itself; nothing here is collective.
 
     Attributes
     ----------
@@ -26,8 +28,8 @@ class Source(ABC):
     samples: the number of samples.
     shape: the shape of one sample, without a dimension for the samples.
     dtype: the type of the values, in the byte order of this machine.
-    chunks: the extents, samples first, of the pieces that are fetched as a whole; None where any
-        box is fetched alone.
+    chunks: the extents, samples first, of the pieces that are read as a whole; None if any box is
+        read alone.
     """
 
     name: str
@@ -40,11 +42,11 @@ class Source(ABC):
     def read_into(self, out: Array, sample: int, box: Box) -> None:
         """Read a box of one sample into `out`, which has the shape of the box, and `dtype`.
 
-        Raises an exception that names the source and the sample where it cannot be read.
+        Raises an exception that names the source and the sample if it cannot be read.
         """
 
     def facts(self) -> dict[str, str]:
-        """Return facts about the source by name, in which all ranks must agree."""
+        """Return facts about the source by name, which must be equal on all ranks."""
         return {
             f"shape of {self.name}": str((self.samples, *self.shape)),
             f"type of {self.name}": str(self.dtype),
@@ -65,7 +67,7 @@ class Source(ABC):
         return prod(touched) * self.dtype.itemsize
 
     def check_numbers(self) -> None:
-        """Raise `ValueError` for values that are no numbers, and for a source without samples."""
+        """Raise `ValueError` if values are no numbers, or there are no samples."""
         if self.dtype.kind not in NUMBERS:
             raise ValueError(
                 f"{self.name} has values of type {self.dtype}; expected numbers, such as float32"

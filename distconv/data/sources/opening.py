@@ -1,4 +1,4 @@
-"""Opening the source that a user passes: a path, a pattern, an array, a dataset, several."""
+"""Opening the samples that a user passes: a path, a pattern, an array, a dataset, or several."""
 
 from __future__ import annotations
 
@@ -26,15 +26,10 @@ ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
 
 
 def open_sources(source: Any, fields: Sequence[str | int] = ()) -> dict[Field, Source]:
-    """Return the source of each field, in the order asked for; of all fields where none is named.
+    """Return the source of each of `fields`, in this order; of all fields if none is named.
 
-    Parameters
-    ----------
-    source: see `distconv.data.Dataset`.
-    fields: names of fields.
-
-    Raises OSError, ValueError or TypeError where there is no such source, or it has no such fields;
-    see each kind of source.
+    `source` is the argument of `distconv.data.Dataset`. Raises OSError, ValueError or TypeError if
+    it cannot be opened, or lacks a field; see each kind of source.
     """
     if isinstance(source, Mapping):
         missing = [field for field in fields if field not in source]
@@ -50,13 +45,13 @@ def open_sources(source: Any, fields: Sequence[str | int] = ()) -> dict[Field, S
 
 
 def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = False) -> Source:
-    """Return the samples of all files that a pattern matches, in the order of their names.
+    """Return a source on all files that a pattern matches, in the order of their names.
 
     Parameters
     ----------
-    pattern: as of a shell: "train/*.h5"; `**` stands for folders in folders.
-    field: the dataset in each file, where files have datasets.
-    stacked: each file holds samples along its first dimension; otherwise each is one sample.
+    pattern: a shell's pattern such as "train/*.h5"; `**` stands for folders in folders.
+    field: the dataset in each file, for files that have datasets.
+    stacked: whether a file holds samples along its first dimension; otherwise it is one sample.
     """
     paths = [Path(found) for found in sorted(glob.glob(str(pattern), recursive=True))]
     if not paths:
@@ -65,7 +60,7 @@ def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = Fa
 
 
 def _of_object(source: Any, field: Field, name: str) -> Source:
-    """Return the source of one field of an object: an array, a `Source`, or a torch dataset."""
+    """Return the source of one field of a user's path, pattern, array or `Source`."""
     if isinstance(source, str | os.PathLike):
         text = os.fspath(source)
         path = Path(text)
@@ -90,7 +85,7 @@ def _of_object(source: Any, field: Field, name: str) -> Source:
 
 
 def _of_path(path: Path, field: Field = None, single: bool = False) -> Source:
-    """Return the samples of one file; or the file as one sample."""
+    """Return a source on one file or zarr folder; with `single` it is one sample."""
     kind = "zarr" if _is_zarr(path) else KINDS.get(path.suffix)
     if field is not None and not isinstance(field, str):
         raise TypeError(f"{path}: {field!r} is not the name of a dataset; expected a text")
@@ -116,7 +111,7 @@ def _is_zarr(path: Path) -> bool:
 
 
 def _only_kind_in(folder: Path) -> str:
-    """Return the pattern of the files in a folder that can be read, all of one suffix."""
+    """Return a pattern of all readable files in a folder; raise ValueError unless of one suffix."""
     suffixes = sorted({path.suffix for path in folder.iterdir()} & KINDS.keys())
     if len(suffixes) != 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Stored values and the values they stand for: the CF conventions of NetCDF files."""
+"""Scaled and missing values in files, after the CF conventions of NetCDF."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from distconv.data.sources.interface import Array
 
 
 class ScaleAndOffset:
-    """Packed numbers: value = stored * scale_factor + add_offset.
+    """The conversion of stored values: value = stored * scale_factor + add_offset.
 
-    Missing values are those equal to `_FillValue` or `missing_value`, and stored ones outside
-    `valid_range`, below `valid_min` or above `valid_max`. They become NaN where the result is of
-    floating point, and are an error in integers. Without such attributes values are as stored.
+    A stored value is missing if it is equal to `_FillValue` or `missing_value`, outside
+    `valid_range`, below `valid_min` or above `valid_max`. Missing values become NaN if the result
+    is of floating point, and are an error in integers. Without such attributes values are as
+    stored.
 
     Parameters
     ----------
@@ -53,7 +54,7 @@ class ScaleAndOffset:
         )
 
     def unpacked(self, stored: Any) -> Array:
-        """Return the values that stored ones stand for. Raises ValueError for missing integers."""
+        """Return the converted values. Raises ValueError for missing integers."""
         missing: Any = np.ma.getmaskarray(stored) if np.ma.isMaskedArray(stored) else None
         stored = np.asarray(stored)
         values = stored
@@ -76,9 +77,9 @@ class ScaleAndOffset:
         return np.where(missing, values.dtype.type(np.nan), values)
 
     def _as_stored(self, limit: Any, dtype: np.dtype[Any]) -> Any:
-        """Return a limit of validity in the type of the stored values.
+        """Return a limit, such as `valid_min`, in the type of the stored values.
 
-        Raises ValueError for a limit of floating point where the stored values are integers.
+        Raises ValueError for a floating-point limit of scaled integers.
         """
         if dtype.kind == "f":
             return limit.astype(dtype)
@@ -91,10 +92,9 @@ class ScaleAndOffset:
 
 
 def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
-    """Copy values of the same shape into `out`. Raises ValueError for types `out` cannot hold.
+    """Copy `values` into `out`, of the same shape. Raises ValueError for types `out` cannot hold.
 
-    `casting` are the permitted conversions, by numpy's names; integers must be in range in any
-    case.
+    `casting` is numpy's name for the allowed conversions; integers must be in range in any case.
     """
     values = np.asarray(values)
     if values.shape != out.shape or not np.can_cast(values.dtype, out.dtype, casting):
@@ -107,7 +107,7 @@ def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
 
 
 def check_range(values: NDArray[Any], dtype: DTypeLike, name: str) -> None:
-    """Raise `ValueError` for integers outside the range of an integer type."""
+    """Raise `ValueError` for integers outside the range of `dtype`, if that is an integer type."""
     if values.dtype.kind not in "iu" or np.dtype(dtype).kind not in "iu" or not values.size:
         return
     if not np.can_cast(values.dtype, dtype):
@@ -126,7 +126,7 @@ _KEYS = (
 
 
 def _numbers(attributes: Mapping[str, Any], key: str, name: str) -> NDArray[Any]:
-    """Return the value, or values, of an attribute, in the type that it has in the file."""
+    """Return the value or values of an attribute; raise ValueError if they are no numbers."""
     value = attributes[key]
     if isinstance(value, str):
         # xarray writes values of floating-point arrays into zarr's JSON like this.

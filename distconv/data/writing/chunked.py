@@ -1,4 +1,4 @@
-"""Arrays in zarr's chunks: two ranks must not write parts of one chunk at once."""
+"""Writing zarr arrays from all ranks: those that share a chunk take turns."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ _LARGEST = 2**24
 def default_chunks(
     shape: tuple[int, ...], cuts: Cuts, topology: Topology, itemsize: int
 ) -> tuple[int, ...]:
-    """Return the extents of default chunks: of one sample each, at most 16 MiB, and within the
-    boxes of ranks where possible.
-    """
+    """Return chunks of one sample and at most 16 MiB each, within a rank's box where possible."""
     chunks = [block(n, topology.parts(axes), 0)[1] for n, axes in zip(shape, cuts, strict=True)]
     chunks[0] = 1
     while prod(chunks) * itemsize > _LARGEST:
@@ -39,8 +37,8 @@ def turns(
 ) -> tuple[int, ...]:
     """Return for each dimension the number of turns in which its parts write.
 
-    Parts whose numbers are equal modulo the turns have no chunk in common. One turn is enough where
-    all parts begin at the start of a chunk.
+    Parts whose numbers are equal modulo the number of turns share no chunk, and write in one turn.
+    One turn is enough if all parts begin at the start of a chunk.
     """
     return tuple(
         _turns_along(n, topology.parts(axes), chunk)
@@ -49,7 +47,7 @@ def turns(
 
 
 def turn_of(rank: int, cuts: Cuts, topology: Topology, turns: tuple[int, ...]) -> int:
-    """Return the turn in which a rank writes, below the product of `turns`."""
+    """Return the turn in which a rank writes, from 0; `turns` are the turns of each dimension."""
     coordinates = topology.coordinates(rank)
     turn = 0
     for axes, count in zip(cuts, turns, strict=True):
@@ -58,7 +56,7 @@ def turn_of(rank: int, cuts: Cuts, topology: Topology, turns: tuple[int, ...]) -
 
 
 def create_zarr(path: Path, arrays: Mapping[str | None, Description]) -> None:
-    """Make a zarr folder of format 3: an array, where its name is None, or a group of several."""
+    """Make a zarr folder of format 3: one array if its name is None, else a group of arrays."""
     zarr = _zarr(path)
     group = None if None in arrays else zarr.open_group(str(path), mode="w-")
     for name, array in arrays.items():
@@ -92,7 +90,7 @@ def write_chunks(path: Path, name: str | None, box: Box, values: NDArray[Any]) -
 
 
 def sync_tree(path: Path) -> None:
-    """Bring the names of all files in a folder to the disk, and its own .json files."""
+    """Bring to the disk the names of all files in a zarr folder, and the .json files at its top."""
     for folder in (path, *(found for found in path.rglob("*") if found.is_dir())):
         sync_folder(folder)
     for found in path.glob("*.json"):

@@ -1,8 +1,7 @@
-"""Arrays whose values are contiguous in a file: any rank can write its box of them.
+"""Writing HDF5 and `.npy` files from all ranks, each its own box of an array.
 
-HDF5 and numpy both store an array so. The position of the first value is known once the file is
-made. Ranks then write to disjoint places with calls of the operating system alone; HDF5 needs no
-support of MPI for that.
+Both formats store an array contiguously, at an offset that is known once the file is made. So ranks
+write disjoint bytes with calls of the operating system alone; HDF5 needs no support of MPI.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from distconv.geometry.layout import Box
 
 @dataclass(frozen=True)
 class Description:
-    """The shape and the type of an array, and the extents of its chunks where it has some."""
+    """The shape and type of an array to be written, and for zarr the extents of its chunks."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -31,7 +30,7 @@ class Description:
 
 
 def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]:
-    """Make an HDF5 file with room for arrays, and return the byte at which each begins."""
+    """Make an HDF5 file with room for arrays; return the offset of each in the file, in bytes."""
     try:
         import h5py
     except ImportError as error:
@@ -57,7 +56,7 @@ def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]
 
 
 def create_npy(path: Path, array: Description) -> int:
-    """Make a `.npy` file with room for an array, and return the byte at which it begins."""
+    """Make a `.npy` file with room for an array; return its offset in the file, in bytes."""
     made = np.lib.format.open_memmap(path, "w+", array.dtype, array.shape)
     offset: int = made.offset
     del made
@@ -67,12 +66,10 @@ def create_npy(path: Path, array: Description) -> int:
 def write_box(
     path: Path, offset: int, shape: tuple[int, ...], box: Box, values: NDArray[Any]
 ) -> None:
-    """Write a box of an array of `shape` that begins at `offset` of a file, and bring it to the
-    disk.
+    """Write `values`, a box of an array of this shape, to a file, and bring it to the disk.
 
-    Not collective: processes may write disjoint boxes at the same time.
-
-    `values` is contiguous, of the shape of the box.
+    The array begins at byte `offset`; `values` are contiguous. Not collective: processes may write
+    disjoint boxes at the same time.
     """
     try:
         # Without reading: of a page on a remote disk that is known in part, only that part is
@@ -97,7 +94,7 @@ def write_at(descriptor: int, values: NDArray[Any], position: int) -> None:
 
 
 def _runs(shape: tuple[int, ...], box: Box, values: NDArray[Any]) -> Any:
-    """Yield the flattened start index of each contiguous run of a box, and the run's bytes."""
+    """Yield each contiguous run of a box: its flat start index in the array, and its values."""
     # Beyond this dimension the box covers the whole array.
     last = len(shape) - 1
     while last > 0 and box.shape[last] == shape[last]:

@@ -1,4 +1,4 @@
-"""Writing tensors that are cut over ranks to one file, each rank its own box."""
+"""`save`: writing DistTensors to one file, each rank its own box."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save(
         `.h5`, `.hdf5`: an HDF5 file with one contiguous dataset, "data", without compression. All
             ranks write at once; HDF5 needs no support of MPI.
         `.npy`: a file of numpy. All ranks write at once.
-        `.zarr`: a compressed zarr array, of format 3. Each rank writes whole chunks where its box
+        `.zarr`: a compressed zarr array, of format 3. Each rank writes whole chunks if its box
             begins and ends with one; ranks that share a chunk write it in turns.
     tensors: a tensor, samples first; or several on one grid, in a dictionary by their names in an
         HDF5 file or zarr group.
@@ -56,7 +56,7 @@ def save(
     Raises
     ------
     DataError
-        On every rank, where a rank cannot write, or the suffix or the type of values is not
+        On every rank, if a rank cannot write, or the suffix or the type of values is not
         supported. An earlier file at `path` remains.
     """
     path = Path(path)
@@ -97,9 +97,9 @@ def save(
 
 
 def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
-    """Return the kind of file that the suffix of `path` names.
+    """Return the format, such as "hdf5", that the suffix of `path` names.
 
-    Raises ValueError for other suffixes, and where such a file cannot hold the tensors.
+    Raises ValueError for other suffixes, and if a file of the format cannot hold the tensors.
     """
     kind = KINDS.get(path.suffix)
     if kind is None:
@@ -118,7 +118,7 @@ def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
 
 
 def _describe(name: Any, x: DistTensor, kind: str, chunks: Any) -> Description:
-    """Return the description of the array that holds a tensor."""
+    """Return the shape, type and chunks of the array in which a tensor is stored."""
     label = "the tensor" if name is None else f"{name!r}"
     if not isinstance(name, str | None) or (name is not None and (not name or "/" in name)):
         raise ValueError(f"save: {name!r} is no name of a tensor; use a text without slashes")
@@ -151,7 +151,7 @@ def _describe(name: Any, x: DistTensor, kind: str, chunks: Any) -> Description:
 
 
 def _check_place(path: Path, kind: str) -> None:
-    """Raise `OSError` where `path` is something else than a file or folder of this kind."""
+    """Raise `OSError` if `path` exists and is not a file, or zarr folder, to be replaced."""
     if kind != "zarr" and path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, and would be replaced; choose another name")
     if kind == "zarr" and path.exists():
@@ -161,7 +161,7 @@ def _check_place(path: Path, kind: str) -> None:
 
 
 def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict[Any, int]:
-    """Make the file or folder that ranks write to; return the byte at which each array begins."""
+    """Make the file or folder for all arrays; return the offset of each, {} for zarr."""
     if kind == "zarr":
         chunked.create_zarr(partial, arrays)
         return {}
@@ -174,7 +174,7 @@ def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict
 def _write(
     partial: Path, name: str | None, x: DistTensor, array: Description, offset: int | None
 ) -> None:
-    """Write this rank's block, in its turn, unless a replica does. Collective."""
+    """Write this rank's block, in its turn, unless a replica writes it. Collective."""
     grid, topology = x.grid, x.grid.topology
     box = rank_box(array.shape, x.cuts, topology, grid.rank)
     replica = any(grid.coords[axis] for axis in replicating_axes(x.cuts, topology))
@@ -196,7 +196,7 @@ def _write(
 
 
 def _values(x: DistTensor) -> NDArray[Any]:
-    """Return this rank's block on the host."""
+    """Return this rank's block as a contiguous numpy array."""
     own = x.shard.detach().resolve_conj().resolve_neg().cpu()
     return np.ascontiguousarray(own.numpy())
 

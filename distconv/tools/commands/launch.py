@@ -91,7 +91,7 @@ def _run(job: argparse.Namespace) -> int:
 
 
 def _minutes(text: str) -> int:
-    """Return the minutes, rounded up, of a time given in minutes or as HH:MM:SS."""
+    """Parse minutes, or HH:MM:SS, into minutes, rounded up."""
     clock = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
     if clock is None and not text.lstrip("-").isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no time; give minutes, or HH:MM:SS")
@@ -102,7 +102,7 @@ def _minutes(text: str) -> int:
 
 
 def _complete(job: argparse.Namespace) -> None:
-    """Fill in, from the machine, the options that the command line leaves open.
+    """Fill in options that the command line lacks, from the machine's file.
 
     The machine's cores and GPUs of a rank apply only with its own number of ranks on a node. Its
     options and setup come before the command line's.
@@ -141,7 +141,7 @@ def _complete(job: argparse.Namespace) -> None:
 
 
 def _as_given(job: argparse.Namespace) -> str:
-    """Return the options that make this script again."""
+    """Return the command line's options as text, with which `launch` makes the same script."""
     words: list[str] = []
     for option in _TOLD:
         given = getattr(job, option)
@@ -152,7 +152,7 @@ def _as_given(job: argparse.Namespace) -> str:
 
 
 def _write(path: Path, script: str) -> None:
-    """Write a script to a new file, or over a file that this command has written."""
+    """Write a script to a new file, or over a file that `launch` has written."""
     if path.exists() and not (path.is_file() and MARK in path.read_text(errors="replace")):
         raise BadArguments(f"{str(path)!r} exists and is not a script of launch; choose --output")
     try:

@@ -57,7 +57,7 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _grid(extents: dict[str, Any]) -> ProcessGrid:
-    """Return the grid of all ranks with these extents."""
+    """Return a grid of all ranks; raise `BadArguments` if their number does not fit."""
     ranks = prod(extents.values())
     if min(extents.values()) > 0 and ranks != world().size:
         raise BadArguments(

@@ -1,4 +1,4 @@
-"""Options shared by several commands: a module, a grid, a step, a machine, a report."""
+"""Options and functions that several commands share: a module, a grid, a step, a report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 class Command(NamedTuple):
-    """A subcommand: its purpose, its own options, and the function that runs it."""
+    """A subcommand: its purpose for the help, and functions that add its options and run it."""
 
     purpose: str
     options: Callable[[argparse.ArgumentParser], None]
@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 
 def add_module_options(parser: argparse.ArgumentParser) -> None:
-    """Add the module, the shapes of its inputs, the layouts, the seed, and `--json`."""
+    """Add options for the module, the shapes and layouts of its inputs, the seed, and `--json`."""
     add = parser.add_argument
     text = (
         "the function or class that makes the torch module when called without arguments, in "
@@ -69,7 +69,7 @@ def add_dtype_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the module, its inputs, loss, optimizer, and the machine."""
+    """Add options for the module, its inputs, loss and optimizer, and for the machine."""
     add_module_options(parser)
     add_dtype_option(parser)
     add = parser.add_argument
@@ -83,7 +83,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
 
 
 def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for `predict` and `plan` given on the command line."""
+    """Return the options of `predict` and `plan`, as keyword arguments, from a command line."""
     return {
         **{name: dtype_named(getattr(arguments, name)) for name in ("dtype", "autocast")},
         **{name: getattr(arguments, name) for name in _AS_GIVEN},
@@ -95,18 +95,18 @@ _AS_GIVEN = ("layout", "loss", "optimizer", "shard_parameters", "wire")
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """Return the type of this name; None for None."""
+    """Return torch's type of this name, such as "float32"; None for None."""
     return None if name is None else getattr(torch, name)
 
 
 def add_report_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--html`, which takes a file for a page."""
+    """Add `--html`, the file of a report for a browser."""
     text = "write a report for a browser: one page with tables and drawings"
     parser.add_argument("--html", type=report_file, metavar="FILE", help=text)
 
 
 def write_report(path: Path | None, page: Callable[[], str]) -> None:
-    """Write a page if a file was given, and say so on stderr. Rank 0 calls it."""
+    """Write a report, if the command line named a file, and say so on stderr; for rank 0."""
     if path is not None:
         with complaining(OSError):
             write_atomically(path, lambda file: file.write(page().encode()))
@@ -114,19 +114,19 @@ def write_report(path: Path | None, page: Callable[[], str]) -> None:
 
 
 def loaded(path: Path) -> Machine:
-    """Return the machine in a file; raise `BadArguments` where it holds none."""
+    """Return the machine in a file; raise `BadArguments` if it holds none."""
     with complaining(ValueError):
         return Machine.load(path)
 
 
 def is_first() -> bool:
-    """Return whether this is the rank that prints."""
+    """Return whether this is rank 0 of the job, which prints."""
     comm = world_if_rank()
     return comm is None or comm.rank == 0
 
 
 def check_alone(command: str) -> None:
-    """Raise `BadArguments` where several ranks were started for a command of one process."""
+    """Raise `BadArguments` if several ranks run a command that is for one process."""
     comm = world_if_rank()
     if comm is not None and comm.size > 1:
         raise BadArguments(
@@ -135,7 +135,7 @@ def check_alone(command: str) -> None:
 
 
 def keep_times(machine: Machine, path: Path) -> None:
-    """Save the timed local operators, if the file can be written."""
+    """Save a machine with the local operators timed on it, if its file can be written."""
     if machine.roofline is None:
         with suppress(OSError):  # another user's file: the times are taken again next time
             machine.save(path)

@@ -1,4 +1,4 @@
-"""`python -m distconv calibrate`, `predict` and `plan`: a machine, and steps on it."""
+"""`python -m distconv calibrate`, `predict` and `plan`: a machine, and training steps on it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(given: argparse.Namespace) -> int:
-    """Search, print the grids, and return 1 where none fits."""
+    """Search the grids, print them, and return the exit status: 1 if none fits."""
     shared.check_alone("plan")
     machine, module = shared.loaded(given.machine), module_from(given.factory, given.seed)
     options, layers = shared.step_options(given), None

@@ -37,7 +37,7 @@ from distconv.tools.reports.studies import scale_page
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command, whose kinds have options of their own."""
+    """Add the subcommands `strong`, `weak` and `compare`, each with its options."""
     kinds = parser.add_subparsers(required=True, metavar="KIND", dest="kind")
     for kind, purpose in (
         (STRONG, "the same step on more ranks"),
@@ -134,7 +134,7 @@ def _study(given: argparse.Namespace) -> int:
 
 
 def _on_first(work: Callable[[], Any]) -> Any:
-    """Return the result of a function on rank 0, while the others sleep; all raise its error."""
+    """Return the result of a function run on rank 0, while others sleep; all raise its error."""
     found = problem = None
     if world().rank == 0:
         try:
@@ -150,7 +150,7 @@ def _on_first(work: Callable[[], Any]) -> Any:
 
 
 def _asked(given: argparse.Namespace) -> Study:
-    """Return the study that the arguments describe, without times."""
+    """Return a study, still without times, with the cases that the command line names."""
     kind, shapes, grids = given.kind, given.shape, given.grids
     if grids is not None and given.ranks:
         raise BadArguments("--grids says how many ranks there are; leave --ranks out")
@@ -177,7 +177,7 @@ def _asked(given: argparse.Namespace) -> Study:
 
 
 def _facts(given: argparse.Namespace) -> dict[str, str]:
-    """Return the conditions that must be the same in all rounds of a study, on all ranks."""
+    """Return rank 0's conditions of measurement, which must be equal in all rounds of a study."""
     facts = {
         "host": platform.node(),
         "cores": str(os.cpu_count()),
@@ -195,9 +195,7 @@ def _facts(given: argparse.Namespace) -> dict[str, str]:
 
 
 def _check_module(given: argparse.Namespace, study: Study) -> None:
-    """Raise `BadArguments` on all ranks where the module refuses the shape or the grid of a case,
-    as far as a run without elements can show.
-    """
+    """Raise `BadArguments` on all ranks if a case is refused, or raises, in a dry run."""
     module = made_everywhere(given.factory, given.seed)
     cut: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
     try:
@@ -238,7 +236,7 @@ def _compare(given: argparse.Namespace) -> int:
 
 
 def _compared(base: tuple[str, Study], other: tuple[str, Study]) -> Iterator[str]:
-    """Yield a table of the cases that both studies measured, and notes on different conditions."""
+    """Yield a table of two studies' common cases, and notes on different conditions."""
     (name, mine), (other_name, theirs) = base, other
     rows: list[Sequence[Cell]] = [("ranks", "grid", name, other_name, "ratio", "")]
     for case in mine.measured:

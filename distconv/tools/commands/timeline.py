@@ -1,4 +1,4 @@
-"""`python -m distconv timeline`: adds up the times in a timeline."""
+"""`python -m distconv timeline`: adds up the times in a file that `distconv.timeline` wrote."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    """Print the sums, and write the page, on rank 0."""
+    """Print each rank's sums of times, and write the report, on rank 0."""
     if not is_first():
         return 0
     with complaining(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""One page for a browser in one file: headings, numbers, tables that sort, drawings.
+"""Pages for a browser, each in one file: headings, numbers, tables that sort, drawings.
 
 Every page is well-formed XML as well, so that a test can take it apart. It is readable on a phone,
 on dark screens and on paper, and loads nothing.
@@ -105,9 +105,7 @@ _FOOTER = (
 def page(
     title: str, about: str, numbers: Sequence[tuple[str, str]], sections: Sequence[str]
 ) -> str:
-    """Return a whole page: a sentence `about` it beneath the title, the most important `numbers`,
-    each with its label, and sections of markup.
-    """
+    """Return an HTML page: a sentence `about` it, numbers with labels, and sections of HTML."""
     cards = "".join(f"<div><b>{escape(n)}</b><span>{escape(w)}</span></div>" for n, w in numbers)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
@@ -121,24 +119,24 @@ def page(
 
 
 def section(title: str, body: str, note: str = "") -> str:
-    """Return a section of a page: a heading, a sentence on how to read it, and markup."""
+    """Return a section of a page: a heading, the sentence `note` on how to read it, and HTML."""
     said = f'<p class="quiet">{escape(note)}</p>' if note else ""
     return f"<section><h2>{escape(title)}</h2>{said}{body}</section>"
 
 
 def charts(parts: Mapping[str, str]) -> str:
-    """Return drawings with their titles, beside each other where there is room."""
+    """Return drawings by their titles as HTML, side by side if there is room."""
     drawn = [f"<div><h3>{escape(title)}</h3>{body}</div>" for title, body in parts.items() if body]
     return f'<div class="charts">{"".join(drawn)}</div>'
 
 
 def alert(text: str, good: bool = False) -> str:
-    """Return a sentence in a conspicuous box."""
+    """Return a sentence in a conspicuous box, as HTML; green if `good`, else red."""
     return f'<p class="alert{" good" * good}">{escape(text)}</p>'
 
 
 def sortable(rows: Sequence[Sequence[Cell]], marked: Collection[int] = ()) -> str:
-    """Return a table that sorts by the column whose heading, in the first row, is clicked.
+    """Return rows, headings first, as an HTML table that a click on a heading sorts.
 
     Numbers beside the first column have bars, in proportion to the largest of their column. Columns
     that are empty but for their heading are left out. `marked` are the indices of highlighted rows,
@@ -167,7 +165,7 @@ _NUMBER, _MARKED, _LONG = ' class="number"', ' class="marked"', ' class="long"'
 
 
 def _value(cell: Cell) -> float:
-    """Return the number of a cell; an empty one is less than all numbers."""
+    """Return the number of a cell, to sort by; -1 for a cell without."""
     return -1 if isinstance(cell, str) else cell[1]
 
 
@@ -181,7 +179,7 @@ def _cell(cell: Cell, number: bool, largest: float) -> str:
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """Return the legend of the colours."""
+    """Return the legend of a drawing as HTML: its colours, by the names that they stand for."""
     items = "".join(
         f'<li><svg viewBox="0 0 8 8" aria-hidden="true"><rect width="8" height="8" '
         f'fill="{colour}"/></svg>{escape(name)}</li>'

@@ -1,4 +1,4 @@
-"""Drawings of reports in SVG, which stretch with the page while their letters keep their size."""
+"""SVG drawings for reports, which stretch with the page while their letters keep their size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distconv.tools.reports.document import COLOURS, legend, section
 
 
 class Bar(NamedTuple):
-    """A stretch of time of a lane."""
+    """A coloured stretch of time in a drawing of `lanes`; times are in seconds."""
 
     begin: float
     end: float
@@ -25,7 +25,7 @@ Point: TypeAlias = tuple[float, float, float | None, float | None]
 
 
 class Curve(NamedTuple):
-    """Points of a chart."""
+    """A named series of points in a `chart`, with the style in which it is drawn."""
 
     name: str
     points: Sequence[Point]
@@ -43,7 +43,7 @@ def _rect(x: float, width: float, colour: str, title: str, height: float) -> str
 
 
 def strip(colours: Sequence[str], titles: Sequence[str], heights: Sequence[float]) -> str:
-    """Return a strip of cells along the network, with a column beneath for each height."""
+    """Return coloured cells in a row, one for each call of a layer, above columns of `heights`."""
     width, most = 100 / max(len(colours), 1), max(heights, default=0.0) or 1.0
     cells = "".join(
         _rect(i * width, width, colour, title, 26)
@@ -61,7 +61,7 @@ def strip(colours: Sequence[str], titles: Sequence[str], heights: Sequence[float
 
 
 def lanes(rows: Mapping[str, Sequence[Bar]], begin: float, end: float) -> str:
-    """Return stretches of time, a lane for each name, over an axis in milliseconds."""
+    """Return rows of bars over an axis from `begin` to `end` seconds, a row for each name."""
     length = end - begin or 1.0
     drawn = []
     for name, spans in rows.items():
@@ -87,7 +87,7 @@ def lanes(rows: Mapping[str, Sequence[Bar]], begin: float, end: float) -> str:
 
 
 def _joined(spans: Iterable[Bar], least: float) -> Iterator[Bar]:
-    """Yield spans in order; spans of one colour that are closer than `least` are joined."""
+    """Yield bars in order of time; bars of one colour closer than `least` seconds are joined."""
     last: Bar | None = None
     for span in sorted(spans):
         if last is not None and span.colour == last.colour and span.begin - last.end < least:
@@ -103,7 +103,7 @@ def _joined(spans: Iterable[Bar], least: float) -> Iterator[Bar]:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round numbers between two."""
+    """Return at most about `count` round numbers from `low` to `high`, evenly spaced."""
     step = 10.0 ** floor(log10((high - low) / count)) if high > low else 1.0
     step *= next(f for f in (1, 2, 5, 10) if (high - low) / (step * f) <= count)
     first = -floor(-low / step)
@@ -113,7 +113,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 def chart(
     curves: Sequence[Curve], x_marks: Mapping[float, str], y_marks: Mapping[float, str], title: str
 ) -> str:
-    """Return points over two axes in the coordinates of the drawing, with labels for the marks."""
+    """Return curves over two axes with labels at the marks, all in the drawing's coordinates."""
     width, height, left, bottom = 380.0, 230.0, 58.0, 24.0
     xs = [*x_marks, *(p[0] for c in curves for p in c.points)]
     ys = [*y_marks, *(y for c in curves for p in c.points for y in p[1:] if y is not None)]
@@ -168,7 +168,7 @@ MOST_RANKS = 32
 
 
 def grid_section(grid: Mapping[str, int], ranks_per_node: int | None) -> str:
-    """Return a drawing of a grid's ranks by nodes, or by samples where nodes are not known."""
+    """Return a section that draws a grid's ranks by nodes, or by replicas; "" for one rank."""
     topology = Topology(tuple(int(grid.get(axis, 1)) for axis in AXES))
     if topology.size == 1:
         return ""

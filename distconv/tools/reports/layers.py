@@ -1,4 +1,4 @@
-"""The pages of `explain` and `verify`: the layers of a module on a grid."""
+"""The reports of `explain` and `verify`: the layers of a module on a grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distconv.tools.verify import TensorComparison, Verification
 
 
 def explain_page(plan: Explanation, grid: Mapping[str, int]) -> str:
-    """Return the page of a module's layers on a grid."""
+    """Return the HTML page for a result of `explain`."""
     layers, serial = plan.layers, plan.serial_kept_bytes
     received = sum(layer.halo_bytes for layer in layers)
     moved = sum(layer.redistributed_bytes for layer in layers)
@@ -40,7 +40,7 @@ def explain_page(plan: Explanation, grid: Mapping[str, int]) -> str:
 
 
 def _layouts(layers: Sequence[LayerPlan]) -> str:
-    """Return the layouts along the network as a strip, with the received bytes beneath it."""
+    """Return a section that draws the layout of each layer, and the bytes that it receives."""
     names = [
         layout_in_words(x) or ("redistribution" if x.redistributions else "no tensor")
         for x in layers
@@ -60,7 +60,7 @@ def _layouts(layers: Sequence[LayerPlan]) -> str:
 
 
 def verify_page(found: Verification, grid: Mapping[str, int]) -> str:
-    """Return the page of a module's numbers on a grid against the serial ones."""
+    """Return the HTML page for a result of `verify`."""
     rows = found.rows
     largest = max((row.difference for row in rows), default=0.0)
     numbers = [
@@ -87,7 +87,7 @@ def verify_page(found: Verification, grid: Mapping[str, int]) -> str:
 
 
 def _differences(rows: Sequence[TensorComparison], tolerance: float) -> str:
-    """Return the differences on a logarithmic axis; zero is drawn at its lower end."""
+    """Return a chart of differences on a logarithmic axis, with zero at its lower end."""
     sizes = [*(r.difference for r in rows), *(r.rounding for r in rows), tolerance]
     finite = [log10(size) for size in sizes if 0 < size < float("inf")] or [-16.0]
     low, high = floor(min(finite)), ceil(max(finite))

@@ -1,4 +1,4 @@
-"""The pages of `predict` and `plan`: a training step on one grid, or on all."""
+"""The reports of `predict` and `plan`: a training step on one grid, or on all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IN_MS = "Times are in milliseconds."
 
 
 def prediction_page(found: Prediction, machine: Machine) -> str:
-    """Return the page of a predicted step."""
+    """Return the HTML page for a result of `predict`."""
     about = f"A training step as predicted for {_machine(found)}."
     title = f"{found.module} on {in_words(found.grid, ', ')}"
     return page(title, about, _numbers(found), _step(found, machine))
@@ -43,7 +43,7 @@ def _numbers(found: Prediction) -> list[tuple[str, str]]:
 
 
 def plan_page(found: GridPlan, layers: LayoutPlan | None, machine: Machine) -> str:
-    """Return the page of the grids of a number of ranks, with the step on the best one."""
+    """Return the HTML page for a result of `plan`, and of `plan_layouts` if given."""
     about = f"All grids of {found.ranks} ranks on {_machine(found)}."
     if not found.fitting:
         fits = "does not fit", "fits"
@@ -66,7 +66,7 @@ def _grids(found: GridPlan) -> str:
 
 
 def _own_layouts(layers: LayoutPlan | None) -> str:
-    """Return the section on layers that redistribute their input to a layout of their own."""
+    """Return the section for a result of `plan_layouts`; "" for None."""
     if layers is None:
         return ""
     rows = [(name, repr(layout)) for name, layout in layers.layouts.items()]
@@ -76,7 +76,7 @@ def _own_layouts(layers: LayoutPlan | None) -> str:
 
 
 def _step(found: Prediction, machine: Machine) -> list[str]:
-    """Return the sections of a page that show a predicted step."""
+    """Return sections for a predicted step: the critical path, memory, the grid, and layers."""
     path: dict[str, list[Bar]] = {}
     for s in found.critical_path:
         what = f"{s.place.layer or 'between layers'}, {s.place.phase}, rank {s.rank}: {s.what}"

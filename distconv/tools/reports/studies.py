@@ -1,4 +1,4 @@
-"""The page of `scale`: a study of a step on more and more ranks."""
+"""The report of `scale`: a study of a step on more and more ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distconv.tools.reports.drawing import Curve, Point, chart
 
 
 def scale_page(study: Study) -> str:
-    """Return the page of a scaling study."""
+    """Return the HTML page for a scaling study."""
     numbers = [(str(study.rounds), "rounds"), (str(len(study.cases)), "cases")]
     most = max(study.measured, key=lambda case: case.ranks, default=None)
     reached = None if most is None else study.efficiency(most)
@@ -34,7 +34,7 @@ def scale_page(study: Study) -> str:
 
 
 def _scaling(study: Study) -> dict[str, str]:
-    """Return charts of time and efficiency over ranks; ranks and time are on logarithmic axes."""
+    """Return charts of time and efficiency over ranks, by title; ranks and time are logarithmic."""
     ranks = sorted({case.ranks for case in study.cases})
     places = {log10(n): f"{n:,}" for n in ranks[:: -(-len(ranks) // 8)]}
     times, shares, guesses, guessed = list[Point](), list[Point](), list[Point](), list[Point]()
@@ -68,7 +68,7 @@ def _scaling(study: Study) -> dict[str, str]:
 def _curves(
     ideal: Sequence[Point], predicted: Sequence[Point], measured: Sequence[Point]
 ) -> list[Curve]:
-    """Return the curves of a chart, without those that have no points."""
+    """Return an ideal, a predicted and a measured curve, without those that have no points."""
     curves = [
         Curve("ideal", ideal, COLOURS[-1], "dashed", marks=False),
         Curve("predicted", predicted, COLOURS[1], "solid", marks=False),

@@ -1,4 +1,4 @@
-"""The page of `timeline`: the activities of every rank, and the messages under way."""
+"""The report of `timeline`: the activities of every rank, and the messages under way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_ROWS = dict(zip((*ROWS, *KINDS), (COLOURS[i] for i in (0, 1, 0, 2, 5, 3, 6, 7
 
 
 def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) -> str:
-    """Return the page of a timeline, drawn from `begin` to `end` seconds."""
+    """Return the HTML page of a timeline called `name`, from `begin` to `end` in seconds."""
     rows = times_of_ranks(events)
     longest = max((row.seconds for row in rows), default=0.0)
     waits = sum(row.wait for row in rows) / max(sum(row.seconds for row in rows), 1e-12)

@@ -1,4 +1,4 @@
-"""The messages of a rank as they pass, and its events in the Chrome trace format."""
+"""The messages that a rank has sent, with times, and its events in the Chrome trace format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = (HALO, REDISTRIBUTION, REDUCTION, GRADIENTS, MESSAGE)
 
 
 class PassedMessages(NamedTuple):
-    """Messages that have passed; times are in nanoseconds since 1970."""
+    """An exchange, or a reduction, that has ended on this rank; times in nanoseconds since 1970."""
 
     kind: str
     bytes: int
@@ -34,9 +34,9 @@ class PassedMessages(NamedTuple):
 
 
 class Kinds(list[Movement]):
-    """The kind of each exchange by its tag, from the movement recorded before it.
+    """A list for `trace_movements`: it finds the kind of each exchange, "halo" say, by its tag.
 
-    The adjoint of a movement has the tag of the movement.
+    The adjoint of a movement has the same tag, and so the same kind.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class Kinds(list[Movement]):
         self._of_tag: dict[int, str] = {}
 
     def append(self, movement: Movement) -> None:
-        """Note the movement of the next exchange."""
+        """Note whether the next exchange is a halo or a redistribution, given its movement."""
         if not movement.plan.identity:
             self._next = REDISTRIBUTION if movement.redistributes else HALO
 
     def of(self, tag: int) -> str:
-        """Return the kind of an exchange that starts."""
+        """Return the kind of the exchange that starts now, with this tag."""
         if self._next is not None:
             self._of_tag[tag], self._next = self._next, None
         return self._of_tag.get(tag, MESSAGE)
@@ -67,7 +67,10 @@ class _TimedRequest:
 
 
 class RecordedTransport(WrappedTransport):
-    """A carrier that notes the passage of its messages; see `Transport`."""
+    """A transport that adds its messages to `passed`, with times; see `Transport`.
+
+    `kind_of` returns the kind of an exchange by its tag.
+    """
 
     def __init__(
         self, carrier: Transport, kind_of: Callable[[int], str], passed: list[PassedMessages]
@@ -101,7 +104,10 @@ class RecordedTransport(WrappedTransport):
         waited(0)
 
     def _started(self, kind: str, received: int) -> Callable[[int], object]:
-        """Return a function that notes, at the end of a wait, messages passed since this call."""
+        """Return a function to call when a wait ends; it records messages that start now.
+
+        It takes the time at which the wait began.
+        """
         start, (function, _, _) = time_ns(), CURRENT.call
         operator = "" if function is None else operator_name(function)
 
@@ -122,7 +128,7 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def events_of(trace: Mapping[str, Any], passed: Iterable[PassedMessages], rank: int) -> list[Event]:
-    """Return the events of a rank, with times in microseconds since 1970 by its own clock.
+    """Return the trace events of a rank, with times in microseconds since 1970 by its own clock.
 
     Messages under way have asynchronous events, from their start to the end of the wait for them;
     the wait itself, and everything in the trace of torch's profiler, has complete events.
@@ -148,7 +154,7 @@ def events_of(trace: Mapping[str, Any], passed: Iterable[PassedMessages], rank: 
 
 
 def _outermost(operators: Iterable[Event]) -> list[Event]:
-    """Return torch's operators that are not called by others, thread by thread."""
+    """Return the events of torch's operators that no other operator calls, thread by thread."""
     found: list[Event] = []
     ends: dict[Any, float] = {}
     for event in sorted(operators, key=lambda e: (e["ts"], -e["dur"])):
@@ -164,7 +170,7 @@ def _row(row: int, rank: int, name: str, begin: float, duration: float) -> Event
 
 
 def named_rows(rank: int, events: Iterable[Event]) -> list[Event]:
-    """Return the events that name a rank and its rows."""
+    """Return trace events that give names to a rank and to the rows of its `events`."""
     rows = sorted({e["tid"] for e in events if e["ph"] == "X"})
     about: list[tuple[str, int, dict[str, Any]]] = [
         ("process_name", 0, {"name": f"rank {rank}"}),

@@ -1,4 +1,4 @@
-"""A timeline of all ranks, on one clock, recorded while a program runs and written to one file.
+"""`timeline`: all ranks' activities, recorded on one clock and written to one file.
 
 The clocks of ranks are compared by messages between rank 0 and each other rank, back and forth
 (Mills, "Internet Time Synchronization: the Network Time Protocol", 1991). Both ways are assumed to
@@ -38,21 +38,21 @@ from distconv.torch_private import is_profiling, profiler_refused
 
 @contextmanager
 def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None]:
-    """Record the activities of all ranks within the context, by torch.profiler, and write them to a
-    file.
+    """Record the activities of all ranks in a `with` block, and write them to a file.
 
-    All ranks enter and leave it together. At the end rank 0 writes the file, whole or not at all.
-    After an error within it nothing is written. Open it in Perfetto (https://ui.perfetto.dev) or
-    chrome://tracing, or let `python -m distconv timeline FILE` add it up.
+    All ranks enter and leave it together; torch.profiler records. At the end rank 0 writes the
+    file, whole or not at all. After an error within it nothing is written. Open it in Perfetto
+    (https://ui.perfetto.dev) or chrome://tracing, or let `python -m distconv timeline FILE` add it
+    up.
 
     Each rank has the rows `compute`, torch's outermost operators, `wait`, and on a GPU `device`.
     Halos, redistributions, reductions and messages are shown from their start to the end of the
     wait for them. Times of all ranks are on the clock of rank 0, from round trips of messages at
     the beginning and at the end.
 
-    Raises OSError on every rank, where rank 0 cannot write the file. Raises RuntimeError on every
-    rank, where torch's profiler is recording on one of them already; and within the context, where
-    the program starts it.
+    Raises OSError on every rank, if rank 0 cannot write the file. Raises RuntimeError on every
+    rank, if torch's profiler is recording on one of them already; and within the block, if the
+    program starts it.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def _exported(recorded: Any, passed: list[PassedMessages], rank: int) -> list[Ev
 
 
 def _write(path: Path, grid: ProcessGrid, events: list[Event], offset: Offset) -> None:
-    """Gather the events of all ranks on rank 0, which writes them. All ranks call it together."""
+    """Gather all ranks' events on rank 0, which writes the file. All ranks call it together."""
     mine = zlib.compress(json.dumps(named_rows(grid.rank, events) + events).encode(), 1)
     lengths = grid.all_gather_object(len(mine))
     errors = grid.all_gather_object(offset.error / 1000)
@@ -146,8 +146,9 @@ _ROUNDS = 10
 
 
 class Offset(NamedTuple):
-    """The difference of a rank's clock from rank 0's, and its largest error, in nanoseconds,
-    measured at a time by the rank's own clock.
+    """A rank's clock minus rank 0's, and the largest error of this, in nanoseconds.
+
+    `at` is the time of the measurement by the rank's own clock.
     """
 
     ahead: float
@@ -156,8 +157,9 @@ class Offset(NamedTuple):
 
 
 def measure_offsets(grid: ProcessGrid, now: Callable[[], int] = time.time_ns) -> list[Offset]:
-    """Return the offset of every rank of a grid of CPUs, in rank order. All of them call it
-    together. `now` returns the time of this rank's clock in nanoseconds.
+    """Return the clock offset of every rank of a grid of CPUs, in rank order.
+
+    All of them call it together. `now` returns the time of this rank's clock in nanoseconds.
     """
     mine = Offset(0.0, 0.0, now())
     for other in range(1, grid.size):
@@ -171,10 +173,7 @@ def measure_offsets(grid: ProcessGrid, now: Callable[[], int] = time.time_ns) ->
 def on_clock_of_rank_0(
     events: list[dict[str, Any]], before: Offset, after: Offset
 ) -> list[dict[str, Any]]:
-    """Shift the times of events by the offset, interpolated between two measurements.
-
-    Times, in microseconds under "ts", are overwritten.
-    """
+    """Shift a rank's events to rank 0's clock, in place, with offsets between two measured ones."""
     drift = (after.ahead - before.ahead) / max(1, after.at - before.at)
     for event in events:
         ahead = before.ahead + drift * (event["ts"] * 1000 - before.at)
@@ -183,9 +182,9 @@ def on_clock_of_rank_0(
 
 
 def _round_trip(grid: ProcessGrid, other: int, now: Callable[[], int]) -> tuple[float, float]:
-    """Return, on rank `other`, its clock's difference from rank 0's and the time of the round trip.
+    """Send a message from rank 0 to rank `other` and back; return two numbers, valid on `other`.
 
-    All ranks take part, so that their exchanges have the same numbers.
+    They are its clock's difference from rank 0's, and the time of the trip. All ranks call it.
     """
     sent, there = _message(now()), torch.zeros(1, dtype=torch.int64)
     _send(grid, 0, other, sent, torch.zeros(1, dtype=torch.int64))

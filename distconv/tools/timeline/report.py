@@ -1,4 +1,4 @@
-"""The sums of a timeline: compute and waiting time of each rank, and hidden time of messages."""
+"""The sums of a timeline: each rank's seconds of computing, of waiting, and of hidden messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Interval = tuple[float, float]
 
 
 class RankTimes(NamedTuple):
-    """The sums of one rank's times, in seconds."""
+    """The sums over one rank's events in a timeline, in seconds."""
 
     rank: int
     seconds: float
@@ -32,7 +32,7 @@ class RankTimes(NamedTuple):
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Return the events of a timeline; raise ValueError for a file that holds none."""
+    """Return the events in a timeline's file; raise ValueError for another file."""
     content = path.read_bytes()
     try:
         document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
@@ -47,7 +47,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def times_of_ranks(events: Sequence[Event]) -> list[RankTimes]:
-    """Return the times of each rank, summed over its events."""
+    """Return for each rank the sums of times over its events."""
     ranks = sorted({e["pid"] for e in events})
     return [_of_rank(rank, [e for e in events if e["pid"] == rank]) for rank in ranks]
 
@@ -69,12 +69,12 @@ def _of_rank(rank: int, events: list[Event]) -> RankTimes:
 
 
 def spans(events: Iterable[Event]) -> list[Interval]:
-    """Return begin and end of complete events."""
+    """Return begin and end of complete events, such as operators, in microseconds."""
     return [(e["ts"], e["ts"] + e["dur"]) for e in events]
 
 
 def spans_under_way(events: Iterable[Event]) -> list[Interval]:
-    """Return begin and end of asynchronous events."""
+    """Return begin and end of asynchronous events, such as messages, in microseconds."""
     begun: dict[str, float] = {}
     found = []
     for event in events:
@@ -86,7 +86,7 @@ def spans_under_way(events: Iterable[Event]) -> list[Interval]:
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of intervals."""
+    """Return the length of the union of intervals, in their unit."""
     length, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         length += max(0.0, end - max(begin, reached))
@@ -95,7 +95,7 @@ def total(intervals: Iterable[Interval]) -> float:
 
 
 def times_as_text(rows: Sequence[RankTimes]) -> str:
-    """Return the sums as text: a line for each rank, and for each kind of messages on it."""
+    """Return sums as text: a line for each rank, and a line for each kind of its messages."""
     lines = []
     for row in rows:
         lines.append(
