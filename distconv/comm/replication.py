@@ -1,4 +1,4 @@
-"""Replicated values as they enter and leave the distributed program.
+"""Values equal on several ranks, as they enter and leave the distributed program.
 
 The gradient of a replicated value is the sum over its replicas.
 """
@@ -19,13 +19,13 @@ from distconv.torch_private import node_type
 
 
 def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return a value replicated along `axes` as a plain tensor. Its gradient is divided equally."""
+    """Return a value replicated along `axes` as a plain tensor; its gradient is shared equally."""
     shared = apply_along_axes(_Unreplicate, local, grid, axes)
     return mark_handed_out(local) if shared is local and grid.size > 1 else shared
 
 
 def mark_handed_out(plain: Tensor) -> Tensor:
-    """Note that a plain tensor comes from the distributed program, and return it."""
+    """Mark the autograd node of a plain tensor that leaves the distributed program; return it."""
     if plain.grad_fn is not None:
         notes: Any = plain.grad_fn.metadata
         notes[_UNREPLICATED] = True
@@ -33,7 +33,7 @@ def mark_handed_out(plain: Tensor) -> Tensor:
 
 
 def is_unreplicated(node: Any) -> bool:
-    """Return whether the result of this autograd node was handed out as a plain tensor."""
+    """Return whether an autograd node's result left the distributed program as a plain tensor."""
     return isinstance(node, node_type(_Unreplicate)) or _UNREPLICATED in node.metadata
 
 
@@ -53,9 +53,9 @@ def is_replicated(node: Any) -> bool:
 
 
 def as_replicated(plain: Tensor, grid: Grid) -> Tensor:
-    """Return a plain tensor, equal on all ranks, as an operand of one distributed operation.
+    """Return a plain tensor, equal on all ranks, as an operand of a distributed operator.
 
-    Its gradient is summed over all ranks of the grid.
+    Its gradient is summed over all ranks of the grid. `is_entry` recognises its node.
     """
     result: Tensor = _Enter.apply(plain, grid, replicating_axes((), grid.topology))
     return result
@@ -92,10 +92,10 @@ class _Replicate(ShardFunction):
 
 
 class _Enter(_Replicate):
-    """Replicates an operand of a single operation; its own type makes its nodes recognisable."""
+    """`_Replicate` for one operand of an operator; `is_entry` recognises it by its own type."""
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor with the same strides, which view_as() may change."""
+    """Return an alias of a tensor; unlike view_as() this always keeps its strides."""
     alias: Tensor = torch.ops.aten.alias(tensor)
     return alias

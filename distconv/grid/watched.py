@@ -1,4 +1,4 @@
-"""A watched carrier: its waits are visible, and its steps are compared between ranks."""
+"""A carrier that shows its waits to the watching thread, and enters its steps in the journal."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Peers = Callable[[], Iterable[int]]
 
 
 class WrappedTransport:
-    """A carrier that passes everything on; see `Transport`. Subclasses override methods."""
+    """A transport that passes all messages to another carrier; subclasses add to it."""
 
     def __init__(self, carrier: Transport):
         self.name, self.ordered, self.next_tag = carrier.name, carrier.ordered, carrier.next_tag
         self.carry_by(carrier)
 
     def carry_by(self, carrier: Transport) -> None:
-        """Pass everything to this carrier from now on."""
+        """Pass all later messages to `carrier`."""
         # Every message allocates memory, without a call in between.
         self.carrier, self.empty = carrier, carrier.empty
 
@@ -46,7 +46,7 @@ class WrappedTransport:
 
 
 class _WatchedRequest:
-    """A request whose wait is visible."""
+    """A request whose `wait` shows itself to the watching thread, in the context `wait()`."""
 
     __slots__ = ("_request", "_wait")
 
@@ -59,8 +59,9 @@ class _WatchedRequest:
 
 
 class WatchedTransport(WrappedTransport):
-    """A carrier with visible waits and steps that are compared between ranks; see `Transport`.
-    `members` returns the ranks of a group as numbers in the grid.
+    """A carrier that shows its waits to the watching thread, and enters its steps in the journal.
+
+    `members` returns the ranks of a communicator, as numbers in the grid.
     """
 
     def __init__(
@@ -106,9 +107,10 @@ class WatchedTransport(WrappedTransport):
 
     @contextmanager
     def _on_stream(self, device: Any, peers: Peers) -> Iterator[None]:
-        """Show a wait of the host, as ranks may have to connect, and then of the current stream.
+        """Show a wait of the host within the context, and then a wait of the current stream.
 
-        Waits in a captured graph happen at replay, and are not seen.
+        The host may wait while ranks connect. In a captured graph a wait happens at each replay,
+        and is not shown.
         """
         with Wait(self._waiting, peers):
             yield

@@ -1,4 +1,4 @@
-"""Buckets of gradients: copied side by side, summed over ranks, handed out as views."""
+"""Buckets of gradients: copied side by side, summed over ranks, and set as views of the sum."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from distconv.transport.interface import Request
 
 
 class Bucket:
-    """Parameters whose gradients are reduced in one message.
+    """Parameters whose gradients are summed over ranks in one message.
 
-    Gradients are copied side by side into fresh memory, and summed there. Gradients that autograd
-    has just made become views of the sum. Others, which the program may hold, are overwritten by
-    it.
+    Gradients are copied side by side into fresh memory, and summed there. A gradient that autograd
+    has made in this pass becomes a view of the sum; any other, which the program may hold, is
+    overwritten.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Bucket:
 
     @property
     def under_way(self) -> bool:
-        """Return whether a sum of the gradients is under way."""
+        """Return whether `start` was called without `finish`."""
         return self._under_way is not None
 
     def start(self, parts: Sequence[bool], made: Sequence[bool], grid: ProcessGrid) -> None:
@@ -54,9 +54,10 @@ class Bucket:
 
         Parameters
         ----------
-        parts: whether each gradient is this rank's part. Others are equal on all ranks, and are
-            added by the first one only.
-        made: whether autograd has made each gradient, rather than added to an earlier one.
+        parts: for each gradient, whether it is this rank's part; otherwise it is equal on all
+            ranks, and only the first rank adds it.
+        made: for each gradient, whether autograd has made it in this pass, not added to an earlier
+            one.
         """
         p = self.parameters[0]
         flat = torch.empty(self.elements, dtype=p.dtype, device=p.device)
@@ -78,7 +79,7 @@ class Bucket:
         self._under_way = _Sum(flat, outside, tuple(used), add_up(flat))
 
     def finish(self) -> bool:
-        """Wait for the sum, and set it as the gradients; return whether one was under way."""
+        """Wait for the sum and set it as the gradients; return False if none was started."""
         if self._under_way is None:
             return False
         total, self._under_way = self._under_way, None
@@ -99,7 +100,7 @@ class Bucket:
 
 
 class _Sum(NamedTuple):
-    """A sum of gradients that is under way."""
+    """A started all-reduce of a bucket's gradients."""
 
     flat: Tensor
     outside: Sequence[tuple[int, Tensor]]
@@ -109,7 +110,7 @@ class _Sum(NamedTuple):
     request: Request
 
     def ranks(self) -> list[int]:
-        """Return for each gradient the number of ranks that added a part; the host waits for a GPU.
+        """Return for each gradient how many ranks added a part; on a GPU the host waits.
 
         A dry run assumes that all ranks use the same parameters.
         """
@@ -120,12 +121,10 @@ class _Sum(NamedTuple):
 def fill_buckets(
     parameters: Sequence[tuple[Tensor, tuple[str, ...]]], bucket_bytes: int
 ) -> list[tuple[tuple[str, ...], list[Tensor]]]:
-    """Return the parameters of each bucket, in the order in which backward passes fill buckets.
+    """Return each bucket's axes and parameters, in the order in which backward passes fill buckets.
 
-    The last parameters come first. A bucket is full when it has `bucket_bytes`.
-
-    `parameters` come with the grid axes over which their gradients are summed; those of a bucket
-    have the same axes and type.
+    Each of `parameters` comes with the grid axes over which its gradient is summed. The last ones
+    come first. Parameters of a bucket have equal axes and types; it is full at `bucket_bytes`.
     """
     buckets = []
     filling: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
@@ -138,7 +137,7 @@ def fill_buckets(
 
 
 def _strides(p: Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient: the parameter's own if without gaps, else row-major."""
+    """Return strides for a gradient: the parameter's own if these have no gaps, else row-major."""
     own = p.stride()
     dense: Tensor = torch.empty_like(p, device="meta")
     return own if dense.stride() == own else torch.empty(p.shape, device="meta").stride()

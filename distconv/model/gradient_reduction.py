@@ -1,8 +1,8 @@
-"""Gradients of a parallelized module: the parts of all ranks are summed during the backward pass.
+"""The gradients of a parallelized module: summed over ranks during the backward pass.
 
-They travel in buckets, in an order fixed from the start, each as one non-blocking all-reduce that
-begins as soon as the bucket and all before it are full (Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", VLDB 2020).
+They travel in buckets. Each bucket is one all-reduce, which begins as soon as the bucket and all
+before it are full, in an order that all ranks share (Li et al., "PyTorch Distributed: Experiences
+on Accelerating Data Parallel Training", VLDB 2020).
 """
 
 from __future__ import annotations
@@ -36,19 +36,22 @@ REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 
 
 def reduction_of(module: nn.Module) -> GradientReduction | None:
-    """Return the `GradientReduction` of a module; None for a copy of a parallelized module."""
+    """Return the `GradientReduction` of a module or its submodule; None if it has none.
+
+    A copy of a parallelized module has none.
+    """
     reduction: GradientReduction | None = module.__dict__.get(REDUCTION_ATTRIBUTE)
     return reduction if reduction is not None and reduction.covers(module) else None
 
 
 def reductions_noted_in(modules: Iterable[nn.Module]) -> list[GradientReduction]:
-    """Return the distinct reductions noted on modules; copies of parallelized ones have them."""
+    """Return the distinct reductions that modules refer to, also those of copied modules."""
     noted = (m.__dict__.get(REDUCTION_ATTRIBUTE) for m in modules)
     return list(dict.fromkeys(r for r in noted if r is not None))
 
 
 def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
-    """Return the `GradientReduction` of a module; raise `ValueError` where it is not parallelized.
+    """Return the `GradientReduction` of a module, or raise `ValueError` if it has none.
 
     `caller` is the name of the calling function, for the message.
     """
@@ -61,11 +64,13 @@ def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
 
 
 class GradientReduction:
-    """Hooks on the parameters of one module that sum their gradients over a grid.
+    """The sum of a module's gradients over the ranks of a grid, in every backward pass.
 
     Attributes
     ----------
     leaves: the parameters as autograd knows them; for a sharded one, this rank's block.
+    enabled: False within `no_sync`, where gradients stay parts.
+    layout: a checksum of the buckets, which all ranks must share.
     """
 
     def __init__(
@@ -134,23 +139,26 @@ class GradientReduction:
         raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
 
     def covers(self, module: nn.Module) -> bool:
-        """Return whether `module` is the module of this reduction, or a submodule of it."""
+        """Return whether `module` is the module of this reduction or one of its submodules."""
         whole = self._module()
         return whole is not None and any(part is module for part in whole.modules())
 
     def whole(self) -> nn.Module | None:
-        """Return the module of this reduction; None where it was deleted."""
+        """Return the module of this reduction, or None if the program has deleted it."""
         return self._module()
 
     def keep_for(self, blocks: Iterable[Tensor]) -> None:
-        """Stay for the backward passes of these tensors, also where the module is dropped."""
+        """Keep this reduction alive for backward passes of `blocks`, also without its module."""
         for node in {x.grad_fn for x in blocks}:
             if node is not None:
                 notes: Any = node.metadata
                 notes[REDUCTION_ATTRIBUTE] = self
 
     def release(self) -> None:
-        """Remove the hooks from the parameters, whose gradients must be sums."""
+        """Remove all hooks and marks from the parameters.
+
+        Raises RuntimeError if a gradient is still a part, after `no_sync`.
+        """
         self.settle()
         self._check_sums("the parameters leave their module", [True] * len(self.leaves))
         self._hooks.remove()
@@ -160,9 +168,9 @@ class GradientReduction:
             PARAMETERS.pop(x, None)
 
     def reduce(self) -> None:
-        """Sum the parts that backward passes in `no_sync` have left. All ranks call it together.
+        """Sum the gradients that backward passes within `no_sync` left as parts. Collective.
 
-        Sums of earlier passes stay as they are.
+        Gradients that are sums already stay as they are.
         """
         if self._grid.size == 1:
             return
@@ -172,25 +180,25 @@ class GradientReduction:
         self._end(failed=False)
 
     def give(self, sums: Iterable[Tensor | None]) -> None:
-        """Set the gradient of each parameter to a sum over the ranks computed elsewhere."""
+        """Set each parameter's gradient to a sum over the ranks that was computed elsewhere."""
         for p, gradient in zip(self.leaves, sums, strict=True):
             p.grad = gradient
         self._is_part = [False] * len(self.leaves)
 
     def average(self, factor: float) -> None:
-        """Divide each rank's part of a gradient, from now on, by `factor`.
+        """From now on divide each rank's part of a gradient by `factor`.
 
-        Then inputs may live on parts of the grid, each of which has samples of its own.
+        Inputs may then live on grids of some of the ranks, each with samples of its own.
         """
         self._averages = True
         self._hooks.share = 1 / factor
 
     def takes(self, grid: Any) -> bool:
-        """Return whether inputs may live on another grid, which is a part of this one."""
+        """Return whether inputs may live on `grid`, which has some of the ranks; see `average`."""
         return self._averages and set(grid.ranks) <= set(self._grid.ranks)
 
     def travel_apart(self, number: int) -> None:
-        """Reduce from now on over communicators of reduction `number` alone.
+        """From now on reduce over communicators that no reduction with another `number` uses.
 
         All ranks of the grid call it together, between steps.
         """
@@ -201,27 +209,27 @@ class GradientReduction:
         self.prepare()
 
     def hold(self) -> None:
-        """Leave sums under way after a backward pass, until `start_held` and `settle`."""
+        """Let sums run on after the next backward passes, until `start_held` and `settle`."""
         self.settle()
         self._held, self._started = True, 0
 
     def start_held(self) -> None:
-        """Start the sums of backward passes since `hold` that have not started."""
+        """Start the sums that backward passes since `hold` have not started, and end `hold`."""
         self._held = False
         if self._grid.size > 1:
             self._start_rest()
 
     @property
     def parts(self) -> tuple[bool, ...]:
-        """Return for each parameter whether its gradient is this rank's part of a sum."""
+        """Return for each parameter whether its gradient is this rank's part, not a sum."""
         return tuple(self._is_part)
 
     def give_parts(self, parts: Iterable[bool]) -> None:
-        """Note for each parameter whether its gradient, made elsewhere, is a part of a sum."""
+        """Set the result of `parts`, for gradients that were made elsewhere."""
         self._is_part = list(parts)
 
     def settle(self) -> None:
-        """Wait for all sums under way, and set them as gradients."""
+        """Wait for all started sums, and set them as gradients."""
         self._pass = -1
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if bucket.finish():
@@ -236,9 +244,9 @@ class GradientReduction:
             self._grid.communicator(axes, self._purpose)
 
     def _connect(self) -> None:
-        """Send a message over each communicator. All ranks of the grid call it together.
+        """Send one message over each communicator. All ranks of the grid call it together.
 
-        A carrier may connect the ranks of a communicator at first use, where they wait for each
+        A carrier may connect a communicator's ranks at its first use, where they wait for each
         other. Ranks that first use communicators in different orders would wait for ever.
         """
         for axes in dict.fromkeys(self._axes):
@@ -247,15 +255,15 @@ class GradientReduction:
 
     @property
     def _starts_at_the_end(self) -> bool:
-        """Return whether sums start in one order on all ranks, after the backward pass.
+        """Return whether all sums start after the backward pass, in one order on all ranks.
 
-        A parameter may have no gradient on some ranks. These ranks start its bucket at the end, so
-        all ranks must: within the backward pass it would come at another place among the exchanges.
+        A rank without a gradient for a parameter starts the parameter's bucket at the end. If
+        exchanges need one order, other ranks must not start it earlier, within the pass.
         """
         return self._grid.transport.ordered or self._wire is not None
 
     def prepare(self) -> None:
-        """Register hooks on trainable parameters and lay out the buckets, last ones first."""
+        """Put hooks on trainable parameters, and lay out buckets anew if these have changed."""
         trainable = [(n, p) for n, p in enumerate(self.leaves) if p.requires_grad]
         self._hooks.watch([n for n, _ in trainable])
         layout = [(n, p.dtype, p.shape, p.stride()) for n, p in trainable]
@@ -270,7 +278,10 @@ class GradientReduction:
         self._bucket_of = {n: b for b, members in enumerate(self._members) for n in members}
 
     def _check_sums(self, event: str, concerned: Iterable[bool]) -> None:
-        """Raise where the gradient of a concerned parameter is still a part of a sum."""
+        """Raise RuntimeError if the gradient of a `concerned` parameter is still a part.
+
+        `event` begins the message.
+        """
         if any(
             x and part and p.grad is not None
             for p, part, x in zip(self.leaves, self._is_part, concerned, strict=True)
@@ -282,12 +293,12 @@ class GradientReduction:
 
     @staticmethod
     def kind(p: Tensor) -> str:
-        """Return everything that decides a parameter's place in the buckets, as a text."""
+        """Return a text with all that places a parameter in buckets, to compare between ranks."""
         stride = "" if isinstance(p, DistTensor) else f" of strides {p.stride()}"
         return f"{p.dtype}{stride}, requires_grad={p.requires_grad}"
 
     def _filled(self) -> list[Bucket]:
-        """Return the buckets in the order in which backward passes fill them."""
+        """Return new buckets in the order in which backward passes fill them."""
         trained = [
             (p, axes) for p, axes in zip(self.leaves, self._axes, strict=True) if p.requires_grad
         ]
@@ -303,7 +314,7 @@ class GradientReduction:
     def _sum_over(
         self, axes: tuple[str, ...], parameters: Sequence[Tensor]
     ) -> Callable[[Tensor], Request] | None:
-        """Return a function that starts a bucket's sum; None for the carrier's all-reduce."""
+        """Return a function that sums a bucket in half precision; None for an all-reduce."""
         grid, wire = self._grid, self._wire
         if wire is None or parameters[0].dtype not in WIDE or grid.topology.parts(axes) == 1:
             return None
@@ -363,7 +374,7 @@ class GradientReduction:
             self._start_next()
 
     def _end(self, failed: bool) -> None:
-        """End a backward pass: start the sums that are left, and set them as gradients."""
+        """End a backward pass: start the sums that have not started, and set sums as gradients."""
         # Held sums that start at the end would start in another order on other ranks.
         if not failed and not (self._held and self._starts_at_the_end):
             self._start_rest()
@@ -371,10 +382,9 @@ class GradientReduction:
             self.settle()
 
     def _warn(self, bucket: Bucket, members: list[int]) -> None:
-        """Warn of a parameter that some ranks have used and others have not.
+        """Warn, once for a module, of a parameter that has got a gradient on some ranks only.
 
-        One of the ranks of the bucket warns; on GPUs the ranks without a gradient do, as others do
-        not read the counts.
+        One rank of the bucket warns; on GPUs the ranks without a gradient do, as only they know.
         """
         ranks, kind = bucket.comm.size, self._wire or bucket.parameters[0].dtype
         # Counts are sent with the gradients, and large ones are rounded as these are.
@@ -397,7 +407,11 @@ class GradientReduction:
 
 
 class _EndOfBackward:
-    """The end of a backward pass: autograd calls it, or drops it where the pass has failed."""
+    """A callback at the end of a backward pass, which also notices if the pass fails.
+
+    Autograd calls it at the end; if the pass fails, it drops it. `end` gets whether the pass
+    failed.
+    """
 
     __slots__ = ("_end", "_over")
 
@@ -414,5 +428,5 @@ class _EndOfBackward:
 
 
 def axes_of_sum(p: Tensor, grid: Grid) -> tuple[str, ...]:
-    """Return the axes along which ranks hold the same block of a parameter, and sum gradients."""
+    """Return the grid axes over which the gradient of `p` is summed: those that do not cut `p`."""
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)

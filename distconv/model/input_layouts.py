@@ -1,4 +1,4 @@
-"""A layout for each layer: modules that take their inputs in a layout of their own."""
+"""A layout for each layer: hooks that redistribute the inputs of modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distconv.torch_private import run_eagerly
 
 
 def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layout of each module that a pattern matches; the last matching pattern decides.
+    """Return the layout of each module that a pattern of names matches; the last pattern decides.
 
     Raises ValueError for a pattern that matches nothing. Raises TypeError for a pattern that is no
     string, or a value that is no layout.
@@ -47,14 +47,14 @@ def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str,
 
 
 def redistribute_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
-    """Let the modules with these names redistribute their input tensors."""
+    """Let each submodule named in `layouts` redistribute its input tensors to that layout."""
     for name, part in module.named_modules():
         if name in layouts:
             part.register_forward_pre_hook(InputLayout(name, layouts[name]), with_kwargs=True)
 
 
 class InputLayout:
-    """A hook that gives a module its inputs in a layout."""
+    """A forward pre-hook of a module that redistributes its input tensors to one layout."""
 
     def __init__(self, name: str, layout: Layout):
         self._name, self._layout = name, layout

@@ -1,4 +1,7 @@
-"""The rules of torch functions on DistTensors, and the refusal of functions without one."""
+"""The registry of rules, which say what torch functions do with DistTensors.
+
+A function without a rule is refused by `UnsupportedOperation`.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
     """Register the decorated rule as the implementation of torch functions for DistTensors.
 
-    The rule is called on every rank of the grid with the arguments of the torch function, at least
-    one of which is or contains a DistTensor. It decides from global metadata alone whether it
-    supports them, and raises `UnsupportedOperation` before any message where it does not.
+    The rule is called on every rank of the grid with the arguments of the torch function. At least
+    one argument is or contains a DistTensor. The rule decides from global metadata alone whether it
+    supports the arguments; if not, it raises `UnsupportedOperation` before any message.
     """
 
     def register(rule: Rule) -> Rule:
@@ -42,7 +45,7 @@ class UnsupportedOperation(NotImplementedError):
 
 
 def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn:
-    """Raise `UnsupportedOperation` for `operator` on these operands."""
+    """Raise `UnsupportedOperation` with the reason, the layouts of the operands and the way out."""
     tensors = [x for x in operands if isinstance(x, DistTensorBase)]
     where = "; ".join(f"{tuple(x.shape)} {x.layout} on {x.grid}" for x in tensors)
     raise UnsupportedOperation(f"{operator}: {reason} [{where}]. {way_out}")
@@ -95,7 +98,7 @@ WAYS_OUT: dict[Any, str] = {
 
 
 def way_out_of(function: Any) -> str:
-    """Return the way out for `function`, which has no rule."""
+    """Return the advice that the error about `function`, which has no rule, gives to the user."""
     if isinstance(function, (torch.ScriptMethod, torch.ScriptFunction)):
         return "Use the module or function as it was before torch.jit.script or torch.jit.trace"
     return WAYS_OUT.get(
