@@ -482,7 +482,7 @@ the shape of a block."""
 def only_raises(function: Callable[..., Any]) -> bool:
     """Return whether a function of linear algebra does nothing but raise an error.
 
-    Some do from torch 2.13 on. Their rules must not compute what serial torch refuses.
+    Some do from torch 2.13 on. A rule for one must not compute what serial torch refuses.
     """
     return function.__module__ == "torch._linalg_utils"
 

@@ -80,7 +80,7 @@ def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 
 def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
-    """Overwrite a tensor in place by that of the first rank along `axes`. All these call it."""
+    """Overwrite `tensor` by the first rank's along `axes`. All these ranks call it."""
     axes = tuple(axes)
     if not tensor.numel() or grid.topology.parts(axes) == 1:
         return

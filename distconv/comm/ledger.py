@@ -41,12 +41,12 @@ class Movement:
 
     @property
     def redistributes(self) -> bool:
-        """Return whether the layout changes."""
+        """Return whether source and target layout differ."""
         return self.source != self.target
 
     @property
     def bytes(self) -> int:
-        """Return the bytes received from other ranks."""
+        """Return the number of bytes that this rank receives from other ranks."""
         routes = self.plan.sends if self.adjoint else self.plan.receives
         return self.itemsize * sum(route.size for route in routes)
 

@@ -36,7 +36,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return uninitialised memory of this shape, with channels last in memory if `like` has so."""
+    """Return uninitialised memory of this shape, in channels last if `like` is in channels last."""
     form = CHANNELS_LAST[like.dim()] if has_channels_last(like) else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=form)
 

@@ -166,7 +166,7 @@ def _exists(x: Any) -> bool:
 
 
 def _unwatched(call: TracedCall) -> TracedCall:
-    """Return a call that sends by the carrier beneath a watched carrier; others as they are."""
+    """Return `call`, sending by the carrier itself in place of the watched one around it."""
     if call.function not in _MESSAGES or not isinstance(call.arguments[0], WrappedTransport):
         return call
     carrier, *rest = call.arguments[0].carrier, *call.arguments[1:]

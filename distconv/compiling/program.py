@@ -15,16 +15,16 @@ from distconv.torch_private import Operator, is_mutable
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Stands in a traced step for an input, or for a tensor or request that a call makes."""
+    """A placeholder in a traced step for an input, or a tensor or request that a call makes."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """Stands in a traced step for a tensor from before the step, such as a parameter.
+    """A placeholder in a traced step for a tensor from before it, such as a parameter.
 
-    Calls may write to it.
+    Calls may write to the tensor.
     """
 
     number: int

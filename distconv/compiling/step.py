@@ -354,7 +354,7 @@ class _ReplayedStep:
         self._optimizers = [(x, _sizes(x)) for x in case.trace.optimizers]
 
     def fits(self, outside: Sequence[Tensor]) -> bool:
-        """Return whether the program is right now, for tensors `outside` among the variables.
+        """Return whether the program may be replayed with the present tensors `outside`.
 
         Gradients must be like those in the trace, variables the same tensors, and optimizers must
         have no other parameters.

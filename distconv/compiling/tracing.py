@@ -183,7 +183,7 @@ class Trace:
             self.paused = before
 
     def hinder(self, why: str) -> None:
-        """Note why the step cannot be replayed, with the program's line, if it is the first reason."""
+        """Note why the step cannot be replayed, with the program's line; a first reason stays."""
         self.obstacle = self.obstacle or f"{why}, at {user_line()}"
 
     def note(

@@ -76,7 +76,7 @@ def told(x: Any, tensors: bool = False, depth: int = _DEEP) -> Any:
 
 
 def unknown_kind(argument: Any) -> type | None:
-    """Return the type of an object in `argument` that may change while its `told` stays the same.
+    """Return the type of an object in `argument` that can change without a change of its `told`.
 
     None if there is no such object.
     """

@@ -29,7 +29,7 @@ class DeviceGraph:
 
     Parameters
     ----------
-    work: queues work on the current stream only, on memory that stays in its place.
+    work: the function; it uses the current stream only, and memory that stays in its place.
     """
 
     def __init__(self, device: torch.device, work: Callable[[], Any]):

@@ -63,7 +63,7 @@ def backend_of(kind: str) -> str | None:
 
 
 def library_of(kind: str) -> str:
-    """Return the vendor's library behind that backend of a kind, such as "RCCL", for messages."""
+    """Return the vendor's name of the library behind a kind's backend, such as "RCCL"."""
     if kind == "cuda":
         return "RCCL" if torch.version.hip else "NCCL"
     return "oneCCL" if kind == "xpu" else backend_of(kind) or "torch.distributed"

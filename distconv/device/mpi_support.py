@@ -22,10 +22,7 @@ _NUMBERS = {"cuda": 0, "xpu": 1, "hip": 2}
 
 
 def is_gpu_aware(library: ctypes.CDLL, kind: str) -> bool:
-    """Return whether the MPI in `library` says that it takes pointers to such memory.
-
-    `kind` is torch's name of the accelerator.
-    """
+    """Return whether the MPI loaded as `library` takes pointers to memory of this kind of GPU."""
     if os.environ.get(_CRAY):
         return os.environ[_CRAY] == "1"
     vendor = "hip" if kind == "cuda" and torch.version.hip else kind

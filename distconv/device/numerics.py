@@ -20,9 +20,9 @@ FEWEST_IN_DOUBT = 2**30
 
 
 def in_doubt(elements: int) -> bool:
-    """Return whether convolutions of so large a block of halves may be wrong without an error.
+    """Return whether convolutions of a block of `elements` halves may be wrong without an error.
 
-    `elements` is its number of elements. Libraries count with 32 bits, which end at 2**31.
+    Libraries count with 32 bits, which end at 2**31.
     """
     version = torch.backends.cudnn.version()
     return elements > (FEWEST_IN_DOUBT if version in _WRONG_VOLUMES else 2**31)

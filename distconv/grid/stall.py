@@ -40,7 +40,7 @@ _UNKNOWN = Entries(1, (), ())
 
 
 def time_limit() -> float:
-    """Return DISTCONV_TIMEOUT, the seconds that a wait may last; raise ValueError for others."""
+    """Return the seconds that a wait may last, by DISTCONV_TIMEOUT, or raise ValueError."""
     text = os.environ.get(_VARIABLE, str(_DEFAULT))
     try:
         seconds = float(text)
@@ -88,7 +88,7 @@ class Board:
 class Watch:
     """A thread that watches this rank's waits for the other ranks of a journal.
 
-    `rank` and `size` are this rank's number among them and their number.
+    `rank` is this rank's number among the `size` ranks of the journal.
     """
 
     def __init__(self, rank: int, size: int, waiting: Waiting):

@@ -46,7 +46,7 @@ class WrappedTransport:
 
 
 class _WatchedRequest:
-    """A request whose `wait` shows itself to the watching thread, in the context `wait()`."""
+    """A request that waits within the context `wait()`, which shows the wait to a thread."""
 
     __slots__ = ("_request", "_wait")
 

@@ -209,7 +209,7 @@ class GradientReduction:
         self.prepare()
 
     def hold(self) -> None:
-        """Let sums run on after the next backward passes, until `start_held` and `settle`."""
+        """Do not wait for sums at the end of backward passes, until `start_held` and `settle`."""
         self.settle()
         self._held, self._started = True, 0
 
@@ -293,7 +293,7 @@ class GradientReduction:
 
     @staticmethod
     def kind(p: Tensor) -> str:
-        """Return a text with all that places a parameter in buckets, to compare between ranks."""
+        """Return a parameter's type, strides and trainability as text, to compare between ranks."""
         stride = "" if isinstance(p, DistTensor) else f" of strides {p.stride()}"
         return f"{p.dtype}{stride}, requires_grad={p.requires_grad}"
 
@@ -407,10 +407,10 @@ class GradientReduction:
 
 
 class _EndOfBackward:
-    """A callback at the end of a backward pass, which also notices if the pass fails.
+    """A callback at the end of a backward pass, also of one that fails.
 
-    Autograd calls it at the end; if the pass fails, it drops it. `end` gets whether the pass
-    failed.
+    Autograd calls it at the end of the pass, or drops it if the pass fails; both call
+    `end(failed)`.
     """
 
     __slots__ = ("_end", "_over")

@@ -74,7 +74,7 @@ def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
 
 
 def _among(kind: type, names: frozenset[str]) -> str:
-    """Return the first name of a class of torch in `names` that is `kind` or its base, or ""."""
+    """Return the name of a torch class in `names` from which `kind` derives, or ""."""
     for base in kind.__mro__:
         if base.__name__ in names and base.__module__.startswith("torch."):
             return base.__name__

@@ -74,11 +74,11 @@ def mark_of_parameter(x: DistTensorBase) -> None:
 
 
 def prepare_write(x: DistTensorBase, operator: str) -> None:
-    """Check that `x` may be written in place, and bring its block to this rank. Collective.
+    """Check that `x` may be written in place, and bring the block of a merged tensor. Collective.
 
     `operator` is the writing function; it calls `finish_write(x)` after the write. Raises
     UnsupportedOperation or RuntimeError on every rank, before any message, if serial torch forbids
-    the write, or might change other tensors by it.
+    the write, or if other tensors might have to change with `x`.
     """
     memory = x.__dict__.get("_memory")
     if memory is not None and not memory.alone:

@@ -244,7 +244,7 @@ class DistTensorBase(torch.Tensor):
         return rank_box(tuple(self.shape), self.cuts, self.grid.topology, self.grid.rank)
 
     def become(self, view: DistTensorBase) -> None:
-        """Make this tensor object its own view `view`, as in-place `t_()` or `unsqueeze_()` do.
+        """Turn this tensor object into `view`, a view of it, as `t_()` and `unsqueeze_()` do.
 
         A new tensor takes its former place as the base of its other views.
         """

@@ -84,7 +84,7 @@ class DistTensor(DistTensorBase):
             CURRENT.call = func, args, kwargs
             try:
                 if func in _OWN_AFFAIRS:
-                    return _of_one_origin(args, _run(rule, func, args, kwargs))
+                    return _keep_journal_entry(args, _run(rule, func, args, kwargs))
                 _enter_call(func, args, kwargs)
                 return _run(rule, func, args, kwargs)
             finally:
@@ -298,7 +298,7 @@ class DistTensor(DistTensorBase):
         return self
 
     def mark_summed_when_accumulated(self) -> None:
-        """Note that a parallelized module sums this parameter's gradients, not a hook of it."""
+        """Note that a parallelized module, not a hook, sums the gradients of this parameter."""
         self.summed_when_accumulated = True
 
     @property
@@ -442,7 +442,7 @@ def _enter_call(
             return
 
 
-def _of_one_origin(args: Sequence[Any], copy: Any) -> Any:
+def _keep_journal_entry(args: Sequence[Any], copy: Any) -> Any:
     """Give `copy` the journal entry of `args[0]`, the tensor it is a copy of, and return it.
 
     One rank alone may copy a tensor, and later entries must still name it alike on all ranks.

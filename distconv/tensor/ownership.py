@@ -72,7 +72,7 @@ def mark_summed(p: Tensor, summed: bool) -> None:
 
 
 def is_summed(p: Tensor) -> bool:
-    """Return whether `mark_summed(p, True)` is in force."""
+    """Return whether hooks of a parameter get its summed gradient; see `mark_summed`."""
     return _SUMMED in p.__dict__
 
 

@@ -73,8 +73,8 @@ def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> 
 def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[int, Tensor]:
     """Raise if the gradients of operands would be wrong; return replacements for some of them.
 
-    A plain operand that depends on leaves of no parallelized module needs a gradient summed over
-    the ranks: the result maps its id to a tensor of the same values whose gradient is.
+    The gradient of a plain operand that depends on leaves of no parallelized module must be summed
+    over the ranks: the result maps its id to a replacement of equal values, which does so.
 
     Raises UnsupportedOperation on every rank if a user's autograd Function was applied to a
     DistTensor itself, or a plain operand depends on a value of `to_local` or `full_tensor`;

@@ -51,7 +51,7 @@ class Transport(Protocol):
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start to receive the messages `arriving` and to send the messages `leaving`, at once."""
+        """Start one exchange: receive the messages `arriving`, and send the messages `leaving`."""
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start to sum a tensor in place over the ranks of `group`.

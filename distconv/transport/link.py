@@ -70,7 +70,7 @@ class Link:
         connection.setblocking(False)
 
     def send(self, message: Message) -> None:
-        """Start to send a message, whose payload must not change before. Raises LinkLost."""
+        """Start to send a message; its payload must not change until sent. Raises LinkLost."""
         head = _HEAD.pack(*message.numbers, message.payload.numel())
         self._leaving.append(memoryview(head))
         if message.payload.numel():

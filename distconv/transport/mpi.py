@@ -58,7 +58,7 @@ class MPIRequest:
 
 
 class MPICommunicator:
-    """A `Communicator` over mpi4py's communicator `comm`, all of whose ranks make it."""
+    """A `Communicator` over mpi4py's communicator `comm`, all of whose ranks call its methods."""
 
     def __init__(self, comm: MPI.Intracomm, purpose: str = "user"):
         self.mpi, self.purpose = comm, purpose

@@ -44,7 +44,7 @@ class LaunchQueue:
         self._waiting: deque[QueuedRequest] = deque()
 
     def add(self, ready: Event, start: Callable[[], Request]) -> QueuedRequest:
-        """Queue `start`, to be called after the event `ready`, as MPI knows no GPU's work."""
+        """Queue `start`, which passes a message to MPI, to be called after the event `ready`."""
         queued = QueuedRequest(self, ready, start)
         self._waiting.append(queued)
         return queued

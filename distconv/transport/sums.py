@@ -44,7 +44,7 @@ class Summand(NamedTuple):
         )
 
     def arriving(self, request: Request) -> Request:
-        """Return the request for the sum in the tensor itself; `request` is that of `numbers`."""
+        """Return a request for the tensor's sum, given the request for the sum of `numbers`."""
         return request if self.into is None else _CopiedSum(request, self.numbers, self.into)
 
 

@@ -116,7 +116,7 @@ def start(collective: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def finish(work: Any) -> None:
-    """Wait until a collective is complete, on a GPU for work queued next."""
+    """Wait until the collective whose `start` returned `work` is complete."""
     try:
         work.wait()
     except RuntimeError as error:
