@@ -12,6 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -165,10 +167,8 @@ next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 """Return the number of the node that autograd records next; see `current_node`."""
 
 
-def node_number(node: Any) -> int:
-    """Return the number that autograd gave a node when it recorded it, to attribute its work."""
-    number: int = node._sequence_nr()
-    return number
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Return the number that autograd gave a node when it recorded it; see `current_node`."""
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -184,13 +184,9 @@ compiled_apply: Any = vars(torch._C._FunctionBase)["apply"]
 torch.func each time that distconv applies one of its own functions."""
 
 
-def node_type(function: Any) -> type:
-    """Return the type of the autograd nodes that a `torch.autograd.Function` records.
-
-    By it a walk through the graph sees where values were handed out, or replicated.
-    """
-    kind: type = function._backward_cls
-    return kind
+node_type: Callable[[Any], type] = attrgetter("_backward_cls")
+"""Return the type of the nodes that a `torch.autograd.Function` records. By it a walk through the
+graph sees where values were handed out, or replicated."""
 
 
 def roots_of_backward() -> list[Tensor]:
@@ -318,15 +314,13 @@ innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_st
 _mode_before_dispatch = _ops._mode_stack_state_for_pre_dispatch.get  # type: ignore[no-untyped-call]
 
 
-def make_fx_before_dispatch() -> Any:
-    """Return the active mode of make_fx or torch.export before dispatch, or None."""
-    return _mode_before_dispatch(0)
-
+make_fx_before_dispatch: Callable[[], Any] = partial(_mode_before_dispatch, 0)
+"""Return the active mode of make_fx or torch.export before dispatch, or None; see `count_modes`."""
 
 _TRACERS = {
-    torch._C._TorchDispatchModeKey.PROXY: "make_fx",
-    torch._C._TorchDispatchModeKey.FAKE: "FakeTensorMode, or torch.export",
     torch._C._TorchDispatchModeKey.FUNCTIONAL: "AOTAutograd",
+    torch._C._TorchDispatchModeKey.FAKE: "FakeTensorMode, or torch.export",
+    torch._C._TorchDispatchModeKey.PROXY: "make_fx",
 }
 
 
@@ -335,11 +329,8 @@ def tracing_mode() -> str:
 
     Dispatch modes of users only observe, and are ignored.
     """
-    found = ""
-    for mode, name in _TRACERS.items() if count_modes() else ():
-        if torch._C._get_dispatch_mode(mode) is not None:
-            found = name
-    return found
+    get = torch._C._get_dispatch_mode
+    return next((name for mode, name in _TRACERS.items() if get(mode) is not None), "")
 
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -369,13 +360,9 @@ Operator = _ops.OpOverload
 """The type of operators below torch's functions. Without it, compiled steps replay other calls."""
 
 
-def is_mutable(operator: Any) -> bool:
-    """Return whether an operator of `torch.ops` writes to an argument.
-
-    Timings and recordings must not share the results of such operators.
-    """
-    mutable: bool = operator._schema.is_mutable
-    return mutable
+is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
+"""Return whether an operator of `torch.ops` writes to an argument. Without it, timings and
+recordings share results that are written to."""
 
 
 def signature_of(operator: Any) -> str:
@@ -394,11 +381,8 @@ def returns_views(operator: Any) -> bool:
     return any(result.alias_info is not None for result in operator._schema.returns)
 
 
-def is_profiling() -> bool:
-    """Return whether torch's profiler is recording now."""
-    found: bool = torch.autograd._profiler_enabled()
-    return found
-
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Return whether torch's profiler is recording; see `profiler_refused`."""
 
 # Functions and kernels
 
@@ -526,25 +510,17 @@ CODE_OF_MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 the frames of this code are searched on the stack, so that calls need not be noted."""
 
 
-def parts_and_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dictionaries of a module's own parameters and of its direct submodules.
+parts_and_parameters: Callable[[Any], Any] = attrgetter("_parameters", "_modules")
+"""Return the dictionaries of a module's own parameters and of its direct submodules. Without it,
+noticing a changed module takes as long as torch takes to walk through all of it."""
 
-    By them a changed module is noticed faster than by torch's walk through all of it.
-    """
-    return module._parameters, module._modules
+buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
+"""Return the dictionary of a module's own buffers. Without it, compiled modules replay with a
+buffer that has been replaced."""
 
-
-def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """Return the dictionary of a module's own buffers, to notice a buffer that was replaced."""
-    return module._buffers
-
-
-def hooks_of_module(module: nn.Module) -> tuple[Any, Any]:
-    """Return the dictionaries of a module's hooks before and after `forward`.
-
-    Copies of a parallelized module keep hooks, but not the handles by which to remove them.
-    """
-    return module._forward_pre_hooks, module._forward_hooks
+hooks_of_module: Callable[[nn.Module], Any] = attrgetter("_forward_pre_hooks", "_forward_hooks")
+"""Return the dictionaries of hooks before and after `forward`. Copies of a parallelized module keep
+hooks, but not their handles, and could not be made ordinary without it."""
 
 
 def versions_in_state(state: Mapping[str, Any]) -> Any:
@@ -575,14 +551,9 @@ def is_flat_parameter(x: Tensor) -> bool:
 
 # torch.distributed, which is imported where it is used
 
-
-def gather_flat(group: Any) -> Callable[..., Any]:
-    """Return the all-gather of a process group into one tensor.
-
-    torch's public function takes default groups only, and distconv makes groups of its own.
-    """
-    gather: Callable[..., Any] = group._allgather_base
-    return gather
+gather_flat: Callable[[Any], Callable[..., Any]] = attrgetter("_allgather_base")
+"""Return the all-gather of a process group into one tensor. The public one accepts default groups
+only, and distconv makes groups of its own."""
 
 
 def start_batch(group: Any, device: torch.device) -> None:

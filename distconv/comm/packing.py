@@ -64,19 +64,18 @@ def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: Grid) -> list[M
     return leaving
 
 
-def receive_buffers(routes: Iterable[Route], like: Tensor, grid: Grid) -> list[Message]:
-    """Return, for each route, its rank and uninitialised memory for its message."""
-    empty = grid.transport.empty
-    return [(route.peer, empty(route.shape, like)) for route in routes]
+def receive_buffers(
+    routes: Iterable[Route], like: Tensor, grid: Grid, into: Tensor | None = None
+) -> list[Message]:
+    """Return, for each route, its rank and uninitialised memory for its message, like `like`.
 
-
-def receive_places(buffer: Tensor, routes: Iterable[Route], grid: Grid) -> list[Message]:
-    """Return, for each route, its rank and its box of `buffer`, or new memory if that has gaps."""
+    The memory is the route's box of `into`, if that is given, and the box contiguous there.
+    """
     arriving = []
     for route in routes:
-        place = buffer[route.boxes[0]]
-        if len(route.boxes) > 1 or not place.is_contiguous():
-            place = grid.transport.empty(route.shape, buffer)
+        place = None if into is None or len(route.boxes) > 1 else into[route.boxes[0]]
+        if place is None or not place.is_contiguous():
+            place = grid.transport.empty(route.shape, like)
         arriving.append((route.peer, place))
     return arriving
 

@@ -18,7 +18,6 @@ from distconv.comm.packing import (
     has_channels_last,
     pack_messages,
     receive_buffers,
-    receive_places,
     route_boxes,
 )
 from distconv.comm.shard_function import ShardFunction
@@ -81,10 +80,7 @@ class Transfer:
         """
         routes, grid = self.plan.receives, self.grid
         leaving = pack_messages(block, self.plan.sends, grid)
-        if buffer is None:
-            incoming = receive_buffers(routes, block, grid)
-        else:
-            incoming = receive_places(buffer, routes, grid)
+        incoming = receive_buffers(routes, block, grid, buffer)
         return InFlight(routes, incoming, grid.transport.exchange(incoming, leaving, self._tag))
 
     def forward(self, block: Tensor, fill: float = 0.0) -> Tensor:

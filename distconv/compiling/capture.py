@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +87,8 @@ class _Piece:
         self.given = list(dict.fromkeys(outside))
         numbers = [x.number for x in self.given]
         self._written = [n in _written(calls, numbers) for n in numbers]
-        self._constants = [step.constants[n] for n in {x.number for x in used if _exists(x)}]
+        existing = {x.number for x in used if isinstance(x, Existing)}
+        self._constants = [step.constants[n] for n in existing]
         alone = TracedStep(numbers, list(map(_unwatched, calls)), results, step.constants, [])
         self._run = Program(alone).run
         self._grid = grid
@@ -159,10 +159,6 @@ def _copies(tensors: Iterable[Tensor], constants: Iterable[Tensor]) -> Iterator[
                 whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
                 copied[address] = whole.clone().untyped_storage()
             yield x.new_empty(0).set_(copied[address], x.storage_offset(), x.shape, x.stride())
-
-
-def _exists(x: Any) -> bool:
-    return isinstance(x, Existing)
 
 
 def _unwatched(call: TracedCall) -> TracedCall:

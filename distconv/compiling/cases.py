@@ -7,7 +7,7 @@ replayed by itself.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -139,14 +139,14 @@ class Results:
         self._places = [torch.empty(0) for _ in tensors]
         others = {id(x): place for x, place in zip(tensors, self._places, strict=True)}
         self._structure = replaced(returned, others)
-        self._made = [_description(x) for x in tensors]
+        self._rebuilders = [_rebuilder(x) for x in tensors]
         self.holds_fractions = _holds_fractions(returned)
         self.words = repr(self._structure)
         """The structure as a text, to compare."""
 
     def of(self, blocks: Iterable[Tensor]) -> Any:
         """Return the result of a call, with new blocks for its tensors."""
-        made = map(_distributed, blocks, self._made)
+        made = (rebuilt(x) for rebuilt, x in zip(self._rebuilders, blocks, strict=True))
         return replaced(self._structure, dict(zip(map(id, self._places), made, strict=True)))
 
 
@@ -156,20 +156,18 @@ def _holds_fractions(x: Any) -> bool:
     return _holds_fractions([*x.values()]) if isinstance(x, dict) else isinstance(x, float)
 
 
-def _description(x: Tensor) -> Any:
-    """Return the metadata of a DistTensor that its block lacks; None for a plain tensor."""
+def _rebuilder(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that makes a tensor like `x` of a new block, or of a new plain tensor."""
     if not isinstance(x, DistTensor):
-        return None
-    y = x if x.unmerged is None else x.unmerged
-    return tuple(y.shape), y.cuts, y.grid, x.shape
+        return lambda block: block
+    y, shape = x if x.unmerged is None else x.unmerged, x.shape
+    about = tuple(y.shape), y.cuts, y.grid
 
+    def rebuilt(block: Tensor) -> Tensor:
+        made = DistTensor(block, *about)
+        return made if made.shape == shape else made.reshape(shape)
 
-def _distributed(block: Tensor, described: Any) -> Tensor:
-    if described is None:
-        return block
-    *about, shape = described
-    x = DistTensor(block, *about)
-    return x if x.shape == shape else x.reshape(shape)
+    return rebuilt
 
 
 def difference(mine: TracedStep, theirs: TracedStep) -> str:

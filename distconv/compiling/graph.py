@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import count, pairwise
+from itertools import count
 from operator import getitem
 from typing import Any
 from weakref import WeakValueDictionary
@@ -109,11 +109,6 @@ def _wait(message: int, token: Tensor, leaving: Any, like: Any) -> tuple[Tensor,
     return torch.empty_like(token), _MESSAGES[message].wait()
 
 
-def _complete(message: int, token: Tensor, leaving: Any, like: Any) -> tuple[Tensor, list[Tensor]]:
-    _MESSAGES[message].start(leaving, like)
-    return _wait(message, token, leaving, like)
-
-
 def _gather(message: int, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(token), _MESSAGES[message].gather(x)
 
@@ -132,7 +127,6 @@ for _name, _schema, _run, _rehearsed in (
         lambda message, token, leaving, like: torch.empty_like(token),
     ),
     ("wait", _ENDED, _wait, _filled),
-    ("complete", _ENDED, _complete, _filled),
     (
         "opaque",
         "(Tensor x) -> Tensor",
@@ -230,14 +224,6 @@ class _Graph:
         self._messages, self._kept = messages, list(messages.values())
         self._graph = fx.Graph()
         self._nodes: dict[Any, fx.Node] = {}
-        self._at_once = {
-            request.number
-            for a, b in pairwise(calls)
-            if a.function in _STARTS and b.function is tracing.wait
-            for request in b.arguments
-            if a.made == (request.number,)
-        }
-        """The requests that are waited for as soon as they are started."""
         self._inputs: list[Value | Existing] = []
         made = {n for call in calls for n in call.made}
         for call in calls:
@@ -292,18 +278,14 @@ class _Graph:
 
     def _take(self, call: TracedCall) -> None:
         if call.function in _STARTS:
-            if call.results not in self._at_once:
-                message = self._messages[call.results]
-                given = self._node(message.leaving), self._node(message.arriving)
-                self._token = self._add(own.start, message.number, self._token, *given)
+            self._start(self._messages[call.results])
         elif call.function is tracing.wait:
-            number = call.arguments[0].number
-            end = own.complete if number in self._at_once else own.wait
-            self._end(self._messages[number], end)
+            self._end(self._messages[call.arguments[0].number])
         elif call.function is tracing.broadcast:
             message = _Posted(call)
             self._kept.append(message)
-            self._end(message, own.complete)
+            self._start(message)
+            self._end(message)
         elif call.function is tracing.gather:
             message = _Posted(call)
             self._kept.append(message)
@@ -326,10 +308,14 @@ class _Graph:
                 if n is not None:
                     self._nodes[Value(n)] = self._add(getitem, made, i)
 
-    def _end(self, message: _Posted, function: Callable[..., Any]) -> None:
+    def _start(self, message: _Posted) -> None:
+        given = self._node(message.leaving), self._node(message.arriving)
+        self._token = self._add(own.start, message.number, self._token, *given)
+
+    def _end(self, message: _Posted) -> None:
         """Add nodes that wait for a message, and copy what arrived to its place."""
         given = self._node(message.leaving), self._node(message.arriving)
-        both = self._add(function, message.number, self._token, *given)
+        both = self._add(own.wait, message.number, self._token, *given)
         self._token = self._add(getitem, both, 0)
         filled = self._add(getitem, both, 1)
         for i, x in enumerate(message.arriving):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +156,11 @@ class CompiledModule:
         return self._applied(_Once(case, given), case.results, given, case.leaves)
 
     def _applied(
-        self, passes: _Passes, results: Results, given: Sequence[Tensor], leaves: Sequence[Tensor]
+        self,
+        passes: _Live | _Once,
+        results: Results,
+        given: Sequence[Tensor],
+        leaves: Sequence[Tensor],
     ) -> Any:
         blocks = _Apart.apply(passes, *(x for x in (*given, *leaves) if x.requires_grad))
         reduction = reduction_of(self._module)
@@ -165,27 +169,14 @@ class CompiledModule:
         return results.of(blocks)
 
 
-class _Passes(Protocol):
-    """The forward and the backward pass of one call of a module: as it is traced, or replayed."""
-
-    differentiable: list[bool]
-    """For each result whether it is differentiable."""
-
-    def forward(self, ctx: Any) -> Sequence[Tensor]:
-        """Return the blocks of the module's results."""
-
-    def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradients of the arguments and leaves that require one, from `gradients`."""
-
-
 class _Apart(ShardFunction):
     """The autograd function that stands for a whole module, in traced and in replayed calls.
 
-    Its inputs are the blocks and leaves that require gradients.
+    Its inputs are the blocks and leaves that require gradients; `passes` computes.
     """
 
     @staticmethod
-    def forward(ctx: Any, passes: _Passes, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, passes: _Live | _Once, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.passes = passes
         # A result on which the loss does not depend has no gradient, not one of zeros.
         ctx.set_materialize_grads(False)

@@ -246,7 +246,7 @@ def _circumstances(modules: Iterable[nn.Module]) -> Any:
     enabled = tuple(r.enabled for r in reductions)
     state = cases.key_of_modules(modules, parameters), hooks, enabled
     exist = tuple(x.grad is None for x in leaves)
-    return state, (exist, tuple(r.parts for r in reductions))
+    return state, (exist, tuple(tuple(r.parts) for r in reductions))
 
 
 def _without_gradients(result: Any) -> Any:
@@ -277,7 +277,7 @@ class _TracedCase:
         self.step = TracedStep([], [], [], {}, [])
         self.added_to: list[Tensor] = []
         """The leaves whose gradients are further inputs, after the tensors."""
-        self.parts: list[tuple[GradientReduction, tuple[bool, ...]]] = []
+        self.parts: list[tuple[GradientReduction, list[bool]]] = []
         """The gradients that are parts of sums in the end."""
 
     def finish(
@@ -288,7 +288,7 @@ class _TracedCase:
         `arguments` are the tensors among its arguments, `reductions` those of the modules it
         called.
         """
-        self.parts = [(r, r.parts) for r in reductions]
+        self.parts = [(r, list(r.parts)) for r in reductions]
         trace, self.results = self.trace, Results(result)
         if self.results.holds_fractions:
             trace.hinder("it returns a fraction that is no tensor, which may change unseen")
@@ -376,5 +376,5 @@ class _ReplayedStep:
                 if x.data_ptr() != block.data_ptr():
                     x.copy_(block)  # which the step may have written to
         for reduction, parts in self._parts:
-            reduction.give_parts(parts)
+            reduction.parts[:] = parts
         return self._results.of(made)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ from distconv.transport.interface import Message, Request, Transport
 
 aten = torch.ops.aten
 
+Result = TypeVar("Result")
+
 _ALIASES = (aten.detach.default, aten.alias.default)
 """Functions that return their argument where gradients are not recorded."""
 
@@ -55,9 +57,19 @@ _SCHEDULES = (
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
-def empty(transport: Transport, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return memory for a message; a call in traced steps."""
-    return transport.empty(shape, like)
+def _calling(method: str, name: str) -> Callable[..., Any]:
+    """Return a function, named in traced steps, that calls this method of its first argument."""
+
+    def call(owner: Any, *arguments: Any) -> Any:
+        return getattr(owner, method)(*arguments)
+
+    call.__name__ = name
+    return call
+
+
+empty, wait = _calling("empty", "empty"), _calling("wait", "wait")
+start_sum, gather = _calling("all_reduce", "start_sum"), _calling("all_gather", "gather")
+broadcast = _calling("broadcast", "broadcast")
 
 
 def start_exchange(
@@ -65,26 +77,6 @@ def start_exchange(
 ) -> Request:
     """Start the messages of one exchange; a call in traced steps."""
     return transport.exchange(arriving, leaving, transport.next_tag())
-
-
-def start_sum(transport: Transport, tensor: Tensor, group: Any) -> Request:
-    """Start to sum a tensor in place over the ranks of `group`; a call in traced steps."""
-    return transport.all_reduce(tensor, group)
-
-
-def gather(transport: Transport, tensor: Tensor, group: Any) -> Tensor:
-    """Return the tensors of all ranks of `group`, stacked; a call in traced steps."""
-    return transport.all_gather(tensor, group)
-
-
-def broadcast(transport: Transport, tensor: Tensor, group: Any) -> None:
-    """Overwrite a tensor by that of the group's first rank; a call in traced steps."""
-    transport.broadcast(tensor, group)
-
-
-def wait(request: Request) -> None:
-    """Wait for a started exchange or sum; a call in traced steps."""
-    request.wait()
 
 
 def give(leaf: Tensor, gradient: Tensor | None) -> None:
@@ -236,7 +228,7 @@ class Trace:
             self.hinder("it sets the state of random numbers, as torch.utils.checkpoint does")
 
     def end(self) -> None:
-        """Hinder the trace if the step drew numbers of Python or numpy, or changed an optimizer."""
+        """Hinder the trace if Python's or numpy's random state, or an optimizer, has changed."""
         if _states_outside() != self._outside:
             self.hinder("it draws random numbers of Python or numpy; pass them as arguments")
         for optimizer, before in self.optimizers.items():
@@ -287,10 +279,6 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
-def _is_mask(index: Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
 class _Dispatcher(DispatchMode):
     """A torch dispatch mode that records every call of the dispatcher in a trace."""
 
@@ -309,7 +297,9 @@ class _Dispatcher(DispatchMode):
         stood_for = trace.standing_for(args)
         options = {name: trace.standing_for(x) for name, x in kwargs.items()}
         result = func(*args, **kwargs)
-        by_positions = func is aten.index.Tensor and not any(map(_is_mask, args[1]))
+        by_positions = func is aten.index.Tensor and not any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
         trace.note(func, stood_for, options, result, by_positions)
         return result
 
@@ -338,45 +328,33 @@ class _TracedCarrier(WrappedTransport):
         self.empty = self._empty
 
     def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return memory for a message."""
-        memory: Tensor = self._call(empty, (shape, like), self.carrier.empty, shape, like)
-        return memory
+        return self._call(empty, (shape, like), self.carrier.empty, shape, like)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange."""
-        arguments = [*arriving], [*leaving]
-        run = self.carrier.exchange
-        request: Request = self._call(start_exchange, arguments, run, arriving, leaving, tag)
-        return request
+        arguments, run = ([*arriving], [*leaving]), self.carrier.exchange
+        return self._call(start_exchange, arguments, run, arriving, leaving, tag)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start to sum a tensor in place over the ranks of `group`."""
-        run = self.carrier.all_reduce
-        request: Request = self._call(start_sum, (tensor, group), run, tensor, group)
-        return request
+        return self._call(start_sum, (tensor, group), self.carrier.all_reduce, tensor, group)
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        """Return the tensors of all ranks of `group`, stacked in rank order."""
-        run = self.carrier.all_gather
-        gathered: Tensor = self._call(gather, (tensor, group), run, tensor, group)
-        return gathered
+        return self._call(gather, (tensor, group), self.carrier.all_gather, tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the tensor of the first rank of `group`."""
         self._call(broadcast, (tensor, group), self.carrier.broadcast, tensor, group)
 
     def _call(
-        self, function: Callable[..., Any], arguments: Any, run: Callable[..., Any], *given: Any
-    ) -> Any:
+        self, function: Callable[..., Any], arguments: Any, run: Callable[..., Result], *given: Any
+    ) -> Result:
         """Run `run(*given)`, a method of the carrier, and record it as `function(*arguments)`."""
         trace = self._trace
         if trace.paused:
             return run(*given)
         arguments = trace.standing_for(arguments)
         with trace.pause():
-            result = run(*given)
+            result: Any = run(*given)
         number = None
         if isinstance(result, Tensor):
             number = trace.new(result)
@@ -384,20 +362,16 @@ class _TracedCarrier(WrappedTransport):
             number = trace.new()
             result = _TracedRequest(trace, result, number)
         trace.calls.append(TracedCall(function, (self._transport, *arguments), {}, number))
-        return result
+        return result  # type: ignore[no-any-return]
 
 
-_under_way = 0
+_traces: list[Trace] = []
+"""The traces that are being made."""
 
 
 def is_under_way() -> bool:
     """Return whether a step or module is being traced now."""
-    return _under_way > 0
-
-
-def _leave() -> None:
-    global _under_way
-    _under_way -= 1
+    return bool(_traces)
 
 
 @contextmanager
@@ -407,14 +381,13 @@ def traced(trace: Trace, grid: Grid) -> Iterator[None]:
     All ranks of the grid enter it together. Before each message and each optimizer's step they
     compare their traces. Raises DivergenceError on every rank if these differ.
     """
-    global _under_way
-    _under_way += 1
 
     def compare(optimizer: Optimizer, *_: Any) -> None:
         grid.journal.take(f"{type(optimizer).__name__}.step")
 
     with ExitStack() as left:
-        left.callback(_leave)
+        _traces.append(trace)
+        left.callback(_traces.pop)
         left.enter_context(noted_in(*trace.notes))
         left.enter_context(grid.journal.comparing_all("traced pass"))
         left.enter_context(carried_by(lambda transport: _TracedCarrier(transport, trace)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -33,32 +34,26 @@ class CurrentCall(threading.local):
     def __init__(self) -> None:
         _THREADS[threading.get_ident()] = self.__dict__
 
-    call = NO_CALL
+    call: Call = NO_CALL
     """The outermost function on DistTensors; `NO_CALL` where none is running."""
 
 
 CURRENT = CurrentCall()
 
 
-class running:
-    """A context in which the journal and errors name `name(*arguments)` as the running function.
+@contextmanager
+def running(name: str, *arguments: Any) -> Iterator[None]:
+    """Let the journal and errors name `name(*arguments)` as the running function, in the context.
 
     A context within a running function on DistTensors has no effect.
     """
-
-    __slots__ = ("_call", "_outermost")
-
-    def __init__(self, name: str, *arguments: Any):
-        self._call: Call = (name, arguments, None)
-
-    def __enter__(self) -> None:
-        self._outermost = CURRENT.call is NO_CALL
-        if self._outermost:
-            CURRENT.call = self._call
-
-    def __exit__(self, *_: object) -> None:
-        if self._outermost:
-            CURRENT.call = NO_CALL
+    before = CURRENT.call
+    if before is NO_CALL:
+        CURRENT.call = name, arguments, None
+    try:
+        yield
+    finally:
+        CURRENT.call = before
 
 
 def operator_name(function: Any) -> str:

@@ -113,7 +113,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
     different ones.
     """
     transport = offers[0].transport
-    kinds = [_kind(o) for o in offers]
+    kinds = [o.device.split(":")[0] if o.device else o.kind for o in offers]
     for what, each in (("transport", [o.transport for o in offers]), ("device", kinds)):
         odd = next((r for r, one in enumerate(each) if one != each[0]), None)
         if odd is not None:
@@ -188,12 +188,6 @@ def _sharing(gpus: Sequence[str]) -> str | None:
                 "where NCCL allows it"
             )
     return None
-
-
-def _kind(o: Offer) -> str:
-    if o.device is None:
-        return o.kind
-    return o.device.split(":")[0]
 
 
 def _numbers(offers: Sequence[Offer]) -> list[int]:

@@ -123,11 +123,6 @@ class Journal:
         self.thread = threading.get_ident()
         self._under_way: Comparison | None = None
 
-    @property
-    def operator(self) -> Any:
-        """Return the function on DistTensors that this rank is running; None outside of any."""
-        return CURRENT.call[0]
-
     def is_due(self, kind: Hashable) -> bool:
         """Count a use of `kind`; return whether ranks compare it: the first 16, then every 64th.
 

@@ -146,11 +146,6 @@ class ProcessGrid(Grid):
         return make_device_mesh(self, self._ranks)
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Communicator:
-        """Return the communicator of the ranks that differ from this one along `axes` only.
-
-        These ranks make it together at the first call; all grids on the same ranks share it.
-        Reductions that run at the same time need different purposes.
-        """
         key = (frozenset(axes), purpose)
         if key not in self._communicators:
             peers = self.topology.peers(self.rank, key[0])

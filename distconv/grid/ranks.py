@@ -46,23 +46,17 @@ def _world() -> Communicator:
 
 
 def _by_torch() -> TorchCommunicator:
-    store, rank, size = _meeting()
-    from torch.distributed import PrefixStore
-
-    # torchrun keeps its store when it restarts ranks, with the addresses of lost ones.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = PrefixStore(f"distconv {attempt} {size}", store)
-    return TorchCommunicator(own, rank, tuple(range(size)), "world")
-
-
-def _meeting() -> tuple[Any, int, int]:
-    """Return the store that torch's ranks share, this rank's number, and the number of ranks."""
     from torch import distributed
 
     if launch.has_default_group():
-        return default_store(), distributed.get_rank(), distributed.get_world_size()
-    store, rank, size = next(distributed.rendezvous("env://"))
-    return store, rank, size
+        store = default_store()
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+    else:
+        store, rank, size = next(distributed.rendezvous("env://"))
+    # torchrun keeps its store when it restarts ranks, with the addresses of lost ones.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = distributed.PrefixStore(f"distconv {attempt} {size}", store)
+    return TorchCommunicator(own, rank, tuple(range(size)), "world")
 
 
 def ranks_of(comm: Any) -> tuple[int, ...]:

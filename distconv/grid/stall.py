@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -55,34 +55,25 @@ def time_limit() -> float:
 
 
 class Board:
-    """Short texts by which the watching threads of all ranks inform each other, by name.
+    """Short texts and counters by which the watching threads of all ranks inform each other.
 
-    They lie in a store of torch.distributed, which the first rank keeps. Without a store, or if it
-    cannot be reached any more, nothing is kept and nothing is found.
+    They lie in a store of torch.distributed, which the first rank keeps.
     """
 
     def __init__(self, store: Store = None):
         self._store = store
 
-    def post(self, name: str, text: str) -> None:
-        """Store `text` under `name`, in place of an earlier one."""
-        self._ask(lambda store: store.set(name, text))
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method of the store; None if the store cannot be reached."""
+        try:
+            return None if self._store is None else getattr(self._store, method)(*arguments)
+        except RuntimeError:
+            self._store = None
 
     def read(self, name: str) -> str | None:
         """Return the text stored under `name`, or None."""
-        note = self._ask(lambda store: store.get(name) if store.check([name]) else None)
+        note = self.ask("get", name) if self.ask("check", [name]) else None
         return None if note is None else note.decode()
-
-    def count(self, name: str, more: int = 1) -> int:
-        """Add `more` to the counter `name` and return its value; -1 without a store."""
-        value = self._ask(lambda store: store.add(name, more))
-        return -1 if value is None else int(value)
-
-    def _ask(self, question: Callable[[Store], Any]) -> Any:
-        try:
-            return None if self._store is None else question(self._store)
-        except RuntimeError:
-            self._store = None
 
 
 class Watch:
@@ -116,8 +107,8 @@ class Watch:
         """Tell the other ranks that this rank's program has ended, and after how many steps."""
         self._leaving.set()
         self._looking.join()
-        self._board.post(f"left/{self._rank}", str(self._journal.number))
-        self._board.count("left")
+        self._board.ask("set", f"left/{self._rank}", str(self._journal.number))
+        self._board.ask("add", "left", 1)
 
     def wait_for_others(self) -> None:
         """Wait until the programs of all ranks have ended, or the job is aborted.
@@ -126,14 +117,14 @@ class Watch:
         """
         self._until("left", self._size)
         if self._rank:
-            self._board.count("read")
+            self._board.ask("add", "read", 1)
         else:
             self._until("read", self._size - 1)
 
     def _until(self, name: str, enough: int) -> None:
         """Wait until counter `name` reaches `enough`, or the store cannot be reached."""
         pause, longest = 0.001, max(0.02, self._size / 10_000)
-        while 0 <= self._board.count(name, 0) < enough:
+        while (count := self._board.ask("add", name, 0)) is not None and count < enough:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
@@ -168,7 +159,7 @@ class Watch:
 
     def _gone(self, peers: Iterable[int] | None, step: int) -> Iterator[int]:
         """Yield the ranks of `peers`, or of all for None, that have ended before step `step`."""
-        if self._board.count("left", 0) > 0:
+        if self._board.ask("add", "left", 0):
             for rank in range(self._size) if peers is None else peers:
                 steps = self._board.read(f"left/{rank}")
                 if steps is not None and int(steps) < step:
@@ -181,7 +172,7 @@ class Watch:
         """
         first, texts, _ = self._journal.latest_entries(_COMPARED)
         sums = [crc32(text.encode()) for text in texts]
-        self._board.post(f"waits/{self._rank}", json.dumps((first, sums)))
+        self._board.ask("set", f"waits/{self._rank}", json.dumps((first, sums)))
         note = self._board.read(f"waits/{(self._rank + 1) % self._size}")
         if note is None:
             return False
@@ -208,13 +199,13 @@ class Watch:
         """Post this rank's state, once, as soon as any rank has raised the alarm."""
         if not self._answered and self._board.read("alarm") is not None:
             self._answered = True
-            self._board.post(f"state/{self._rank}", json.dumps(self._state()))
+            self._board.ask("set", f"state/{self._rank}", json.dumps(self._state()))
 
     def _alarm(self, why: str) -> None:
         """Report the states of all ranks and end the job, unless another rank does so already."""
-        self._board.post("alarm", "")
+        self._board.ask("set", "alarm", "")
         self._answer()
-        if self._board.count("reporters") > 1:
+        if self._board.ask("add", "reporters", 1) not in (None, 1):
             time.sleep(4 * _ANSWER)  # the first to report ends the job
         states = self._states()
         sys.stdout.flush()

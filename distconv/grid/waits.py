@@ -34,18 +34,12 @@ class StreamWait:
     """A wait for the ranks `peers` that was queued on the current stream of a GPU.
 
     `step` is the number of this rank's collective step, `operator` the running function or None,
-    `seen` as for `Wait`.
+    `seen` as for `Wait`. The wait is over when the GPU has reached `event`.
     """
 
     def __init__(self, device: torch.device, peers: Iterable[int], step: int, operator: Any):
-        self._event = record_event(device)
+        self.event = record_event(device)
         self.peers, self.step, self.operator, self.seen = peers, step, operator, 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the GPU's stream has gone past the wait."""
-        over: bool = self._event.query()
-        return over
 
 
 class Waiting:
@@ -66,6 +60,6 @@ class Waiting:
     def oldest_of_streams(self) -> StreamWait | None:
         """Return the first stream's wait that is not over; only the watching thread may call."""
         given = self.of_streams
-        while given and given[0].is_over:
+        while given and given[0].event.query():
             given.popleft()
         return given[0] if given else None

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from distconv.device.streams import is_capturing
+from distconv.grid.calls import CURRENT
 from distconv.grid.journal import Journal
 from distconv.grid.waits import StreamWait, Wait
 from distconv.transport.interface import Message, Request, StreamTransport, Transport
@@ -19,7 +20,7 @@ Peers = Callable[[], Iterable[int]]
 
 
 class WrappedTransport:
-    """A transport that passes all messages to another carrier; subclasses add to it."""
+    """A transport around another carrier, to which the methods of a subclass pass messages."""
 
     def __init__(self, carrier: Transport):
         self.name, self.ordered, self.next_tag = carrier.name, carrier.ordered, carrier.next_tag
@@ -29,20 +30,6 @@ class WrappedTransport:
         """Pass all later messages to `carrier`."""
         # Every message allocates memory, without a call in between.
         self.carrier, self.empty = carrier, carrier.empty
-
-    def exchange(
-        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
-    ) -> Request:
-        return self.carrier.exchange(arriving, leaving, tag)
-
-    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        return self.carrier.all_reduce(tensor, group)
-
-    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        return self.carrier.all_gather(tensor, group)
-
-    def broadcast(self, tensor: Tensor, group: Any) -> None:
-        self.carrier.broadcast(tensor, group)
 
 
 class _WatchedRequest:
@@ -115,5 +102,5 @@ class WatchedTransport(WrappedTransport):
         with Wait(self._waiting, peers):
             yield
         if not is_capturing(device):
-            step, operator = self._journal.number, self._journal.operator
-            self._waiting.of_streams.append(StreamWait(device, peers(), step, operator))
+            wait = StreamWait(device, peers(), self._journal.number, CURRENT.call[0])
+            self._waiting.of_streams.append(wait)

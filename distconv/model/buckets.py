@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,12 +42,14 @@ class Bucket:
         self.uneven: dict[int, int] = {}
         """The indices of parameters to whose last sum some ranks added nothing, each with the
         number of ranks that did. On a GPU only where this rank had to read the counts."""
-        self._under_way: _Sum | None = None
+        self._sum: tuple[Tensor, list[tuple[int, Tensor]], tuple[bool, ...], Request] | None = None
+        """The sum under way: the message; the parameters whose gradients are not views of it, or
+        None, each with its piece; whether this rank adds its part of each gradient; the request."""
 
     @property
     def under_way(self) -> bool:
         """Return whether `start` was called without `finish`."""
-        return self._under_way is not None
+        return self._sum is not None
 
     def start(self, parts: Sequence[bool], made: Sequence[bool], grid: ProcessGrid) -> None:
         """Start to sum the gradients. All ranks of the bucket call it together.
@@ -76,19 +78,25 @@ class Bucket:
             used.append(part and gradient is not None)
         flat[-len(used) :] = constant(flat.device, tuple(used), flat.dtype)
         add_up = self._start_sum or (lambda flat: grid.transport.all_reduce(flat, self.comm))
-        self._under_way = _Sum(flat, outside, tuple(used), add_up(flat))
+        self._sum = flat, outside, tuple(used), add_up(flat)
 
     def finish(self) -> bool:
         """Wait for the sum and set it as the gradients; return False if none was started."""
-        if self._under_way is None:
+        if self._sum is None:
             return False
-        total, self._under_way = self._under_way, None
-        total.request.wait()
-        ranks = total.ranks() if total.flat.is_cpu else []
-        for i, view in total.outside:
+        (flat, outside, used, request), self._sum = self._sum, None
+        request.wait()
+
+        def counted() -> list[int]:
+            # A dry run assumes that all ranks use the same parameters. On a GPU the host waits.
+            counts = flat[-len(used) :]
+            return [int(n.real) for n in (used if counts.is_meta else counts.tolist())]
+
+        ranks = counted() if flat.is_cpu else []
+        for i, view in outside:
             p = self.parameters[i]
-            if not total.used[i]:
-                ranks = ranks or total.ranks()
+            if not used[i]:
+                ranks = ranks or counted()
                 if not ranks[i]:
                     continue
             if p.grad is None:
@@ -97,25 +105,6 @@ class Bucket:
                 p.grad.copy_(view)
         self.uneven = {i: n for i, n in enumerate(ranks) if 0 < n < self.comm.size}
         return True
-
-
-class _Sum(NamedTuple):
-    """A started all-reduce of a bucket's gradients."""
-
-    flat: Tensor
-    outside: Sequence[tuple[int, Tensor]]
-    """The parameters whose gradients are not views, or None, each with its part of the sum."""
-    used: tuple[bool, ...]
-    """Whether this rank has added its part of each gradient."""
-    request: Request
-
-    def ranks(self) -> list[int]:
-        """Return for each gradient how many ranks added a part; on a GPU the host waits.
-
-        A dry run assumes that all ranks use the same parameters.
-        """
-        counts = self.flat[-len(self.used) :]
-        return [int(n.real) for n in (self.used if counts.is_meta else counts.tolist())]
 
 
 def fill_buckets(

@@ -68,7 +68,10 @@ class GradientReduction:
 
     Attributes
     ----------
+    grid: the grid over which gradients are summed.
+    whole: a weak reference to the module.
     leaves: the parameters as autograd knows them; for a sharded one, this rank's block.
+    parts: for each parameter, whether its gradient is this rank's part of a sum, not a sum.
     enabled: False within `no_sync`, where gradients stay parts.
     layout: a checksum of the buckets, which all ranks must share.
     """
@@ -85,9 +88,8 @@ class GradientReduction:
         self._purpose = "gradients"
         self._held = False
         """Whether sums stay under way after a backward pass."""
-        self._grid = grid
+        self.grid, self.whole = grid, ref(module)
         self._bucket_bytes = bucket_bytes
-        self._module = ref(module)
         self._parameters = list(module.parameters())
         PARAMETERS.update({p: i for i, p in enumerate(self._parameters)})
         for p in self._parameters:
@@ -104,8 +106,7 @@ class GradientReduction:
         self._bucket_of: dict[int, int] = {}
         """For each parameter's number the number of its bucket."""
         self._laid_out: list[Any] = []
-        self._is_part = [False] * len(self.leaves)
-        """For each parameter whether .grad is this rank's part of a sum, not equal on all ranks."""
+        self.parts = [False] * len(self.leaves)
         self._missing: list[int] = []
         """For each bucket, the number of gradients that this backward pass has not made yet."""
         self._made: set[int] = set()
@@ -117,7 +118,6 @@ class GradientReduction:
         self._warned = False
         """Whether a warning was given that ranks train different parameters."""
         self.layout = 0
-        """A checksum of the layout of the buckets."""
         self._hooks = ParameterHooks(self, self._parameters, self.leaves, grid, self._axes)
         self._make_communicators()
         self.prepare()
@@ -127,11 +127,6 @@ class GradientReduction:
         """Return whether any parameter requires a gradient."""
         return bool(self._buckets)
 
-    @property
-    def grid(self) -> ProcessGrid:
-        """Return the grid over which gradients are summed."""
-        return self._grid
-
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return self
 
@@ -140,12 +135,8 @@ class GradientReduction:
 
     def covers(self, module: nn.Module) -> bool:
         """Return whether `module` is the module of this reduction or one of its submodules."""
-        whole = self._module()
+        whole = self.whole()
         return whole is not None and any(part is module for part in whole.modules())
-
-    def whole(self) -> nn.Module | None:
-        """Return the module of this reduction, or None if the program has deleted it."""
-        return self._module()
 
     def keep_for(self, blocks: Iterable[Tensor]) -> None:
         """Keep this reduction alive for backward passes of `blocks`, also without its module."""
@@ -172,7 +163,7 @@ class GradientReduction:
 
         Gradients that are sums already stay as they are.
         """
-        if self._grid.size == 1:
+        if self.grid.size == 1:
             return
         self.settle()
         self._started = 0
@@ -183,7 +174,7 @@ class GradientReduction:
         """Set each parameter's gradient to a sum over the ranks that was computed elsewhere."""
         for p, gradient in zip(self.leaves, sums, strict=True):
             p.grad = gradient
-        self._is_part = [False] * len(self.leaves)
+        self.parts = [False] * len(self.leaves)
 
     def average(self, factor: float) -> None:
         """From now on divide each rank's part of a gradient by `factor`.
@@ -195,7 +186,7 @@ class GradientReduction:
 
     def takes(self, grid: Any) -> bool:
         """Return whether inputs may live on `grid`, which has some of the ranks; see `average`."""
-        return self._averages and set(grid.ranks) <= set(self._grid.ranks)
+        return self._averages and set(grid.ranks) <= set(self.grid.ranks)
 
     def travel_apart(self, number: int) -> None:
         """From now on reduce over communicators that no reduction with another `number` uses.
@@ -216,17 +207,8 @@ class GradientReduction:
     def start_held(self) -> None:
         """Start the sums that backward passes since `hold` have not started, and end `hold`."""
         self._held = False
-        if self._grid.size > 1:
+        if self.grid.size > 1:
             self._start_rest()
-
-    @property
-    def parts(self) -> tuple[bool, ...]:
-        """Return for each parameter whether its gradient is this rank's part, not a sum."""
-        return tuple(self._is_part)
-
-    def give_parts(self, parts: Iterable[bool]) -> None:
-        """Set the result of `parts`, for gradients that were made elsewhere."""
-        self._is_part = list(parts)
 
     def settle(self) -> None:
         """Wait for all started sums, and set them as gradients."""
@@ -234,14 +216,14 @@ class GradientReduction:
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if bucket.finish():
                 for n in members:
-                    self._is_part[n] = False
+                    self.parts[n] = False
                 if bucket.uneven and not self._warned:
                     self._warn(bucket, members)
 
     def _make_communicators(self) -> None:
         for axes in dict.fromkeys(self._axes):
             # All ranks make it together, whichever parameters each of them trains first.
-            self._grid.communicator(axes, self._purpose)
+            self.grid.communicator(axes, self._purpose)
 
     def _connect(self) -> None:
         """Send one message over each communicator. All ranks of the grid call it together.
@@ -250,8 +232,8 @@ class GradientReduction:
         other. Ranks that first use communicators in different orders would wait for ever.
         """
         for axes in dict.fromkeys(self._axes):
-            comm = self._grid.communicator(axes, self._purpose)
-            self._grid.transport.all_reduce(torch.zeros(1, device=self._grid.device), comm).wait()
+            comm = self.grid.communicator(axes, self._purpose)
+            self.grid.transport.all_reduce(torch.zeros(1, device=self.grid.device), comm).wait()
 
     @property
     def _starts_at_the_end(self) -> bool:
@@ -260,7 +242,7 @@ class GradientReduction:
         A rank without a gradient for a parameter starts the parameter's bucket at the end. If
         exchanges need one order, other ranks must not start it earlier, within the pass.
         """
-        return self._grid.transport.ordered or self._wire is not None
+        return self.grid.transport.ordered or self._wire is not None
 
     def prepare(self) -> None:
         """Put hooks on trainable parameters, and lay out buckets anew if these have changed."""
@@ -272,9 +254,13 @@ class GradientReduction:
         self._check_sums("parameters were frozen", [not p.requires_grad for p in self.leaves])
         self._laid_out = layout
         self.layout = crc32(repr([self.kind(p) for p in self._parameters]).encode())
-        self._buckets = self._filled()
-        number_of = {id(p): n for n, p in trainable}
-        self._members = [[number_of[id(p)] for p in b.parameters] for b in self._buckets]
+        filled = fill_buckets([(p, self._axes[n]) for n, p in trainable], self._bucket_bytes)
+        self._buckets = [
+            Bucket(ps, self.grid.communicator(axes, self._purpose), self._sum_over(axes, ps))
+            for axes, ps in filled
+        ]
+        number_of = {p: n for n, p in trainable}
+        self._members = [[number_of[p] for p in bucket.parameters] for bucket in self._buckets]
         self._bucket_of = {n: b for b, members in enumerate(self._members) for n in members}
 
     def _check_sums(self, event: str, concerned: Iterable[bool]) -> None:
@@ -284,7 +270,7 @@ class GradientReduction:
         """
         if any(
             x and part and p.grad is not None
-            for p, part, x in zip(self.leaves, self._is_part, concerned, strict=True)
+            for p, part, x in zip(self.leaves, self.parts, concerned, strict=True)
         ):
             raise RuntimeError(
                 f"{event} while their gradients are still parts, after no_sync; run a backward "
@@ -297,25 +283,11 @@ class GradientReduction:
         stride = "" if isinstance(p, DistTensor) else f" of strides {p.stride()}"
         return f"{p.dtype}{stride}, requires_grad={p.requires_grad}"
 
-    def _filled(self) -> list[Bucket]:
-        """Return new buckets in the order in which backward passes fill them."""
-        trained = [
-            (p, axes) for p, axes in zip(self.leaves, self._axes, strict=True) if p.requires_grad
-        ]
-        return [
-            Bucket(
-                parameters,
-                self._grid.communicator(axes, self._purpose),
-                self._sum_over(axes, parameters),
-            )
-            for axes, parameters in fill_buckets(trained, self._bucket_bytes)
-        ]
-
     def _sum_over(
         self, axes: tuple[str, ...], parameters: Sequence[Tensor]
     ) -> Callable[[Tensor], Request] | None:
         """Return a function that sums a bucket in half precision; None for an all-reduce."""
-        grid, wire = self._grid, self._wire
+        grid, wire = self.grid, self._wire
         if wire is None or parameters[0].dtype not in WIDE or grid.topology.parts(axes) == 1:
             return None
         # The counts after the gradients are not rounded.
@@ -325,15 +297,23 @@ class GradientReduction:
         )
 
     def expect_part(self, n: int) -> bool:
+        """Note that autograd is about to add this rank's part to the gradient of parameter `n`.
+
+        Return whether this rank is the first of the ranks that sum the gradient.
+        """
         first: bool = self._buckets[self._bucket_of[n]].comm.rank == 0
         gradient = self.leaves[n].grad
-        if gradient is not None and not self._is_part[n] and not first:
+        if gradient is not None and not self.parts[n] and not first:
             # A sum of an earlier backward pass becomes a part again, the whole of it on one rank.
             gradient.zero_()
-        self._is_part[n] = True
+        self.parts[n] = True
         return first
 
     def take_part(self, n: int, new: bool) -> None:
+        """Note that autograd has added this rank's part, and start the sum of a full bucket.
+
+        `new` is True if autograd has made the gradient in this pass, not added to an earlier one.
+        """
         backward_pass = torch_private.backward_pass()
         if backward_pass != self._pass:
             self._begin(backward_pass)
@@ -365,7 +345,7 @@ class GradientReduction:
     def _start_next(self) -> None:
         members = self._members[self._started]
         self._buckets[self._started].start(
-            [self._is_part[n] for n in members], [n in self._made for n in members], self._grid
+            [self.parts[n] for n in members], [n in self._made for n in members], self.grid
         )
         self._started += 1
 
@@ -389,11 +369,11 @@ class GradientReduction:
         ranks, kind = bucket.comm.size, self._wire or bucket.parameters[0].dtype
         # Counts are sent with the gradients, and large ones are rounded as these are.
         exact = ranks <= 2 / torch.finfo(kind).eps
-        if not exact or (bucket.comm.rank and not self._grid.computes_on_gpu):
+        if not exact or (bucket.comm.rank and not self.grid.computes_on_gpu):
             return
         self._warned = True
         i, some = next(iter(bucket.uneven.items()))
-        module = self._module()
+        module = self.whole()
         names = [] if module is None else [name for name, _ in module.named_parameters()]
         name = names[members[i]] if members[i] < len(names) else "a parameter"
         warnings.warn(

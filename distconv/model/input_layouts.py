@@ -10,6 +10,7 @@ from torch import nn
 
 from distconv.geometry.layout import Layout
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import replaced, tensors_in
 from distconv.tensor.redistribution import cuts_of_layout, redistribute_once
 from distconv.torch_private import run_eagerly
 
@@ -61,15 +62,10 @@ class InputLayout:
 
     @run_eagerly
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._recut(args), self._recut(kwargs)
-
-    def _recut(self, x: Any) -> Any:
-        if isinstance(x, DistTensor):
-            cuts = cuts_of_layout(self._layout, x.grid, x.dim())
-            return redistribute_once(x, cuts, f"layouts, {self._name or 'the module'}")
-        if isinstance(x, (tuple, list)):
-            parts = [self._recut(part) for part in x]
-            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
-        if isinstance(x, dict):
-            return {key: self._recut(part) for key, part in x.items()}
-        return x
+        operator = f"layouts, {self._name or 'the module'}"
+        recut = {
+            id(x): redistribute_once(x, cuts_of_layout(self._layout, x.grid, x.dim()), operator)
+            for x in tensors_in(args, kwargs)
+            if isinstance(x, DistTensor)
+        }
+        return replaced(args, recut), replaced(kwargs, recut)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -31,22 +31,6 @@ _GONE = (
 )
 
 
-class Parts(Protocol):
-    """The methods of `GradientReduction` that hooks call, for parameter number `n`."""
-
-    def expect_part(self, n: int) -> bool:
-        """Note that autograd is about to add this rank's part to the gradient of parameter `n`.
-
-        Return whether this rank is the first of the ranks that sum the gradient.
-        """
-
-    def take_part(self, n: int, new: bool) -> None:
-        """Note that autograd has added this rank's part, and start the sum of a full bucket.
-
-        `new` is True if autograd has made the gradient in this pass, not added to an earlier one.
-        """
-
-
 class ParameterHooks:
     """Hooks that autograd calls before and after it accumulates a parameter's gradient.
 
@@ -56,7 +40,7 @@ class ParameterHooks:
 
     Parameters
     ----------
-    parts: the reduction to which every gradient is reported.
+    parts: the `GradientReduction` to which every gradient is reported.
     parameters: the parameters of the module; their positions are their numbers.
     leaves: the same parameters as autograd knows them: for a sharded one, this rank's block.
     axes: for each parameter, the grid axes over which its gradient is summed.
@@ -64,7 +48,7 @@ class ParameterHooks:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Any,
         parameters: Sequence[Tensor],
         leaves: Sequence[Tensor],
         grid: ProcessGrid,

@@ -123,24 +123,15 @@ _PROPERTIES = (
 )
 
 
+_QUESTIONS = (
+    *("numel", "is_floating_point", "is_complex", "is_signed"),
+    *("is_inference", "is_distributed"),
+)
+
+
 METADATA: set[Any] = {
     *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.ndimension,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.element_size,
-    torch.Tensor.get_device,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.is_signed,
-    torch.Tensor.is_inference,
-    torch.is_inference,
-    torch.Tensor.is_distributed,
-    torch.is_distributed,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.is_signed,
-    torch.numel,
+    *(getattr(torch.Tensor, name) for name in ("size", "dim", "ndimension", "nelement")),
+    *(getattr(torch.Tensor, name) for name in ("element_size", "get_device")),
+    *(getattr(kind, name) for kind in (torch, torch.Tensor) for name in _QUESTIONS),
 }

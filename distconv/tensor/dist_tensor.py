@@ -35,7 +35,7 @@ from distconv.tensor.dispatch import (
     way_out_of,
 )
 from distconv.tensor.dtensor import block_of_dtensor, to_dtensor
-from distconv.tensor.eager import check_untraced, maybe_traced
+from distconv.tensor.eager import check_untraced
 from distconv.tensor.module_call import innermost_call
 from distconv.tensor.nested import Tensors, replaced, shards_of, tensors_in
 from distconv.tensor.ownership import started_at
@@ -77,8 +77,7 @@ class DistTensor(DistTensorBase):
     ) -> Any:
         rule = RULES.get(func)
         if rule is not None:
-            if maybe_traced():
-                check_untraced(func, args, kwargs)  # before the call is noted anywhere
+            check_untraced(func, args, kwargs)  # before the call is noted anywhere
             if CURRENT.call is not NO_CALL:
                 return _run(rule, func, args, kwargs)
             CURRENT.call = func, args, kwargs

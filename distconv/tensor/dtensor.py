@@ -40,7 +40,8 @@ def to_dtensor(x: DistTensorBase) -> DTensor:
         for axis in axes
     ]
     odd = _odd_dimensions(x.shape, x.cuts, axes, topology)
-    whole = redistribute(x, _without(x.cuts, odd), "to_dtensor") if odd else x
+    kept = tuple(() if d in odd else cut for d, cut in enumerate(x.cuts))
+    whole = redistribute(x, kept, "to_dtensor")
     # Along the axes of the odd dimensions each rank takes another piece, whose gradients are
     # summed.
     local = replication.unreplicate(whole.shard, grid, replicating_axes(x.cuts, topology))
@@ -110,11 +111,6 @@ def _odd_dimensions(
                 odd.append(d)
                 break
     return odd
-
-
-def _without(cuts: Cuts, dimensions: Sequence[int]) -> Cuts:
-    """Return `cuts` with these dimensions uncut."""
-    return tuple(() if d in dimensions else cut for d, cut in enumerate(cuts))
 
 
 def _chunk(size: int, places: Iterable[tuple[int, int]]) -> tuple[int, int]:

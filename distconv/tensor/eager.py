@@ -42,16 +42,6 @@ def others_look_on() -> bool:
     return count_modes() > _own_modes
 
 
-def maybe_traced() -> bool:
-    """Return, quickly, whether a tracer may be active; `check_untraced` then looks closely."""
-    return (
-        count_modes() != 0
-        or torch.jit.is_tracing()
-        or innermost_transform() is not None
-        or make_fx_before_dispatch() is not None
-    )
-
-
 def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
     """Raise UnsupportedOperation while a tool traces or transforms the program.
 
@@ -61,7 +51,8 @@ def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
     tool = "torch.jit.trace" if torch.jit.is_tracing() else ""
     if innermost_transform() is not None:
         tool = "one of torch.func's transforms"
-    tool = tracing_mode() or tool
+    if count_modes():
+        tool = tracing_mode() or tool
     if make_fx_before_dispatch() is not None:
         tool = "make_fx"
     if tool:

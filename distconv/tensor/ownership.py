@@ -8,7 +8,8 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -65,15 +66,12 @@ def own_alike(y: Tensor, x: Tensor) -> None:
 
 def mark_summed(p: Tensor, summed: bool) -> None:
     """Note whether hooks of a parameter get its summed gradient, and not only this rank's part."""
-    if summed:
-        p.__dict__[_SUMMED] = True
-    else:
-        p.__dict__.pop(_SUMMED, None)
+    p.__dict__[_SUMMED] = summed
 
 
 def is_summed(p: Tensor) -> bool:
     """Return whether hooks of a parameter get its summed gradient; see `mark_summed`."""
-    return _SUMMED in p.__dict__
+    return p.__dict__.get(_SUMMED, False)
 
 
 def origins(
@@ -169,21 +167,16 @@ def _check_not_owned(node: Any, _: Tensor | None) -> None:
         )
 
 
-class started_at:
-    """A context for a backward pass that starts at these blocks of distributed tensors.
+@contextmanager
+def started_at(shards: Iterable[Tensor]) -> Iterator[None]:
+    """Note that the backward pass in the context starts at these blocks of distributed tensors.
 
     `check_counted_once` then knows which roots of the pass are plain tensors.
     """
-
-    __slots__ = ("_shards",)
-
-    def __init__(self, shards: Iterable[Tensor]):
-        self._shards = list(shards)
-
-    def __enter__(self) -> None:
-        _DISTRIBUTED.append(self._shards)
-
-    def __exit__(self, *_: object) -> None:
+    _DISTRIBUTED.append(list(shards))
+    try:
+        yield
+    finally:
         _DISTRIBUTED.pop()
 
 

@@ -27,6 +27,20 @@ class Request(Protocol):
         """
 
 
+class ChainedRequest:
+    """Several requests as one; when they are complete, `wait` calls `then`."""
+
+    def __init__(
+        self, requests: Sequence[Request] = (), then: Callable[[], object] = lambda: None
+    ) -> None:
+        self._requests, self._then = requests, then
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.wait()
+        self._then()
+
+
 class Transport(Protocol):
     """A carrier of messages between the ranks of one grid.
 

@@ -128,8 +128,10 @@ class MPITransport:
 
     def all_reduce(self, tensor: torch.Tensor, group: MPICommunicator) -> Request:
         summand = Summand.of(tensor, "MPI")
-        request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(summand.numbers), MPI.SUM)
-        return summand.arriving(MPIRequest([request], summand.numbers))
+        numbers = summand.numbers
+        typed = [*_bytes(numbers)[:1], numbers.numel(), _DATATYPES[numbers.dtype]]
+        request = group.mpi.Iallreduce(MPI.IN_PLACE, typed, MPI.SUM)
+        return summand.arriving(MPIRequest([request], numbers))
 
     def all_gather(self, tensor: torch.Tensor, group: MPICommunicator) -> torch.Tensor:
         gathered = tensor.new_empty((group.size, *tensor.shape))
@@ -142,11 +144,6 @@ class MPITransport:
 
 def _bytes(tensor: torch.Tensor) -> list[Any]:
     return [_memory(tensor.data_ptr(), tensor.nbytes), MPI.BYTE]
-
-
-def _typed(tensor: torch.Tensor) -> list[Any]:
-    memory = _memory(tensor.data_ptr(), tensor.nbytes)
-    return [memory, tensor.numel(), _DATATYPES[tensor.dtype]]
 
 
 _memory = MPI.buffer.fromaddress

@@ -20,12 +20,8 @@ from distconv.transport.interface import Communicator, Message, Request
 from distconv.transport.sums import Summand
 
 _TYPES = {
-    torch.float32: "NCCL_FLOAT32",
-    torch.float64: "NCCL_FLOAT64",
-    torch.int8: "NCCL_INT8",
-    torch.uint8: "NCCL_UINT8",
-    torch.int32: "NCCL_INT32",
-    torch.int64: "NCCL_INT64",
+    getattr(torch, name): f"NCCL_{name.upper()}"
+    for name in ("float32", "float64", "int8", "uint8", "int32", "int64")
 }
 
 

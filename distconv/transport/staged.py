@@ -11,25 +11,18 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from distconv.device.mpi_support import is_gpu_aware
 from distconv.device.streams import SideStream, is_capturing, record_event, using
-from distconv.transport.interface import Message, Request
+from distconv.transport.interface import ChainedRequest, Message, Request
 
 if TYPE_CHECKING:
     from distconv.transport.interface import Communicator
     from distconv.transport.mpi import MPICommunicator, MPITransport
-
-
-class Event(Protocol):
-    """A point in the work queued on a GPU, as of `torch.Event`."""
-
-    def synchronize(self) -> None:
-        """Let the host wait until the GPU has reached the point."""
 
 
 class LaunchQueue:
@@ -43,7 +36,7 @@ class LaunchQueue:
     def __init__(self) -> None:
         self._waiting: deque[QueuedRequest] = deque()
 
-    def add(self, ready: Event, start: Callable[[], Request]) -> QueuedRequest:
+    def add(self, ready: torch.Event, start: Callable[[], Request]) -> QueuedRequest:
         """Queue `start`, which passes a message to MPI, to be called after the event `ready`."""
         queued = QueuedRequest(self, ready, start)
         self._waiting.append(queued)
@@ -58,7 +51,7 @@ class LaunchQueue:
 class QueuedRequest:
     """A message or a reduction in a `LaunchQueue`, for which a rank can wait."""
 
-    def __init__(self, queue: LaunchQueue, ready: Event, start: Callable[[], Request]):
+    def __init__(self, queue: LaunchQueue, ready: torch.Event, start: Callable[[], Request]):
         self._queue, self._ready, self._start = queue, ready, start
         self._request: Request | None = None
 
@@ -127,27 +120,6 @@ class PinnedCopies:
 _VARIABLE = "DISTCONV_GPU_AWARE_MPI"
 
 
-class StagedRequest:
-    """A started exchange or reduction, and the copies to the GPU that follow its end.
-
-    `arriving` has pairs of a host tensor and the tensor on the GPU into which it is copied.
-    """
-
-    def __init__(
-        self,
-        copies: PinnedCopies,
-        requests: Sequence[Request] = (),
-        arriving: Sequence[tuple[Tensor, Tensor]] = (),
-    ):
-        self._copies, self._requests, self._arriving = copies, requests, arriving
-
-    def wait(self) -> None:
-        for request in self._requests:
-            request.wait()
-        if self._arriving:
-            self._copies.to_device(self._arriving)
-
-
 class StagedTransport:
     """A carrier of tensors on GPUs by MPI; see `Transport`.
 
@@ -161,9 +133,7 @@ class StagedTransport:
         self, mpi: MPITransport, copies: PinnedCopies, queue: LaunchQueue, direct: bool = False
     ):
         self._mpi, self._copies, self._queue, self._direct = mpi, copies, queue, direct
-
-    def next_tag(self) -> int:
-        return self._mpi.next_tag()
+        self.next_tag = mpi.next_tag
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return like.new_empty(shape)
@@ -172,7 +142,7 @@ class StagedTransport:
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
         if not (arriving or leaving):
-            return StagedRequest(self._copies)
+            return ChainedRequest()
         if self._direct:
             start = partial(self._mpi.exchange, arriving, leaving, tag)
             return self._queue.add(self._copies.now(), start)
@@ -183,14 +153,14 @@ class StagedTransport:
         sent = self._queue.add(ready, partial(self._mpi.exchange, (), messages, tag))
         pairs = [(host, t) for (_, host), (_, t) in zip(incoming, arriving, strict=True)]
         # A wait for the sends is a wait for `ready`, after which the receive buffers are free.
-        return StagedRequest(self._copies, (sent, received), pairs)
+        return ChainedRequest((sent, received), partial(self._copies.to_device, pairs))
 
     def all_reduce(self, tensor: Tensor, group: MPICommunicator) -> Request:
         if group.size == 1:
-            return StagedRequest(self._copies)
+            return ChainedRequest()
         (host,), ready = self._copies.to_host([tensor])
         reduced = self._queue.add(ready, partial(self._mpi.all_reduce, host, group))
-        return StagedRequest(self._copies, (reduced,), [(host, tensor)])
+        return ChainedRequest([reduced], partial(self._copies.to_device, [(host, tensor)]))
 
     def all_gather(self, tensor: Tensor, group: MPICommunicator) -> Tensor:
         self._queue.start_all()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distconv.transport.interface import SUM_TYPES, Request
+from distconv.transport.interface import SUM_TYPES, ChainedRequest, Request
 
 _ADDED = {
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
+    *(torch.float32, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
 }
 """The types that NCCL, gloo and MPI sum."""
 
@@ -45,15 +42,6 @@ class Summand(NamedTuple):
 
     def arriving(self, request: Request) -> Request:
         """Return a request for the tensor's sum, given the request for the sum of `numbers`."""
-        return request if self.into is None else _CopiedSum(request, self.numbers, self.into)
-
-
-class _CopiedSum:
-    """The request of a sum in a wider type; `wait` copies the sum into the tensor `into`."""
-
-    def __init__(self, request: Request, total: Tensor, into: Tensor):
-        self._request, self._total, self._into = request, total, into
-
-    def wait(self) -> None:
-        self._request.wait()
-        self._into.copy_(self._total)
+        if self.into is None:
+            return request
+        return ChainedRequest([request], partial(self.into.copy_, self.numbers))

@@ -166,7 +166,7 @@ class TorchStreamTransport(TorchTransport):
         self.device, self._limit, self._side = device, limit, side
         self._library = library_of(device.type)
         super().__init__(comm, store)
-        self.empty = _empty
+        self.empty = lambda shape, like: like.new_empty(shape)
 
     def check(self) -> None:
         """Raise RuntimeError if a thread of torch has found an error of NCCL, or its like.
@@ -229,11 +229,6 @@ class TorchStreamTransport(TorchTransport):
             return group
 
         return self._made(comm, make)
-
-
-def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return uninitialised memory for a message; torch caches it."""
-    return like.new_empty(shape)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
