@@ -202,7 +202,7 @@ def _apart(calls: Sequence[TracedCall]) -> set[int]:
 
 @contextmanager
 def _told(backend: str, number: int) -> Iterator[None]:
-    """Print on stderr of the first rank that `number` calls are compiled, and the seconds."""
+    """Print on stderr of rank 0 that `number` calls are compiled, and the seconds it takes."""
     if world().rank != 0:
         yield
         return

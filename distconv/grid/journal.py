@@ -134,7 +134,7 @@ class Journal:
         return count <= _FIRST or not count % _EVERY or self.debug
 
     def enter_call(self, function: Any) -> None:
-        """Enter the running function call, of `function`, if it is among those that are compared.
+        """Write an entry for the running call of `function`, if it is among the calls to compare.
 
         Calls in backward passes and in other threads are left out, as their order may differ.
         """
@@ -201,7 +201,7 @@ class Journal:
             self._all = before
 
     def agrees(self, event: str, number: int) -> bool:
-        """Enter `event`, compare all entries, and return whether `number` is equal on all ranks.
+        """Write entry `event`, compare all entries; return whether `number` is equal on all ranks.
 
         Collective. Raises DivergenceError on every rank if entries differ.
         """
@@ -220,7 +220,7 @@ class Journal:
         return self._start(number)
 
     def answer(self, question: Comparison | None) -> bool:
-        """Wait for the result of `ask`, and return or raise as `agrees` does."""
+        """Wait for the comparison that `ask` started, and return or raise as `agrees` does."""
         if question is None:
             return True
         if question is self._under_way:

@@ -244,11 +244,11 @@ def _agreed(
     device: str | torch.device | None,
     transport: str | None,
 ) -> tuple[Topology, list[devices.Offer]]:
-    """Return the topology and the offers of all ranks of `comm`, which all call it.
+    """Agree on a grid's topology; return it, and the offers of devices of all ranks. Collective.
 
     `extents` has the requested number of ranks along each axis; `debug` says whether this rank
-    compares every step. Raises ValueError on every rank if they differ, or one rank cannot meet its
-    request.
+    compares every step. Raises ValueError on every rank if the ranks' requests differ, or one
+    cannot be met.
     """
     mine: tuple[Topology, devices.Offer, bool] | str
     try:

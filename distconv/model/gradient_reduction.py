@@ -179,7 +179,7 @@ class GradientReduction:
     def average(self, factor: float) -> None:
         """From now on divide each rank's part of a gradient by `factor`.
 
-        Inputs may then live on grids of some of the ranks, each with samples of its own.
+        Inputs may then live on smaller grids of some of the ranks, each with samples of its own.
         """
         self._averages = True
         self._hooks.share = 1 / factor
@@ -189,7 +189,7 @@ class GradientReduction:
         return self._averages and set(grid.ranks) <= set(self.grid.ranks)
 
     def travel_apart(self, number: int) -> None:
-        """From now on reduce over communicators that no reduction with another `number` uses.
+        """From now on sum gradients over communicators of this reduction alone, named by `number`.
 
         All ranks of the grid call it together, between steps.
         """

@@ -83,7 +83,7 @@ class ModuleGuard:
             )
 
     def _together(self, inputs: Iterable[Tensor]) -> bool:
-        """Return whether all ranks of the grid make this call: an input is cut over them.
+        """Return whether all ranks of the grid must make this call, as an input is cut over them.
 
         With inputs that are whole on every rank, one rank may call the module alone.
         """
@@ -143,7 +143,7 @@ class ModuleGuard:
             )
 
     def _check_agreement(self, module: nn.Module) -> None:
-        """Raise on every rank if ranks train other parameters, or only some are in `no_sync`."""
+        """Raise on every rank if ranks train different parameters, or differ in `no_sync`."""
         question, self._question = self._question, None
         if self._grid.journal.answer(question):
             return

@@ -45,7 +45,7 @@ def tensors_in(*arguments: Any) -> list[Tensor]:
 
 
 def replaced(argument: Any, others: Mapping[int, Tensor]) -> Any:
-    """Return a nested argument with `others[id(x)]` in place of tensors `x` with an entry."""
+    """Return a nested argument with `others[id(x)]` in place of tensors `x` whose id is there."""
     if isinstance(argument, Tensor):
         return others.get(id(argument), argument)
     if isinstance(argument, (tuple, list)):

@@ -65,7 +65,7 @@ def own_alike(y: Tensor, x: Tensor) -> None:
 
 
 def mark_summed(p: Tensor, summed: bool) -> None:
-    """Note whether hooks of a parameter get its summed gradient, and not only this rank's part."""
+    """Note whether hooks of a parameter get its summed gradient, or only this rank's part."""
     p.__dict__[_SUMMED] = summed
 
 
@@ -148,9 +148,9 @@ def reaches(
 
 
 def enter(plain: Tensor, grid: Grid) -> Tensor:
-    """Return a plain tensor as an operand on a grid: its gradient is summed over the ranks.
+    """Return `plain` as an operand on a grid: its gradient is summed over the ranks.
 
-    It depends on leaves of no parallelized module. All ranks call it.
+    `plain` depends on leaves of no parallelized module. All ranks call it.
     """
     operand = replication.as_replicated(plain, grid)
     operand.register_hook(partial(_check_not_owned, get_gradient_edge(plain).node))

@@ -67,7 +67,7 @@ def _note_fork() -> None:
 def _leave() -> None:
     """End a forked process at its exit, before MPI_Finalize, which would wait for other ranks.
 
-    The exit status is 0; for another status Python recommends os._exit after os.fork.
+    A process that needs a status other than 0 calls os._exit, as Python advises after os.fork.
     """
     sys.stdout.flush()
     sys.stderr.flush()
