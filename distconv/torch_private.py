@@ -184,11 +184,6 @@ compiled_apply: Any = vars(torch._C._FunctionBase)["apply"]
 torch.func each time that distconv applies one of its own functions."""
 
 
-node_type: Callable[[Any], type] = attrgetter("_backward_cls")
-"""Return the type of the nodes that a `torch.autograd.Function` records. By it a walk through the
-graph sees where values were handed out, or replicated."""
-
-
 def roots_of_backward() -> list[Tensor]:
     """Return the tensors at which the current backward pass started; [] if unknown.
 

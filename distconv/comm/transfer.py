@@ -155,7 +155,7 @@ def gather(local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0) -> Tensor:
     transfer = Transfer(plan, grid)
     if plan.identity:
         return local
-    result: Tensor = _Gather.apply(local, transfer, fill)
+    result: Tensor = _Move.apply(local, transfer, False, fill)
     return result
 
 
@@ -167,31 +167,23 @@ def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
     transfer = Transfer(plan, grid)
     if plan.identity:
         return buffer
-    result: Tensor = _Accumulate.apply(buffer, transfer)
+    result: Tensor = _Move.apply(buffer, transfer, True, 0.0)
     return result
 
 
-class _Gather(ShardFunction):
+class _Move(ShardFunction):
+    """A transfer, or its adjoint, as a function of autograd."""
+
     @staticmethod
-    def forward(ctx: Any, local: Tensor, transfer: Transfer, fill: float) -> Tensor:
-        ctx.transfer = transfer
-        return transfer.forward(local, fill)
+    def forward(ctx: Any, x: Tensor, transfer: Transfer, adjoint: bool, fill: float) -> Tensor:
+        ctx.movement = transfer, adjoint
+        return transfer.backward(x) if adjoint else transfer.forward(x, fill)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        transfer, adjoint = ctx.movement
         if torch.is_grad_enabled():
-            return _Accumulate.apply(grads[0], ctx.transfer), None, None
-        return ctx.transfer.backward(grads[0]), None, None
-
-
-class _Accumulate(ShardFunction):
-    @staticmethod
-    def forward(ctx: Any, buffer: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
-        return transfer.backward(buffer)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return _Gather.apply(grads[0], ctx.transfer, 0.0), None
-        return ctx.transfer.forward(grads[0]), None
+            moved = _Move.apply(grads[0], transfer, not adjoint, 0.0)
+        else:
+            moved = transfer.forward(grads[0]) if adjoint else transfer.backward(grads[0])
+        return moved, None, None, None

@@ -99,9 +99,9 @@ def origins(
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found["owned" if is_shared(leaf) else "free"] = leaf
-        elif replication.is_entry(node):
+        elif replication.OPERAND in node.metadata:
             found["entered"] = node
-        elif replication.is_unreplicated(node):
+        elif replication.HANDED_OUT in node.metadata:
             found["out"] = node
         elif remember and _ORIGINS in node.metadata:
             found |= node.metadata[_ORIGINS]
@@ -126,7 +126,7 @@ def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
 
 def meets(roots: Iterable[Tensor], x: Tensor) -> bool:
     """Return whether `roots` depend on `x` along a path that does not pass through `replicate`."""
-    return reaches(roots, x, replication.is_replicated)
+    return reaches(roots, x, lambda node: replication.REPLICATED in node.metadata)
 
 
 def reaches(
