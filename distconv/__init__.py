@@ -1,4 +1,4 @@
-"""Convolutional networks on tensors cut over many processes, with the serial numbers."""
+"""Convolutional networks on tensors cut over many processes, with the serial program's numbers."""
 
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType

@@ -1,4 +1,4 @@
-"""Cuts of tensors, for rules of one's own; see docs/howto/extending.md."""
+"""Cuts of tensors, for rules that users write; see docs/howto/extending.md."""
 
 from distconv.geometry.layout import (
     Box,

@@ -1,7 +1,7 @@
-"""Everything private to torch that distconv uses, and where torch itself is patched.
+"""All private parts of torch that distconv uses, and the places where torch is patched.
 
-A docstring says what goes wrong without its entry. Each entry was seen in torch 2.6, 2.11, 2.13,
-2.14 and 2.15 where it names no versions, and has a test of its own in
+A docstring says what its entry is for, or what goes wrong without it. An entry that names no
+versions was seen in torch 2.6, 2.11, 2.13, 2.14 and 2.15. Each has a test of its own in
 `tests/test_torch_private.py`. No other module names a private part of torch. Nothing is patched by
 an import: `at_first_grid` says when.
 """
@@ -12,6 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -38,10 +40,10 @@ _patches: list[Callable[[], None]] | None = []
 
 
 def at_first_grid(install: Callable[[], None]) -> None:
-    """Call `install`, which patches torch, when this process makes its first grid; at once if it
-    has one.
+    """Call `install`, which patches torch, when this process makes its first grid.
 
-    A program that imports distconv and makes no grid leaves torch as it is.
+    It is called at once if there is a grid. A program that imports distconv and makes no grid
+    leaves torch as it is.
     """
     if _patches is None:
         install()
@@ -50,7 +52,7 @@ def at_first_grid(install: Callable[[], None]) -> None:
 
 
 def install_patches() -> None:
-    """Install the waiting patches, once; every grid calls it."""
+    """Install the patches of `at_first_grid`, once; every new grid calls it."""
     global _patches
     if _patches is not None:
         waiting, _patches = _patches, None
@@ -59,8 +61,9 @@ def install_patches() -> None:
 
 
 class _Data:
-    """`torch.Tensor.data` with distconv's setter; read from the class, torch's own descriptor, for
-    which distconv has rules.
+    """The descriptor `torch.Tensor.data` with distconv's setter, and torch's own getter.
+
+    Read from the class, it is torch's own descriptor, for which distconv has rules.
     """
 
     def __init__(self, assign: Callable[[Tensor, Any], None]) -> None:
@@ -74,19 +77,20 @@ class _Data:
 
 
 def replace_data_setter(assign: Callable[[Tensor, Any], None]) -> None:
-    """Let `assign` set `.data` of all tensors. Without it, assigning a DistTensor to a plain
-    tensor's
-    `.data` calls no subclass: torch copies metadata without memory, and the process crashes.
+    """Let `assign(x, value)` set `.data` of any tensor.
+
+    torch itself, given a DistTensor for a plain tensor, copies metadata without memory, and
+    crashes.
     """
     torch.Tensor.data = _Data(assign)  # type: ignore[assignment]
 
 
 def replace_apply(apply: Callable[..., Any]) -> None:
-    """Let `apply(cls, *arguments, **keywords)` apply every `torch.autograd.Function`. Without it,
-    torch records a Function on DistTensors, below its functions, and the gradients are lost.
+    """Let `apply(cls, *arguments, **keywords)` apply every `torch.autograd.Function`.
 
-    Up to torch 2.13 the replacement lies beneath `Function.apply`, which programs may keep under
-    another name. From 2.14 on that is torch's compiled `apply` itself: a copy from before is
+    torch itself records a Function on DistTensors below its functions, and their gradients are
+    lost. Up to torch 2.13 the replacement lies beneath `Function.apply`, which programs may keep
+    under another name. From 2.14 on it is torch's compiled `apply` itself; a copy from before is
     refused.
     """
     beneath: Any = Function if vars(Function)["apply"] is compiled_apply else _SingleLevelFunction
@@ -94,7 +98,7 @@ def replace_apply(apply: Callable[..., Any]) -> None:
 
 
 def apply_of_torch(function: Any) -> Callable[..., Any]:
-    """Return `Function.apply` of this class as it is without `replace_apply`."""
+    """Return torch's own `Function.apply` of an autograd Function, without `replace_apply`."""
     found: Callable[..., Any] = super(_SingleLevelFunction, function).apply
     return found
 
@@ -103,11 +107,11 @@ def replace_saved_inputs(
     save: Callable[[tuple[Any, ...]], tuple[list[Any], Any]],
     restore: Callable[[list[Any], Any], list[Any]],
 ) -> None:
-    """Let non-reentrant checkpoints save `save(inputs)`, tensors and a note, in place of their
-    inputs, which are `restore(tensors, note)` at recomputation.
+    """Let non-reentrant checkpoints keep `save(inputs)`, tensors and a note, not their inputs.
 
-    torch 2.13 and later save inputs on the enclosing graph, where an enclosing checkpoint finds no
-    DistTensor at recomputation, and raises. Earlier versions hold inputs as they are.
+    At recomputation the inputs are `restore(tensors, note)`. torch 2.13 and later save inputs on
+    the enclosing graph, where an enclosing checkpoint finds no DistTensor at recomputation, and
+    raises. Earlier versions hold inputs as they are.
     """
     frame: Any = checkpoint._CheckpointFrame
     if not hasattr(frame, "save_inputs"):
@@ -125,9 +129,9 @@ def replace_saved_inputs(
 
 
 def keeps_inputs(function: Any) -> bool:
-    """Return whether non-reentrant checkpoints keep their inputs by this `torch.autograd.Function`.
+    """Return whether `function` is the autograd Function by which checkpoints keep inputs.
 
-    It works with DistTensors, in torch 2.11 and 2.12. Without this entry checkpoints are refused.
+    It works with DistTensors, in torch 2.11 and 2.12, and must not be refused.
     """
     kept = (function.__module__, function.__name__) == (checkpoint.__name__, "_NoopSaveInputs")
     return kept and torch.__version__ >= "2.11"
@@ -135,8 +139,9 @@ def keeps_inputs(function: Any) -> bool:
 
 @contextmanager
 def profiler_refused(refuse: Callable[..., Any]) -> Iterator[None]:
-    """Call `refuse` where a program starts torch's profiler in this context. Without it, a second
-    profiler ends the recording of the first silently.
+    """Call `refuse` if the program starts torch's profiler within the context.
+
+    A second profiler would end the recording of the first silently.
     """
     module: Any = profiler
     prepare = module._prepare_profiler
@@ -162,15 +167,14 @@ next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 """Return the number of the node that autograd records next; see `current_node`."""
 
 
-def node_number(node: Any) -> int:
-    """Return the number that autograd gave a node when it recorded it; see `current_node`."""
-    number: int = node._sequence_nr()
-    return number
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Return the number that autograd gave a node when it recorded it; see `current_node`."""
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call `call()` when the current backward pass has gone through its graph. Without it,
-    parameters hold only parts of their gradients when `backward()` returns.
+    """Call `call()` when the current backward pass has gone through its whole graph.
+
+    Then sums of gradients are finished, before `backward()` returns.
     """
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
@@ -180,21 +184,13 @@ compiled_apply: Any = vars(torch._C._FunctionBase)["apply"]
 torch.func each time that distconv applies one of its own functions."""
 
 
-def node_type(function: Any) -> type:
-    """Return the type of the nodes that a `torch.autograd.Function` records. Without it, a walk
-    through the graph cannot see where values were handed out, or replicated.
-    """
-    kind: type = function._backward_cls
-    return kind
-
-
 def roots_of_backward() -> list[Tensor]:
     """Return the tensors at which the current backward pass started; [] if unknown.
 
     Autograd does not expose them. They are read from the frame of torch's own function that runs
-    the pass; on GPUs that is another thread than the nodes'. Without it, a plain penalty of a
-    parallelized module's parameters gets a gradient too large by the number of ranks, without an
-    error.
+    the pass; on GPUs that is another thread than the nodes'. They tell whether a plain penalty
+    reaches a parallelized module's parameters, whose gradients would be too large by the number of
+    ranks.
     """
     found = _started_below(sys._getframe(1))
     if found is None:
@@ -205,7 +201,7 @@ def roots_of_backward() -> list[Tensor]:
 
 
 def _started_below(frame: Any) -> list[Tensor] | None:
-    """Return the roots of the backward pass that this frame, or a caller of it, has started."""
+    """Return the roots of the backward pass that `frame`, or a caller of it, runs; else None."""
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:
         frame = frame.f_back
     if frame is None:
@@ -245,16 +241,18 @@ accumulation_hooks_of: Callable[[Tensor], Any] = _TENSOR["_post_accumulate_grad_
 
 
 def address_of_memory(x: Tensor) -> int:
-    """Return a number for the memory of a tensor, even without elements. Without it, planning
-    counts tensors that share memory twice.
+    """Return a number that tells the memory of a tensor, even of one without elements.
+
+    By it planning counts tensors that share memory once.
     """
     number: int = x.untyped_storage()._cdata
     return number
 
 
 def users_of_memory(x: Tensor) -> int:
-    """Return the number of tensors and Python objects that hold the memory of `x`. Without it, a
-    plain tensor can become distributed while a view of it keeps the old elements.
+    """Return the number of tensors and Python objects that hold the memory of `x`.
+
+    A plain tensor must not become distributed while a view of it keeps the old elements.
     """
     memory: Any = x.untyped_storage()  # the object holds a use, whether it existed before or not
     count: int = torch._C._storage_Use_Count(memory._cdata)  # type: ignore[attr-defined]
@@ -266,7 +264,7 @@ users_of: Callable[[Tensor], int] = torch.Tensor._use_count  # type: ignore[attr
 
 
 def mark_parameter(x: Tensor) -> None:
-    """Make `isinstance(x, torch.nn.Parameter)` true. Without it, modules refuse sharded weights."""
+    """Make `isinstance(x, torch.nn.Parameter)` true, so that modules take sharded weights."""
     x._is_param = True  # type: ignore[attr-defined]
 
 
@@ -311,27 +309,23 @@ innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_st
 _mode_before_dispatch = _ops._mode_stack_state_for_pre_dispatch.get  # type: ignore[no-untyped-call]
 
 
-def make_fx_before_dispatch() -> Any:
-    """Return the mode of make_fx, or torch.export, before dispatch, or None; see `count_modes`."""
-    return _mode_before_dispatch(0)
-
+make_fx_before_dispatch: Callable[[], Any] = partial(_mode_before_dispatch, 0)
+"""Return the active mode of make_fx or torch.export before dispatch, or None; see `count_modes`."""
 
 _TRACERS = {
-    torch._C._TorchDispatchModeKey.PROXY: "make_fx",
-    torch._C._TorchDispatchModeKey.FAKE: "FakeTensorMode, or torch.export",
     torch._C._TorchDispatchModeKey.FUNCTIONAL: "AOTAutograd",
+    torch._C._TorchDispatchModeKey.FAKE: "FakeTensorMode, or torch.export",
+    torch._C._TorchDispatchModeKey.PROXY: "make_fx",
 }
 
 
 def tracing_mode() -> str:
-    """Return the tool whose mode below torch's functions traces the program, or ""; see
-    `count_modes`. Modes of users only observe, and are ignored.
+    """Return the name of the tool that traces the program below torch's functions, or "".
+
+    Dispatch modes of users only observe, and are ignored.
     """
-    found = ""
-    for mode, name in _TRACERS.items() if count_modes() else ():
-        if torch._C._get_dispatch_mode(mode) is not None:
-            found = name
-    return found
+    get = torch._C._get_dispatch_mode
+    return next((name for mode, name in _TRACERS.items() if get(mode) is not None), "")
 
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -361,31 +355,29 @@ Operator = _ops.OpOverload
 """The type of operators below torch's functions. Without it, compiled steps replay other calls."""
 
 
-def is_mutable(operator: Any) -> bool:
-    """Return whether an operator of `torch.ops` writes to an argument. Without it, timings and
-    recordings share results that are written to.
-    """
-    mutable: bool = operator._schema.is_mutable
-    return mutable
+is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
+"""Return whether an operator of `torch.ops` writes to an argument. Without it, timings and
+recordings share results that are written to."""
 
 
 def signature_of(operator: Any) -> str:
-    """Return the arguments and results of an operator of `torch.ops` as its schema has them.
-    Without it, compilers write loops that are slower than torch's kernels."""
+    """Return the schema of an operator of `torch.ops`, from "(" on: arguments and results.
+
+    By it compilers get torch's own kernels, where their loops would be slower.
+    """
     return "(" + str(operator._schema).partition("(")[2]
 
 
 def returns_views(operator: Any) -> bool:
-    """Return whether results of an operator of `torch.ops` may lie in the memory of its arguments.
-    Captured steps would lose what is written to a view of a value that they are given."""
+    """Return whether results of an operator of `torch.ops` may lie in its arguments' memory.
+
+    By it captured steps keep what is written to a view of an input.
+    """
     return any(result.alias_info is not None for result in operator._schema.returns)
 
 
-def is_profiling() -> bool:
-    """Return whether torch's profiler is recording; see `profiler_refused`."""
-    found: bool = torch.autograd._profiler_enabled()
-    return found
-
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Return whether torch's profiler is recording; see `profiler_refused`."""
 
 # Functions and kernels
 
@@ -419,7 +411,7 @@ _UPSAMPLING = {
 def upsampling(mode: str, antialias: bool, spatial: int) -> Callable[..., Tensor]:
     """Return the kernel of `torch.nn.functional.interpolate` for a mode and spatial dimensions.
 
-    It takes both sizes and scales, as a block needs: its scale is the whole tensor's.
+    It takes both sizes and scales, as the scale of a block is the whole tensor's.
     """
     kernel: Callable[..., Tensor] = getattr(_KERNELS, _UPSAMPLING[mode][antialias].format(spatial))
     return kernel
@@ -434,15 +426,16 @@ rule."""
 
 
 def of_lists(name: str) -> Callable[..., Any]:
-    """Return the function of lists of tensors for a function such as "add_". Without it, torch's
-    optimizers, averages of weights and clipping of gradients have no rule.
+    """Return the function of lists of tensors for a function such as "add_".
+
+    torch's optimizers, averages of weights and clipping of gradients call it.
     """
     function: Callable[..., Any] = getattr(torch, f"_foreach_{name}")
     return function
 
 
 def fused_step(optimizer: str) -> Callable[..., Any]:
-    """Return the step of a fused optimizer such as "adam". Without it, its step has no rule."""
+    """Return the function that a fused optimizer such as "adam" calls in a step."""
     function: Callable[..., Any] = getattr(torch, f"_fused_{optimizer}_")
     return function
 
@@ -466,15 +459,15 @@ the shape of a block."""
 
 
 def only_raises(function: Callable[..., Any]) -> bool:
-    """Return whether a function of linear algebra only exists to raise an error, as some do from
-    torch 2.13 on. Without it, their rules compute what serial torch refuses.
+    """Return whether a function of linear algebra does nothing but raise an error.
+
+    Some do from torch 2.13 on. A rule for one must not compute what serial torch refuses.
     """
     return function.__module__ == "torch._linalg_utils"
 
 
 def dropped_weight(loss: Callable[..., Any]) -> Any:
-    """Return the weight with which the caller has called `loss`, a function of torch.nn.functional,
-    or None.
+    """Return the weight with which the program has called `loss` of torch.nn.functional, or None.
 
     `l1_loss` of torch 2.6 to 2.15 does not pass its weight on to a subclass, and would ignore it.
     So it is read from the frame of torch's own function.
@@ -490,10 +483,10 @@ def dropped_weight(loss: Callable[..., Any]) -> Any:
 
 
 def composition(function: Any) -> Callable[..., Any]:
-    """Return a function of torch, written in Python, without its own dispatch.
+    """Return a function of torch that is written in Python, without its own dispatch.
 
-    A subclass gets `multi_head_attention_forward` as a whole; run by this, it gets each function
-    that it calls. Otherwise distconv would hold a copy of torch's 300 lines.
+    torch passes `multi_head_attention_forward` as a whole to a subclass; the result passes each
+    function that it calls, so distconv needs no copy of torch's 300 lines.
     """
     names = {**function.__globals__, "has_torch_function": lambda *_: False}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
@@ -512,83 +505,74 @@ CODE_OF_MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 the frames of this code are searched on the stack, so that calls need not be noted."""
 
 
-def parts_and_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dictionaries of a module's own parameters and submodules. Without it, noticing a
-    changed module takes as long as torch takes to walk through all of it.
-    """
-    return module._parameters, module._modules
+parts_and_parameters: Callable[[Any], Any] = attrgetter("_parameters", "_modules")
+"""Return the dictionaries of a module's own parameters and of its direct submodules. Without it,
+noticing a changed module takes as long as torch takes to walk through all of it."""
 
+buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
+"""Return the dictionary of a module's own buffers. Without it, compiled modules replay with a
+buffer that has been replaced."""
 
-def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """Return the dictionary of a module's own buffers. Without it, compiled modules replay with a
-    buffer that has been replaced."""
-    return module._buffers
-
-
-def hooks_of_module(module: nn.Module) -> tuple[Any, Any]:
-    """Return the dictionaries of hooks before and after `forward`. Copies of a parallelized module
-    keep hooks, but not their handles, and could not be made ordinary without it.
-    """
-    return module._forward_pre_hooks, module._forward_hooks
+hooks_of_module: Callable[[nn.Module], Any] = attrgetter("_forward_pre_hooks", "_forward_hooks")
+"""Return the dictionaries of hooks before and after `forward`. Copies of a parallelized module keep
+hooks, but not their handles, and could not be made ordinary without it."""
 
 
 def versions_in_state(state: Mapping[str, Any]) -> Any:
-    """Return the versions of modules in a `state_dict()`, or None. Without them, states of earlier
-    torch versions are read wrongly.
+    """Return the modules' versions in a `state_dict()`, or None if it has none.
+
+    They tell modules how to read states of earlier torch versions.
     """
     return getattr(state, "_metadata", None)
 
 
 def set_versions_in_state(state: Any, versions: Any) -> None:
-    """Set the versions that `versions_in_state` returns."""
+    """Set the modules' versions in a `state_dict()`; see `versions_in_state`."""
     state._metadata = versions
 
 
 def in_data_parallel() -> bool:
-    """Return whether the forward pass of a DistributedDataParallel is active, which would divide
-    the gradients of a parallelized part by the number of ranks.
+    """Return whether the forward pass of a DistributedDataParallel is running.
+
+    It would divide the gradients of a parallelized part by the number of ranks.
     """
     return DistributedDataParallel._active_ddp_module is not None
 
 
 def is_flat_parameter(x: Tensor) -> bool:
-    """Return whether FSDP made a parameter of several, whose gradient would be summed twice."""
+    """Return whether FSDP made one parameter of several, whose gradient it sums itself."""
     return hasattr(x, "_is_flat_param")
 
 
 # torch.distributed, which is imported where it is used
 
-
-def gather_flat(group: Any) -> Callable[..., Any]:
-    """Return the all-gather of a process group into one tensor. The public one accepts default
-    groups only, and distconv makes groups of its own.
-    """
-    gather: Callable[..., Any] = group._allgather_base
-    return gather
+gather_flat: Callable[[Any], Callable[..., Any]] = attrgetter("_allgather_base")
+"""Return the all-gather of a process group into one tensor. The public one accepts default groups
+only, and distconv makes groups of its own."""
 
 
 def start_batch(group: Any, device: torch.device) -> None:
-    """Begin a batch of messages between accelerators. Without it, two ranks that send to each other
-    wait for ever.
+    """Begin a batch of messages between accelerators, which all start together in `end_batch`.
+
+    Outside a batch two ranks that send to each other wait for ever.
     """
     group._start_coalescing(device)
 
 
 def end_batch(group: Any, device: torch.device) -> Any:
-    """Start the batch of messages, and return its request; see `start_batch`."""
+    """Start the messages queued since `start_batch`, and return their request."""
     return group._end_coalescing(device)
 
 
 def set_limit(options: Any, limit: Any) -> None:
-    """Set the time limit of a group between accelerators. torch's own would end a job after 10
-    minutes.
-    """
+    """Set the time limit in the options of a process group; torch's own is 10 minutes."""
     options._timeout = limit
 
 
 def end_group(group: Any, abort: bool) -> None:
-    """End a group between accelerators, at once or when its work is done. Without it, its threads
-    outlive the interpreter. The names have no underscore since torch 2.7.
+    """End a process group between accelerators: at once for `abort`, else when its work is done.
+
+    Otherwise its threads outlive the interpreter. The names have no underscore since torch 2.7.
     """
     name = "abort" if abort else "shutdown"
     end = getattr(group, name, None) or getattr(group, f"_{name}", None)
@@ -597,9 +581,7 @@ def end_group(group: Any, abort: bool) -> None:
 
 
 def default_store() -> Any:
-    """Return the store of torch.distributed's default group. Without it, ranks joined by
-    `init_process_group` do not find each other.
-    """
+    """Return the store of torch.distributed's default group, in which ranks find each other."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()

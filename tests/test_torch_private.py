@@ -261,7 +261,7 @@ def test_a_callback_comes_when_a_backward_pass_is_at_its_end() -> None:
 
 def test_the_compiled_apply_records_a_function() -> None:
     y = private.compiled_apply.__get__(None, Double)(leaf(1))
-    assert y.item() == 2 and isinstance(y.grad_fn, private.node_type(Double))
+    assert y.item() == 2 and type(y.grad_fn).__name__ == "DoubleBackward"
 
 
 def test_the_roots_of_a_backward_pass_are_found_also_from_another_thread() -> None:

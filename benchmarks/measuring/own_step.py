@@ -131,7 +131,6 @@ class SilentTransport(WrappedTransport):
 
     What should have arrived is zero, sums are this rank's part, and all ranks are taken to have
     what this one has: the numbers are wrong, and the work of the host and the kernels is the same.
-    Broadcasts are left to the carrier.
     """
 
     def __init__(self, carrier: Transport, collectives: bool):
@@ -155,6 +154,10 @@ class SilentTransport(WrappedTransport):
         if not self._collectives:
             return self.carrier.all_gather(tensor, group)
         return torch.stack([tensor] * group.size)
+
+    def broadcast(self, tensor: Tensor, group: Any) -> None:
+        """Broadcast as the carrier does."""
+        self.carrier.broadcast(tensor, group)
 
 
 def silenced(step: Step, collectives: bool) -> Step:

@@ -1,9 +1,9 @@
-"""Checks in some calls, by checksums, that replicated tensors are equal on all their ranks.
+"""Checks, by checksums, that tensors which should be equal on several ranks are equal.
 
-A batch cut from tensors that differ is a mixture of both, and a network computes something from it
-that no serial program does, without a sign of it. So the first uses of each kind are compared, and
-then one in many; with DISTCONV_DEBUG=1 all of them, in full. Differences of the size of rounding
-are accepted, as processors of different kinds round differently.
+A batch cut from tensors that differ would be a mixture of both, and the network would compute a
+wrong result without any sign. The first 16 uses of each kind are checked, then every 64th; with
+DISTCONV_DEBUG=1 all of them, in full. Differences of the size of rounding are accepted, as
+processors of different kinds round differently.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROUNDING = 64
 
 
 class Checked(NamedTuple):
-    """A tensor that is equal on all ranks whose coordinates along `axes` are equal."""
+    """A tensor, and its name, to compare among the ranks with equal coordinates along `axes`."""
 
     name: str
     tensor: Tensor
@@ -52,22 +52,22 @@ class Checked(NamedTuple):
 
 
 def possible(grid: Grid) -> bool:
-    """Return whether there are ranks to compare with, and the host may read tensors now."""
+    """Return whether the grid has several ranks, and the host may read tensors at present."""
     if not grid.journal.compares:
         return False
     return not (is_accelerator(grid.device) and is_capturing(grid.device))
 
 
 def due(use: Hashable, grid: Grid) -> bool:
-    """Return whether to compare in this use of a kind, by the rule of the grid's journal."""
+    """Return whether to compare this use of a kind, by the rule of the grid's journal."""
     return possible(grid) and grid.journal.is_due(use)
 
 
 def checksum(x: Tensor, full: bool = False) -> int:
-    """Return a number that changes with any element, or with their order, with high probability.
+    """Return a number that, very probably, changes if any element or their order changes.
 
-    Unless `full`, only blocks spread over a large tensor and its end are read, on GPUs single
-    elements. Sparse tensors and tensors on the meta device are not read.
+    Of a large tensor only blocks at distances and its end are read, on GPUs single elements, unless
+    `full`. The number is 0 for sparse tensors and on the meta device.
     """
     if x.layout != torch.strided or x.is_meta:
         return 0
@@ -87,10 +87,10 @@ def checksum(x: Tensor, full: bool = False) -> int:
 
 
 def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Grid) -> str:
-    """Return a message that names ranks whose tensor differs from others with the same coordinates
-    along `axes`; "" if none differs.
+    """Return a text that names the ranks whose tensor `local` differs; "" if there is none.
 
-    All ranks of the grid call it, with the checksums of all, and communicate where any differ.
+    Ranks with equal coordinates along `axes` should hold equal tensors; `sums` has the checksums of
+    all ranks. All ranks of the grid call it.
     """
     if not _odd(sums, axes, grid.topology):
         return ""
@@ -108,11 +108,10 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
 
 
 def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple[str, str] | None:
-    """Return the first tensor that is not equal where it should be, and the ranks; None if there is
-    none.
+    """Return the name of the first tensor that differs between ranks, and a text on the ranks.
 
-    All ranks of the grid call it, with tensors of the same names in the same order. Large tensors
-    are read in `full`, or in parts.
+    None if all are equal. All ranks of the grid call it, with tensors of the same names in the same
+    order. With `full` every element of large tensors is read.
     """
     checked = list(tensors)
     full = full or grid.journal.debug
@@ -137,7 +136,7 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
 
 
 def _odd(sums: Sequence[int], axes: Sequence[str], topology: Topology) -> list[tuple[int, int]]:
-    """Return ranks whose checksum is not their group's most frequent, each with one that has it."""
+    """Return pairs of ranks that should agree: one with a rare checksum, one with the usual one."""
     if len(set(sums)) == 1:
         return []
     found = []
@@ -150,7 +149,7 @@ def _odd(sums: Sequence[int], axes: Sequence[str], topology: Topology) -> list[t
 
 @lru_cache(maxsize=256)
 def _groups(axes: tuple[str, ...], topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that share their coordinates along `axes`."""
+    """Return the groups of ranks that have equal coordinates along `axes`."""
     groups = defaultdict(list)
     for rank in range(topology.size):
         groups[topology.part(topology.coordinates(rank), axes)].append(rank)
@@ -158,12 +157,12 @@ def _groups(axes: tuple[str, ...], topology: Topology) -> tuple[tuple[int, ...],
 
 
 def _spread(flat: Tensor) -> Tensor:
-    """Return some elements of a vector at regular distances."""
+    """Return about 1024 elements of a vector at equal distances."""
     return flat[:: max(1, len(flat) // _ELEMENTS)]
 
 
 def _values(x: Tensor) -> tuple[float, Any]:
-    """Return some elements, and the largest change of them by rounding; 0 to ignore rounding."""
+    """Return a tolerance for rounding, 0 for other types than floats, and some elements of `x`."""
     some = _spread(x.detach().resolve_conj().reshape(-1)).cpu()
     if some.dtype not in (torch.float32, torch.float64):
         return 0.0, np.from_dlpack(some.contiguous().view(torch.uint8))
@@ -172,7 +171,7 @@ def _values(x: Tensor) -> tuple[float, Any]:
 
 
 def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
-    """Return whether all values differ by no more than rounding."""
+    """Return whether two results of `_values` differ, but by no more than the tolerance."""
     (tolerance, a), (_, b) = mine, other
     if not tolerance or a.shape != b.shape or np.array_equal(a, b, equal_nan=True):
         return False
@@ -180,6 +179,6 @@ def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
 
 
 def names_of(tensors: Iterable[Tensor]) -> Iterator[Checked]:
-    """Yield plain tensors, equal on all ranks, each with its shape and type as its name."""
+    """Yield plain tensors for comparison on all ranks, each with shape and type as its name."""
     for x in tensors:
         yield Checked(f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')}", x)

@@ -1,4 +1,4 @@
-"""Sums and copies among the ranks along grid axes, with and without gradients."""
+"""Sums and copies among the ranks along grid axes; some can be differentiated."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from distconv.grid.interface import Grid
 
 
 def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the sum of `local` over the ranks along `axes`, which all call it."""
+    """Return the sum of `local` over the ranks along `axes`, differentiable. They all call it."""
     return apply_along_axes(_AllReduce, local, grid, axes)
 
 
 def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Stack the `local` of all ranks along `axes` in rank order. All these ranks call it."""
+    """Stack `local` of all ranks along `axes`, in rank order, differentiable. They all call it."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local.unsqueeze(0)
@@ -31,7 +31,7 @@ def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tens
 def apply_along_axes(
     function: type[ShardFunction], local: Tensor, grid: Grid, axes: Iterable[str]
 ) -> Tensor:
-    """Apply `function` to `local` over the ranks along `axes`; return `local` for one rank."""
+    """Return `function.apply(local, grid, axes)`, or `local` if there is one rank along `axes`."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local
@@ -40,23 +40,24 @@ def apply_along_axes(
 
 
 def all_reduce(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return a new tensor, the sum of `local` over the ranks along `axes`, outside autograd."""
+    """Return the sum of `local` over the ranks along `axes`, without gradient. They all call it."""
     total = resolved_contiguous(local.detach()).clone(memory_format=torch.contiguous_format)
     all_reduce_(total, grid, axes)
     return total
 
 
 def all_reduce_(tensor: Tensor, grid: Grid, axes: Iterable[str]) -> None:
-    """Add up a contiguous tensor in place over the ranks along `axes`, outside autograd."""
+    """Sum a contiguous tensor in place over the ranks along `axes`, which all call it."""
     grid.transport.all_reduce(tensor, grid.communicator(axes)).wait()
 
 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], grid: Grid, axes: Iterable[str]
 ) -> list[Tensor]:
-    """Return the sum of each tensor over the ranks along `axes`, outside autograd.
+    """Return the sum of each tensor over the ranks along `axes`, without gradient.
 
-    One message carries all tensors of a type; with one rank the tensors themselves are returned.
+    They all call it. One message carries all tensors of a type. For one rank the tensors themselves
+    are returned.
     """
     sums, axes = list(tensors), tuple(axes)
     if grid.topology.parts(axes) == 1:
@@ -74,12 +75,12 @@ def all_reduce_coalesced(
 
 
 def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the `local` of all ranks along `axes`, stacked in rank order, outside autograd."""
+    """Stack `local` of all ranks along `axes`, in rank order, without gradient. All call it."""
     return grid.transport.all_gather(resolved_contiguous(local.detach()), grid.communicator(axes))
 
 
 def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
-    """Overwrite a tensor by the tensor of the first rank along `axes`. All of these call it."""
+    """Overwrite `tensor` by the first rank's along `axes`. All these ranks call it."""
     axes = tuple(axes)
     if not tensor.numel() or grid.topology.parts(axes) == 1:
         return

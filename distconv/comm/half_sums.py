@@ -1,6 +1,6 @@
-"""Sums of vectors that are sent in half precision, and summed in single precision.
+"""All-reduce of vectors by messages in half precision; the sums are computed in float32.
 
-With error feedback the rounding error is added to the next vector (Karimireddy et al., "Error
+With error feedback a rank adds its rounding error to the next vector (Karimireddy et al., "Error
 Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv:1901.09847).
 """
 
@@ -21,15 +21,16 @@ WIDE = (torch.float32, torch.float64)
 
 
 def wire_type(owner: str, wire: str) -> torch.dtype:
-    """Return the type of messages of this name; raise ValueError for an unknown name."""
+    """Return the torch type called `wire`, or raise a ValueError that names `owner`."""
     if wire not in WIRES:
         raise ValueError(f"{owner}: wire={wire!r} is unknown; choose {' or '.join(WIRES)}")
     return WIRES[wire]
 
 
 class ErrorFeedback:
-    """The rounding errors of this rank in the last sum of a vector, whose last `exact` elements are
-    counts, which are not rounded.
+    """The rounding errors of this rank in the last sum of a vector, to be added to the next one.
+
+    The last `exact` elements of the vector are counts, which have no rounding errors.
     """
 
     def __init__(self, exact: int = 0):
@@ -37,23 +38,23 @@ class ErrorFeedback:
         self._left_out: Tensor | None = None
 
     def add_to(self, padded: Tensor) -> None:
-        """Add the rounding errors to the next vector, which ends with padding."""
+        """Add the last rounding errors to the next vector, which ends with padding."""
         if self._left_out is not None:
             padded += self._left_out
 
     def keep(self, left_out: Tensor, elements: int) -> None:
-        """Keep the rounding errors of a vector of `elements` elements and padding."""
+        """Keep the rounding errors `left_out` of a vector of `elements` elements and padding."""
         left_out[elements - self._exact :] = 0.0
         # A value too large for the halves is lost: as a rounding error it would be infinite.
         self._left_out = left_out.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class HalfSum:
-    """A sum in place over the ranks along `axes`, under way; the result is the same on all of them.
+    """A running all-reduce of the vector `flat` in place, over the ranks along `axes`.
 
-    All of them make it and wait for it together, in the order of all exchanges. Each sums one piece
-    of the vector, so every rank sends and receives two halves for each element of the vector. A
-    vector that is summed again and again may have error feedback.
+    These ranks make it, and wait for it, together and in the order of all exchanges. All get the
+    same sum. Each rank sums one piece of the vector, so it sends and receives two halves for each
+    element. `feedback` carries rounding errors from one sum of a vector to the next.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class HalfSum:
         )
 
     def wait(self) -> None:
-        """Overwrite the vector by the sum."""
+        """Wait, and overwrite the vector by the sum."""
         self._request.wait()
         arriving, own, flat = self._arriving, self._own, self._flat
         arriving[own] = self._leaving[own]

@@ -1,4 +1,4 @@
-"""A record of the data moved between ranks, so that nobody is surprised by communication."""
+"""A record of the data that operators move between ranks, so that users see communication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distconv.grid.module_path import module_path
 
 @dataclass
 class Redistribution:
-    """The redistributions on this rank between two layouts, for one operator in one module."""
+    """All redistributions of one operator in one module between two layouts, on this rank."""
 
     operator: str
     source: Layout
@@ -29,7 +29,7 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Movement:
-    """One movement for an operator: a redistribution, a halo exchange, or a sum of results."""
+    """One operator's use of a plan: a redistribution, a halo exchange, or a sum over ranks."""
 
     operator: str
     source: Layout
@@ -41,12 +41,12 @@ class Movement:
 
     @property
     def redistributes(self) -> bool:
-        """Return whether the layout changes."""
+        """Return whether source and target layout differ."""
         return self.source != self.target
 
     @property
     def bytes(self) -> int:
-        """Return the bytes received from other ranks."""
+        """Return the number of bytes that this rank receives from other ranks."""
         routes = self.plan.sends if self.adjoint else self.plan.receives
         return self.itemsize * sum(route.size for route in routes)
 
@@ -57,12 +57,12 @@ _COUNTING: ContextVar[bool] = ContextVar("distconv_counting", default=True)
 
 
 def tracing() -> bool:
-    """Return whether every movement is recorded, not only redistributions."""
+    """Return whether a `trace_movements` is active, which records halo exchanges, too."""
     return _TRACE.get() is not None
 
 
 def record(movement: Movement) -> None:
-    """Record a movement in the current trace, and as a redistribution if it is one."""
+    """Record a movement in the current trace, and count it if it is a redistribution."""
     trace = _TRACE.get()
     if trace is not None:
         trace.append(movement)
@@ -79,7 +79,7 @@ def record(movement: Movement) -> None:
 
 @contextmanager
 def without_counting() -> Iterator[None]:
-    """Keep movements that tools make within the context out of `redistributions`."""
+    """Keep redistributions within the context out of the result of `redistributions`."""
     token = _COUNTING.set(False)
     try:
         yield
@@ -89,9 +89,9 @@ def without_counting() -> Iterator[None]:
 
 @contextmanager
 def trace_movements(movements: list[Movement] | None = None) -> Iterator[list[Movement]]:
-    """Yield a list that records the movements of forward passes within the context, in order.
+    """Yield a list to which all movements of forward passes within the context are appended.
 
-    The list is `movements` where given.
+    The list is `movements` if given.
     """
     movements = [] if movements is None else movements
     token = _TRACE.set(movements)
@@ -102,10 +102,10 @@ def trace_movements(movements: list[Movement] | None = None) -> Iterator[list[Mo
 
 
 def redistributions(*, reset: bool = False) -> list[Redistribution]:
-    """Return the redistributions so far, implicit and explicit, in order of first appearance.
+    """Return the redistributions so far, explicit and by operators, in order of first appearance.
 
-    Every rank counts the bytes that it received in forward passes. `reset` empties the list
-    afterwards. No communication.
+    Each rank counts the bytes that it received in forward passes. `reset` empties the record. No
+    communication.
     """
     entries = [replace(entry) for entry in _LEDGER.values()]
     if reset:

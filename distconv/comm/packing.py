@@ -1,4 +1,4 @@
-"""Memory of messages: boxes of a tensor packed into one message, and buffers to receive in."""
+"""Memory of messages: boxes of a tensor packed into one message, and buffers to receive into."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distconv.transport.interface import Message
 
 
 def resolved_contiguous(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory holds just its elements, in order; `tensor` if possible."""
+    """Return a contiguous tensor of the same values, without lazy conjugation or negation."""
     if _is_resolved_contiguous(tensor):
         return tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
@@ -36,13 +36,13 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return uninitialised memory of this shape, with channels last where `like` has them last."""
+    """Return uninitialised memory of this shape, in channels last if `like` is in channels last."""
     form = CHANNELS_LAST[like.dim()] if has_channels_last(like) else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=form)
 
 
 def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: Grid) -> list[Message]:
-    """Return for each route its rank, and its boxes of `tensor` as one contiguous message.
+    """Return, for each route, its rank and a message: the route's boxes of `tensor`, contiguous.
 
     A box that is contiguous in memory is not copied.
     """
@@ -64,25 +64,24 @@ def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: Grid) -> list[M
     return leaving
 
 
-def receive_buffers(routes: Iterable[Route], like: Tensor, grid: Grid) -> list[Message]:
-    """Return for each route its rank, and memory for its message."""
-    empty = grid.transport.empty
-    return [(route.peer, empty(route.shape, like)) for route in routes]
+def receive_buffers(
+    routes: Iterable[Route], like: Tensor, grid: Grid, into: Tensor | None = None
+) -> list[Message]:
+    """Return, for each route, its rank and uninitialised memory for its message, like `like`.
 
-
-def receive_places(buffer: Tensor, routes: Iterable[Route], grid: Grid) -> list[Message]:
-    """Return for each route its rank, and its box of `buffer`; fresh memory where that has gaps."""
+    The memory is the route's box of `into`, if that is given, and the box contiguous there.
+    """
     arriving = []
     for route in routes:
-        place = buffer[route.boxes[0]]
-        if len(route.boxes) > 1 or not place.is_contiguous():
-            place = grid.transport.empty(route.shape, buffer)
+        place = None if into is None or len(route.boxes) > 1 else into[route.boxes[0]]
+        if place is None or not place.is_contiguous():
+            place = grid.transport.empty(route.shape, like)
         arriving.append((route.peer, place))
     return arriving
 
 
 def route_boxes(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the boxes of a route in `tensor`, each with its piece of the message."""
+    """Yield each box of a route in `tensor`, with the piece of the message that belongs there."""
     if len(route.boxes) == 1:
         yield tensor[route.boxes[0]], message
         return
@@ -94,7 +93,7 @@ def route_boxes(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple
 
 
 def _is_resolved_contiguous(tensor: Tensor) -> bool:
-    """Return whether the memory of a tensor holds exactly its elements, in order."""
+    """Return whether a tensor's memory holds its values as they are, in order, without gaps."""
     return (
         tensor.is_contiguous()
         and not tensor.is_conj()

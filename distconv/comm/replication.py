@@ -1,4 +1,4 @@
-"""Replicated values as they enter and leave the distributed program.
+"""Values equal on several ranks, as they enter and leave the distributed program.
 
 The gradient of a replicated value is the sum over its replicas.
 """
@@ -15,55 +15,42 @@ from distconv.comm.collectives import all_reduce_with_grad, apply_along_axes
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import replicating_axes
 from distconv.grid.interface import Grid
-from distconv.torch_private import node_type
+
+HANDED_OUT, REPLICATED, OPERAND = "distconv_out", "distconv_replicated", "distconv_operand"
+"""Marks in the metadata of autograd nodes: of plain tensors that leave the distributed program, of
+results of `replicate`, and of plain operands of an operator."""
+
+
+def _marked(x: Tensor, mark: str) -> Tensor:
+    if x.grad_fn is not None:
+        notes: Any = x.grad_fn.metadata
+        notes[mark] = True
+    return x
 
 
 def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return a value replicated along `axes` as a plain tensor. Its gradient is divided equally."""
+    """Return a value replicated along `axes` as a plain tensor; its gradient is shared equally."""
     shared = apply_along_axes(_Unreplicate, local, grid, axes)
-    return mark_handed_out(local) if shared is local and grid.size > 1 else shared
+    return mark_handed_out(shared) if grid.size > 1 else shared
 
 
 def mark_handed_out(plain: Tensor) -> Tensor:
-    """Note that a plain tensor comes from the distributed program, and return it."""
-    if plain.grad_fn is not None:
-        notes: Any = plain.grad_fn.metadata
-        notes[_UNREPLICATED] = True
-    return plain
-
-
-def is_unreplicated(node: Any) -> bool:
-    """Return whether the result of this autograd node was handed out as a plain tensor."""
-    return isinstance(node, node_type(_Unreplicate)) or _UNREPLICATED in node.metadata
-
-
-_UNREPLICATED = "distconv_out"
-"""The mark on an autograd node whose block was handed out as a plain tensor unchanged."""
+    """Mark the autograd node of a plain tensor that leaves the distributed program; return it."""
+    return _marked(plain, HANDED_OUT)
 
 
 def replicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """Return `local`, equal on the ranks along `axes`; its gradient is summed over these ranks."""
-    result: Tensor = _Replicate.apply(local, grid, tuple(axes))
-    return result
-
-
-def is_replicated(node: Any) -> bool:
-    """Return whether `replicate` made the result of this autograd node."""
-    return type(node) is node_type(_Replicate)
+    return _marked(_Replicate.apply(local, grid, tuple(axes)), REPLICATED)
 
 
 def as_replicated(plain: Tensor, grid: Grid) -> Tensor:
-    """Return a plain tensor, equal on all ranks, as an operand of one distributed operation.
+    """Return a plain tensor, equal on all ranks, as an operand of a distributed operator.
 
     Its gradient is summed over all ranks of the grid.
     """
-    result: Tensor = _Enter.apply(plain, grid, replicating_axes((), grid.topology))
-    return result
-
-
-def is_entry(node: Any) -> bool:
-    """Return whether `as_replicated` made the result of this autograd node."""
-    return isinstance(node, node_type(_Enter))
+    axes = replicating_axes((), grid.topology)
+    return _marked(_Replicate.apply(plain, grid, axes), OPERAND)
 
 
 class _Unreplicate(ShardFunction):
@@ -91,11 +78,7 @@ class _Replicate(ShardFunction):
         return unreplicate(all_reduce_with_grad(grads[0], *ctx.movement), *ctx.movement), None, None
 
 
-class _Enter(_Replicate):
-    """Replicates an operand of a single operation; its own type makes its nodes recognisable."""
-
-
 def _alias(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor with the same strides, which view_as() may change."""
+    """Return an alias of a tensor; unlike view_as() this always keeps its strides."""
     alias: Tensor = torch.ops.aten.alias(tensor)
     return alias

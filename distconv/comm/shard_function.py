@@ -1,4 +1,4 @@
-"""Autograd functions on shards, without the overhead of `Function.apply`."""
+"""The base class of autograd functions on shards, which saves the overhead of `Function.apply`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from distconv.torch_private import compiled_apply
 
 
 class ShardFunction(Function):
-    """An autograd function that is applied to shards, which torch.func never transforms.
+    """A torch.autograd.Function for shards, to which torch.func is never applied.
 
-    `Function.apply` searches the arguments for wrappers of torch.func each time, in Python.
+    Its `apply` leaves out `Function.apply`'s search for wrappers of torch.func, in Python.
     """
 
     apply = compiled_apply

@@ -1,7 +1,7 @@
-"""A plan in motion: one movement of data between ranks, and its adjoint.
+"""`Transfer`: a plan in motion, which moves data between ranks, and its adjoint.
 
-The adjoint follows one rule: the gradient of a replicated value is the sum over its replicas. The
-adjoint of a copy to several ranks is the sum over them.
+The gradient of a replicated value is the sum over its replicas, so the adjoint of a copy to several
+ranks is the sum over these ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from distconv.comm.packing import (
     has_channels_last,
     pack_messages,
     receive_buffers,
-    receive_places,
     route_boxes,
 )
 from distconv.comm.shard_function import ShardFunction
@@ -28,10 +27,10 @@ from distconv.transport.interface import Message, Request
 
 
 class InFlight:
-    """Messages under way, and the memory that they arrive in.
+    """The messages of a started `Transfer`, and the memory into which they arrive.
 
-    Where it is dropped without `finish`, as after an exception, the transport keeps the memory
-    until the messages are complete.
+    If it is dropped without `finish`, as after an exception, the transport keeps the memory until
+    the messages have arrived.
     """
 
     __slots__ = ("_incoming", "_request", "_routes")
@@ -40,19 +39,19 @@ class InFlight:
         self._routes, self._incoming, self._request = routes, incoming, request
 
     def finish(self) -> list[Tensor]:
-        """Wait, and return the messages, each of its route's shape, in the order of the plan."""
+        """Wait for the messages, and return them in the order of the plan's routes."""
         self._request.wait()
         return [message for _, message in self._incoming]
 
     def finish_into(self, buffer: Tensor) -> None:
-        """Wait, and copy the messages to their boxes of `buffer`."""
+        """Wait for the messages, and copy them to their boxes of `buffer`."""
         for route, message in zip(self._routes, self.finish(), strict=True):
             for place, part in route_boxes(buffer, route, message):
                 if part.data_ptr() != place.data_ptr():
                     place.copy_(part)
 
     def finish_adding_to(self, block: Tensor) -> None:
-        """Wait, and add the messages to their boxes of `block`."""
+        """Wait for the messages, and add them to their boxes of `block`."""
         for route, message in zip(self._routes, self.finish(), strict=True):
             for place, part in route_boxes(block, route, message):
                 place.add_(part)
@@ -61,8 +60,8 @@ class InFlight:
 class Transfer:
     """One plan on one grid, under one tag.
 
-    `forward` gathers a rank's block and its halos of other ranks' blocks in a buffer. `backward` is
-    the adjoint: it sends each piece of a buffer to its owner, who sums the pieces. Each can also be
+    `forward` fills a buffer from this rank's block and its halos on other ranks. `backward` is the
+    adjoint: it sends each piece of a buffer to its owner, who sums the pieces. Each can also be
     started, and finished after other computation. All ranks of the grid make the same transfers and
     start them in the same order, each with its own plan.
     """
@@ -74,21 +73,18 @@ class Transfer:
         self._tag = grid.transport.next_tag()
 
     def start_forward(self, block: Tensor, buffer: Tensor | None = None) -> InFlight:
-        """Start to send boxes of this rank's block, and to receive its halos.
+        """Start to send this rank's boxes of `block`, and to receive its halos.
 
-        Halos arrive in memory of their own, or directly in `buffer` where they are contiguous
-        there.
+        Halos arrive in `buffer` itself where they are contiguous there, else in memory of their
+        own.
         """
         routes, grid = self.plan.receives, self.grid
         leaving = pack_messages(block, self.plan.sends, grid)
-        if buffer is None:
-            incoming = receive_buffers(routes, block, grid)
-        else:
-            incoming = receive_places(buffer, routes, grid)
+        incoming = receive_buffers(routes, block, grid, buffer)
         return InFlight(routes, incoming, grid.transport.exchange(incoming, leaving, self._tag))
 
     def forward(self, block: Tensor, fill: float = 0.0) -> Tensor:
-        """Return the buffer of the plan, with `fill` where it reaches outside the tensor."""
+        """Return the plan's buffer for this rank's `block`, with `fill` outside the tensor."""
         plan = self.plan
         if plan.buffer_is_block:
             self.start_forward(block).finish()
@@ -107,7 +103,7 @@ class Transfer:
     def _joined(
         self, block: Tensor, fill: float, along: int, pieces: Sequence[int | tuple[int, ...]]
     ) -> Tensor:
-        """Return the buffer made of `Plan.pieces`; each element is written once."""
+        """Return the plan's buffer, joined from `Plan.pieces` along one dimension."""
         arrived = self.start_forward(block).finish()
         source = self.plan.own[0][0]
         own = block if source == self.plan.whole_block else block[source]
@@ -122,10 +118,10 @@ class Transfer:
         return torch.cat(parts, along)
 
     def start_backward(self, gradients: Sequence[Tensor], like: Tensor) -> InFlight:
-        """Start to send the gradients of halos to their owners, and to receive those of own boxes.
+        """Start to send gradients of halos to their owners, and to receive those of this block.
 
-        `gradients` are contiguous, one for each of the plan's receives; messages arrive in memory
-        like `like`.
+        `gradients` has a contiguous tensor for each of the plan's receives. Messages arrive in
+        memory of the type and device of `like`.
         """
         plan, grid = self.plan, self.grid
         leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]
@@ -150,49 +146,44 @@ class Transfer:
 
 
 def gather(local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0) -> Tensor:
-    """Return the buffer of `plan`, with `fill` where it reaches outside the tensor; differentiable.
+    """Return the plan's buffer for this rank's block `local`, with `fill` outside the tensor.
 
-    All ranks of the grid call it, with their own block and their own plan of one movement. Where
-    every rank's buffer is its own block, that block itself is returned. Otherwise all ranks record
-    the movement, so that their backward passes communicate in one order.
+    Differentiable. All ranks of the grid call it, each with its own plan. If every rank's buffer is
+    its own block, that block is returned. Otherwise all ranks record the movement, so that their
+    backward passes communicate in one order.
     """
     transfer = Transfer(plan, grid)
     if plan.identity:
         return local
-    result: Tensor = _Gather.apply(local, transfer, fill)
+    result: Tensor = _Move.apply(local, transfer, False, fill)
     return result
 
 
 def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
-    """Return this rank's block, the sum of its elements in all buffers; the adjoint of `gather`."""
+    """Return this rank's block: the sum of its elements in all ranks' buffers.
+
+    Differentiable, the adjoint of `gather`. All ranks of the grid call it, each with its own plan.
+    """
     transfer = Transfer(plan, grid)
     if plan.identity:
         return buffer
-    result: Tensor = _Accumulate.apply(buffer, transfer)
+    result: Tensor = _Move.apply(buffer, transfer, True, 0.0)
     return result
 
 
-class _Gather(ShardFunction):
+class _Move(ShardFunction):
+    """A transfer, or its adjoint, as a function of autograd."""
+
     @staticmethod
-    def forward(ctx: Any, local: Tensor, transfer: Transfer, fill: float) -> Tensor:
-        ctx.transfer = transfer
-        return transfer.forward(local, fill)
+    def forward(ctx: Any, x: Tensor, transfer: Transfer, adjoint: bool, fill: float) -> Tensor:
+        ctx.movement = transfer, adjoint
+        return transfer.backward(x) if adjoint else transfer.forward(x, fill)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        transfer, adjoint = ctx.movement
         if torch.is_grad_enabled():
-            return _Accumulate.apply(grads[0], ctx.transfer), None, None
-        return ctx.transfer.backward(grads[0]), None, None
-
-
-class _Accumulate(ShardFunction):
-    @staticmethod
-    def forward(ctx: Any, buffer: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
-        return transfer.backward(buffer)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return _Gather.apply(grads[0], ctx.transfer, 0.0), None
-        return ctx.transfer.forward(grads[0]), None
+            moved = _Move.apply(grads[0], transfer, not adjoint, 0.0)
+        else:
+            moved = transfer.forward(grads[0]) if adjoint else transfer.backward(grads[0])
+        return moved, None, None, None

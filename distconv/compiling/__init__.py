@@ -1,1 +1,1 @@
-"""Steps that are traced once, messages included, and replayed without Python around their work."""
+"""Compiled steps: traced once, messages included, and replayed without Python around the work."""

@@ -1,16 +1,15 @@
-"""A traced step as graphs of its device: one call starts all kernels and messages of a piece.
+"""Traced steps as graphs of a device: one call starts all kernels and messages of a piece.
 
-The calls between optimizers' steps, messages by streams included, are captured when they first
-run. Optimizers step by themselves, by their present settings. A graph works on memory of its own:
-values that it is given are copied into it, and its results out of it, so that two steps share none.
-Messages go to the carriers themselves, as nothing of a replay can be watched or compared.
+A piece is the calls between two optimizers' steps, messages by streams included; it is captured
+when it first runs. Optimizers step outside, with their present settings. A graph has memory of its
+own: its inputs are copied into it, and its results out of it, so that two replays share none.
+Messages go to the carriers themselves, as nothing in a replay can be watched or compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ _PYTHON = tracing.give, tracing.step
 
 
 def why_not(step: TracedStep, grid: Grid) -> str:
-    """Return in words why a step cannot be captured; "" where nothing is known to hinder it."""
+    """Return why a step cannot be captured in graphs, in words; "" if no reason is known."""
     device = grid.device
     if why := graphs.why_no_graphs(device):
         return why
@@ -56,7 +55,7 @@ def why_not(step: TracedStep, grid: Grid) -> str:
 
 
 def captured(step: TracedStep, grid: Grid) -> TracedStep:
-    """Return a step in which graphs of the device make the calls between optimizers' steps.
+    """Return the step with a graph of the device in place of each run of calls between optimizers.
 
     All ranks of the grid run it together.
     """
@@ -70,11 +69,11 @@ def captured(step: TracedStep, grid: Grid) -> TracedStep:
 
 
 class _Piece:
-    """Calls of a step, captured when they first run.
+    """Consecutive calls of a step that become one graph of the device when they first run.
 
     Attributes
     ----------
-    given: the values that it takes.
+    given: the values of the step that the graph takes as inputs.
     """
 
     __name__ = "graph"
@@ -88,7 +87,8 @@ class _Piece:
         self.given = list(dict.fromkeys(outside))
         numbers = [x.number for x in self.given]
         self._written = [n in _written(calls, numbers) for n in numbers]
-        self._constants = [step.constants[n] for n in {x.number for x in used if _exists(x)}]
+        existing = {x.number for x in used if isinstance(x, Existing)}
+        self._constants = [step.constants[n] for n in existing]
         alone = TracedStep(numbers, list(map(_unwatched, calls)), results, step.constants, [])
         self._run = Program(alone).run
         self._grid = grid
@@ -97,7 +97,7 @@ class _Piece:
         self._addresses: list[int] = []
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the values that the calls make of these tensors."""
+        """Replay the graph, captured at the first call, on these inputs; return its results."""
         addresses = [x.data_ptr() for x in self._constants]
         if self._graph is None:
             self._capture_together(tensors)
@@ -114,12 +114,12 @@ class _Piece:
         return tuple(_copies(self._graph.made, self._constants))
 
     def _capture(self, tensors: Sequence[Tensor]) -> None:
-        """Capture the calls on memory like these tensors'; no communication."""
+        """Capture the calls in a graph, with input memory like `tensors`; no communication."""
         self._static = [_memory_like(x).copy_(x) for x in tensors]
         self._graph = DeviceGraph(self._grid.device, lambda: self._run(*self._static))
 
     def _capture_together(self, tensors: Sequence[Tensor]) -> None:
-        """Capture the calls; raise RuntimeError on every rank where one cannot."""
+        """Capture the calls on all ranks; raise RuntimeError on every rank if one rank cannot."""
         why = ""
         try:
             self._capture(tensors)
@@ -134,16 +134,16 @@ class _Piece:
 
 
 def _memory_like(x: Tensor) -> Tensor:
-    """Return memory like `x`, with its strides unless several of its elements share one place."""
+    """Return new memory like `x`, with its strides unless elements of `x` share one place."""
     if is_expanded(x):
         return torch.empty_like(x)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _copies(tensors: Iterable[Tensor], constants: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield copies of tensors; copies of tensors that share memory share memory, too.
+    """Yield a copy of each tensor; copies share memory if their originals do.
 
-    Tensors in the memory of constants are yielded uncopied.
+    A tensor in the memory of one of `constants` is yielded itself.
     """
     there = {x.untyped_storage().data_ptr() for x in constants}
     copied: dict[int, torch.UntypedStorage] = {}
@@ -161,12 +161,8 @@ def _copies(tensors: Iterable[Tensor], constants: Iterable[Tensor]) -> Iterator[
             yield x.new_empty(0).set_(copied[address], x.storage_offset(), x.shape, x.stride())
 
 
-def _exists(x: Any) -> bool:
-    return isinstance(x, Existing)
-
-
 def _unwatched(call: TracedCall) -> TracedCall:
-    """Return a call whose messages go to the carrier itself."""
+    """Return `call`, sending by the carrier itself in place of the watched one around it."""
     if call.function not in _MESSAGES or not isinstance(call.arguments[0], WrappedTransport):
         return call
     carrier, *rest = call.arguments[0].carrier, *call.arguments[1:]
@@ -174,7 +170,7 @@ def _unwatched(call: TracedCall) -> TracedCall:
 
 
 def _written(calls: Sequence[TracedCall], given: Sequence[int]) -> set[int]:
-    """Return the given values to which calls may write, also by views."""
+    """Return the numbers in `given` of values that calls may write to, also through views."""
     memory = {n: {n} for n in given}
     """The given values in whose memory each value may lie."""
     written: set[int] = set()

@@ -1,9 +1,13 @@
-"""Cases of compiled steps and modules: their keys, their results, and how two traces differ."""
+"""Cases of compiled steps and modules: keys, results, and comparison of two traces.
+
+Calls are of one case if they differ in the elements of tensors only; each case is traced and
+replayed by itself.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,7 +42,7 @@ _FEW = 4096
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise ValueError where neither the library nor torch.compile knows a backend."""
+    """Raise ValueError if neither distconv nor torch.compile knows the backend."""
     if backend in (None, CAPTURE) or backend in torch.compiler.list_backends(exclude_tags=()):
         return
     known = ", ".join(map(repr, (CAPTURE, *torch.compiler.list_backends())))
@@ -49,7 +53,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the part of a case's key that follows from arguments and modes."""
+    """Return the part of a case's key that follows from a call's arguments, and torch's modes."""
     if not any(isinstance(x, DistTensor) for x in tensors):
         raise TypeError(
             "compile: no DistTensor is among the arguments; pass the batch as tensors, also in "
@@ -77,7 +81,7 @@ def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def why_not_replayed(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> str:
-    """Return in words why no case can be made of a call's arguments; "" where one can."""
+    """Return why calls with such arguments cannot be replayed, in words; "" if they can."""
     if any(isinstance(x, DistTensor) and x.unmerged is not None for x in tensors):
         return "a tensor among its arguments has merged dimensions"
     if any(map(is_expanded, shards_of(tensors))):
@@ -92,19 +96,19 @@ def why_not_replayed(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> str:
 
 
 def is_expanded(x: Tensor) -> bool:
-    """Return whether several elements of a tensor lie in one place of memory."""
+    """Return whether several elements of a tensor share one place in memory, as after expand()."""
     return any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the parameters of the modules themselves, without their submodules'."""
+    """Return the parameters of modules, without those of their submodules."""
     # By m.parameters() it would take many times as long.
     tables = (parts_and_parameters(m)[0] for m in modules)
     return [p for table in tables for p in table.values() if p is not None]
 
 
 def key_of_modules(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Any:
-    """Return the part of a case's key that follows from the state and settings of modules."""
+    """Return the part of a case's key that follows from modes, settings and hooks of modules."""
     tables = [table for m in modules for table in (parts_and_parameters(m)[1], buffers_of(m))]
     found = [x for m in modules for x in vars(m).values() if type(x) in _SETTINGS]
     settings = tuple(x for x in found if type(x) is not list)
@@ -123,7 +127,10 @@ def key_of_modules(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -
 
 
 class Results:
-    """The results of a call: tensors, and the structure in which they are nested."""
+    """The result of a step: its tensors' blocks, and the lists and dictionaries around them.
+
+    A replay makes its own result of this structure and new blocks.
+    """
 
     def __init__(self, returned: Any) -> None:
         tensors = tensors_in(returned)
@@ -132,14 +139,14 @@ class Results:
         self._places = [torch.empty(0) for _ in tensors]
         others = {id(x): place for x, place in zip(tensors, self._places, strict=True)}
         self._structure = replaced(returned, others)
-        self._made = [_description(x) for x in tensors]
+        self._rebuilders = [_rebuilder(x) for x in tensors]
         self.holds_fractions = _holds_fractions(returned)
         self.words = repr(self._structure)
         """The structure as a text, to compare."""
 
     def of(self, blocks: Iterable[Tensor]) -> Any:
-        """Return the results of a call from the blocks of their tensors."""
-        made = map(_distributed, blocks, self._made)
+        """Return the result of a call, with new blocks for its tensors."""
+        made = (rebuilt(x) for rebuilt, x in zip(self._rebuilders, blocks, strict=True))
         return replaced(self._structure, dict(zip(map(id, self._places), made, strict=True)))
 
 
@@ -149,24 +156,22 @@ def _holds_fractions(x: Any) -> bool:
     return _holds_fractions([*x.values()]) if isinstance(x, dict) else isinstance(x, float)
 
 
-def _description(x: Tensor) -> Any:
-    """Return the metadata that a DistTensor needs beside its block; None for a plain tensor."""
+def _rebuilder(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that makes a tensor like `x` of a new block, or of a new plain tensor."""
     if not isinstance(x, DistTensor):
-        return None
-    y = x if x.unmerged is None else x.unmerged
-    return tuple(y.shape), y.cuts, y.grid, x.shape
+        return lambda block: block
+    y, shape = x if x.unmerged is None else x.unmerged, x.shape
+    about = tuple(y.shape), y.cuts, y.grid
 
+    def rebuilt(block: Tensor) -> Tensor:
+        made = DistTensor(block, *about)
+        return made if made.shape == shape else made.reshape(shape)
 
-def _distributed(block: Tensor, described: Any) -> Tensor:
-    if described is None:
-        return block
-    *about, shape = described
-    x = DistTensor(block, *about)
-    return x if x.shape == shape else x.reshape(shape)
+    return rebuilt
 
 
 def difference(mine: TracedStep, theirs: TracedStep) -> str:
-    """Return a message that says how two traces of one case differ; "" if they do not."""
+    """Return in words how two traces of one case differ; "" if they agree."""
     for a, b in zip(mine.calls, theirs.calls, strict=False):
         if a != b:
             return f"it is not the same each time: {_in_words(a)}, and then {_in_words(b)}"
@@ -195,30 +200,31 @@ def _in_words(call: TracedCall) -> str:
 
 
 def is_equal(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors are known to be equal: the same one, or small ones."""
+    """Return whether two tensors are one object, or small and equal in their elements."""
     if x is y or x.numel() > _FEW:
         return x is y
     return x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x, y)
 
 
 def grid_of(tensors: Iterable[Tensor]) -> Grid:
-    """Return the grid of the first DistTensor."""
+    """Return the grid of the first DistTensor in `tensors`."""
     return next(x.grid for x in tensors if isinstance(x, DistTensor))
 
 
 class Calls:
-    """The calls of a program, which ranks only trace or replay where all do.
+    """The calls of a compiled step or module, which a rank traces or replays only if all ranks do.
 
-    A call has a number: of the case that is replayed, from 0 in the order in which all ranks have
-    made them; `AS_IT_IS`; `TRACED` for the first trace of a case, and lower ones for later traces.
+    A call has a number: of the case to be replayed, from 0 in the order in which all ranks have
+    made them; `AS_IT_IS`; `TRACED` for the first trace of a case, and lower numbers for later
+    traces.
 
     Parameters
     ----------
-    name: the name of the program, for the warning.
+    name: "step" or "module", for warnings.
 
     Attributes
     ----------
-    made: the number of replayed cases.
+    made: the number of cases that can be replayed.
     """
 
     def __init__(self, name: str) -> None:
@@ -226,10 +232,7 @@ class Calls:
         self.made = 0
 
     def agree(self, number: int, grid: Grid) -> bool:
-        """Return whether this call has the same number on all ranks; warn once if not.
-
-        All ranks of the grid call it.
-        """
+        """Return whether the call's number is equal on all ranks; warn once if not. Collective."""
         if grid.journal.agrees(f"compiled {self._name}", number):
             return True
         if grid.rank == 0 and not self._warned:
@@ -243,11 +246,9 @@ class Calls:
         return False
 
     def take_another(self, known: int, changed: str = "") -> bool:
-        """Return whether another case is worth a trace beside the known ones; warn once if not.
+        """Return whether one more case may be traced beside `known` ones; warn once if not.
 
-        Parameters
-        ----------
-        changed: the name of a variable that distinguishes it from the case before.
+        `changed` is the name of a variable that distinguishes it from the case before, or "".
         """
         if known < MOST_CASES:
             return True
@@ -265,16 +266,14 @@ class Calls:
 def obstacle_on_any_rank(
     why: str, grid: Grid, name: str, stacklevel: int, instead: str = "runs as it is"
 ) -> bool:
-    """Return whether a program cannot be replayed on some rank of the grid; warn once.
-
-    All ranks call it together.
+    """Return whether any rank has a reason not to replay, and warn of it on one rank. Collective.
 
     Parameters
     ----------
     why: the reason on this rank; "" if there is none.
-    name: the name of the program, for the warning.
-    instead: the action of the program then, for the warning.
-    stacklevel: the stack level of the warning, as from the caller.
+    name: the subject of the warning, such as "the step".
+    stacklevel: the warning's stack level, counted from the caller.
+    instead: the subject's behaviour from now on, such as "runs as it is".
     """
     reasons = grid.all_gather_object(why)
     found = next(filter(None, reasons), "")
@@ -284,7 +283,7 @@ def obstacle_on_any_rank(
 
 
 def program_of(step: TracedStep, backend: str | None) -> Program:
-    """Return a step as a function that Python, or a compiler of torch.compile, runs."""
+    """Return a traced step as a Python function, compiled by `backend` of torch.compile if any."""
     if backend is not None:
         from distconv.compiling.graph import compiled  # which most programs do without
 
@@ -294,7 +293,7 @@ def program_of(step: TracedStep, backend: str | None) -> Program:
 
 @contextmanager
 def as_traced() -> Iterator[None]:
-    """Run a trace within the context: its calls contain the work of autograd and autocast."""
+    """Turn off autograd and autocast within the context, as traced calls contain their work."""
     with torch.no_grad(), ExitStack() as stack:
         for device in _DEVICES:
             if torch.is_autocast_enabled(device):
@@ -303,7 +302,7 @@ def as_traced() -> Iterator[None]:
 
 
 def restrided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a tensor with these strides, the same memory if it has them already."""
+    """Return `x`, detached, with these strides; it is copied unless it has them already."""
     if x.stride() == strides:
         return x.detach()
     copy = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)

@@ -1,8 +1,8 @@
-"""A traced step as graphs of torch.fx, for the compilers of torch.compile.
+"""Traced steps as graphs of torch.fx, for the compilers of torch.compile.
 
-Messages are functions of torch's dispatcher there. Each takes a token made by the one before it, so
-that no compiler changes their order. None writes to its arguments: received or summed tensors are
-returned by the wait, which gets the sent tensors again, to keep them alive till then.
+Messages are functions of torch's dispatcher there. Each takes a token that the message before has
+made, so that no compiler changes their order. None writes to its arguments: the wait returns the
+received or summed tensors. It gets the sent tensors again, to keep them alive till then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import count, pairwise
+from itertools import count
 from operator import getitem
 from typing import Any
 from weakref import WeakValueDictionary
@@ -38,11 +38,11 @@ _MESSAGES: WeakValueDictionary[int, _Posted] = WeakValueDictionary()
 
 
 class _Posted:
-    """A message of a step; a run starts it once, and waits for it.
+    """A message or reduction of a step, which each run of the step starts and waits for once.
 
     Parameters
     ----------
-    call: the call of the traced step that makes it.
+    call: the call of the traced step that starts it.
     """
 
     def __init__(self, call: TracedCall) -> None:
@@ -63,13 +63,13 @@ class _Posted:
 
     @property
     def arriving(self) -> list[Any]:
-        """Return the values and constants that the message fills when it arrives."""
+        """Return the values and constants that the message overwrites when it arrives."""
         if self._function is tracing.start_exchange:
             return [x for _, x in self._rest[0]]
         return [self._rest[0]]
 
     def start(self, leaving: Sequence[Tensor], like: Sequence[Tensor]) -> None:
-        """Start it, with new memory for each tensor to fill, like the tensors `like`."""
+        """Send the tensors `leaving`, and receive into new memory like the tensors `like`."""
         transport = self._transport
         if self._function is tracing.start_exchange:
             filled = [transport.empty(tuple(x.shape), x) for x in like]
@@ -83,7 +83,7 @@ class _Posted:
         self._filled = filled
 
     def wait(self) -> list[Tensor]:
-        """Wait, and return the filled tensors."""
+        """Wait for the message, and return the received or summed tensors."""
         request, self._request = self._request, None
         if request is not None:
             request.wait()
@@ -91,11 +91,11 @@ class _Posted:
         return filled
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the tensors of all ranks of its group, stacked."""
+        """Return `x` of all ranks of the message's group, stacked in rank order."""
         return tracing.gather(self._transport, x.contiguous(), self._rest[1])
 
     def ranks(self) -> int:
-        """Return the number of ranks of its group."""
+        """Return the number of ranks in the message's group."""
         size: int = self._rest[1].size
         return size
 
@@ -107,11 +107,6 @@ def _start(message: int, token: Tensor, leaving: list[Tensor], like: list[Tensor
 
 def _wait(message: int, token: Tensor, leaving: Any, like: Any) -> tuple[Tensor, list[Tensor]]:
     return torch.empty_like(token), _MESSAGES[message].wait()
-
-
-def _complete(message: int, token: Tensor, leaving: Any, like: Any) -> tuple[Tensor, list[Tensor]]:
-    _MESSAGES[message].start(leaving, like)
-    return _wait(message, token, leaving, like)
 
 
 def _gather(message: int, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +127,6 @@ for _name, _schema, _run, _rehearsed in (
         lambda message, token, leaving, like: torch.empty_like(token),
     ),
     ("wait", _ENDED, _wait, _filled),
-    ("complete", _ENDED, _complete, _filled),
     (
         "opaque",
         "(Tensor x) -> Tensor",
@@ -178,13 +172,9 @@ _INDUCTOR = {"fallback_random": True, "size_asserts": False}
 
 
 def compiled(step: TracedStep, backend: str) -> TracedStep:
-    """Return a step whose calls between optimizers' steps are compiled.
+    """Return the step with one compiled function in place of each run of calls between optimizers.
 
-    They are compiled when they first run, on each rank separately.
-
-    Parameters
-    ----------
-    backend: a backend of torch.compile.
+    Each rank compiles a function for itself when it first runs. `backend` is one of torch.compile.
     """
     apart = _apart(step.calls)
     messages = {call.results: _Posted(call) for call in step.calls if call.function in _STARTS}
@@ -192,10 +182,10 @@ def compiled(step: TracedStep, backend: str) -> TracedStep:
 
 
 def _apart(calls: Sequence[TracedCall]) -> set[int]:
-    """Return the ids of the calls that Python makes, between graphs.
+    """Return the ids of the calls that stay in Python, between compiled functions.
 
-    They set gradients of leaves, let optimizers step, or are unknown to compilers: computations in
-    oneDNN's layout of memory, and calls of its convolution.
+    They set gradients of leaves, let optimizers step, or are unknown to compilers: calls of
+    oneDNN's convolution, and computations in its memory layout.
     """
     apart: set[int] = set()
     in_onednn: set[Value | Existing] = set()
@@ -212,7 +202,7 @@ def _apart(calls: Sequence[TracedCall]) -> set[int]:
 
 @contextmanager
 def _told(backend: str, number: int) -> Iterator[None]:
-    """Print on stderr of the first rank that calls are being compiled, then the seconds it took."""
+    """Print on stderr of rank 0 that `number` calls are compiled, and the seconds it takes."""
     if world().rank != 0:
         yield
         return
@@ -223,25 +213,17 @@ def _told(backend: str, number: int) -> Iterator[None]:
 
 
 class _Graph:
-    """Calls of a step as a graph of torch.fx.
+    """Consecutive calls of a step as a graph of torch.fx.
 
     Parameters
     ----------
-    messages: the messages of the whole step, by the numbers of their requests.
+    messages: all messages of the step, by the numbers of their requests.
     """
 
     def __init__(self, messages: Mapping[Any, _Posted], calls: Sequence[TracedCall]) -> None:
         self._messages, self._kept = messages, list(messages.values())
         self._graph = fx.Graph()
         self._nodes: dict[Any, fx.Node] = {}
-        self._at_once = {
-            request.number
-            for a, b in pairwise(calls)
-            if a.function in _STARTS and b.function is tracing.wait
-            for request in b.arguments
-            if a.made == (request.number,)
-        }
-        """The requests that are waited for as soon as they are started."""
         self._inputs: list[Value | Existing] = []
         made = {n for call in calls for n in call.made}
         for call in calls:
@@ -262,7 +244,7 @@ class _Graph:
             yield from call.used
 
     def call(self, results: Sequence[Value], backend: str) -> TracedCall:
-        """Return the compiled graph as a call of the step, with these values as results."""
+        """Compile the graph, and return a call of the step that runs it and makes `results`."""
         self._graph.output((*map(self._node, results), self._token))
         options: Any = _INDUCTOR if backend == "inductor" else None
         run: Any = torch.compile(
@@ -296,18 +278,14 @@ class _Graph:
 
     def _take(self, call: TracedCall) -> None:
         if call.function in _STARTS:
-            if call.results not in self._at_once:
-                message = self._messages[call.results]
-                given = self._node(message.leaving), self._node(message.arriving)
-                self._token = self._add(own.start, message.number, self._token, *given)
+            self._start(self._messages[call.results])
         elif call.function is tracing.wait:
-            number = call.arguments[0].number
-            end = own.complete if number in self._at_once else own.wait
-            self._end(self._messages[number], end)
+            self._end(self._messages[call.arguments[0].number])
         elif call.function is tracing.broadcast:
             message = _Posted(call)
             self._kept.append(message)
-            self._end(message, own.complete)
+            self._start(message)
+            self._end(message)
         elif call.function is tracing.gather:
             message = _Posted(call)
             self._kept.append(message)
@@ -330,10 +308,14 @@ class _Graph:
                 if n is not None:
                     self._nodes[Value(n)] = self._add(getitem, made, i)
 
-    def _end(self, message: _Posted, function: Callable[..., Any]) -> None:
-        """Add the wait for a message, and copy the received or summed tensors to their memory."""
+    def _start(self, message: _Posted) -> None:
         given = self._node(message.leaving), self._node(message.arriving)
-        both = self._add(function, message.number, self._token, *given)
+        self._token = self._add(own.start, message.number, self._token, *given)
+
+    def _end(self, message: _Posted) -> None:
+        """Add nodes that wait for a message, and copy what arrived to its place."""
+        given = self._node(message.leaving), self._node(message.arriving)
+        both = self._add(own.wait, message.number, self._token, *given)
         self._token = self._add(getitem, both, 0)
         filled = self._add(getitem, both, 1)
         for i, x in enumerate(message.arriving):

@@ -1,10 +1,10 @@
-"""A module whose forward and backward passes are traced, and replayed as one autograd function."""
+"""Compiled modules: forward and backward pass are traced, and replayed as one autograd function."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,11 @@ _MOST_TRACES = 8
 
 
 class CompiledModule:
-    """A module that is replayed; see `compile`.
+    """A module that `compile` returns: its calls are traced, and later replayed.
 
     Parameters
     ----------
-    evaluated: the step that is replayed where gradients are not recorded.
+    evaluated: the compiled step for calls under torch.no_grad().
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class CompiledModule:
         self.replays = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the module."""
+        """Return the module's result, replayed if the call's case is known."""
         if tracing.is_under_way():
             return self._module(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -80,7 +80,7 @@ class CompiledModule:
 
     @property
     def source(self) -> str:
-        """Return the replayed functions, in Python."""
+        """Return the Python source of all replayed functions."""
         return "\n\n".join(case.source for case in self._cases.values() if case is not None)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -102,7 +102,7 @@ class CompiledModule:
         )
 
     def _number(self, key: Any) -> int:
-        """Return the number of a call, for ranks to compare."""
+        """Return the number of a call with this key, which ranks compare; see `Calls`."""
         case = self._cases.get(key)
         if case is not None:
             return case.number
@@ -113,9 +113,7 @@ class CompiledModule:
     def _decide(self, key: Any, why: str, grid: Grid) -> None:
         """Decide with all ranks whether a case is replayed, once two of its calls are traced.
 
-        Parameters
-        ----------
-        why: the reason not to replay that the arguments give; "" where there is none.
+        `why` is the reason not to replay that the arguments give; "" if there is none.
         """
         traces = self._traces[key]
         complete = [x for x in traces if x.complete][:2]
@@ -134,7 +132,7 @@ class CompiledModule:
             traces.clear()
 
     def _trace(self, traces: list[_Traced], tensors: Sequence[Tensor], args: Any, kw: Any) -> Any:
-        """Return the result of the module, computed as one function of autograd."""
+        """Run and trace the module, and return its result as that of one autograd function."""
         # The graph within begins at these, and ends at what the module returns.
         inner = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         call = _Traced(inner, cases.grid_of(tensors))
@@ -158,7 +156,11 @@ class CompiledModule:
         return self._applied(_Once(case, given), case.results, given, case.leaves)
 
     def _applied(
-        self, passes: _Passes, results: Results, given: Sequence[Tensor], leaves: Sequence[Tensor]
+        self,
+        passes: _Live | _Once,
+        results: Results,
+        given: Sequence[Tensor],
+        leaves: Sequence[Tensor],
     ) -> Any:
         blocks = _Apart.apply(passes, *(x for x in (*given, *leaves) if x.requires_grad))
         reduction = reduction_of(self._module)
@@ -167,24 +169,14 @@ class CompiledModule:
         return results.of(blocks)
 
 
-class _Passes(Protocol):
-    """A forward and a backward pass on blocks."""
-
-    differentiable: list[bool]
-    """For each result whether it is differentiable."""
-
-    def forward(self, ctx: Any) -> Sequence[Tensor]:
-        """Return the blocks of the results."""
-
-    def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradients of arguments and leaves that require one."""
-
-
 class _Apart(ShardFunction):
-    """A module as one function of autograd, of the blocks and leaves that require gradients."""
+    """The autograd function that stands for a whole module, in traced and in replayed calls.
+
+    Its inputs are the blocks and leaves that require gradients; `passes` computes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, passes: _Passes, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, passes: _Live | _Once, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.passes = passes
         # A result on which the loss does not depend has no gradient, not one of zeros.
         ctx.set_materialize_grads(False)
@@ -201,12 +193,12 @@ class _Apart(ShardFunction):
 
 
 class _Traced:
-    """One traced call of a module.
+    """The trace of one call of a module, and of the backward pass through it.
 
     Parameters
     ----------
     tensors: the tensors among the arguments.
-    grid: their grid.
+    grid: the grid of these tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor], grid: Grid) -> None:
@@ -228,7 +220,7 @@ class _Traced:
         self.complete = False
 
     def finish_forward(self, returned: Any) -> None:
-        """Note the result of the module."""
+        """Note the module's result `returned`, at the end of the traced forward pass."""
         trace, self.results = self.trace, Results(returned)
         blocks = self.results.blocks
         self.differentiable = [x.requires_grad for x in blocks]
@@ -242,7 +234,7 @@ class _Traced:
         trace.calls.append(TracedCall(tracing.turn, ()))
 
     def finish_backward(self, gradients: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-        """Note the gradients passed to the backward pass, and its results."""
+        """Note the traced backward pass: its inputs `gradients`, and its results `found`."""
         trace = self.trace
         if any(
             isinstance(x, Value) and x.number in trace.found for c in trace.calls for x in c.used
@@ -255,7 +247,7 @@ class _Traced:
         self.complete = True
 
     def difference(self, later: _Traced) -> str:
-        """Return a message that says how a later call of the case differs; "" if it does not."""
+        """Return in words how a later call of the same case differs; "" if it agrees."""
         if self.results.words != later.results.words:
             return "its results differ each time"
         if self.reached != later.reached:
@@ -264,7 +256,7 @@ class _Traced:
 
 
 class _Live:
-    """The passes of a call being traced: autograd's graph of the module, within `_Apart`."""
+    """The passes of a call that is being traced: they run the module's own autograd graph."""
 
     def __init__(self, call: _Traced, given: Sequence[Tensor]) -> None:
         self._call, self.differentiable = call, call.differentiable
@@ -316,10 +308,11 @@ class _Live:
 
 
 class _ReplayedModule:
-    """A module in its replayed form.
+    """The program that replays one case of a module: a forward and a backward function.
 
     Parameters
     ----------
+    call: a traced call of the case.
     number: the number of the case, the same on all ranks.
     """
 
@@ -351,7 +344,7 @@ class _ReplayedModule:
 
 
 class _Once:
-    """The passes of one replay."""
+    """The passes of one replayed call: they run the functions of a `_ReplayedModule`."""
 
     def __init__(self, case: _ReplayedModule, given: Sequence[Tensor]) -> None:
         self._case, self._given, self.differentiable = case, given, case.differentiable

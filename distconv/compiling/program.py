@@ -1,4 +1,4 @@
-"""A traced step as a straight line of calls, and as a Python function that makes them."""
+"""Traced steps as a straight line of calls, and as a Python function that makes these calls."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from distconv.torch_private import Operator, is_mutable
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Stands for an input, or for a tensor or request made by a call of the step."""
+    """A placeholder in a traced step for an input, or a tensor or request that a call makes."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """A tensor from before the step, such as a parameter, which a call may write to."""
+    """A placeholder in a traced step for a tensor from before it, such as a parameter.
+
+    Calls may write to the tensor.
+    """
 
     number: int
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One call of a step.
+    """One call in a traced step.
 
     Attributes
     ----------
-    function: a function of torch's dispatcher, or one that sends, waits or steps.
+    function: a function of torch's dispatcher, or one of `tracing` that sends, waits or steps.
     arguments, options: its arguments, with `Value` and `Existing` in place of tensors.
-    results: the numbers of its results, None for results that are no new tensors; or the number of
-        the only one.
+    results: the number of its result, or those of its several results; None for a result that is no
+        new tensor.
     """
 
     function: Callable[..., Any]
@@ -46,18 +49,18 @@ class TracedCall:
 
     @property
     def made(self) -> tuple[int, ...]:
-        """Return the numbers of its results."""
+        """Return the numbers of the values that the call makes."""
         results = self.results if isinstance(self.results, tuple) else (self.results,)
         return tuple(n for n in results if n is not None)
 
     @property
     def used(self) -> Iterator[Value | Existing]:
-        """Yield the values and constants among its arguments."""
+        """Yield the values and constants among the call's arguments."""
         return _within((self.arguments, self.options))
 
     @property
     def is_pure(self) -> bool:
-        """Return whether it only makes values, the same each time."""
+        """Return whether the call only makes values, the same each time."""
         if not isinstance(self.function, Operator):
             return False
         random = torch.Tag.nondeterministic_seeded in self.function.tags
@@ -76,13 +79,13 @@ def _within(argument: Any) -> Iterator[Value | Existing]:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The calls of a step, from inputs to results.
+    """The calls of a traced step, from its inputs to its results.
 
     Attributes
     ----------
     inputs: the numbers of the input values.
-    constants: the tensors by their numbers.
-    gradients: leaves, each with its gradient at the end.
+    constants: the tensors that `Existing` stands for, by number.
+    gradients: leaves, each with its gradient at the end of the step.
     """
 
     inputs: Sequence[int]
@@ -93,13 +96,13 @@ class TracedStep:
 
     @property
     def left(self) -> set[Value | Existing | None]:
-        """Return the values and constants that it leaves behind, as results or gradients."""
+        """Return the values and constants that are results or gradients at the end of the step."""
         return {*self.results, *(gradient for _, gradient in self.gradients)}
 
     def reduced(self) -> TracedStep:
-        """Return the same step without calls whose only effect is an unused value.
+        """Return the step without calls that only make unused values.
 
-        Values and constants are renumbered, in the order of appearance.
+        Values and constants are numbered anew, in the order in which they appear.
         """
         kept, live = [], {x.number for x in self.left if isinstance(x, Value)}
         for call in reversed(self.calls):
@@ -121,12 +124,12 @@ def in_pieces(
     apart: Container[int],
     taken: Callable[[Sequence[TracedCall], Sequence[Value]], TracedCall],
 ) -> TracedStep:
-    """Return a step in which each run of calls between the calls `apart` is one call.
+    """Return a step in which one call stands for each run of calls between the calls `apart`.
 
     Parameters
     ----------
-    apart: the ids of calls that stay.
-    taken: returns one call in place of consecutive ones, which makes the values used later.
+    apart: the ids of calls that stay as they are.
+    taken: `taken(calls, results)` returns the call for a run, which makes the values `results`.
     """
     pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
     calls: list[TracedCall] = []
@@ -141,7 +144,7 @@ def in_pieces(
 
 
 class _Numbering:
-    """New numbers for values and constants."""
+    """New numbers for values and constants of a step, in the order in which they appear."""
 
     def __init__(self) -> None:
         self.values: dict[int, int] = {}
@@ -171,12 +174,12 @@ class _Numbering:
 
 
 class Program:
-    """A function that makes the calls of a step, and frees each value after its last use.
+    """A Python function that makes the calls of a step, and frees each value after its last use.
 
     Attributes
     ----------
-    source: the function in Python.
-    run: the function; it returns the results.
+    source: the source of the function.
+    run: the function of the step's inputs; it returns the results.
     """
 
     def __init__(self, step: TracedStep) -> None:
@@ -198,7 +201,7 @@ class Program:
 
     @staticmethod
     def _ends(step: TracedStep) -> list[list[int]]:
-        """Return for each call the values that are used last in it."""
+        """Return, for each call, the numbers of the values whose last use it is."""
         last = dict.fromkeys(step.inputs, -1)
         for i, call in enumerate(step.calls):
             last |= dict.fromkeys(call.made, i)
@@ -233,7 +236,7 @@ class Program:
         return self._named(x)
 
     def _named(self, x: Any) -> str:
-        """Return the name of an object in the function's globals."""
+        """Return the global name of an object in the function's source."""
         if id(x) not in self._known:
             words = getattr(x, "__name__", "").replace(".", "_")
             name = f"{words if words.isidentifier() else 'x'}_{len(self._known)}"

@@ -97,7 +97,7 @@ def compile(
 
 
 class CompiledStep(Generic[Given, Result]):
-    """A step that is replayed; see `compile`.
+    """A step that `compile` returns: its calls are traced, and later replayed.
 
     Attributes
     ----------
@@ -129,7 +129,7 @@ class CompiledStep(Generic[Given, Result]):
         self._name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Return the step as a method of an instance, which keeps it."""
+        """Return the compiled step as a method of `instance`, which keeps it."""
         if instance is None:
             return self
         method: Any = self._step
@@ -138,7 +138,7 @@ class CompiledStep(Generic[Given, Result]):
         return bound
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        """Run the step."""
+        """Run the step, replayed if the call's case is known, and return its result."""
         if is_under_way():
             return _without_gradients(self._step(*args, **kwargs))
         tensors = tensors_in(args, kwargs)
@@ -176,11 +176,11 @@ class CompiledStep(Generic[Given, Result]):
 
     @property
     def source(self) -> str:
-        """Return the replayed functions, in Python."""
+        """Return the Python source of all replayed functions."""
         return "\n\n".join(case.source for cases in self._cases.values() for case in cases)
 
     def _number(self, key: Any) -> int:
-        """Return the number of a case, by which ranks compare calls that are not replayed."""
+        """Return the number of a call with this key that is not replayed, which ranks compare."""
         if key in self._eager or key[:2] not in self._seen or self._changes_variables:
             return cases.AS_IT_IS
         if key not in self._last and len(self._last) + self._calls.made >= 2 * MOST_CASES:
@@ -221,7 +221,7 @@ class CompiledStep(Generic[Given, Result]):
 
 
 def _captured(step: TracedStep, grid: Grid) -> TracedStep:
-    """Return a step in graphs of the device; the step itself, with a warning, where none can be.
+    """Return the step in graphs of the device; if that is impossible, warn and return the step.
 
     All ranks call it together.
     """
@@ -235,9 +235,9 @@ def _captured(step: TracedStep, grid: Grid) -> TracedStep:
 
 
 def _circumstances(modules: Iterable[nn.Module]) -> Any:
-    """Return two parts of a case's key: the modules' state, and the gradients' state.
+    """Return two parts of a case's key: the state of modules, and the state of gradients.
 
-    Gradients differ in which of them exist, and which are parts of sums.
+    The latter says which gradients exist, and which are parts of sums.
     """
     parameters = cases.parameters_of(modules)
     leaves = shards_of(parameters)
@@ -246,7 +246,7 @@ def _circumstances(modules: Iterable[nn.Module]) -> Any:
     enabled = tuple(r.enabled for r in reductions)
     state = cases.key_of_modules(modules, parameters), hooks, enabled
     exist = tuple(x.grad is None for x in leaves)
-    return state, (exist, tuple(r.parts for r in reductions))
+    return state, (exist, tuple(tuple(r.parts) for r in reductions))
 
 
 def _without_gradients(result: Any) -> Any:
@@ -254,13 +254,13 @@ def _without_gradients(result: Any) -> Any:
 
 
 class _TracedCase:
-    """One traced call of a step.
+    """The trace of one call of a step.
 
     Parameters
     ----------
     tensors: the tensors among the arguments.
-    leaves: parameters whose gradients it may set, also without a call of torch.
-    optimizers: optimizers that are known to step in it.
+    leaves: parameters whose gradients the step may set, also without a call of torch.
+    optimizers: optimizers that stepped in an earlier trace.
     """
 
     def __init__(
@@ -277,20 +277,18 @@ class _TracedCase:
         self.step = TracedStep([], [], [], {}, [])
         self.added_to: list[Tensor] = []
         """The leaves whose gradients are further inputs, after the tensors."""
-        self.parts: list[tuple[GradientReduction, tuple[bool, ...]]] = []
+        self.parts: list[tuple[GradientReduction, list[bool]]] = []
         """The gradients that are parts of sums in the end."""
 
     def finish(
         self, arguments: Iterable[Tensor], result: Any, reductions: Iterable[GradientReduction]
     ) -> None:
-        """Note the result of the step.
+        """Note the result of the traced step.
 
-        Parameters
-        ----------
-        arguments: the tensors among its arguments.
-        reductions: the reductions of the modules that it has called.
+        `arguments` are the tensors among its arguments, `reductions` those of the modules it
+        called.
         """
-        self.parts = [(r, r.parts) for r in reductions]
+        self.parts = [(r, list(r.parts)) for r in reductions]
         trace, self.results = self.trace, Results(result)
         if self.results.holds_fractions:
             trace.hinder("it returns a fraction that is no tensor, which may change unseen")
@@ -308,7 +306,7 @@ class _TracedCase:
         self.step = replace(step, inputs=[*given, *added])
 
     def difference(self, later: _TracedCase) -> str:
-        """Return a message that says how a later call of the case differs; "" if it does not."""
+        """Return in words how a later call of the same case differs; "" if it agrees."""
         if self.results.words != later.results.words:
             return "its results differ each time"
         if [*map(id, self.added_to)] != [*map(id, later.added_to)]:
@@ -325,12 +323,13 @@ def _sizes(optimizer: Optimizer) -> list[int]:
 
 
 class _ReplayedStep:
-    """A step in its replayed form.
+    """The program that replays one case of a step.
 
     Parameters
     ----------
+    case: a traced call of the case.
     number: the number of the case, the same on all ranks.
-    outside: the tensors among the variables.
+    outside: the tensors among the variables that the step's code mentions.
     """
 
     def __init__(
@@ -355,8 +354,10 @@ class _ReplayedStep:
         self._optimizers = [(x, _sizes(x)) for x in case.trace.optimizers]
 
     def fits(self, outside: Sequence[Tensor]) -> bool:
-        """Return whether gradients are like those of the trace, variables are the same tensors,
-        and optimizers have no other parameters.
+        """Return whether the program may be replayed with the present tensors `outside`.
+
+        Gradients must be like those in the trace, variables the same tensors, and optimizers must
+        have no other parameters.
         """
         return (
             all(cases.is_equal(*shards_of((x, outside[i]))) for i, x in self._outside)
@@ -366,7 +367,7 @@ class _ReplayedStep:
         )
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the result of the step for these tensors."""
+        """Run the program on these tensors, and return the step's result."""
         given = shards_of(tensors)
         with cases.as_traced():
             blocks = list(map(cases.restrided, given, self._strides))
@@ -375,5 +376,5 @@ class _ReplayedStep:
                 if x.data_ptr() != block.data_ptr():
                     x.copy_(block)  # which the step may have written to
         for reduction, parts in self._parts:
-            reduction.give_parts(parts)
+            reduction.parts[:] = parts
         return self._results.of(made)

@@ -1,7 +1,7 @@
-"""Tracing a step as it runs: the calls of torch's dispatcher and of the carriers, in one order.
+"""Tracing of a step as it runs: calls of torch's dispatcher and of carriers, in one order.
 
-Autograd, rules and hooks run as usual, above the dispatcher, so that the trace is the forward pass,
-the backward pass and the sums of gradients as plain functions on this rank's blocks.
+Autograd, rules and hooks run as usual, above the dispatcher. So the trace is the forward pass, the
+backward pass and the sums of gradients as plain functions on this rank's blocks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ from distconv.transport.interface import Message, Request, Transport
 
 aten = torch.ops.aten
 
+Result = TypeVar("Result")
+
 _ALIASES = (aten.detach.default, aten.alias.default)
 """Functions that return their argument where gradients are not recorded."""
 
@@ -55,70 +57,60 @@ _SCHEDULES = (
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
-def empty(transport: Transport, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return memory for a message."""
-    return transport.empty(shape, like)
+def _calling(method: str, name: str) -> Callable[..., Any]:
+    """Return a function, named in traced steps, that calls this method of its first argument."""
+
+    def call(owner: Any, *arguments: Any) -> Any:
+        return getattr(owner, method)(*arguments)
+
+    call.__name__ = name
+    return call
+
+
+empty, wait = _calling("empty", "empty"), _calling("wait", "wait")
+start_sum, gather = _calling("all_reduce", "start_sum"), _calling("all_gather", "gather")
+broadcast = _calling("broadcast", "broadcast")
 
 
 def start_exchange(
     transport: Transport, arriving: Sequence[Message], leaving: Sequence[Message]
 ) -> Request:
-    """Start the messages of one exchange."""
+    """Start the messages of one exchange; a call in traced steps."""
     return transport.exchange(arriving, leaving, transport.next_tag())
 
 
-def start_sum(transport: Transport, tensor: Tensor, group: Any) -> Request:
-    """Start to sum a tensor in place over the ranks of a group."""
-    return transport.all_reduce(tensor, group)
-
-
-def gather(transport: Transport, tensor: Tensor, group: Any) -> Tensor:
-    """Return the tensors of all ranks of a group, stacked."""
-    return transport.all_gather(tensor, group)
-
-
-def broadcast(transport: Transport, tensor: Tensor, group: Any) -> None:
-    """Overwrite a tensor by the tensor of the first rank of a group."""
-    transport.broadcast(tensor, group)
-
-
-def wait(request: Request) -> None:
-    """Wait for started messages."""
-    request.wait()
-
-
 def give(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Set the gradient of a leaf."""
+    """Set the gradient of a leaf; a call in traced steps."""
     leaf.grad = gradient
 
 
 def step(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Let an optimizer step with its present settings."""
+    """Let an optimizer step with its present settings; a call in traced steps."""
     optimizer.step(*arguments, **options)
 
 
 def turn() -> None:
-    """Mark the end of the forward and the beginning of the backward pass."""
+    """Mark the end of the forward pass and the beginning of the backward pass in a trace."""
 
 
 class Trace:
-    """A step that is being traced.
+    """The record of a step that is being traced.
 
     Parameters
     ----------
-    inputs: its inputs.
-    optimizers: optimizers that are known to step in it.
+    inputs: the blocks that the step gets.
+    optimizers: optimizers that stepped in an earlier trace of the step.
 
     Attributes
     ----------
     calls: the calls of the step, in order.
-    constants: the tensors from before the step, by their numbers.
-    leaves: the constants whose gradients autograd makes, each with its gradient when the step
-        reached it.
-    found: leaves by the numbers of the values that stand for their gradients, as further inputs.
-    optimizers: the optimizers, each with its settings when it stepped.
+    constants: tensors from before the step, by the numbers of their `Existing`.
+    leaves: the constants whose gradients autograd makes, each with its gradient when the step first
+        used it.
+    found: leaves whose gradients are further inputs, by the numbers of these gradients' `Value`.
+    optimizers: the optimizers that stepped, each with its settings then.
     obstacle: the reason why the step cannot be replayed; "" if it can.
-    notes: the mappings in which tensors are looked up, which refer to them weakly.
+    notes: weak mappings from tensors to their stand-ins, and from tensors made during a pause.
     """
 
     def __init__(self, inputs: Sequence[Tensor], optimizers: Iterable[Optimizer] = ()) -> None:
@@ -143,19 +135,19 @@ class Trace:
         self.inputs = [self.new(x) for x in inputs]
 
     def new(self, x: Tensor | None = None) -> int:
-        """Return the number of a new value."""
+        """Return the number of a new `Value`, which stands for `x`, or for a request."""
         self._count += 1
         if x is not None:
             self._seen[x] = Value(self._count)
         return self._count
 
     def go_on(self, gradients: Sequence[Tensor]) -> None:
-        """Continue with a backward pass from these gradients, ignoring calls in between."""
+        """Continue with a backward pass from `gradients`; calls since the last one are ignored."""
         self.inputs += [self.new(x) for x in gradients]
         self._random = random_states()
 
     def standing_for(self, x: Any) -> Any:
-        """Return an argument with `Value` and `Existing` in place of its tensors."""
+        """Return `x` with a `Value` or an `Existing` in place of each tensor."""
         if isinstance(x, Tensor):
             return self._seen.get(x) or self._constant(x)
         if type(x) in (list, tuple):
@@ -175,7 +167,7 @@ class Trace:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Trace nothing in the context."""
+        """Record nothing within the context."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -183,7 +175,7 @@ class Trace:
             self.paused = before
 
     def hinder(self, why: str) -> None:
-        """Note that the step cannot be replayed."""
+        """Note why the step cannot be replayed, with the program's line; a first reason stays."""
         self.obstacle = self.obstacle or f"{why}, at {user_line()}"
 
     def note(
@@ -194,11 +186,12 @@ class Trace:
         result: Any,
         by_positions: bool = False,
     ) -> None:
-        """Record a call of torch's dispatcher; its arguments have no tensors any more.
+        """Record a call of torch's dispatcher.
 
         Parameters
         ----------
-        by_positions: whether it is an indexing whose shape follows from shapes alone.
+        args, options: its arguments, with `Value` and `Existing` in place of tensors.
+        by_positions: True for an indexing whose result's shape follows from shapes alone.
         """
         if function.namespace in _COLLECTIVES:
             self.hinder(f"it sends by torch.distributed itself ({function})")
@@ -224,18 +217,18 @@ class Trace:
         self.calls.append(TracedCall(function, args, options, results))
 
     def leave_out(self, result: Any) -> None:
-        """Note tensors made by the dispatcher while the trace was paused."""
+        """Remember tensors that were made during a pause, which the step must not use."""
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, Tensor):
                 self._apart[x] = True
 
     def check_random(self) -> None:
-        """Note where the program set the state of random numbers within the step."""
+        """Hinder the trace if the program has set the state of torch's random generators."""
         if not all(map(torch.equal, self._random, random_states())):
             self.hinder("it sets the state of random numbers, as torch.utils.checkpoint does")
 
     def end(self) -> None:
-        """Check that nothing has changed that a replay would not change."""
+        """Hinder the trace if Python's or numpy's random state, or an optimizer, has changed."""
         if _states_outside() != self._outside:
             self.hinder("it draws random numbers of Python or numpy; pass them as arguments")
         for optimizer, before in self.optimizers.items():
@@ -243,14 +236,14 @@ class Trace:
                 self.hinder(_SCHEDULES)
 
     def gradients(self) -> list[tuple[Existing, Any]]:
-        """Return the leaves whose gradients have changed, each with its gradient."""
+        """Return the stand-ins of leaves whose gradients have changed, and of these gradients."""
         given = {call.arguments[0].number for call in self.calls if call.function is give}
         leaves = list(self.leaves.items())
         changed = (x for n, (x, first) in leaves if n in given or x.grad is not first)
         return [self.standing_for((x, x.grad)) for x in changed]
 
     def before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Pause the trace before an optimizer steps, as it does by itself in replays."""
+        """Pause the trace before an optimizer's step; in replays the optimizer steps by itself."""
         self._steps += 1
         if self._steps > 1:
             return  # the step of a base class, as part of the step of its subclass
@@ -268,7 +261,7 @@ class Trace:
         self.paused = True
 
     def after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Continue after an optimizer's step."""
+        """Record an optimizer's step as one call, and end the pause."""
         self._steps -= 1
         if self._steps:
             return
@@ -277,7 +270,7 @@ class Trace:
 
 
 def _states_outside() -> Any:
-    """Return the states of the generators of random numbers of Python and of numpy."""
+    """Return the states of Python's and numpy's random generators."""
     numbers: Any = np.random.get_state()
     return random.getstate(), numbers[1].tobytes(), numbers[2:]
 
@@ -286,12 +279,8 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
-def _is_mask(index: Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
 class _Dispatcher(DispatchMode):
-    """Passes every call of torch's dispatcher to a trace."""
+    """A torch dispatch mode that records every call of the dispatcher in a trace."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -308,13 +297,15 @@ class _Dispatcher(DispatchMode):
         stood_for = trace.standing_for(args)
         options = {name: trace.standing_for(x) for name, x in kwargs.items()}
         result = func(*args, **kwargs)
-        by_positions = func is aten.index.Tensor and not any(map(_is_mask, args[1]))
+        by_positions = func is aten.index.Tensor and not any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
         trace.note(func, stood_for, options, result, by_positions)
         return result
 
 
 class _TracedRequest:
-    """A request whose wait is a call of the step."""
+    """A request whose `wait` is recorded in the trace."""
 
     __slots__ = ("_number", "_request", "_trace")
 
@@ -329,7 +320,7 @@ class _TracedRequest:
 
 
 class _TracedCarrier(WrappedTransport):
-    """A carrier whose messages are made by `transport`, and recorded as calls of the step."""
+    """A carrier that records its messages in the trace, as calls of the watched `transport`."""
 
     def __init__(self, transport: WatchedTransport, trace: Trace) -> None:
         super().__init__(transport.carrier)
@@ -337,45 +328,33 @@ class _TracedCarrier(WrappedTransport):
         self.empty = self._empty
 
     def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return memory for a message."""
-        memory: Tensor = self._call(empty, (shape, like), self.carrier.empty, shape, like)
-        return memory
+        return self._call(empty, (shape, like), self.carrier.empty, shape, like)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange."""
-        arguments = [*arriving], [*leaving]
-        run = self.carrier.exchange
-        request: Request = self._call(start_exchange, arguments, run, arriving, leaving, tag)
-        return request
+        arguments, run = ([*arriving], [*leaving]), self.carrier.exchange
+        return self._call(start_exchange, arguments, run, arriving, leaving, tag)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start to sum a tensor in place over the ranks of `group`."""
-        run = self.carrier.all_reduce
-        request: Request = self._call(start_sum, (tensor, group), run, tensor, group)
-        return request
+        return self._call(start_sum, (tensor, group), self.carrier.all_reduce, tensor, group)
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        """Return the tensors of all ranks of `group`, stacked in rank order."""
-        run = self.carrier.all_gather
-        gathered: Tensor = self._call(gather, (tensor, group), run, tensor, group)
-        return gathered
+        return self._call(gather, (tensor, group), self.carrier.all_gather, tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the tensor of the first rank of `group`."""
         self._call(broadcast, (tensor, group), self.carrier.broadcast, tensor, group)
 
     def _call(
-        self, function: Callable[..., Any], arguments: Any, run: Callable[..., Any], *given: Any
-    ) -> Any:
-        """Return the carrier's `run(*given)`, recorded as `function` of `arguments` for replays."""
+        self, function: Callable[..., Any], arguments: Any, run: Callable[..., Result], *given: Any
+    ) -> Result:
+        """Run `run(*given)`, a method of the carrier, and record it as `function(*arguments)`."""
         trace = self._trace
         if trace.paused:
             return run(*given)
         arguments = trace.standing_for(arguments)
         with trace.pause():
-            result = run(*given)
+            result: Any = run(*given)
         number = None
         if isinstance(result, Tensor):
             number = trace.new(result)
@@ -383,41 +362,32 @@ class _TracedCarrier(WrappedTransport):
             number = trace.new()
             result = _TracedRequest(trace, result, number)
         trace.calls.append(TracedCall(function, (self._transport, *arguments), {}, number))
-        return result
+        return result  # type: ignore[no-any-return]
 
 
-_under_way = 0
+_traces: list[Trace] = []
+"""The traces that are being made."""
 
 
 def is_under_way() -> bool:
-    """Return whether anything is being traced."""
-    return _under_way > 0
-
-
-def _leave() -> None:
-    global _under_way
-    _under_way -= 1
+    """Return whether a step or module is being traced now."""
+    return bool(_traces)
 
 
 @contextmanager
 def traced(trace: Trace, grid: Grid) -> Iterator[None]:
-    """Trace the calls and messages of this thread in the context.
+    """Record this thread's calls and messages in `trace`, within the context.
 
-    All ranks of the grid enter it together. They compare messages, before each, and optimizers.
-
-    Raises
-    ------
-    DivergenceError
-        On every rank, where they differ.
+    All ranks of the grid enter it together. Before each message and each optimizer's step they
+    compare their traces. Raises DivergenceError on every rank if these differ.
     """
-    global _under_way
-    _under_way += 1
 
     def compare(optimizer: Optimizer, *_: Any) -> None:
         grid.journal.take(f"{type(optimizer).__name__}.step")
 
     with ExitStack() as left:
-        left.callback(_leave)
+        _traces.append(trace)
+        left.callback(_traces.pop)
         left.enter_context(noted_in(*trace.notes))
         left.enter_context(grid.journal.comparing_all("traced pass"))
         left.enter_context(carried_by(lambda transport: _TracedCarrier(transport, trace)))
@@ -434,7 +404,7 @@ def traced(trace: Trace, grid: Grid) -> Iterator[None]:
 
 @contextmanager
 def modules_called(found: dict[nn.Module, None]) -> Iterator[None]:
-    """Add the modules that are called in the context to `found`, and all within them."""
+    """Add each module that is called within the context to `found`, and all its submodules."""
     handle = register_module_forward_pre_hook(lambda m, _: found.update(dict.fromkeys(m.modules())))
     try:
         yield

@@ -1,7 +1,7 @@
-"""The variables that a step reads or sets: another value of one of them is another case.
+"""The variables that the code of a step mentions: with other values a call is another case.
 
-A replay runs no Python. The code of a step says which variables it reads: global ones, those of
-functions around it, and attributes of objects found there, by the names that the code mentions.
+A replay runs no Python. The variables are global ones, those of enclosing functions, and attributes
+of objects found there whose names the code mentions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _METHODS_BY_FLAG = sys.version_info >= (3, 12)
 
 
 class _Same:
-    """Wrap an object, to compare equal with the same object only."""
+    """A wrapper of an object that equals only a wrapper of the same object."""
 
     __slots__ = ("_it",)
 
@@ -55,12 +55,12 @@ class _Same:
 
 
 def told(x: Any, tensors: bool = False, depth: int = _DEEP) -> Any:
-    """Return a value to compare and hash, equal for objects with which a program does the same.
+    """Return a hashable key of a value, equal for values with which a program does the same.
 
     Parameters
     ----------
-    tensors: whether other tensors are different; otherwise all tensors are equal.
-    depth: the number of lists within each other that are looked at.
+    tensors: whether different tensors have different keys; otherwise all have the same.
+    depth: the number of nested lists that are looked into.
     """
     if type(x) in _TOLD or isinstance(x, Enum):
         return repr(x)
@@ -76,7 +76,7 @@ def told(x: Any, tensors: bool = False, depth: int = _DEEP) -> Any:
 
 
 def unknown_kind(argument: Any) -> type | None:
-    """Return the type of an object within an argument that may change without changing `told`.
+    """Return the type of an object in `argument` that can change without a change of its `told`.
 
     None if there is no such object.
     """
@@ -89,7 +89,7 @@ def unknown_kind(argument: Any) -> type | None:
 
 
 def _content(cell: CellType, name: str = "", default: Any = None) -> Any:
-    """Return the variable in a cell of a closure; `default` while it is not set."""
+    """Return the value in the cell of a closure; `default` while it has none."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -98,7 +98,7 @@ def _content(cell: CellType, name: str = "", default: Any = None) -> Any:
 
 @lru_cache(1024)
 def _names_in(code: CodeType) -> tuple[frozenset[str], ...]:
-    """Return the global variables, the attributes and the methods that code mentions."""
+    """Return the names of globals, of attributes and of methods that code mentions."""
     names: tuple[set[str], ...] = set(), set(), set()
     for x in dis.get_instructions(code):
         is_method = _METHODS_BY_FLAG and x.opname == "LOAD_ATTR" and (x.arg or 0) & 1
@@ -115,17 +115,17 @@ def _names_in(code: CodeType) -> tuple[frozenset[str], ...]:
 
 
 class Variables:
-    """The variables of a function, and of functions of the same program that it calls.
+    """The variables that a function mentions, and functions of the program that it calls.
 
     Parameters
     ----------
-    function: the function.
-    modules: the modules that it calls, which may become more, and whose settings are looked at
-        elsewhere.
+    function: the step, or a module.
+    modules: the modules that it has called, which may become more; their settings are compared by
+        `key_of_modules`.
 
     Attributes
     ----------
-    tensors: the tensors among them when `now` was called.
+    tensors: the tensors among the variables' values when `now` was called last.
     """
 
     def __init__(self, function: Callable[..., Any], modules: Mapping[nn.Module, None]) -> None:
@@ -146,7 +146,7 @@ class Variables:
         self.tensors: list[Tensor] = []
 
     def now(self) -> Any:
-        """Return the present values, to compare and hash."""
+        """Return a key of the variables' present values, to compare and hash."""
         found = self._told()
         if found != self._last or len(self._modules) != self._number:
             self._find()
@@ -154,7 +154,7 @@ class Variables:
         return found
 
     def _find(self) -> None:
-        """Look into the function, and at objects until no other function is found."""
+        """Find all variables, from the function on, until no more functions are found."""
         self._places, self._functions, self._roots = {}, set(), [self._function]
         self._attributes, self._methods = set(), set()
         self._number, number = len(self._modules), -1
@@ -167,7 +167,7 @@ class Variables:
                 self._look_at(x, _DEEP)
 
     def values(self) -> list[tuple[str, Callable[[], Any], Any]]:
-        """Return for each variable its name, a function that returns it, and its value, as told."""
+        """Return for each variable its name, a function that returns its value, and its key."""
         places = self._places.values()
         calls = [(name, partial(get, name, default)) for get, name, default in places]
         return [(name, get, told(get(), tensors=True)) for name, get in calls]
@@ -178,14 +178,14 @@ class Variables:
         return tuple(map(told, values))
 
     def _take(self, of: Any, get: Callable[..., Any], name: str, default: Any = None) -> Any:
-        """Note a variable; return its value."""
+        """Add the variable `name` of the object `of`, which `get` reads, and return its value."""
         x = get(name, default)
         if not isinstance(x, (ModuleType, BuiltinFunctionType)):
             self._places[id(of), name] = get, name, default
         return x
 
     def _look_at(self, x: Any, depth: int) -> None:
-        """Note the variables of an object that are mentioned, or of a function."""
+        """Add the variables among an object's attributes, or those that a function mentions."""
         if isinstance(x, partial):
             for y in (x.func, *x.args, *x.keywords.values()):
                 self._look_at(y, depth)
@@ -220,7 +220,7 @@ class Variables:
                 self._look_into(shared, x)
 
     def _look_into(self, function: Any, owner: Any) -> None:
-        """Note the variables that the code of a function mentions."""
+        """Add the variables that the code of a function, or of a method of `owner`, mentions."""
         function = inspect.unwrap(function)
         if isinstance(function, MethodType):
             function, owner = function.__func__, function.__self__
@@ -242,5 +242,5 @@ class Variables:
 
 
 def changed_in(before: Sequence[tuple[str, Callable[[], Any], Any]]) -> str:
-    """Return the name of a variable that has changed since `Variables.values`; "" for none."""
+    """Return the name of a variable that has changed since `values` returned `before`, or ""."""
     return next((name for name, get, x in before if told(get(), tensors=True) != x), "")

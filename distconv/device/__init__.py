@@ -1,1 +1,1 @@
-"""Everything that depends on the kind of device; higher floors use torch's devices and streams."""
+"""Everything that depends on the kind of device; other floors use torch's devices and streams."""

@@ -9,14 +9,14 @@ import torch
 
 
 def bindings() -> Any:
-    """Return cupy's bindings of NCCL; raises ImportError without cupy."""
+    """Return cupy's module for NCCL; raises ImportError without cupy."""
     from cupy.cuda import nccl
 
     return nccl
 
 
 def why_no_cupy(kind: str) -> str | None:
-    """Return why this process cannot use NCCL by cupy; None if it can."""
+    """Return why cupy's NCCL cannot be used with accelerators of this kind; None if it can."""
     if kind != "cuda":
         return f"cupy has no library of messages between devices of kind {kind}"
     try:
@@ -27,12 +27,12 @@ def why_no_cupy(kind: str) -> str | None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a device is the current one for other libraries."""
+    """Return a context in which `device` is CUDA's current device, also for cupy."""
     return torch.cuda.device(device)
 
 
 def address_of(stream: torch.Stream) -> int:
-    """Return the address by which other libraries know a stream."""
+    """Return the address of a stream, by which cupy knows it."""
     address: int | None = getattr(stream, "native_handle", None)
     if address is None:  # older versions of torch
         ids: Any = {n: getattr(stream, n) for n in ("stream_id", "device_index", "device_type")}

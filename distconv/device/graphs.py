@@ -1,4 +1,4 @@
-"""Graphs of a device: work that its streams were given once, started again by one call."""
+"""Graphs of a device: work that its streams got once, and that one call starts again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distconv.device.streams import using
 
 
 def why_no_graphs(device: torch.device) -> str | None:
-    """Return why work on a device cannot be captured; None where it can."""
+    """Return why work on a device cannot be captured in a graph; None if it can."""
     if not is_accelerator(device):
         return f"graphs are for GPUs, and the grid computes on {device.type}"
     if device.type == "cuda" or hasattr(torch.accelerator, "Graph"):
@@ -22,14 +22,14 @@ def why_no_graphs(device: torch.device) -> str | None:
 
 
 class DeviceGraph:
-    """The work of a function on a device, recorded without being done, and done by each replay.
+    """The work that a function queues on a device, captured once, and done by each replay.
 
-    Every replay fills `made`, the function's result, again. Threads that watch messages may query
-    their events while it is recorded.
+    `made` is the function's result, whose memory every replay fills again. Other threads may query
+    events during the capture.
 
     Parameters
     ----------
-    work: queues work on the current stream only, on memory that stays where it is.
+    work: the function; it uses the current stream only, and memory that stays in its place.
     """
 
     def __init__(self, device: torch.device, work: Callable[[], Any]):
@@ -41,12 +41,12 @@ class DeviceGraph:
         torch.accelerator.current_stream(device).wait_stream(stream)
 
     def replay(self) -> None:
-        """Give the work to the current stream."""
+        """Queue the captured work on the current stream."""
         self._graph.replay()
 
 
 def _new(device: torch.device) -> tuple[Any, AbstractContextManager[Any]]:
-    """Return a graph, and a context in which the current stream's work becomes part of it."""
+    """Return an empty graph, and a context that captures work on the current stream into it."""
     if hasattr(torch.accelerator, "Graph"):
         graph: Any = torch.accelerator.Graph(capture_error_mode="thread_local")
         return graph, graph

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed between accelerators: making, errors."""
+"""Process groups of torch.distributed between accelerators: how to make one, and its errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distconv.torch_private import set_limit
 
 
 def why_no_backend(kind: str) -> str | None:
-    """Return why torch cannot carry messages between accelerators of a kind; None if it can."""
+    """Return why torch cannot carry messages between accelerators of this kind; None if it can."""
     distributed, backend = torch.distributed, backend_of(kind)
     if backend is None:
         return f"torch.distributed has no backend for {kind}"
@@ -25,7 +25,7 @@ def why_no_backend(kind: str) -> str | None:
 
 
 def warn_where_errors_stay_unknown(kind: str) -> None:
-    """Warn where torch does not report errors of its groups between accelerators of a kind.
+    """Warn if this torch reports no errors of process groups between accelerators.
 
     Python shows the warning once.
     """
@@ -41,8 +41,9 @@ def warn_where_errors_stay_unknown(kind: str) -> None:
 
 
 def make_group(store: Any, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
-    """Return a process group between accelerators, which gives up on a message after `limit`. All
-    its ranks call it, and find each other over the store.
+    """Return a process group between accelerators, for `size` ranks, which all call it.
+
+    They find each other over `store`. torch gives up on a message after `limit`.
     """
     backend = backend_of(device.type)
     assert backend is not None
@@ -53,7 +54,7 @@ def make_group(store: Any, rank: int, size: int, device: torch.device, limit: ti
 
 
 def error_of(group: Any) -> str | None:
-    """Return the error that torch's thread found in a group; None if there is none, or unknown."""
+    """Return the error that a thread of torch has found in a process group, or None."""
     error: str = group.get_error().name if hasattr(group, "get_error") else "SUCCESS"
     return None if error == "SUCCESS" else error
 

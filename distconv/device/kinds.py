@@ -34,9 +34,9 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def accelerator() -> str | None:
-    """Return the kind of accelerator that this process sees; None without any.
+    """Return torch's name of the kind of accelerator here, such as "cuda"; None without any.
 
-    A kind without a torch backend for messages between streams is ignored.
+    A kind without a backend of torch.distributed is ignored.
     """
     if not torch.accelerator.is_available():
         return None
@@ -46,12 +46,12 @@ def accelerator() -> str | None:
 
 @cache
 def rehearsed() -> str:
-    """Return the kind of accelerator of dry runs: the one here, or the most common."""
+    """Return the kind of accelerator that dry runs assume: the one here, else "cuda"."""
     return accelerator() or KINDS[0]
 
 
 def backend_of(kind: str) -> str | None:
-    """Return the backend of torch.distributed between accelerators of a kind; None without one."""
+    """Return torch.distributed's backend for accelerators of a kind, such as "nccl", or None."""
     distributed = torch.distributed
     if not distributed.is_available():
         return {"cuda": "nccl", "xpu": "xccl"}.get(kind)
@@ -63,14 +63,14 @@ def backend_of(kind: str) -> str | None:
 
 
 def library_of(kind: str) -> str:
-    """Return the vendors' name of the library behind the backend of a kind."""
+    """Return the vendor's name of the library behind a kind's backend, such as "RCCL"."""
     if kind == "cuda":
         return "RCCL" if torch.version.hip else "NCCL"
     return "oneCCL" if kind == "xpu" else backend_of(kind) or "torch.distributed"
 
 
 def version_of_library(kind: str) -> str:
-    """Return the version of the library behind the backend of a kind, if torch knows it."""
+    """Return the version of the library behind a kind's backend, for messages."""
     if kind == "cuda":
         numbers: Any = torch.cuda.nccl.version()
         return ".".join(map(str, numbers))
@@ -78,7 +78,7 @@ def version_of_library(kind: str) -> str:
 
 
 def identities() -> tuple[str, ...]:
-    """Return identities of the accelerators that this process sees, the same in all processes."""
+    """Return a text for each accelerator that this process sees, the same in all processes."""
     kind = accelerator()
     if kind is None:
         return ()
@@ -88,7 +88,7 @@ def identities() -> tuple[str, ...]:
 
 
 def _identity(number: int, properties: Any) -> str:
-    """Return the identity of an accelerator; without one, its number among those seen here."""
+    """Return the unique id of an accelerator, or else host, masks and its number."""
     unique = getattr(properties, "uuid", None)
     if unique:
         return str(unique)
@@ -103,7 +103,7 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def random_states() -> list[Tensor]:
-    """Return the states of torch's generators: the host's, and the current accelerator's."""
+    """Return the states of torch's random generators, on the host and on the accelerator."""
     states, kind = [torch.get_rng_state()], accelerator()
     if kind is not None:
         states.append(torch.get_device_module(kind).get_rng_state())
@@ -111,7 +111,7 @@ def random_states() -> list[Tensor]:
 
 
 def profiler_activities() -> list[ProfilerActivity]:
-    """Return the activities that torch's profiler can record: the host, and the accelerator."""
+    """Return the activities for torch's profiler: the host, and the accelerator if any."""
     kind = accelerator()
     here = [_ACTIVITIES[kind]] if kind in _ACTIVITIES else []
     return [ProfilerActivity.CPU, *here]

@@ -1,4 +1,4 @@
-"""Whether an MPI accepts pointers into the memory of accelerators, by each vendor's query."""
+"""Whether an MPI takes pointers to the memory of accelerators, by each vendor's query."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ _NUMBERS = {"cuda": 0, "xpu": 1, "hip": 2}
 
 
 def is_gpu_aware(library: ctypes.CDLL, kind: str) -> bool:
-    """Return whether MPI, loaded as `library`, reports that it takes pointers to the memory of this
-    kind of device.
-    """
+    """Return whether the MPI loaded as `library` takes pointers to memory of this kind of GPU."""
     if os.environ.get(_CRAY):
         return os.environ[_CRAY] == "1"
     vendor = "hip" if kind == "cuda" and torch.version.hip else kind

@@ -1,7 +1,4 @@
-"""Settings that change numbers, and sizes beyond which libraries were found wrong.
-
-torch's settings apply to distributed tensors as to plain ones.
-"""
+"""torch's settings that change numbers, and sizes from which libraries compute wrong numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ FEWEST_IN_DOUBT = 2**30
 
 
 def in_doubt(elements: int) -> bool:
-    """Return whether convolutions of a block of halves of this size may be wrong, without an error.
+    """Return whether convolutions of a block of `elements` halves may be wrong without an error.
 
     Libraries count with 32 bits, which end at 2**31.
     """
@@ -32,8 +29,9 @@ def in_doubt(elements: int) -> bool:
 
 
 def asks_for_channels_last() -> bool | None:
-    """Return whether DISTCONV_CHANNELS_LAST asks for channels last, None where it is not set; raise
-    ValueError where it is neither 1 nor 0.
+    """Return DISTCONV_CHANNELS_LAST as a bool, or None if it is not set.
+
+    Raises ValueError if it is neither 1 nor 0.
     """
     value = os.environ.get(_CHANNELS_LAST) or None
     if value not in (None, "0", "1"):
@@ -42,7 +40,7 @@ def asks_for_channels_last() -> bool | None:
 
 
 def settings() -> dict[str, Any]:
-    """Return the settings that change numbers, by the names that programs use."""
+    """Return torch's and distconv's settings that change numbers, by their names in programs."""
     cudnn, onednn = torch.backends.cudnn, torch.backends.mkldnn
     return {
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -59,7 +57,7 @@ def settings() -> dict[str, Any]:
 
 @contextmanager
 def ieee_float32() -> Iterator[None]:
-    """Let GPUs convolve and multiply float32 without TF32, which has 10 bits, in the context."""
+    """Let GPUs compute with full float32 within the context, not with TF32, which has 10 bits."""
     switched = []
     for place in (torch.backends.cudnn, torch.backends.cuda.matmul):
         switch = _switch_of_tf32(place)
@@ -77,9 +75,10 @@ def _takes_tf32(place: Any) -> bool:
 
 
 def _switch_of_tf32(place: Any) -> tuple[Any, str]:
-    """Return the object and the name of its attribute that switches TF32 on.
+    """Return the object and the attribute name by which torch switches TF32 on or off.
 
-    From torch 2.9 on the attribute has a new name; once that was used, reading the old one raises.
+    From torch 2.9 on the attribute has a new name; once a program used it, reading the old one
+    raises.
     """
     try:
         _ = place.allow_tf32

@@ -1,8 +1,8 @@
-"""Streams of an accelerator, and requests for which a stream waits and the host does not.
+"""Streams of an accelerator, and requests for which a stream waits while the host goes on.
 
-All messages and reductions of a process go through one stream beside the computation's. So a device
-processes them in the order in which the host starts them, which is the same on all ranks, for any
-library: kernels of two communicators that wait for other ranks never wait for each other.
+All messages and reductions of a process go through one side stream. A device so processes them in
+the order in which the host starts them, the same on all ranks for any library: kernels of two
+communicators that wait for other ranks never wait for each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distconv.device.kinds import is_accelerator
 
 @contextmanager
 def using(stream: torch.Stream) -> Iterator[None]:
-    """Make a stream the current one."""
+    """Make `stream` torch's current stream within the context."""
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -30,12 +30,12 @@ def using(stream: torch.Stream) -> Iterator[None]:
 
 
 def record_event(device: torch.device) -> torch.Event:
-    """Return an event after all work queued on the current stream of a device."""
+    """Return an event after all work queued so far on a device's current stream."""
     return torch.accelerator.current_stream(device).record_event()
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether the current stream of an accelerator is captured into a graph."""
+    """Return whether an accelerator's current stream is being captured into a graph."""
     stream: Any = torch.accelerator.current_stream(device)
     if hasattr(stream, "is_capturing"):
         return bool(stream.is_capturing())
@@ -45,9 +45,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def number_of_stream(device: torch.device) -> int | None:
-    """Return the number of an accelerator's current stream; None on a host.
+    """Return the number of an accelerator's current stream, to compare; None on a host.
 
-    Stream objects cannot be compared by `!=`, which is always false.
+    Stream objects themselves cannot be compared by `!=`, which is always false.
     """
     return torch.accelerator.current_stream(device).stream_id if is_accelerator(device) else None
 
@@ -55,7 +55,7 @@ def number_of_stream(device: torch.device) -> int | None:
 class StreamRequest:
     """Work queued on a side stream, and the tensors that must outlive it.
 
-    The tensors are held until `wait`. Work queued on the current stream afterwards runs later, also
+    It holds the tensors until `wait`; work queued on the current stream afterwards runs later, also
     work on their memory. (`record_stream` would do as well, but keeps the memory out of use during
     the capture of a graph.)
     """
@@ -65,7 +65,7 @@ class StreamRequest:
         self._tensors = tuple(tensors)
 
     def wait(self) -> None:
-        """Let later work on the current stream wait for this work; the host continues."""
+        """Let work queued next on the current stream wait for this work; the host continues."""
         torch.accelerator.current_stream(self._device).wait_event(self._event)
         self._tensors = ()
 
@@ -76,15 +76,15 @@ class StreamRequest:
 
 
 class SideStream:
-    """A stream beside the current one, of higher priority."""
+    """A stream of higher priority beside the current one, for messages and copies."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.Stream(device=device, priority=-1)
 
     def follow(self) -> None:
-        """Wait for all work queued on the current stream."""
+        """Let this stream wait for all work queued so far on the current stream."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
 
     def mark(self, tensors: Iterable[Tensor]) -> StreamRequest:
-        """Return a request for all work queued on this stream, which uses `tensors`."""
+        """Return a request for all work queued so far on this stream, which uses `tensors`."""
         return StreamRequest(self.stream, tensors)

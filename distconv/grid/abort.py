@@ -1,4 +1,4 @@
-"""Ending the whole job when one rank raises, so that others do not wait for its messages."""
+"""Ending the whole job if one rank raises, so that no other rank waits for its messages."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _FORWARDING = 0.5
 
 
 def abort_when_a_rank_raises() -> None:
-    """Let an uncaught exception print its traceback and end all ranks that were started together.
+    """Let an uncaught exception print its traceback and end all ranks of the job.
 
-    Errors raised on all ranks together are reported by the first rank whose grace period ends,
-    which is rank 0 if it is among them. Nothing changes in processes that ranks have started.
-    `sys.exit` is no uncaught exception to Python, and so does not end the other ranks.
+    If all ranks raise together, the first rank whose grace period ends reports the error: rank 0 if
+    it is among them. Processes started by a rank, such as workers, behave as before. `sys.exit` is
+    no uncaught exception to Python, and does not end the other ranks.
     """
     if not isinstance(sys.excepthook, _Abort):
         sys.excepthook = _Abort(sys.excepthook)
@@ -78,16 +78,16 @@ class _Abort:
 
 
 def _running() -> Any:
-    """Return mpi4py.MPI if it has started and not ended, else None."""
+    """Return the module mpi4py.MPI while MPI runs in this process, else None."""
     MPI: Any = sys.modules.get("mpi4py.MPI")
     return MPI if MPI and MPI.Is_initialized() and not MPI.Is_finalized() else None
 
 
 def _place() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; (0, 1) where it is no rank.
+    """Return this process's rank and the number of ranks; (0, 1) if it is no rank.
 
-    Before MPI has started, the rank is known only under MPICH's launcher, which must be told of an
-    error, and under torchrun. Other launchers end the job when a process ends.
+    Before MPI has started, the rank is known only under torchrun and MPICH's launcher; other
+    launchers end the job by themselves when a process ends.
     """
     if is_copy():
         return 0, 1
@@ -105,7 +105,7 @@ def _place() -> tuple[int, int]:
 
 
 def flush_files() -> None:
-    """Write the buffers of the program's open files, outer files of nested ones first."""
+    """Flush all open files of the program: text layers first, then the buffers beneath them."""
     layers: tuple[list[io.IOBase], ...] = [], [], []
     gc.unfreeze()  # or files that were open when the program called gc.freeze would stay unseen
     for thing in gc.get_objects():
@@ -123,10 +123,10 @@ ABANDONED = threading.Event()
 
 
 def abort_job(report: Callable[[], None] | None = None) -> None:
-    """End all ranks, after printed and written data are on their way; this process does not return.
+    """End all ranks of the job; this process does not return.
 
-    Functions registered with atexit run before, and open files are flushed, within seconds; then
-    the report is called.
+    First, within seconds, functions registered with atexit run and open files are flushed. Then
+    `report` is called, to print an error.
     """
     sys.stderr.flush()
     limit = threading.Timer(_LAST, _abort, (report,))
@@ -139,7 +139,7 @@ def abort_job(report: Callable[[], None] | None = None) -> None:
 
 
 def _abort(report: Callable[[], None] | None) -> None:
-    """Flush files, report, and end all ranks, from any thread."""
+    """Flush files, call `report`, and end all ranks. Any thread may call it."""
     flush_files()
     if report is not None:
         with contextlib.suppress(Exception):

@@ -1,9 +1,10 @@
-"""The function on DistTensors that a thread is running, and the words by which ranks compare it."""
+"""The torch function on DistTensors that each thread is running, and its text for comparison."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -28,37 +29,31 @@ _THREADS: dict[int, dict[str, Any]] = {}
 
 
 class CurrentCall(threading.local):
-    """The function that this thread is running."""
+    """The outermost torch function on DistTensors that the current thread is running."""
 
     def __init__(self) -> None:
         _THREADS[threading.get_ident()] = self.__dict__
 
-    call = NO_CALL
+    call: Call = NO_CALL
     """The outermost function on DistTensors; `NO_CALL` where none is running."""
 
 
 CURRENT = CurrentCall()
 
 
-class running:
-    """A context in which this thread is running `name` with these arguments.
+@contextmanager
+def running(name: str, *arguments: Any) -> Iterator[None]:
+    """Let the journal and errors name `name(*arguments)` as the running function, in the context.
 
-    Within a running function on DistTensors it has no effect.
+    A context within a running function on DistTensors has no effect.
     """
-
-    __slots__ = ("_call", "_outermost")
-
-    def __init__(self, name: str, *arguments: Any):
-        self._call: Call = (name, arguments, None)
-
-    def __enter__(self) -> None:
-        self._outermost = CURRENT.call is NO_CALL
-        if self._outermost:
-            CURRENT.call = self._call
-
-    def __exit__(self, *_: object) -> None:
-        if self._outermost:
-            CURRENT.call = NO_CALL
+    before = CURRENT.call
+    if before is NO_CALL:
+        CURRENT.call = name, arguments, None
+    try:
+        yield
+    finally:
+        CURRENT.call = before
 
 
 def operator_name(function: Any) -> str:
@@ -69,7 +64,7 @@ def operator_name(function: Any) -> str:
 
 
 def operator_of(thread: int) -> str | None:
-    """Return the function on DistTensors that a thread is running; None if there is none."""
+    """Return the name of the function on DistTensors that a thread, by its id, runs; or None."""
     function, _, _ = _THREADS.get(thread, {}).get("call", NO_CALL)
     return None if function is None else operator_name(function)
 
@@ -79,9 +74,7 @@ PARAMETERS: Any = WeakIdKeyDictionary()
 
 
 def function_in_words(call: Call) -> str:
-    """Return the function of a call with the grid of its first argument: " in sum on ProcessGrid(
-    height=2)"; "" for `NO_CALL`.
-    """
+    """Return a call's function and grid: " in sum on ProcessGrid(height=2)"; "" for `NO_CALL`."""
     function, arguments, _ = call
     grid = getattr(arguments[0], "grid", None) if arguments else None
     return _function_in_words(function, None if grid is None else grid.topology)
@@ -96,10 +89,11 @@ def _function_in_words(function: Any, topology: Topology | None) -> str:
 
 
 def call_in_words(call: Call, known_from: int) -> str:
-    """Return a call with everything in its arguments that must be equal on all ranks, and the types
-    of autocast: " in torch.sum((4, 8) float32 Layout(width='width') on ProcessGrid(width=2), 1)".
+    """Return a call with its arguments as text, which must be equal on all ranks.
 
-    Tensors made after journal entries from `known_from` on are told apart by these entries.
+    For example " in torch.sum((4, 8) float32 Layout(width='width') on ProcessGrid(width=2), 1)".
+    Active types of autocast are added. A tensor made after journal entry `known_from` or a later
+    one is named by that entry.
     """
     function, arguments, keywords = call
     words = [_in_words(x, known_from) for x in arguments]
@@ -113,7 +107,7 @@ def call_in_words(call: Call, known_from: int) -> str:
 
 
 def _in_words(argument: Any, known_from: int) -> str:
-    """Return the part of an argument that must be equal on all ranks."""
+    """Return the text of an argument, without anything that may differ between ranks."""
     kind = type(argument)
     if kind in _AS_WRITTEN:
         return str(argument)

@@ -1,6 +1,6 @@
-"""The shared objects of a process: communicators for each purpose, transports, a GPU.
+"""The communicators, transports and journals of this process, each made once for all grids.
 
-MPI offers about two thousand communicators; a program may build any number of grids.
+MPI offers about two thousand communicators, and a program may make more grids than that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Key = tuple[str, tuple[str, ...], tuple[int, ...]]
 
 
 class _Store:
-    """The communicators, transports and journals that this process has made so far."""
+    """The communicators, transports and journals that this process has made, and its GPU."""
 
     def __init__(self) -> None:
         self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
@@ -68,9 +68,9 @@ def _store() -> _Store:
 
 
 def communicator(ranks: tuple[int, ...], purpose: str) -> Communicator:
-    """Return a communicator of `ranks` of the job for one purpose.
+    """Return the communicator of `ranks`, numbers in the job, for one purpose.
 
-    Collective over those ranks at the first call, and a look-up ever after.
+    All these ranks make it together at the first call; later calls look it up.
     """
     made = _store().communicators
     key = (purpose, ranks)
@@ -80,10 +80,9 @@ def communicator(ranks: tuple[int, ...], purpose: str) -> Communicator:
 
 
 def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Transport:
-    """Return the transport of a name among `ranks`, for tensors on these devices.
+    """Return the transport called `name` among `ranks`, whose tensors live on `devices`.
 
-    Collective over those ranks at the first call. Later calls look it up by the devices of all
-    ranks, so all of them do.
+    All these ranks call it together. Only the first call communicates.
     """
     carrier = _carrier(ranks, name, devices)
     if len(ranks) == 1:
@@ -103,8 +102,10 @@ def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tr
 
 @contextmanager
 def carried_by(wrap: Callable[[WatchedTransport], Transport]) -> Iterator[None]:
-    """Wrap the transports of this rank within the context, also those made within it, to record
-    messages. `wrap` returns a carrier that passes them to `transport.carrier`. No communication.
+    """Let the carriers that `wrap` returns carry this rank's messages, within the context.
+
+    `wrap` gets each transport, also one made within the context, and returns a carrier that records
+    messages and passes them to `transport.carrier`. No communication.
     """
     store = _store()
     store.wraps.append(wrap)
@@ -121,9 +122,9 @@ def carried_by(wrap: Callable[[WatchedTransport], Transport]) -> Iterator[None]:
 
 
 def journal(ranks: tuple[int, ...]) -> Journal:
-    """Return the journal of `ranks`, shared by all grids on them; made as `communicator` is.
+    """Return the journal of `ranks`, numbers in the job, which all grids on them share.
 
-    The first call starts the thread that watches this rank's waits.
+    All these ranks make it together at the first call, which starts the thread that watches waits.
     """
     made = _store().journals
     if ranks not in made:
@@ -152,7 +153,7 @@ def _carrier(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tra
 
 
 def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Transport:
-    """Return a new carrier; all ranks of `comm` call it."""
+    """Make a new carrier called `name` among the ranks of `comm`, which all call it."""
     device = torch.device(devices[comm.rank])
     if name == "torch" and not is_accelerator(device):
         return TorchTransport(comm, store_of(comm))
@@ -192,18 +193,18 @@ def store_of(comm: Communicator) -> Store:
 
 
 def gpu() -> torch.device | None:
-    """Return the GPU that this rank uses on other grids; None if none."""
+    """Return the GPU that this rank took for an earlier grid, or None."""
     return _store().gpu
 
 
 def take_gpu(device: torch.device) -> None:
-    """Make a GPU this rank's device on all grids, and torch's current one."""
+    """Make `device` this rank's GPU for all later grids, and torch's current device."""
     torch.accelerator.set_device_index(device)
     _store().gpu = device
 
 
 def _side_stream(device: torch.device) -> SideStream:
-    """Return the stream on which this process starts all its messages."""
+    """Return the one stream, made at the first call, on which this process sends all messages."""
     store = _store()
     if store.side is None:
         store.side = SideStream(device)
@@ -212,7 +213,7 @@ def _side_stream(device: torch.device) -> SideStream:
 
 
 def _close() -> None:
-    """Close the connections between accelerators: at once if the job is aborted, else when idle."""
+    """Close the carriers between accelerators: at once if the job was aborted, else when idle."""
     for carrier in _store().carriers.values():
         if carrier.ordered:
             cast(StreamTransport, carrier).close(abort=ABANDONED.is_set())

@@ -1,4 +1,4 @@
-"""A grid as a mesh of torch.distributed, and back: the same ranks, with the same axis names."""
+"""Conversion between a grid and a device mesh of torch.distributed with the same axis names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def axes_of_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> tuple[str, ...]:
-    """Return the grid axis of each dimension of a mesh; `axes` has those whose names differ."""
+    """Return the grid axis of each mesh dimension: `axes[name]`, or by default its own name."""
     named = tuple((axes or {}).get(name, name) for name in mesh.mesh_dim_names or ())
     if len(named) != mesh.ndim or len(set(named)) < len(named) or not set(named) <= set(AXES):
         raise ValueError(
@@ -29,9 +29,10 @@ def axes_of_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> tuple[str,
 
 
 def arranged(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[list[int], dict[str, int]]:
-    """Return the ranks of a mesh in the order of a grid with these axes, and the grid's extents.
+    """Return the mesh's ranks in the order of a grid, and the grid's extents by axis.
 
-    Raises `ValueError` where ranks do not ascend along each dimension.
+    `axes` names the grid axis of each mesh dimension. Raises `ValueError` if ranks do not ascend
+    along each dimension.
     """
     _check_ascending(mesh.mesh)
     order = sorted(range(mesh.ndim), key=lambda i: AXES.index(axes[i]))
@@ -40,7 +41,7 @@ def arranged(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[list[int], dict[str
 
 
 def _check_ascending(ranks: torch.Tensor) -> None:
-    """Raise where ranks do not ascend along each dimension, as torch's groups sort theirs."""
+    """Raise ValueError if ranks do not ascend along each dimension, as torch would sort them."""
     for dimension in range(ranks.dim()):
         if not (ranks.diff(dim=dimension) > 0).all():
             raise ValueError(
@@ -50,16 +51,17 @@ def _check_ascending(ranks: torch.Tensor) -> None:
 
 
 def mesh_axes(grid: Grid) -> tuple[str, ...]:
-    """Return the axes of the mesh of a grid: those with several ranks, or `sample`."""
+    """Return the axes of a grid's mesh: all with several ranks, or `sample` if there is none."""
     return tuple(axis for axis, n in grid.shape.items() if n > 1) or ("sample",)
 
 
 def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh with the ranks of a grid, by their numbers in the job. All of them call it. It
-    initialises a default group of torch.distributed where there is none.
+    """Return a device mesh of the ranks of `grid`, which all call it.
 
-    Raises ValueError on every rank, where the grid has not all ranks of the job, they do not ascend
-    along its axes, or the program's own default group numbers them in another order.
+    `ranks` are their numbers in the job. If the program has no default group of torch.distributed,
+    this initialises one. Raises ValueError on every rank if the grid lacks ranks of the job, if the
+    ranks do not ascend along its axes, or if the program's default group numbers the ranks
+    differently.
     """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,7 +1,7 @@
-"""The device of each rank of a grid, and the carrier of messages: decided alike on all ranks.
+"""The choice of each rank's device, and of the carrier of messages, alike on all ranks.
 
-Every rank sends an offer: the devices that it sees, and the device that the program asks for. The
-decision follows from the offers of all ranks, and needs neither a GPU nor messages.
+Every rank offers the devices that it sees, and the device that the program asks for. The choice
+follows from the offers of all ranks alone, so it can be tested without GPUs and messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHARE = "DISTCONV_SHARE_GPUS"
 
 
 class Offer(NamedTuple):
-    """The wishes and possibilities that a rank sends to the others when it makes a grid."""
+    """The devices and transports that a rank wants and can use, as it tells the other ranks."""
 
     device: str | None
     """The device that the program asks for, a kind or one device; None for any."""
@@ -48,7 +48,7 @@ class Offer(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The devices of the ranks of a grid, and the transport of their messages."""
+    """The devices of all ranks of a grid, and its transport, as all ranks have agreed."""
 
     devices: tuple[str, ...]
     """The device of each rank, as the rank itself numbers its devices."""
@@ -63,8 +63,10 @@ def make_offer(
     kept: torch.device | None,
     by_mpi: bool = True,
 ) -> Offer:
-    """Return the offer of this rank for the program's arguments; no communication. The rank keeps a
-    GPU that it has on another grid, `kept`.
+    """Return this rank's offer for the arguments of `ProcessGrid`; no communication.
+
+    `kept` is the GPU that the rank has on other grids, and keeps. `by_mpi` is False if MPI has not
+    started the ranks.
     """
     given, transport = transport, transport or os.environ.get(_VARIABLE) or None
     if transport not in (None, *_ON_ACCELERATORS):
@@ -90,7 +92,7 @@ def make_offer(
 
 
 def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
-    """Return the reasons why this rank cannot use transports between devices of a kind, by name."""
+    """Return, for each transport that this rank cannot use on a kind of device, the reason."""
     reasons = {
         "mpi": None if by_mpi else "MPI has not started the ranks; start them with mpiexec",
         "torch": torch_groups.why_no_process_groups(kind),
@@ -100,18 +102,18 @@ def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
 
 
 def choose(offers: Sequence[Offer]) -> Choice:
-    """Return the decision that follows from the offers of all ranks.
+    """Return the devices and the transport that follow from the offers of all ranks.
 
-    A rank without a chosen GPU takes the least used GPU that it sees, in rank order, so the ranks
-    of a node take its GPUs in turn. Messages between GPUs travel by torch's NCCL where every rank
-    has a GPU of its own, and by MPI where ranks share GPUs; messages between CPUs by MPI, or by
-    torch's gloo where MPI has not started the ranks.
+    A rank without a requested GPU takes the least used GPU that it sees, in rank order, so the
+    ranks of a node take its GPUs in turn. Messages between GPUs travel by torch's NCCL if every
+    rank has a GPU of its own, and by MPI if ranks share GPUs; messages between CPUs by MPI, or by
+    torch's gloo if MPI has not started the ranks.
 
-    Raises ValueError when a requested device or transport is not available, or requests of ranks
-    contradict.
+    Raises ValueError if a requested device or transport is not available, or ranks request
+    different ones.
     """
     transport = offers[0].transport
-    kinds = [_kind(o) for o in offers]
+    kinds = [o.device.split(":")[0] if o.device else o.kind for o in offers]
     for what, each in (("transport", [o.transport for o in offers]), ("device", kinds)):
         odd = next((r for r, one in enumerate(each) if one != each[0]), None)
         if odd is not None:
@@ -136,8 +138,9 @@ def choose(offers: Sequence[Offer]) -> Choice:
 def _transport(
     asked: str | None, names: Sequence[str], offers: Sequence[Offer], sharing: str | None = None
 ) -> str:
-    """Return the transport that is asked for, or the first of `names` that all ranks can use.
-    `sharing` names ranks that share a GPU, which NCCL does not allow.
+    """Return the transport `asked` for, or the first of `names` that all ranks can use.
+
+    `sharing` is a message about ranks that share a GPU, which NCCL refuses. Raises ValueError.
     """
     obstacles = {
         name: _obstacle([o.missing.get(name) for o in offers])
@@ -158,7 +161,10 @@ def _transport(
 
 
 def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
-    """Return a warning that ranks share GPUs, with the way out; None if none do."""
+    """Return a warning with a way out if ranks share GPUs, else None.
+
+    `gpus` has the identity of each rank's GPU.
+    """
     used, seen = len(set(gpus)), len({gpu for o in offers for gpu in o.gpus})
     if used == len(gpus):
         return None
@@ -168,12 +174,12 @@ def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
 
 
 def _obstacle(each: Sequence[str | None]) -> str | None:
-    """Return the first obstacle that a rank reports, with the rank."""
+    """Return the first reason that a rank reports, with its rank; None if all report None."""
     return next((f"{one} (rank {rank})" for rank, one in enumerate(each) if one), None)
 
 
 def _sharing(gpus: Sequence[str]) -> str | None:
-    """Return a message that names ranks with the same GPU; None where there are none."""
+    """Return a message that names two ranks with the same GPU, or None."""
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if first < rank:
@@ -184,14 +190,8 @@ def _sharing(gpus: Sequence[str]) -> str | None:
     return None
 
 
-def _kind(o: Offer) -> str:
-    if o.device is None:
-        return o.kind
-    return o.device.split(":")[0]
-
-
 def _numbers(offers: Sequence[Offer]) -> list[int]:
-    """Return the number of each rank's GPU among the GPUs that the rank sees."""
+    """Return for each rank the number of its GPU, among the GPUs that this rank sees."""
     given = [(o.device or "").partition(":")[2] for o in offers]
     for rank, (o, number) in enumerate(zip(offers, given, strict=True)):
         if len(o.gpus) <= int(number or 0):

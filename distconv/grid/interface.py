@@ -1,4 +1,4 @@
-"""The interface of a grid that operators use, real or dry."""
+"""The interface that operators use of a grid: a `ProcessGrid`, or the grid of a dry run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distconv.transport.interface import Transport
 
 
 class Grid(ABC):
-    """Ranks with named axes as one of them sees them, and its ways to reach the others.
+    """A grid of ranks with named axes, seen from one rank, with the means to reach the others.
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class Grid(ABC):
     device: this rank's device, on which all its DistTensors on the grid live.
     transport: the carrier of the grid's messages.
     journal: the calls and messages of this rank, compared with the other ranks of the grid.
-    tensor_type: the type of the tensors on the grid, where that is not DistTensor itself.
+    tensor_type: the class of the grid's tensors, if it is not DistTensor itself.
     """
 
     # No properties: every operator asks for them.
@@ -75,8 +75,8 @@ class Grid(ABC):
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
         """Return the communicator of the ranks that differ from this one along `axes` only.
 
-        All ranks of it make it together at the first call. It has `size` and `rank`; reductions
-        that may be under way at the same time need different purposes.
+        These ranks make it together at the first call. It has `size` and `rank`. Reductions that
+        run at the same time need different purposes.
         """
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Grid(ABC):
         """Return the values of all ranks in rank order. All ranks of the grid call it together."""
 
     def waiting(self) -> Wait:
-        """Return a context in which this rank is shown as waiting for the grid's other ranks."""
+        """Return a context that shows this rank as waiting for other ranks, to `grid/stall.py`."""
         return Wait(self.journal.waiting)
 
     def __copy__(self) -> Grid:

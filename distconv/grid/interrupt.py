@@ -1,8 +1,8 @@
 """Ending ranks that would wait in MPI for ever, after an interrupt or the loss of their launcher.
 
-While a rank waits in MPI Python raises no KeyboardInterrupt, and ranks that are interrupted at
-different places wait for messages that are never sent. One thread watches for both. Another one, in
-a worker that multiprocessing has started in a rank, ends the worker when the rank is gone.
+While a rank waits in MPI, Python raises no KeyboardInterrupt. Interrupted ranks would wait for
+messages that are never sent. One thread watches for interrupts and for the launcher's end; another
+one, in each worker process that multiprocessing starts, ends the worker with its rank.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _watched_in: int | None = None
 
 
 def end_when_abandoned() -> None:
-    """Start to watch for interrupts and for the end of the launcher, once in a process.
+    """Start a thread that ends this process after an interrupt, or with its launcher.
 
-    Seconds after an interrupt (Ctrl-C) the process ends, whatever it waits for, and whether or not
-    it has caught the KeyboardInterrupt: ranks that were interrupted no longer know which messages
-    others send them. A program with a handler of its own for SIGINT decides for itself. When the
-    launcher, or any other process that has started this rank, is gone, the rank ends at once.
+    Five seconds after an interrupt (Ctrl-C) the process ends, even if it has caught the
+    KeyboardInterrupt: an interrupted rank no longer knows which messages the others send it. If the
+    program has a handler of its own for SIGINT, nothing is done then. When the launcher, or any
+    other process that started this rank, is gone, the rank ends at once.
     """
     global _watched_in
     if _watched_in == os.getpid():
@@ -47,7 +47,10 @@ def end_when_abandoned() -> None:
 
 
 def _signals() -> int | None:
-    """Return a pipe with the numbers of signals as they come; None where others read them."""
+    """Return a pipe into which Python writes the numbers of arriving signals, or None.
+
+    None if other code uses `signal.set_wakeup_fd`, or in a thread other than the main one.
+    """
     if threading.current_thread() is not threading.main_thread():
         return None
     arriving, written = os.pipe()
@@ -62,7 +65,7 @@ def _signals() -> int | None:
 
 
 def _watch(launcher: int, signals: int | None) -> None:
-    """Wait for an interrupt or the loss of the launcher, and end this process."""
+    """Wait for an interrupt, or the end of process `launcher`, and end this process."""
     last: float | None = None
     while True:
         if signals is None:
@@ -83,7 +86,7 @@ def _watch(launcher: int, signals: int | None) -> None:
 
 
 def _end(why: str) -> None:
-    """End this process and its children, visibly to any launcher, from any thread."""
+    """Print `why`, flush files, and kill this process and its group. Any thread may call it."""
     with contextlib.suppress(OSError):
         os.write(2, f"distconv: process {os.getpid()} {why}\n".encode())
     flush_files()
@@ -93,17 +96,17 @@ def _end(why: str) -> None:
 
 
 def _leave_signals_to_the_rank() -> None:
-    """Detach a forked process from the rank's pipe of signals."""
+    """Detach a process forked from a rank from the rank's pipe of signals."""
     if _watched_in is not None:
         with contextlib.suppress(ValueError):  # raised in other threads than the main one
             signal.set_wakeup_fd(-1)
 
 
 def _end_with_the_rank(_: object) -> None:
-    """Let this process end with the rank in which multiprocessing has started it, if it was.
+    """In a worker process of multiprocessing, start a thread that ends it with its rank.
 
-    Workers of a DataLoader do so themselves, but watch their parent, which under `forkserver` is no
-    rank; other processes do not.
+    Workers of a DataLoader do so themselves, but watch their parent, which is no rank under
+    `forkserver`; other workers do not.
     """
     rank = multiprocessing.parent_process()
     if rank is None or not launched():

@@ -1,12 +1,14 @@
 """The calls and messages of this rank, compared with the other ranks, which must make the same.
 
-One rule decides what is compared: the first 16 of a kind, and every 64th later; with
-DISTCONV_DEBUG=1 all. Such calls of a function on cut tensors are entries of the journal, with their
-arguments. So is every exchange, and every reduction outside a backward pass (a *step*), the others
-by name only. The ranks compare a running checksum of their entries: before each of the first 16
-steps of a function, with each call of a parallelized module, and every 64 steps without waiting.
-Where checksums differ, the ranks exchange their latest entries, and all raise the same error.
-Contents of tensors are compared by the same rule.
+An entry is the text of a call with its arguments, or of a collective *step*: an exchange, or a
+reduction outside a backward pass. The ranks compare a running checksum of their entries: before
+each of the first 16 steps of a function, with each call of a parallelized module, and every 64
+steps without waiting. If checksums differ, the ranks exchange their latest entries, and all raise
+the same error.
+
+Of the calls of a function on cut tensors the first 16 are entries, and every 64th later; with
+DISTCONV_DEBUG=1 all. Other steps are entries without arguments. The contents of tensors are
+compared by the same rule (`comm/checksums.py`).
 """
 
 from __future__ import annotations
@@ -40,15 +42,17 @@ _BACKWARD = {"backward", torch.autograd.backward, torch.autograd.grad}
 
 
 class DivergenceError(RuntimeError):
-    """The ranks of a grid run different operators, or the same ones with different arguments.
+    """Raised on all ranks of a grid if they run different operators, or with different arguments.
 
-    It is raised on all ranks. A program that catches it, on all ranks, may continue.
+    A program that catches the error on all ranks may continue.
     """
 
 
 class Entries(NamedTuple):
-    """The latest entries of a rank's journal: the number of the first one, all texts, and lines of
-    the program where they are known. Lines may differ between ranks, texts may not.
+    """The latest entries of one rank's journal, from number `first` on.
+
+    `lines` has the program line of each entry, or None. Lines may differ between ranks, texts may
+    not.
     """
 
     first: int
@@ -56,7 +60,7 @@ class Entries(NamedTuple):
     lines: Sequence[str | None]
 
     def words(self, number: int) -> str:
-        """Return an entry as a user would write it."""
+        """Return the text of entry `number` with its line, for an error message."""
         index = number - self.first
         if not 0 <= index < len(self.texts):
             return "nothing that is known"
@@ -65,7 +69,10 @@ class Entries(NamedTuple):
 
 
 def first_difference(ranks: Sequence[Entries]) -> int | None:
-    """Return the first entry in which ranks differ; None if it is older than the known entries."""
+    """Return the number of the first entry that differs between ranks.
+
+    None if no known entry differs, so the ranks parted before.
+    """
     begin = max(entries.first for entries in ranks)
     end = max(entries.first + len(entries.texts) for entries in ranks)
     for number in range(begin, end):
@@ -75,20 +82,20 @@ def first_difference(ranks: Sequence[Entries]) -> int | None:
 
 
 class Journal:
-    """The calls and steps of this rank, which the other ranks of `comm` must make as well.
+    """The calls and collective steps of this rank, for comparison with the other ranks of `comm`.
 
     Attributes
     ----------
-    thread: the thread that takes the steps.
-    debug: whether everything is compared each time, as with DISTCONV_DEBUG=1.
-    number: the number of steps of this rank, reductions of gradients among them.
-    place: the number of the latest entry, if it has arguments; else None.
+    thread: the id of the thread that may communicate.
+    debug: whether every call and step is compared, as with DISTCONV_DEBUG=1.
+    number: the number of steps of this rank, reductions of gradients included.
+    place: the number of the latest entry if its text has arguments, else None.
     written: the number of entries.
 
     Parameters
     ----------
-    comm: a `Communicator` of its own; None for a single rank, which compares nothing.
-    waiting: shows the waits of comparisons to the watching thread.
+    comm: a `Communicator` that nothing else uses; None for a single rank, which compares nothing.
+    waiting: the place where waits are shown to the watching thread.
     """
 
     def __init__(self, comm: Any, waiting: Waiting):
@@ -116,15 +123,10 @@ class Journal:
         self.thread = threading.get_ident()
         self._under_way: Comparison | None = None
 
-    @property
-    def operator(self) -> Any:
-        """Return the function on DistTensors that this rank is running; None outside of any."""
-        return CURRENT.call[0]
-
     def is_due(self, kind: Hashable) -> bool:
-        """Return whether to compare in this use of a kind: the first ones, and one in many.
+        """Count a use of `kind`; return whether ranks compare it: the first 16, then every 64th.
 
-        Counted on each rank; the answer is the same on all ranks that make the same calls.
+        All ranks that make the same calls get the same answer; nothing is sent.
         """
         if len(self._counts) >= _KINDS and kind not in self._counts:
             self._counts.clear()
@@ -132,9 +134,9 @@ class Journal:
         return count <= _FIRST or not count % _EVERY or self.debug
 
     def enter_call(self, function: Any) -> None:
-        """Enter the running function if it is due, whatever it sends.
+        """Write an entry for the running call of `function`, if it is among the calls to compare.
 
-        Calls of backward passes and of other threads are not entered, as their order may differ.
+        Calls in backward passes and in other threads are left out, as their order may differ.
         """
         if threading.get_ident() != self.thread or not self.compares:
             return
@@ -151,10 +153,10 @@ class Journal:
             self.compare()  # before sums of gradients, which are not entered
 
     def take(self, kind: str, tag: int = 0) -> None:
-        """Begin the next step.
+        """Begin a collective step of this kind, such as "exchange", and compare ranks if it is due.
 
-        Raises DivergenceError on every rank, where the ranks are found to differ. Raises
-        RuntimeError where two threads use the grid at once.
+        Raises DivergenceError on every rank if ranks differ, and RuntimeError if two threads use
+        the grid at once.
         """
         self._begin_step()
         function = CURRENT.call[0]
@@ -186,9 +188,9 @@ class Journal:
 
     @contextmanager
     def comparing_all(self, event: str) -> Iterator[None]:
-        """Enter an event, and compare every step within the context, at its beginning and its end.
+        """Compare every step within the context, and at its beginning and its end.
 
-        All ranks enter it together.
+        `event` is the text of an entry for the beginning. All ranks enter the context together.
         """
         before, self._all = self._all, self.compares
         try:
@@ -199,23 +201,16 @@ class Journal:
             self._all = before
 
     def agrees(self, event: str, number: int) -> bool:
-        """Enter an event, compare all entries up to now, and wait for the result. Collective.
+        """Write entry `event`, compare all entries; return whether `number` is equal on all ranks.
 
-        Returns
-        -------
-        Whether `number` is the same on all ranks.
-
-        Raises
-        ------
-        DivergenceError
-            On every rank, where the entries differ.
+        Collective. Raises DivergenceError on every rank if entries differ.
         """
         return self.answer(self.ask(event, number))
 
     def ask(self, event: str, number: int) -> Comparison | None:
-        """Enter an event, and start to compare all entries, and a number. Collective.
+        """Start the comparison of `agrees` without waiting; `answer` takes the result. Collective.
 
-        The result, for `answer`, is None on a single rank.
+        The result is None on a single rank.
         """
         if not self.compares:
             return None
@@ -225,7 +220,7 @@ class Journal:
         return self._start(number)
 
     def answer(self, question: Comparison | None) -> bool:
-        """Return whether the number of `ask` is the same on all ranks; raise as `agrees` does."""
+        """Wait for the comparison that `ask` started, and return or raise as `agrees` does."""
         if question is None:
             return True
         if question is self._under_way:
@@ -234,25 +229,23 @@ class Journal:
         return number_alike
 
     def latest(self) -> int | None:
-        """Return the entry for a tensor that is made now; None on other threads, where ranks may be
-        at different ones.
-        """
+        """Return the latest entry's number, to mark a tensor made now; None on other threads."""
         return self.place if threading.get_ident() == self.thread else None
 
     def compare(self) -> None:
-        """Compare all entries, and wait; raise DivergenceError on every rank, where they differ."""
+        """Compare all entries, and wait. Raises DivergenceError on every rank if they differ."""
         if self.compares:
             self._start()
             self._settle()
 
     def latest_entries(self, most: int = _KEPT) -> Entries:
-        """Return the latest entries. The watching thread calls it, too."""
+        """Return at most `most` of the latest entries. The watching thread calls it, too."""
         last = list(self._last)[-most:]
         texts, lines = zip(*last, strict=True) if last else ((), ())
         return Entries(self.written - len(last) + 1, texts, lines)
 
     def _begin_step(self) -> None:
-        """Count a step, by the thread that now takes the steps."""
+        """Count a collective step, after a check that this thread may communicate."""
         if threading.get_ident() != self.thread:
             self._change_thread()
         self.number += 1
@@ -263,8 +256,9 @@ class Journal:
         self.written += 1
 
     def _start(self, number: int = 0) -> Comparison:
-        """Start to compare the running checksum, and a number, once the comparison under way has
-        ended.
+        """Start to compare the checksum of all entries, and `number`, and return the comparison.
+
+        An earlier comparison is finished first.
         """
         self._settle()
         self._since = 0
@@ -272,7 +266,7 @@ class Journal:
         return begun
 
     def _settle(self) -> None:
-        """Wait for the comparison under way, if there is one; raise where entries differ."""
+        """Finish the comparison that was started last; raise DivergenceError if entries differ."""
         if self._under_way is None:
             return
         comparison, self._under_way = self._under_way, None
@@ -282,7 +276,7 @@ class Journal:
             raise DivergenceError(self._differences())
 
     def _differences(self) -> str:
-        """Return each rank's first entry that differs, in words. Collective."""
+        """Return the error message for ranks that differ, and reset the journal. Collective."""
         told = self.latest_entries(), place_of(self.thread), self._tags.last
         with Wait(self.waiting):
             ranks, places, tags = zip(*self._comm.allgather(told), strict=True)
@@ -312,7 +306,7 @@ class Journal:
         )
 
     def _change_thread(self) -> None:
-        """Let the calling thread take the steps from now on, unless another one is about to."""
+        """Let the calling thread communicate from now on; raise if the former one still might."""
         if backward_pass() != -1:
             return  # autograd computes on behalf of the thread that called backward()
         if not is_parked(self.thread):

@@ -1,4 +1,4 @@
-"""The names of the modules that are being called, found in the interpreter's stack of frames."""
+"""The names of the modules that are being called, read from Python's stack of frames."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def module_calls() -> list[nn.Module]:
 
 @contextmanager
 def on_behalf_of(modules: list[nn.Module]) -> Iterator[None]:
-    """Attribute the work of this thread within the context to these calls of modules."""
+    """Let `module_path` name these modules, innermost first, within the context.
+
+    For work that was put off until after their calls.
+    """
     token = _BEHALF.set(modules)
     try:
         yield
@@ -37,10 +40,9 @@ def on_behalf_of(modules: list[nn.Module]) -> Iterator[None]:
 
 
 def module_path() -> str:
-    """Return the name of the innermost module that is being called, within the outermost one.
+    """Return the name of the module that is being called, as the outermost module names it.
 
-    It is a name of the outermost module's `named_modules`; "" for that module itself, and outside
-    of any call.
+    "" for the outermost module itself, and outside of any call.
     """
     calls = _BEHALF.get()
     calls = module_calls() if calls is None else calls
@@ -49,7 +51,7 @@ def module_path() -> str:
 
 
 def _name_within(outer: nn.Module, inner: nn.Module) -> str:
-    """Return the name of one module within another; the name of its class if it is not within."""
+    """Return the name of `inner` among the modules of `outer`; its class name if it is none."""
     for modules in (outer.named_children(), outer.named_modules()):
         for name, part in modules:
             if part is inner:

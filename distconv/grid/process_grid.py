@@ -1,4 +1,4 @@
-"""The ranks of a job, or some of them, as a grid with named axes."""
+"""`ProcessGrid`: the ranks of a job, or some of them, as a grid with named axes."""
 
 from __future__ import annotations
 
@@ -107,15 +107,15 @@ class ProcessGrid(Grid):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the job's rank numbers of the ranks of the grid, in grid order."""
+        """Return the numbers that the grid's ranks have in the job, in grid order."""
         return self._ranks
 
     @property
     def comm(self) -> Any:
-        """Return the communicator of all ranks, in grid order, for use by the program.
+        """Return the communicator of the grid's ranks, in grid order, for the program's own use.
 
-        It is mpi4py's where MPI has started the ranks. Elsewhere it has methods for small objects
-        under the same names: `rank`, `size`, `bcast(value)`, `allgather(value)`.
+        It is mpi4py's if MPI started the ranks. Otherwise it has the same methods for small
+        objects: `rank`, `size`, `bcast(value)`, `allgather(value)`.
         """
         return self._comm.for_program()
 
@@ -123,14 +123,14 @@ class ProcessGrid(Grid):
     def from_device_mesh(
         cls, mesh: DeviceMesh, axes: Mapping[str, str] | None = None, **options: Any
     ) -> ProcessGrid:
-        """Return the grid with the ranks of a mesh of torch.distributed. All of them call it.
+        """Return a grid with the ranks of a device mesh of torch.distributed, which all call it.
 
-        Raises ValueError where a dimension has no axis, or two have the same.
+        Raises ValueError if a mesh dimension has no axis, or two have the same.
 
         Parameters
         ----------
         mesh: a mesh whose dimensions are named by axes of the grid, in any order.
-        axes: the axes by names of the mesh, where these differ: {"dp": "sample"}.
+        axes: the grid axis for each name of a dimension, if the names differ: {"dp": "sample"}.
         options: `device` and `transport`, as for any grid.
         """
         ranks, extents = arranged(mesh, axes_of_mesh(mesh, axes))
@@ -138,19 +138,14 @@ class ProcessGrid(Grid):
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """Return the grid's ranks as a mesh of torch.distributed, without axes of one rank.
+        """Return the grid's ranks as a device mesh of torch.distributed, without axes of one rank.
 
-        All ranks call it together the first time. The grid must have all ranks of the job. A
-        default group of torch.distributed is initialised where there is none.
+        All ranks call it together the first time. The grid must have all ranks of the job. If the
+        program has no default group of torch.distributed, this initialises one.
         """
         return make_device_mesh(self, self._ranks)
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Communicator:
-        """Return the communicator of the ranks that differ from this one along `axes` only.
-
-        Its ranks make it together at the first call; it is kept for every grid on the same ranks.
-        Reductions that may be under way at the same time need different purposes.
-        """
         key = (frozenset(axes), purpose)
         if key not in self._communicators:
             peers = self.topology.peers(self.rank, key[0])
@@ -221,7 +216,7 @@ class ProcessGrid(Grid):
 
 
 class _OfTheRank:
-    """A stand-in for a carrier in a process forked from a rank; any use is an error."""
+    """A stand-in for the carrier of a grid in a process forked from a rank: every use raises."""
 
     def __getattr__(self, name: str) -> NoReturn:
         check_is_rank()
@@ -229,10 +224,9 @@ class _OfTheRank:
 
 
 def _leave_messages_to_the_rank() -> None:
-    """Replace the carriers of a forked process, such as a reading worker, which would wait for
-    ever.
+    """In a forked process, such as a reading worker, let any use of a grid's messages raise.
 
-    Coordinates, and boxes computed from them, need no messages and still work there.
+    The process would wait for ever. Coordinates and boxes need no messages, and still work.
     """
     for grid in list(_grids.values()):
         # Past the guard of a grid's attributes: this process is no rank.
@@ -250,9 +244,11 @@ def _agreed(
     device: str | torch.device | None,
     transport: str | None,
 ) -> tuple[Topology, list[devices.Offer]]:
-    """Return the topology, the same on all ranks, and the offers of all ranks, which all call it.
+    """Agree on a grid's topology; return it, and the offers of devices of all ranks. Collective.
 
-    Raises on every rank where one rank's request cannot be met.
+    `extents` has the requested number of ranks along each axis; `debug` says whether this rank
+    compares every step. Raises ValueError on every rank if the ranks' requests differ, or one
+    cannot be met.
     """
     mine: tuple[Topology, devices.Offer, bool] | str
     try:
@@ -282,7 +278,10 @@ def _agreed(
 
 
 def _fit(extents: dict[str, int], ranks: int) -> Topology:
-    """Return the topology with these extents, one of which may be -1, on this number of ranks."""
+    """Return the topology of `ranks` ranks with these extents; one of them may be -1, inferred.
+
+    Raises ValueError if the extents do not fit.
+    """
     for axis, n in extents.items():
         if isinstance(n, bool) or not isinstance(n, Integral) or (n < 1 and n != -1):
             raise ValueError(

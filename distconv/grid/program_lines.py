@@ -1,6 +1,6 @@
-"""Lines of the user's program, such as "train.py:41 in main", at which threads are now.
+"""Lines of the user's program, such as "train.py:41 in main", that threads are running now.
 
-They are found in the interpreter's stack of frames when they are asked for.
+They are read from Python's stack of frames on request.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _LIBRARIES = (
 
 
 def user_line() -> str:
-    """Return the line of the user's program from which the caller was called."""
+    """Return the innermost line of the user's program in the current stack of calls."""
     return _user_line(sys._getframe(1))
 
 
 def place_of(thread: int) -> str:
-    """Return the line of the user's program at which a thread is."""
+    """Return the innermost line of the user's program that a thread, by its id, is running."""
     return _user_line(sys._current_frames().get(thread))
 
 
 def is_parked(thread: int) -> bool:
-    """Return whether a thread has ended, or waits for another one in Python's own library."""
+    """Return whether a thread, by its id, has ended, or waits in Python's threading or queue."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return True
@@ -43,7 +43,7 @@ def is_parked(thread: int) -> bool:
 
 
 def is_of_program(file: str) -> bool:
-    """Return whether a file of code belongs to the user's program, not to an installed library."""
+    """Return whether a source file belongs to the user's program, not to an installed library."""
     return not file.startswith((*_OWN, *_LIBRARIES))
 
 
@@ -55,7 +55,10 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _user_line(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's program, or else of an installed library."""
+    """Return the innermost line of the user's program from `frame` outwards.
+
+    If there is none, the innermost line of an installed library.
+    """
     fallback = None
     for outer in outwards(frame):
         file = outer.f_code.co_filename

@@ -1,4 +1,4 @@
-"""What ranks have in common, and in what they differ, in words."""
+"""Texts that say in what ranks agree or differ, for error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def by_ranks(texts: Sequence[str], between: str) -> str:
-    """Return the text of each rank, with ranks of equal texts together."""
+    """Return all ranks' texts as one, ranks of equal texts together: "ranks 0-2: a; rank 3: b".
+
+    `between` stands between ranks and text.
+    """
     return "; ".join(
         f"{ranks_in_words(r for r, text in enumerate(texts) if text == said)}{between}{said}"
         for said in dict.fromkeys(texts)
@@ -27,9 +30,9 @@ def by_ranks(texts: Sequence[str], between: str) -> str:
 
 
 def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return each name whose value is not the same on all ranks, with all values and their ranks.
+    """Return a text for each value that differs: "x is 1 on rank 0 and 2 on rank 1".
 
-    `everyone` has the values of each rank; a name that a rank lacks is "missing" there.
+    `everyone` has the values of each rank by name; a name that a rank lacks is "missing" there.
     """
     found = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):

@@ -1,4 +1,4 @@
-"""The ranks of the job, however they were started, and those of them that make a grid."""
+"""All ranks of the job, started by MPI or by torch, and the ranks of one grid among them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from distconv.transport.torch_groups import TorchCommunicator
 
 
 def world() -> Communicator:
-    """Return the communicator of all ranks that were started together; raises RuntimeError in a
-    worker process, which is no rank.
+    """Return the communicator of all ranks of the job.
 
     It is for grids; a program uses `ProcessGrid.comm`. The first call starts MPI, or connects to
-    the store of torchrun or of the default group of torch.distributed; where there is neither, the
-    process is a rank alone.
+    the store of torchrun or of torch.distributed's default group. Without any, this process is the
+    only rank. Raises RuntimeError in a worker process, which is no rank.
     """
     launch.check_is_rank()
     return _world()
 
 
 def world_if_rank() -> Communicator | None:
-    """Return the result of `world`; None in a process that is no rank."""
+    """Return `world()`, or None in a worker process, which is no rank."""
     try:
         return world()
     except RuntimeError:
@@ -47,27 +46,21 @@ def _world() -> Communicator:
 
 
 def _by_torch() -> TorchCommunicator:
-    store, rank, size = _meeting()
-    from torch.distributed import PrefixStore
-
-    # torchrun keeps its store when it restarts ranks, with the addresses of lost ones.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = PrefixStore(f"distconv {attempt} {size}", store)
-    return TorchCommunicator(own, rank, tuple(range(size)), "world")
-
-
-def _meeting() -> tuple[Any, int, int]:
-    """Return the store over which the ranks meet, this rank's number, and the number of ranks."""
     from torch import distributed
 
     if launch.has_default_group():
-        return default_store(), distributed.get_rank(), distributed.get_world_size()
-    store, rank, size = next(distributed.rendezvous("env://"))
-    return store, rank, size
+        store = default_store()
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+    else:
+        store, rank, size = next(distributed.rendezvous("env://"))
+    # torchrun keeps its store when it restarts ranks, with the addresses of lost ones.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = distributed.PrefixStore(f"distconv {attempt} {size}", store)
+    return TorchCommunicator(own, rank, tuple(range(size)), "world")
 
 
 def ranks_of(comm: Any) -> tuple[int, ...]:
-    """Return the numbers in the job of the ranks of `comm`, in the forms of `ProcessGrid`."""
+    """Return the numbers in the job of the ranks of `comm`, as `ProcessGrid` takes it."""
     job = world()
     if isinstance(comm, (range, list, tuple)):
         return _by_number(comm, job)

@@ -1,7 +1,7 @@
-"""A test of the first messages between accelerators, whose values are known.
+"""A test of the carrier between accelerators, by messages with known values.
 
-Batches of messages have corrupted halos silently on one vendor's stack. One exchange and one
-reduction of every kind find such a carrier before it is trusted.
+On one vendor's machines batches of messages corrupted halos silently. One exchange and one
+reduction of every kind find such a carrier before a program trusts it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _SUMMED = torch.float32, torch.bfloat16
 
 
 def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) -> list[str]:
-    """Return messages about wrong results of a carrier, the same on all ranks of `comm`, which all
-    call it. Nothing is sent where DISTCONV_SELFTEST=0 on a rank.
+    """Return a text for each wrong result of a carrier; all ranks of `comm` call it together.
+
+    The texts are the same on all ranks. Nothing is tested if DISTCONV_SELFTEST=0 on a rank.
     """
     if not all(comm.allgather(os.environ.get(_VARIABLE) != "0")):
         return []
@@ -33,7 +34,7 @@ def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) ->
 
 
 def check_carrier(carrier: Transport, comm: Communicator, device: torch.device) -> None:
-    """Raise RuntimeError on all ranks if a carrier delivers wrong values to one; all call it."""
+    """Test a carrier, and raise RuntimeError on all ranks if one gets wrong values. Collective."""
     wrong = found_wrong(carrier, comm, device)
     if not wrong:
         return

@@ -1,10 +1,10 @@
-"""A thread that notices when ranks wait for each other in vain, reports it, and ends the job.
+"""A thread that notices if ranks wait for each other in vain, reports it, and ends the job.
 
-The thread looks about once a second at the waits of the host and of a GPU's streams. It acts where
-a wait takes longer than DISTCONV_TIMEOUT seconds (300 by default), as for a rank that was killed,
-where the awaited rank has left the program, where two waiting ranks have taken different steps, or
-where NCCL has met an error. Then it asks all ranks for their state and the first step in which they
-differ, prints one message, and aborts.
+About once a second it looks at the waits of the host and of a GPU's streams. It acts if a wait
+lasts longer than DISTCONV_TIMEOUT seconds (300 by default), as for a killed rank; if the awaited
+rank has left the program; if two waiting ranks have taken different steps; or if NCCL has met an
+error. Then it asks all ranks for their place in the program, prints one message with the first step
+in which they differ, and aborts the job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -40,7 +40,7 @@ _UNKNOWN = Entries(1, (), ())
 
 
 def time_limit() -> float:
-    """Return the seconds that a wait may take."""
+    """Return the seconds that a wait may last, by DISTCONV_TIMEOUT, or raise ValueError."""
     text = os.environ.get(_VARIABLE, str(_DEFAULT))
     try:
         seconds = float(text)
@@ -55,38 +55,32 @@ def time_limit() -> float:
 
 
 class Board:
-    """Notes of ranks for each other, by name, in a store of torch.distributed that the first rank
-    keeps.
+    """Short texts and counters by which the watching threads of all ranks inform each other.
 
-    Without a store, or once it cannot be reached, reads return nothing, and notes are lost.
+    They lie in a store of torch.distributed, which the first rank keeps.
     """
 
     def __init__(self, store: Store = None):
         self._store = store
 
-    def post(self, name: str, text: str) -> None:
-        """Leave a note, which replaces the earlier one of that name."""
-        self._ask(lambda store: store.set(name, text))
-
-    def read(self, name: str) -> str | None:
-        """Return the note of that name; None where there is none."""
-        note = self._ask(lambda store: store.get(name) if store.check([name]) else None)
-        return None if note is None else note.decode()
-
-    def count(self, name: str, more: int = 1) -> int:
-        """Add to the counter of that name; return its new value, or -1 without a store."""
-        value = self._ask(lambda store: store.add(name, more))
-        return -1 if value is None else int(value)
-
-    def _ask(self, question: Callable[[Store], Any]) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method of the store; None if the store cannot be reached."""
         try:
-            return None if self._store is None else question(self._store)
+            return None if self._store is None else getattr(self._store, method)(*arguments)
         except RuntimeError:
             self._store = None
 
+    def read(self, name: str) -> str | None:
+        """Return the text stored under `name`, or None."""
+        note = self.ask("get", name) if self.ask("check", [name]) else None
+        return None if note is None else note.decode()
+
 
 class Watch:
-    """A thread that watches the current wait of one of `size` ranks for the others."""
+    """A thread that watches this rank's waits for the other ranks of a journal.
+
+    `rank` is this rank's number among the `size` ranks of the journal.
+    """
 
     def __init__(self, rank: int, size: int, waiting: Waiting):
         self._rank, self._size, self._waiting = rank, size, waiting
@@ -103,34 +97,34 @@ class Watch:
         self._looking.start()
 
     def connect(self, comm: Any, journal: Journal) -> None:
-        """Begin to share notes with all ranks, about this rank's journal. All ranks call it."""
+        """Begin to inform the other ranks' watches about this rank's journal. All ranks call it."""
         self._board, self._journal = Board(open_store(comm)), journal
         if not _WATCHES:
             atexit.register(_leave_together, os.getpid())
         _WATCHES.append(self)
 
     def leave(self) -> None:
-        """Tell the others that this rank's program has ended."""
+        """Tell the other ranks that this rank's program has ended, and after how many steps."""
         self._leaving.set()
         self._looking.join()
-        self._board.post(f"left/{self._rank}", str(self._journal.number))
-        self._board.count("left")
+        self._board.ask("set", f"left/{self._rank}", str(self._journal.number))
+        self._board.ask("add", "left", 1)
 
     def wait_for_others(self) -> None:
-        """Wait until all ranks have left, as MPI_Finalize does, or the job is aborted.
+        """Wait until the programs of all ranks have ended, or the job is aborted.
 
-        The first rank, which keeps the notes, goes last.
+        The first rank, which keeps the store, goes last.
         """
         self._until("left", self._size)
         if self._rank:
-            self._board.count("read")
+            self._board.ask("add", "read", 1)
         else:
             self._until("read", self._size - 1)
 
     def _until(self, name: str, enough: int) -> None:
-        """Wait until a counter has reached a value, or the store cannot be reached."""
+        """Wait until counter `name` reaches `enough`, or the store cannot be reached."""
         pause, longest = 0.001, max(0.02, self._size / 10_000)
-        while 0 <= self._board.count(name, 0) < enough:
+        while (count := self._board.ask("add", name, 0)) is not None and count < enough:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
@@ -142,7 +136,7 @@ class Watch:
             self._answer()
 
     def _wrong(self) -> str | None:
-        """Return a message where ranks wait for too long, or for a rank that is gone; else None."""
+        """Return the reason to report, if ranks wait too long or in vain; else None."""
         try:
             for check in self._waiting.checks:
                 check()
@@ -164,20 +158,21 @@ class Watch:
         return "in vain: they have taken different steps" if late and self._has_parted() else None
 
     def _gone(self, peers: Iterable[int] | None, step: int) -> Iterator[int]:
-        """Yield the ranks of `peers`, or of all, that have left the program before a step."""
-        if self._board.count("left", 0) > 0:
+        """Yield the ranks of `peers`, or of all for None, that have ended before step `step`."""
+        if self._board.ask("add", "left", 0):
             for rank in range(self._size) if peers is None else peers:
                 steps = self._board.read(f"left/{rank}")
                 if steps is not None and int(steps) < step:
                     yield rank
 
     def _has_parted(self) -> bool:
-        """Note the latest entries of this waiting rank; return whether the next rank's note differs
-        in an entry. Wherever ranks differ, two neighbours do.
+        """Return whether this waiting rank's latest entries differ from the next waiting rank's.
+
+        Each waiting rank posts its entries. If any ranks differ, two neighbours do.
         """
         first, texts, _ = self._journal.latest_entries(_COMPARED)
         sums = [crc32(text.encode()) for text in texts]
-        self._board.post(f"waits/{self._rank}", json.dumps((first, sums)))
+        self._board.ask("set", f"waits/{self._rank}", json.dumps((first, sums)))
         note = self._board.read(f"waits/{(self._rank + 1) % self._size}")
         if note is None:
             return False
@@ -187,7 +182,7 @@ class Watch:
         return any(mine != theirs for mine, theirs in pairs)
 
     def _state(self) -> _State:
-        """Return this rank's state: its place in the program, and its latest entries."""
+        """Return this rank's place in the program, in words, and its latest journal entries."""
         what, journal = "elsewhere", self._journal
         wait, given = self._waiting.now, self._waiting.oldest_of_streams()
         if wait is not None and wait.seen:
@@ -201,16 +196,16 @@ class Watch:
         return _State(what, journal.latest_entries(_COMPARED))
 
     def _answer(self) -> None:
-        """Post this rank's state when another rank reports, once."""
+        """Post this rank's state, once, as soon as any rank has raised the alarm."""
         if not self._answered and self._board.read("alarm") is not None:
             self._answered = True
-            self._board.post(f"state/{self._rank}", json.dumps(self._state()))
+            self._board.ask("set", f"state/{self._rank}", json.dumps(self._state()))
 
     def _alarm(self, why: str) -> None:
-        """Report the states of all ranks, if no other rank does, and end the job."""
-        self._board.post("alarm", "")
+        """Report the states of all ranks and end the job, unless another rank does so already."""
+        self._board.ask("set", "alarm", "")
         self._answer()
-        if self._board.count("reporters") > 1:
+        if self._board.ask("add", "reporters", 1) not in (None, 1):
             time.sleep(4 * _ANSWER)  # the first to report ends the job
         states = self._states()
         sys.stdout.flush()
@@ -218,7 +213,7 @@ class Watch:
         abort_job()
 
     def _states(self) -> dict[int, _State]:
-        """Return the states of the ranks that answer within some seconds, or have left."""
+        """Return, by rank, the states of ranks that answer within some seconds, or have ended."""
         states = {self._rank: self._state()}
         end = time.monotonic() + _ANSWER
         while len(states) < self._size and time.monotonic() < end:
@@ -233,16 +228,14 @@ class Watch:
 
 
 class _State(NamedTuple):
-    """A rank's place in words, and the latest entries of its journal."""
+    """The place of a rank in its program, in words, and the latest entries of its journal."""
 
     what: str
     entries: Entries = _UNKNOWN
 
 
 def _report(why: str, size: int, states: dict[int, _State]) -> str:
-    """Return each rank's place, with ranks at the same place together, the first step in which they
-    differ, and the usual reason.
-    """
+    """Return the report: the reason, each rank's place, and the first step that differs."""
     silent = "does not answer; it was killed or stopped, or runs code that lets no thread run"
     places: dict[str, list[int]] = {}
     for rank in range(size):
@@ -268,7 +261,7 @@ def _report(why: str, size: int, states: dict[int, _State]) -> str:
 
 
 def _seconds(wait: Wait | StreamWait | None) -> float:
-    """Return the seconds since a wait was first seen, which is now if it is new; 0 for none."""
+    """Return the seconds since the watching thread first saw a wait; 0 for a new one or None."""
     if wait is None:
         return 0.0
     now = time.monotonic()

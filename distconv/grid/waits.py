@@ -1,4 +1,4 @@
-"""The waits of this rank for other ranks, which a thread watches."""
+"""This rank's present waits for other ranks, where the watching thread can see them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from distconv.device.streams import record_event
 
 
 class Wait:
-    """A wait of the host for other ranks, as a context; `peers` returns those, None all.
+    """A context during which the host waits for other ranks.
 
-    `seen` is the time in seconds at which the watching thread first saw it; 0 before.
+    `peers` returns the awaited ranks, None stands for all. `seen` is the time, of `time.monotonic`
+    in seconds, at which the watching thread first saw the wait; 0 before.
     """
 
     __slots__ = ("_before", "_waiting", "peers", "seen")
@@ -30,29 +31,25 @@ class Wait:
 
 
 class StreamWait:
-    """A wait for `peers` that was queued on the current stream of a GPU, at a collective step of
-    this rank, in an operator, or outside of any (None). `seen` is as for `Wait`.
+    """A wait for the ranks `peers` that was queued on the current stream of a GPU.
+
+    `step` is the number of this rank's collective step, `operator` the running function or None,
+    `seen` as for `Wait`. The wait is over when the GPU has reached `event`.
     """
 
     def __init__(self, device: torch.device, peers: Iterable[int], step: int, operator: Any):
-        self._event = record_event(device)
+        self.event = record_event(device)
         self.peers, self.step, self.operator, self.seen = peers, step, operator, 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the stream has passed it."""
-        over: bool = self._event.query()
-        return over
 
 
 class Waiting:
-    """The waits of this rank under way.
+    """The present waits of this rank, for the watching thread.
 
     Attributes
     ----------
-    now: the current wait of the host, or None.
-    of_streams: the waits of a GPU's streams, in the order in which they were queued.
-    checks: functions that raise `RuntimeError` where a carrier without host waits has met an error.
+    now: the innermost wait of the host, or None.
+    of_streams: waits of a GPU's streams, in the order in which they were queued.
+    checks: functions that raise `RuntimeError` if a carrier between accelerators has met an error.
     """
 
     def __init__(self) -> None:
@@ -61,8 +58,8 @@ class Waiting:
         self.checks: list[Callable[[], None]] = []
 
     def oldest_of_streams(self) -> StreamWait | None:
-        """Return the first wait of a stream that is not over; only one thread may call it."""
+        """Return the first stream's wait that is not over; only the watching thread may call."""
         given = self.of_streams
-        while given and given[0].is_over:
+        while given and given[0].event.query():
             given.popleft()
         return given[0] if given else None

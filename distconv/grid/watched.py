@@ -1,4 +1,4 @@
-"""A watched carrier: its waits are visible, and its steps are compared between ranks."""
+"""A carrier that shows its waits to the watching thread, and enters its steps in the journal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from distconv.device.streams import is_capturing
+from distconv.grid.calls import CURRENT
 from distconv.grid.journal import Journal
 from distconv.grid.waits import StreamWait, Wait
 from distconv.transport.interface import Message, Request, StreamTransport, Transport
@@ -19,34 +20,20 @@ Peers = Callable[[], Iterable[int]]
 
 
 class WrappedTransport:
-    """A carrier that passes everything on; see `Transport`. Subclasses override methods."""
+    """A transport around another carrier, to which the methods of a subclass pass messages."""
 
     def __init__(self, carrier: Transport):
         self.name, self.ordered, self.next_tag = carrier.name, carrier.ordered, carrier.next_tag
         self.carry_by(carrier)
 
     def carry_by(self, carrier: Transport) -> None:
-        """Pass everything to this carrier from now on."""
+        """Pass all later messages to `carrier`."""
         # Every message allocates memory, without a call in between.
         self.carrier, self.empty = carrier, carrier.empty
 
-    def exchange(
-        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
-    ) -> Request:
-        return self.carrier.exchange(arriving, leaving, tag)
-
-    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        return self.carrier.all_reduce(tensor, group)
-
-    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        return self.carrier.all_gather(tensor, group)
-
-    def broadcast(self, tensor: Tensor, group: Any) -> None:
-        self.carrier.broadcast(tensor, group)
-
 
 class _WatchedRequest:
-    """A request whose wait is visible."""
+    """A request that waits within the context `wait()`, which shows the wait to a thread."""
 
     __slots__ = ("_request", "_wait")
 
@@ -59,8 +46,9 @@ class _WatchedRequest:
 
 
 class WatchedTransport(WrappedTransport):
-    """A carrier with visible waits and steps that are compared between ranks; see `Transport`.
-    `members` returns the ranks of a group as numbers in the grid.
+    """A carrier that shows its waits to the watching thread, and enters its steps in the journal.
+
+    `members` returns the ranks of a communicator, as numbers in the grid.
     """
 
     def __init__(
@@ -106,12 +94,13 @@ class WatchedTransport(WrappedTransport):
 
     @contextmanager
     def _on_stream(self, device: Any, peers: Peers) -> Iterator[None]:
-        """Show a wait of the host, as ranks may have to connect, and then of the current stream.
+        """Show a wait of the host within the context, and then a wait of the current stream.
 
-        Waits in a captured graph happen at replay, and are not seen.
+        The host may wait while ranks connect. In a captured graph a wait happens at each replay,
+        and is not shown.
         """
         with Wait(self._waiting, peers):
             yield
         if not is_capturing(device):
-            step, operator = self._journal.number, self._journal.operator
-            self._waiting.of_streams.append(StreamWait(device, peers(), step, operator))
+            wait = StreamWait(device, peers(), self._journal.number, CURRENT.call[0])
+            self._waiting.of_streams.append(wait)

@@ -1,1 +1,1 @@
-"""A whole module on a grid: its parameters, its gradients and its states."""
+"""A whole module on a grid: its parameters, gradients and states."""

@@ -1,10 +1,10 @@
-"""Buckets of gradients: copied side by side, summed over ranks, handed out as views."""
+"""Buckets of gradients: copied side by side, summed over ranks, and set as views of the sum."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from distconv.transport.interface import Request
 
 
 class Bucket:
-    """Parameters whose gradients are reduced in one message.
+    """Parameters whose gradients are summed over ranks in one message.
 
-    Gradients are copied side by side into fresh memory, and summed there. Gradients that autograd
-    has just made become views of the sum. Others, which the program may hold, are overwritten by
-    it.
+    Gradients are copied side by side into fresh memory, and summed there. A gradient that autograd
+    has made in this pass becomes a view of the sum; any other, which the program may hold, is
+    overwritten.
     """
 
     def __init__(
@@ -42,21 +42,24 @@ class Bucket:
         self.uneven: dict[int, int] = {}
         """The indices of parameters to whose last sum some ranks added nothing, each with the
         number of ranks that did. On a GPU only where this rank had to read the counts."""
-        self._under_way: _Sum | None = None
+        self._sum: tuple[Tensor, list[tuple[int, Tensor]], tuple[bool, ...], Request] | None = None
+        """The sum under way: the message; the parameters whose gradients are not views of it, or
+        None, each with its piece; whether this rank adds its part of each gradient; the request."""
 
     @property
     def under_way(self) -> bool:
-        """Return whether a sum of the gradients is under way."""
-        return self._under_way is not None
+        """Return whether `start` was called without `finish`."""
+        return self._sum is not None
 
     def start(self, parts: Sequence[bool], made: Sequence[bool], grid: ProcessGrid) -> None:
         """Start to sum the gradients. All ranks of the bucket call it together.
 
         Parameters
         ----------
-        parts: whether each gradient is this rank's part. Others are equal on all ranks, and are
-            added by the first one only.
-        made: whether autograd has made each gradient, rather than added to an earlier one.
+        parts: for each gradient, whether it is this rank's part; otherwise it is equal on all
+            ranks, and only the first rank adds it.
+        made: for each gradient, whether autograd has made it in this pass, not added to an earlier
+            one.
         """
         p = self.parameters[0]
         flat = torch.empty(self.elements, dtype=p.dtype, device=p.device)
@@ -75,19 +78,25 @@ class Bucket:
             used.append(part and gradient is not None)
         flat[-len(used) :] = constant(flat.device, tuple(used), flat.dtype)
         add_up = self._start_sum or (lambda flat: grid.transport.all_reduce(flat, self.comm))
-        self._under_way = _Sum(flat, outside, tuple(used), add_up(flat))
+        self._sum = flat, outside, tuple(used), add_up(flat)
 
     def finish(self) -> bool:
-        """Wait for the sum, and set it as the gradients; return whether one was under way."""
-        if self._under_way is None:
+        """Wait for the sum and set it as the gradients; return False if none was started."""
+        if self._sum is None:
             return False
-        total, self._under_way = self._under_way, None
-        total.request.wait()
-        ranks = total.ranks() if total.flat.is_cpu else []
-        for i, view in total.outside:
+        (flat, outside, used, request), self._sum = self._sum, None
+        request.wait()
+
+        def counted() -> list[int]:
+            # A dry run assumes that all ranks use the same parameters. On a GPU the host waits.
+            counts = flat[-len(used) :]
+            return [int(n.real) for n in (used if counts.is_meta else counts.tolist())]
+
+        ranks = counted() if flat.is_cpu else []
+        for i, view in outside:
             p = self.parameters[i]
-            if not total.used[i]:
-                ranks = ranks or total.ranks()
+            if not used[i]:
+                ranks = ranks or counted()
                 if not ranks[i]:
                     continue
             if p.grad is None:
@@ -98,34 +107,13 @@ class Bucket:
         return True
 
 
-class _Sum(NamedTuple):
-    """A sum of gradients that is under way."""
-
-    flat: Tensor
-    outside: Sequence[tuple[int, Tensor]]
-    """The parameters whose gradients are not views, or None, each with its part of the sum."""
-    used: tuple[bool, ...]
-    """Whether this rank has added its part of each gradient."""
-    request: Request
-
-    def ranks(self) -> list[int]:
-        """Return for each gradient the number of ranks that added a part; the host waits for a GPU.
-
-        A dry run assumes that all ranks use the same parameters.
-        """
-        counts = self.flat[-len(self.used) :]
-        return [int(n.real) for n in (self.used if counts.is_meta else counts.tolist())]
-
-
 def fill_buckets(
     parameters: Sequence[tuple[Tensor, tuple[str, ...]]], bucket_bytes: int
 ) -> list[tuple[tuple[str, ...], list[Tensor]]]:
-    """Return the parameters of each bucket, in the order in which backward passes fill buckets.
+    """Return each bucket's axes and parameters, in the order in which backward passes fill buckets.
 
-    The last parameters come first. A bucket is full when it has `bucket_bytes`.
-
-    `parameters` come with the grid axes over which their gradients are summed; those of a bucket
-    have the same axes and type.
+    Each of `parameters` comes with the grid axes over which its gradient is summed. The last ones
+    come first. Parameters of a bucket have equal axes and types; it is full at `bucket_bytes`.
     """
     buckets = []
     filling: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
@@ -138,7 +126,7 @@ def fill_buckets(
 
 
 def _strides(p: Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient: the parameter's own if without gaps, else row-major."""
+    """Return strides for a gradient: the parameter's own if these have no gaps, else row-major."""
     own = p.stride()
     dense: Tensor = torch.empty_like(p, device="meta")
     return own if dense.stride() == own else torch.empty(p.shape, device="meta").stride()

@@ -1,4 +1,4 @@
-"""Norms of many tensors, some of them cut over ranks, in few messages; clipping of gradients."""
+"""Norms of many tensors, also of sharded ones, in few messages, and clipping of gradients."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from distconv.tensor.nested import as_list, shards_of
 
 
 def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
-    """Return the norm of each tensor, as plain tensors without dimensions, outside autograd.
+    """Return the norm of each tensor, as plain scalar tensors without gradient.
 
-    The norm of a DistTensor is of the whole tensor, the same on all ranks, which call it together;
-    one message serves all tensors cut over the same axes of a grid. For plain tensors nothing is
-    sent.
+    The norm of a DistTensor is that of the whole tensor. All ranks call it together; one message
+    serves all tensors cut over the same axes of a grid. For plain tensors nothing is sent.
     """
     with torch.no_grad():
         norms = [_norm(shard_of(x), order) for x in tensors]

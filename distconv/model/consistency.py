@@ -1,4 +1,4 @@
-"""A comparison of the model between ranks: parameters, buffers, the optimizer's state."""
+"""Comparison of a model between ranks: its parameters, buffers, and its optimizer's state."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
 def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, full: bool) -> None:
-    """Raise RuntimeError, on every rank, where the models of the ranks differ.
-
-    All ranks of the grid call it together.
+    """Raise RuntimeError on every rank if the models of the ranks differ. Collective.
 
     Parameters
     ----------
     caller: the name of the calling function, for the message.
     model: a parallelized module.
-    optimizer: its state and settings are compared as well.
+    optimizer: an optimizer whose state and settings are compared as well.
     full: whether every element is compared; otherwise only samples of large tensors are.
     """
     grid = required_reduction(caller, model).grid
@@ -44,9 +42,9 @@ def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, fu
 
 
 def not_finite(model: nn.Module, optimizer: Optimizer | None) -> Iterator[str]:
-    """Yield the names of parameters that are not finite, and of buffers and state that hold NaN.
+    """Yield the names of parameters with infinities or NaN, and of buffers and state with NaN.
 
-    Not collective: a rank looks at its own blocks. Buffers may be infinite, as masks are.
+    Each rank looks at its own blocks; no communication. Buffers may be infinite, as masks are.
     """
     parameters = {name for name, _ in model.named_parameters()}
     for name, tensor, _ in (*checked_state(model), *_of_optimizer(optimizer, model)):
@@ -75,7 +73,7 @@ def _of_optimizer(optimizer: Optimizer | None, model: nn.Module) -> Iterator[Che
 
 
 def _of_value(name: str, value: Any) -> Iterator[Checked]:
-    """Yield the tensors in a value, or the value itself as text, ready for comparison."""
+    """Yield the tensors in a value of an optimizer's state, or its text, for comparison."""
     tensors = tensors_in(value)
     for tensor in tensors:
         yield checked(name, tensor)
@@ -84,13 +82,13 @@ def _of_value(name: str, value: Any) -> Iterator[Checked]:
 
 
 def checked(name: str, tensor: Tensor) -> Checked:
-    """Return a parameter or buffer for comparison among the ranks that hold the same block."""
+    """Return a tensor for comparison among the ranks that hold the same block of it."""
     if isinstance(tensor, DistTensor):
         return Checked(name, tensor.shard, cutting_axes(tensor.cuts))
     return Checked(name, tensor)
 
 
 def checked_state(module: nn.Module) -> Iterator[Checked]:
-    """Yield the parameters and buffers of a module for comparison, as `checked` does."""
+    """Yield all parameters and buffers of a module for comparison among ranks."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield checked(name, tensor)

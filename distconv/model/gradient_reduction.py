@@ -1,8 +1,8 @@
-"""Gradients of a parallelized module: the parts of all ranks are summed during the backward pass.
+"""The gradients of a parallelized module: summed over ranks during the backward pass.
 
-They travel in buckets, in an order fixed from the start, each as one non-blocking all-reduce that
-begins as soon as the bucket and all before it are full (Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", VLDB 2020).
+They travel in buckets. Each bucket is one all-reduce, which begins as soon as the bucket and all
+before it are full, in an order that all ranks share (Li et al., "PyTorch Distributed: Experiences
+on Accelerating Data Parallel Training", VLDB 2020).
 """
 
 from __future__ import annotations
@@ -36,19 +36,22 @@ REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 
 
 def reduction_of(module: nn.Module) -> GradientReduction | None:
-    """Return the `GradientReduction` of a module; None for a copy of a parallelized module."""
+    """Return the `GradientReduction` of a module or its submodule; None if it has none.
+
+    A copy of a parallelized module has none.
+    """
     reduction: GradientReduction | None = module.__dict__.get(REDUCTION_ATTRIBUTE)
     return reduction if reduction is not None and reduction.covers(module) else None
 
 
 def reductions_noted_in(modules: Iterable[nn.Module]) -> list[GradientReduction]:
-    """Return the distinct reductions noted on modules; copies of parallelized ones have them."""
+    """Return the distinct reductions that modules refer to, also those of copied modules."""
     noted = (m.__dict__.get(REDUCTION_ATTRIBUTE) for m in modules)
     return list(dict.fromkeys(r for r in noted if r is not None))
 
 
 def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
-    """Return the `GradientReduction` of a module; raise `ValueError` where it is not parallelized.
+    """Return the `GradientReduction` of a module, or raise `ValueError` if it has none.
 
     `caller` is the name of the calling function, for the message.
     """
@@ -61,11 +64,16 @@ def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
 
 
 class GradientReduction:
-    """Hooks on the parameters of one module that sum their gradients over a grid.
+    """The sum of a module's gradients over the ranks of a grid, in every backward pass.
 
     Attributes
     ----------
+    grid: the grid over which gradients are summed.
+    whole: a weak reference to the module.
     leaves: the parameters as autograd knows them; for a sharded one, this rank's block.
+    parts: for each parameter, whether its gradient is this rank's part of a sum, not a sum.
+    enabled: False within `no_sync`, where gradients stay parts.
+    layout: a checksum of the buckets, which all ranks must share.
     """
 
     def __init__(
@@ -80,9 +88,8 @@ class GradientReduction:
         self._purpose = "gradients"
         self._held = False
         """Whether sums stay under way after a backward pass."""
-        self._grid = grid
+        self.grid, self.whole = grid, ref(module)
         self._bucket_bytes = bucket_bytes
-        self._module = ref(module)
         self._parameters = list(module.parameters())
         PARAMETERS.update({p: i for i, p in enumerate(self._parameters)})
         for p in self._parameters:
@@ -99,8 +106,7 @@ class GradientReduction:
         self._bucket_of: dict[int, int] = {}
         """For each parameter's number the number of its bucket."""
         self._laid_out: list[Any] = []
-        self._is_part = [False] * len(self.leaves)
-        """For each parameter whether .grad is this rank's part of a sum, not equal on all ranks."""
+        self.parts = [False] * len(self.leaves)
         self._missing: list[int] = []
         """For each bucket, the number of gradients that this backward pass has not made yet."""
         self._made: set[int] = set()
@@ -112,7 +118,6 @@ class GradientReduction:
         self._warned = False
         """Whether a warning was given that ranks train different parameters."""
         self.layout = 0
-        """A checksum of the layout of the buckets."""
         self._hooks = ParameterHooks(self, self._parameters, self.leaves, grid, self._axes)
         self._make_communicators()
         self.prepare()
@@ -122,11 +127,6 @@ class GradientReduction:
         """Return whether any parameter requires a gradient."""
         return bool(self._buckets)
 
-    @property
-    def grid(self) -> ProcessGrid:
-        """Return the grid over which gradients are summed."""
-        return self._grid
-
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return self
 
@@ -134,23 +134,22 @@ class GradientReduction:
         raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
 
     def covers(self, module: nn.Module) -> bool:
-        """Return whether `module` is the module of this reduction, or a submodule of it."""
-        whole = self._module()
+        """Return whether `module` is the module of this reduction or one of its submodules."""
+        whole = self.whole()
         return whole is not None and any(part is module for part in whole.modules())
 
-    def whole(self) -> nn.Module | None:
-        """Return the module of this reduction; None where it was deleted."""
-        return self._module()
-
     def keep_for(self, blocks: Iterable[Tensor]) -> None:
-        """Stay for the backward passes of these tensors, also where the module is dropped."""
+        """Keep this reduction alive for backward passes of `blocks`, also without its module."""
         for node in {x.grad_fn for x in blocks}:
             if node is not None:
                 notes: Any = node.metadata
                 notes[REDUCTION_ATTRIBUTE] = self
 
     def release(self) -> None:
-        """Remove the hooks from the parameters, whose gradients must be sums."""
+        """Remove all hooks and marks from the parameters.
+
+        Raises RuntimeError if a gradient is still a part, after `no_sync`.
+        """
         self.settle()
         self._check_sums("the parameters leave their module", [True] * len(self.leaves))
         self._hooks.remove()
@@ -160,11 +159,11 @@ class GradientReduction:
             PARAMETERS.pop(x, None)
 
     def reduce(self) -> None:
-        """Sum the parts that backward passes in `no_sync` have left. All ranks call it together.
+        """Sum the gradients that backward passes within `no_sync` left as parts. Collective.
 
-        Sums of earlier passes stay as they are.
+        Gradients that are sums already stay as they are.
         """
-        if self._grid.size == 1:
+        if self.grid.size == 1:
             return
         self.settle()
         self._started = 0
@@ -172,25 +171,25 @@ class GradientReduction:
         self._end(failed=False)
 
     def give(self, sums: Iterable[Tensor | None]) -> None:
-        """Set the gradient of each parameter to a sum over the ranks computed elsewhere."""
+        """Set each parameter's gradient to a sum over the ranks that was computed elsewhere."""
         for p, gradient in zip(self.leaves, sums, strict=True):
             p.grad = gradient
-        self._is_part = [False] * len(self.leaves)
+        self.parts = [False] * len(self.leaves)
 
     def average(self, factor: float) -> None:
-        """Divide each rank's part of a gradient, from now on, by `factor`.
+        """From now on divide each rank's part of a gradient by `factor`.
 
-        Then inputs may live on parts of the grid, each of which has samples of its own.
+        Inputs may then live on smaller grids of some of the ranks, each with samples of its own.
         """
         self._averages = True
         self._hooks.share = 1 / factor
 
     def takes(self, grid: Any) -> bool:
-        """Return whether inputs may live on another grid, which is a part of this one."""
-        return self._averages and set(grid.ranks) <= set(self._grid.ranks)
+        """Return whether inputs may live on `grid`, which has some of the ranks; see `average`."""
+        return self._averages and set(grid.ranks) <= set(self.grid.ranks)
 
     def travel_apart(self, number: int) -> None:
-        """Reduce from now on over communicators of reduction `number` alone.
+        """From now on sum gradients over communicators of this reduction alone, named by `number`.
 
         All ranks of the grid call it together, between steps.
         """
@@ -201,61 +200,52 @@ class GradientReduction:
         self.prepare()
 
     def hold(self) -> None:
-        """Leave sums under way after a backward pass, until `start_held` and `settle`."""
+        """Do not wait for sums at the end of backward passes, until `start_held` and `settle`."""
         self.settle()
         self._held, self._started = True, 0
 
     def start_held(self) -> None:
-        """Start the sums of backward passes since `hold` that have not started."""
+        """Start the sums that backward passes since `hold` have not started, and end `hold`."""
         self._held = False
-        if self._grid.size > 1:
+        if self.grid.size > 1:
             self._start_rest()
 
-    @property
-    def parts(self) -> tuple[bool, ...]:
-        """Return for each parameter whether its gradient is this rank's part of a sum."""
-        return tuple(self._is_part)
-
-    def give_parts(self, parts: Iterable[bool]) -> None:
-        """Note for each parameter whether its gradient, made elsewhere, is a part of a sum."""
-        self._is_part = list(parts)
-
     def settle(self) -> None:
-        """Wait for all sums under way, and set them as gradients."""
+        """Wait for all started sums, and set them as gradients."""
         self._pass = -1
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if bucket.finish():
                 for n in members:
-                    self._is_part[n] = False
+                    self.parts[n] = False
                 if bucket.uneven and not self._warned:
                     self._warn(bucket, members)
 
     def _make_communicators(self) -> None:
         for axes in dict.fromkeys(self._axes):
             # All ranks make it together, whichever parameters each of them trains first.
-            self._grid.communicator(axes, self._purpose)
+            self.grid.communicator(axes, self._purpose)
 
     def _connect(self) -> None:
-        """Send a message over each communicator. All ranks of the grid call it together.
+        """Send one message over each communicator. All ranks of the grid call it together.
 
-        A carrier may connect the ranks of a communicator at first use, where they wait for each
+        A carrier may connect a communicator's ranks at its first use, where they wait for each
         other. Ranks that first use communicators in different orders would wait for ever.
         """
         for axes in dict.fromkeys(self._axes):
-            comm = self._grid.communicator(axes, self._purpose)
-            self._grid.transport.all_reduce(torch.zeros(1, device=self._grid.device), comm).wait()
+            comm = self.grid.communicator(axes, self._purpose)
+            self.grid.transport.all_reduce(torch.zeros(1, device=self.grid.device), comm).wait()
 
     @property
     def _starts_at_the_end(self) -> bool:
-        """Return whether sums start in one order on all ranks, after the backward pass.
+        """Return whether all sums start after the backward pass, in one order on all ranks.
 
-        A parameter may have no gradient on some ranks. These ranks start its bucket at the end, so
-        all ranks must: within the backward pass it would come at another place among the exchanges.
+        A rank without a gradient for a parameter starts the parameter's bucket at the end. If
+        exchanges need one order, other ranks must not start it earlier, within the pass.
         """
-        return self._grid.transport.ordered or self._wire is not None
+        return self.grid.transport.ordered or self._wire is not None
 
     def prepare(self) -> None:
-        """Register hooks on trainable parameters and lay out the buckets, last ones first."""
+        """Put hooks on trainable parameters, and lay out buckets anew if these have changed."""
         trainable = [(n, p) for n, p in enumerate(self.leaves) if p.requires_grad]
         self._hooks.watch([n for n, _ in trainable])
         layout = [(n, p.dtype, p.shape, p.stride()) for n, p in trainable]
@@ -264,16 +254,23 @@ class GradientReduction:
         self._check_sums("parameters were frozen", [not p.requires_grad for p in self.leaves])
         self._laid_out = layout
         self.layout = crc32(repr([self.kind(p) for p in self._parameters]).encode())
-        self._buckets = self._filled()
-        number_of = {id(p): n for n, p in trainable}
-        self._members = [[number_of[id(p)] for p in b.parameters] for b in self._buckets]
+        filled = fill_buckets([(p, self._axes[n]) for n, p in trainable], self._bucket_bytes)
+        self._buckets = [
+            Bucket(ps, self.grid.communicator(axes, self._purpose), self._sum_over(axes, ps))
+            for axes, ps in filled
+        ]
+        number_of = {p: n for n, p in trainable}
+        self._members = [[number_of[p] for p in bucket.parameters] for bucket in self._buckets]
         self._bucket_of = {n: b for b, members in enumerate(self._members) for n in members}
 
     def _check_sums(self, event: str, concerned: Iterable[bool]) -> None:
-        """Raise where the gradient of a concerned parameter is still a part of a sum."""
+        """Raise RuntimeError if the gradient of a `concerned` parameter is still a part.
+
+        `event` begins the message.
+        """
         if any(
             x and part and p.grad is not None
-            for p, part, x in zip(self.leaves, self._is_part, concerned, strict=True)
+            for p, part, x in zip(self.leaves, self.parts, concerned, strict=True)
         ):
             raise RuntimeError(
                 f"{event} while their gradients are still parts, after no_sync; run a backward "
@@ -282,29 +279,15 @@ class GradientReduction:
 
     @staticmethod
     def kind(p: Tensor) -> str:
-        """Return everything that decides a parameter's place in the buckets, as a text."""
+        """Return a parameter's type, strides and trainability as text, to compare between ranks."""
         stride = "" if isinstance(p, DistTensor) else f" of strides {p.stride()}"
         return f"{p.dtype}{stride}, requires_grad={p.requires_grad}"
-
-    def _filled(self) -> list[Bucket]:
-        """Return the buckets in the order in which backward passes fill them."""
-        trained = [
-            (p, axes) for p, axes in zip(self.leaves, self._axes, strict=True) if p.requires_grad
-        ]
-        return [
-            Bucket(
-                parameters,
-                self._grid.communicator(axes, self._purpose),
-                self._sum_over(axes, parameters),
-            )
-            for axes, parameters in fill_buckets(trained, self._bucket_bytes)
-        ]
 
     def _sum_over(
         self, axes: tuple[str, ...], parameters: Sequence[Tensor]
     ) -> Callable[[Tensor], Request] | None:
-        """Return a function that starts a bucket's sum; None for the carrier's all-reduce."""
-        grid, wire = self._grid, self._wire
+        """Return a function that sums a bucket in half precision; None for an all-reduce."""
+        grid, wire = self.grid, self._wire
         if wire is None or parameters[0].dtype not in WIDE or grid.topology.parts(axes) == 1:
             return None
         # The counts after the gradients are not rounded.
@@ -314,15 +297,23 @@ class GradientReduction:
         )
 
     def expect_part(self, n: int) -> bool:
+        """Note that autograd is about to add this rank's part to the gradient of parameter `n`.
+
+        Return whether this rank is the first of the ranks that sum the gradient.
+        """
         first: bool = self._buckets[self._bucket_of[n]].comm.rank == 0
         gradient = self.leaves[n].grad
-        if gradient is not None and not self._is_part[n] and not first:
+        if gradient is not None and not self.parts[n] and not first:
             # A sum of an earlier backward pass becomes a part again, the whole of it on one rank.
             gradient.zero_()
-        self._is_part[n] = True
+        self.parts[n] = True
         return first
 
     def take_part(self, n: int, new: bool) -> None:
+        """Note that autograd has added this rank's part, and start the sum of a full bucket.
+
+        `new` is True if autograd has made the gradient in this pass, not added to an earlier one.
+        """
         backward_pass = torch_private.backward_pass()
         if backward_pass != self._pass:
             self._begin(backward_pass)
@@ -354,7 +345,7 @@ class GradientReduction:
     def _start_next(self) -> None:
         members = self._members[self._started]
         self._buckets[self._started].start(
-            [self._is_part[n] for n in members], [n in self._made for n in members], self._grid
+            [self.parts[n] for n in members], [n in self._made for n in members], self.grid
         )
         self._started += 1
 
@@ -363,7 +354,7 @@ class GradientReduction:
             self._start_next()
 
     def _end(self, failed: bool) -> None:
-        """End a backward pass: start the sums that are left, and set them as gradients."""
+        """End a backward pass: start the sums that have not started, and set sums as gradients."""
         # Held sums that start at the end would start in another order on other ranks.
         if not failed and not (self._held and self._starts_at_the_end):
             self._start_rest()
@@ -371,19 +362,18 @@ class GradientReduction:
             self.settle()
 
     def _warn(self, bucket: Bucket, members: list[int]) -> None:
-        """Warn of a parameter that some ranks have used and others have not.
+        """Warn, once for a module, of a parameter that has got a gradient on some ranks only.
 
-        One of the ranks of the bucket warns; on GPUs the ranks without a gradient do, as others do
-        not read the counts.
+        One rank of the bucket warns; on GPUs the ranks without a gradient do, as only they know.
         """
         ranks, kind = bucket.comm.size, self._wire or bucket.parameters[0].dtype
         # Counts are sent with the gradients, and large ones are rounded as these are.
         exact = ranks <= 2 / torch.finfo(kind).eps
-        if not exact or (bucket.comm.rank and not self._grid.computes_on_gpu):
+        if not exact or (bucket.comm.rank and not self.grid.computes_on_gpu):
             return
         self._warned = True
         i, some = next(iter(bucket.uneven.items()))
-        module = self._module()
+        module = self.whole()
         names = [] if module is None else [name for name, _ in module.named_parameters()]
         name = names[members[i]] if members[i] < len(names) else "a parameter"
         warnings.warn(
@@ -397,7 +387,11 @@ class GradientReduction:
 
 
 class _EndOfBackward:
-    """The end of a backward pass: autograd calls it, or drops it where the pass has failed."""
+    """A callback at the end of a backward pass, also of one that fails.
+
+    Autograd calls it at the end of the pass, or drops it if the pass fails; both call
+    `end(failed)`.
+    """
 
     __slots__ = ("_end", "_over")
 
@@ -414,5 +408,5 @@ class _EndOfBackward:
 
 
 def axes_of_sum(p: Tensor, grid: Grid) -> tuple[str, ...]:
-    """Return the axes along which ranks hold the same block of a parameter, and sum gradients."""
+    """Return the grid axes over which the gradient of `p` is summed: those that do not cut `p`."""
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)

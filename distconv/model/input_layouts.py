@@ -1,4 +1,4 @@
-"""A layout for each layer: modules that take their inputs in a layout of their own."""
+"""A layout for each layer: hooks that redistribute the inputs of modules."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import nn
 
 from distconv.geometry.layout import Layout
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import replaced, tensors_in
 from distconv.tensor.redistribution import cuts_of_layout, redistribute_once
 from distconv.torch_private import run_eagerly
 
 
 def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layout of each module that a pattern matches; the last matching pattern decides.
+    """Return the layout of each module that a pattern of names matches; the last pattern decides.
 
     Raises ValueError for a pattern that matches nothing. Raises TypeError for a pattern that is no
     string, or a value that is no layout.
@@ -47,29 +48,24 @@ def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str,
 
 
 def redistribute_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
-    """Let the modules with these names redistribute their input tensors."""
+    """Let each submodule named in `layouts` redistribute its input tensors to that layout."""
     for name, part in module.named_modules():
         if name in layouts:
             part.register_forward_pre_hook(InputLayout(name, layouts[name]), with_kwargs=True)
 
 
 class InputLayout:
-    """A hook that gives a module its inputs in a layout."""
+    """A forward pre-hook of a module that redistributes its input tensors to one layout."""
 
     def __init__(self, name: str, layout: Layout):
         self._name, self._layout = name, layout
 
     @run_eagerly
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._recut(args), self._recut(kwargs)
-
-    def _recut(self, x: Any) -> Any:
-        if isinstance(x, DistTensor):
-            cuts = cuts_of_layout(self._layout, x.grid, x.dim())
-            return redistribute_once(x, cuts, f"layouts, {self._name or 'the module'}")
-        if isinstance(x, (tuple, list)):
-            parts = [self._recut(part) for part in x]
-            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
-        if isinstance(x, dict):
-            return {key: self._recut(part) for key, part in x.items()}
-        return x
+        operator = f"layouts, {self._name or 'the module'}"
+        recut = {
+            id(x): redistribute_once(x, cuts_of_layout(self._layout, x.grid, x.dim()), operator)
+            for x in tensors_in(args, kwargs)
+            if isinstance(x, DistTensor)
+        }
+        return replaced(args, recut), replaced(kwargs, recut)

@@ -1,4 +1,4 @@
-"""Checks of the calls of a parallelized module: distributed inputs, and ranks that agree."""
+"""Checks around calls of a parallelized module: inputs are distributed, and ranks agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distconv.transport.interface import Comparison
 
 
 class ModuleGuard:
-    """Hooks around the calls of a parallelized module."""
+    """The forward hooks of a parallelized module, which check each of its calls."""
 
     def __init__(self, module: nn.Module, reduction: GradientReduction):
         self._reduction, self._grid = reduction, reduction.grid
@@ -83,9 +83,9 @@ class ModuleGuard:
             )
 
     def _together(self, inputs: Iterable[Tensor]) -> bool:
-        """Return whether all ranks of the grid make this call, as they do with cut tensors.
+        """Return whether all ranks of the grid must make this call, as an input is cut over them.
 
-        One rank may call the module alone with inputs that it has in full.
+        With inputs that are whole on every rank, one rank may call the module alone.
         """
         distributed = (x for x in inputs if isinstance(x, DistTensor))
         return any(any(x.cuts) and x.grid == self._grid for x in distributed)
@@ -131,7 +131,7 @@ class ModuleGuard:
                 )
 
     def _check_equal(self, module: nn.Module) -> None:
-        """In some calls, raise on every rank where parameters or buffers differ between ranks."""
+        """In some calls, raise on every rank if parameters or buffers differ between ranks."""
         if not due(self._calls, self._grid):
             return
         found = unequal(checked_state(module), self._grid)
@@ -143,7 +143,7 @@ class ModuleGuard:
             )
 
     def _check_agreement(self, module: nn.Module) -> None:
-        """Raise on every rank where the ranks have not begun the call in the same state."""
+        """Raise on every rank if ranks train different parameters, or differ in `no_sync`."""
         question, self._question = self._question, None
         if self._grid.journal.answer(question):
             return

@@ -1,4 +1,4 @@
-"""A whole model on a grid: equal parameters on all ranks, and gradients summed during backward.
+"""`parallelize`: a whole model on a grid, with equal parameters on all ranks.
 
 Every rank holds all parameters, and computes its part of their gradients; the gradient is the sum
 of the parts (see `gradient_reduction`).
@@ -56,8 +56,7 @@ def parallelize(
     wire: str | None = None,
     error_feedback: bool = False,
 ) -> Module:
-    """Let `module` compute on DistTensors of `grid` with the serial program's results, and return
-    it.
+    """Make `module` compute on DistTensors of `grid` with the serial program's results; return it.
 
     Parameters and buffers become those of rank 0, on the grid's device; weights of 2-D convolutions
     on CPUs get channels last in memory, oneDNN's format. From then on, when `backward()` returns,
@@ -89,14 +88,14 @@ def parallelize(
     Raises
     ------
     TypeError
-        Where `module` is no Module, or is wrapped by torch's data parallelism or sharding. Wrapping
-        it afterwards raises the same error.
+        If `module` is no Module, or is wrapped by torch's data parallelism or sharding. Wrapping it
+        afterwards raises the same error.
     ValueError
-        On every rank, when the ranks' modules differ in the names, shapes, types or strides of
-        their parameters and buffers, some of these have no shape yet, the module is parallelized
-        already, a pattern matches nothing, `bucket_bytes` is below 1, `wire` is another type, or
-        `error_feedback` is given without it; and where torch's settings of TF32, cuDNN, oneDNN or
-        deterministic algorithms differ between ranks.
+        On every rank, if the ranks' modules differ in the names, shapes, types or strides of their
+        parameters and buffers, if some of these have no shape yet, if the module is parallelized
+        already, if a pattern matches nothing, if `bucket_bytes` is below 1, if `wire` is another
+        type, if `error_feedback` is given without it, or if torch's settings of TF32, cuDNN, oneDNN
+        or deterministic algorithms differ between ranks.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
@@ -206,7 +205,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def _compare(mine: dict[str, Any], grid: ProcessGrid, way_out: str) -> list[dict[str, Any]]:
-    """Return the facts of every rank, after a check that raises on all where they differ."""
+    """Return `mine` of all ranks; raise ValueError on every rank if they differ. Collective."""
     everyone: list[dict[str, Any]] = grid.all_gather_object(mine)
     for found in differences(everyone):
         raise ValueError(f"parallelize: {found}; {way_out}")

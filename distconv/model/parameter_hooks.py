@@ -1,10 +1,10 @@
-"""Hooks on the parameters of a parallelized module, called as autograd makes each gradient."""
+"""Hooks on the parameters of a parallelized module, which autograd calls for each gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -31,40 +31,24 @@ _GONE = (
 )
 
 
-class Parts(Protocol):
-    """The interface of a reduction to which parts of gradients are reported."""
-
-    def expect_part(self, n: int) -> bool:
-        """Note that autograd is about to add this rank's part to the gradient of a parameter.
-
-        Return whether this rank is the first of the ranks that sum the gradient.
-        """
-
-    def take_part(self, n: int, new: bool) -> None:
-        """Note a part that autograd has added, and start the sums whose parts are complete.
-
-        `new` says whether the gradient is autograd's own tensor, made in this backward pass.
-        """
-
-
 class ParameterHooks:
-    """Hooks that autograd calls when it accumulates gradients of parameters.
+    """Hooks that autograd calls before and after it accumulates a parameter's gradient.
 
-    Python's garbage collector does not see what parameters and the nodes of autograd hold: a
-    reference from there to the owner of the parameters would keep all of them for ever. So hooks
-    hold a weak one. They run for every parameter in every step, and are therefore not wrapped.
+    Parameters and autograd's nodes hold the hooks, unseen by Python's garbage collector. A hook
+    that referred to `parts` would keep the module alive for ever, so hooks hold weak references. As
+    they run for every parameter in every step, they are not wrapped.
 
     Parameters
     ----------
-    parts: the reduction that every gradient is reported to, held weakly.
-    parameters: the parameters of the module, by their numbers.
-    leaves: the same as autograd knows them: the blocks of sharded ones.
+    parts: the `GradientReduction` to which every gradient is reported.
+    parameters: the parameters of the module; their positions are their numbers.
+    leaves: the same parameters as autograd knows them: for a sharded one, this rank's block.
     axes: for each parameter, the grid axes over which its gradient is summed.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Any,
         parameters: Sequence[Tensor],
         leaves: Sequence[Tensor],
         grid: ProcessGrid,
@@ -87,7 +71,7 @@ class ParameterHooks:
         """By which each rank's part of a gradient is multiplied."""
 
     def watch(self, trainable: Sequence[int]) -> None:
-        """Put hooks on these parameters, also where torch has made their nodes anew."""
+        """Put hooks on the parameters with these numbers, and on nodes that torch has made anew."""
         stream = number_of_stream(self._grid.device)
         if stream != self._stream:
             # A node that is held here accumulates on the stream on which it was made. A capture on
@@ -108,7 +92,7 @@ class ParameterHooks:
             handle.remove()
 
     def _hook(self, n: int, p: Tensor, node: Node) -> None:
-        """Put hooks on a parameter, or on its new node after a change of type or stream."""
+        """Put hooks on parameter `n`, or on its new node after a change of type or stream."""
         if n not in self._nodes:
             after = partial(self._after_accumulation, ref(self), n)
             self._handles.append(p.register_post_accumulate_grad_hook(after))
@@ -118,7 +102,7 @@ class ParameterHooks:
         self._handles.append(node.register_prehook(before))
 
     def _sum_for_hooks(self, n: int, p: Tensor) -> None:
-        """Give hooks of the program the sum of a parameter's gradient, not this rank's part."""
+        """Let the program's own hooks on a parameter get the summed gradient, not a part."""
         hooks = torch_private.hooks_of(p)
         if isinstance(self._parameters[n], DistTensor) or self._grid.size == 1:
             return  # the hooks of a DistTensor sum by themselves
@@ -190,7 +174,7 @@ _Owner = TypeVar("_Owner")
 
 
 def _alive(reference: ref[_Owner]) -> _Owner:
-    """Return the reduction; raise where the program has deleted its module."""
+    """Return the object of a weak reference; raise RuntimeError if its module was deleted."""
     owner = reference()
     if owner is None:
         raise RuntimeError(_GONE)
@@ -203,7 +187,7 @@ def _check_alone(p: Tensor) -> None:
 
 
 class _Edges(ShardFunction):
-    """An autograd function whose node refers to the nodes of all its inputs."""
+    """An autograd function whose node refers to the autograd nodes of all its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -211,7 +195,7 @@ class _Edges(ShardFunction):
 
 
 def _accumulating(parameters: list[Tensor]) -> list[Node]:
-    """Return the nodes that accumulate gradients.
+    """Return the autograd node of each parameter, which accumulates its gradient.
 
     One call finds all of them; torch takes several times as long to return them one by one.
     """

@@ -1,7 +1,7 @@
-"""Parameters of which every rank holds its own block only.
+"""Sharded parameters: every rank keeps only its block of a weight.
 
 A sharded parameter is a DistTensor: operators, optimizers and load_state_dict see the whole tensor,
-and tensors that they make of it, such as an optimizer's state, are cut in the same way.
+and tensors made from it, such as an optimizer's state, are cut in the same way.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -> None:
-    """Replace weights by DistTensors, where the layout of their layer cuts channels.
+    """Make the weights of layers sharded parameters if the layout of the layer cuts channels.
 
-    The weights of convolutions and fully connected layers are cut, which are almost all parameters.
-    A weight that is computed from other parameters, as by a parametrization, stays whole. Every
-    rank passes the same module; no communication.
+    These are weights of convolutions and fully connected layers, almost all parameters. A weight
+    that is computed from other parameters, as by a parametrization, stays whole. Every rank passes
+    the same module; no communication.
 
-    `layouts` are the layouts of the inputs of modules, by name, which also apply to their
-    submodules. The inputs of other modules have the grid's default layout.
+    `layouts` has the layouts of modules' inputs by name, which also apply to their submodules. The
+    inputs of other modules have the grid's default layout.
     """
     for name, part in module.named_modules():
         weight = dict(part.named_parameters(recurse=False)).get("weight")
@@ -46,7 +46,7 @@ def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: Proces
 
 
 def make_whole(weight: DistTensor) -> None:
-    """Turn a sharded parameter into a plain one with its gradient. All ranks call it together."""
+    """Turn a sharded parameter and its gradient into plain ones. All ranks call it together."""
     with torch.no_grad():
         whole = nn.Parameter(weight.full_tensor().clone(), weight.requires_grad)
         if isinstance(weight.grad, DistTensor):
@@ -55,7 +55,7 @@ def make_whole(weight: DistTensor) -> None:
 
 
 def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> Layout:
-    """Return the layout of the module of this name, or of the nearest enclosing one with one."""
+    """Return the layout of the module `name`, or of the nearest enclosing module that has one."""
     while name not in layouts:
         if not name:
             return default_layout(grid, 2)
@@ -66,9 +66,9 @@ def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> L
 def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) -> Cuts:
     """Return the cuts of a layer's weight over the axes that cut the channels of its input.
 
-    The layer's `parallel` chooses channels, filters or both (see `ops.conv.channel_algorithms`). By
-    default, "auto", channels are cut where outputs have fewer elements than inputs, else filters.
-    Grouped layers cut the dimension that holds all groups.
+    The layer's `parallel` chooses channels, filters or both (see `ops.conv.channel_algorithms`).
+    "auto", the default, cuts channels if outputs have fewer elements than inputs, else filters.
+    Layers with groups cut the dimension that holds all groups.
     """
     (axes,) = effective_cuts((layout.axes("channel"),), topology)
     if not axes:
@@ -95,7 +95,7 @@ def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) 
 
 
 def _sharded(weight: Tensor, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
-    """Return this rank's block of a parameter as a sharded parameter."""
+    """Return this rank's block of a weight as a sharded parameter, cut by `cuts`."""
     box = rank_box(tuple(weight.shape), cuts, grid.topology, grid.rank)
     block = weight.detach()[box.slices].clone().requires_grad_(weight.requires_grad)
     return as_parameter(DistTensor(block, weight.shape, cuts, grid))

@@ -1,4 +1,4 @@
-"""States of modules and optimizers in torch's plain format, whatever the grid."""
+"""States of modules and optimizers in torch's plain format, which no grid changes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from distconv.tensor.redistribution import redistribute
 
 
 def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
-    """Return the state of a module or an optimizer as in the serial program, on every rank.
+    """Return the state_dict of the serial program, with whole tensors, on every rank.
 
-    All ranks of the grid call it together. Its tensors have their global shapes: load it serially
-    with `load_state_dict`, or on any grid with `load_full_state_dict`. As in a state_dict, values
-    that are not sharded are not copied.
+    All ranks of the grid call it together. Load it serially with `load_state_dict`, or on any grid
+    with `load_full_state_dict`. As in a state_dict, tensors that are not sharded are not copied.
     """
     state: dict[str, Any] = map_state(source.state_dict(), _whole)
     return state
 
 
 def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state of the serial program into a module or an optimizer.
+    """Load a state_dict of the serial program, with whole tensors, into a module or an optimizer.
 
-    Every rank passes the same state, with tensors of global shapes, and keeps its blocks of them;
-    no communication. A DistTensor in the state must be cut as the target is. Names and shapes that
-    do not fit raise the errors of torch's `load_state_dict`, on every rank.
+    Every rank passes the same state and keeps its blocks; no communication. A DistTensor in the
+    state must be cut as in the target. Names and shapes that do not fit raise the errors of torch's
+    `load_state_dict`, on every rank.
     """
     if isinstance(target, nn.Module):
         target.load_state_dict(state)
@@ -55,7 +54,10 @@ def _whole(x: Any) -> Any:
 
 
 def _cut(x: Any, parameter: DistTensor) -> Any:
-    """Return this rank's block of an optimizer's value, cut as the parameter or its rows."""
+    """Return this rank's block of a tensor in an optimizer's state; other values as they are.
+
+    It is cut as `parameter` is; a dimension of another size stays whole.
+    """
     if not isinstance(x, Tensor) or isinstance(x, DistTensor) or x.dim() != parameter.dim():
         return x
     cuts = operand_cuts(tuple(x.shape), tuple(parameter.shape), parameter.cuts)
@@ -65,10 +67,9 @@ def _cut(x: Any, parameter: DistTensor) -> Any:
 
 
 def plain(x: Any) -> Any:
-    """Return a tensor of a subclass with torch's own storage as a `torch.Tensor` of the same
-    memory.
+    """Return a `torch.Tensor` over the memory of a tensor of a subclass such as Parameter.
 
-    Everything else is returned as it is.
+    Other values, and subclasses that have no memory of torch's kind, are returned as they are.
     """
     if not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return x
@@ -80,9 +81,9 @@ def plain(x: Any) -> Any:
 def map_state(state: Any, function: Callable[[Any], Any]) -> Any:
     """Return a state with `function` applied to all values in its dictionaries, lists and tuples.
 
-    These become Python's own types, so that the state can be loaded with weights_only; OrderedDict
-    and Counter, which can be loaded too, keep their type. A tuple for which `function` returns
-    something else is replaced as a whole.
+    Containers become dict, list and tuple, so that the state can be loaded with weights_only;
+    OrderedDict and Counter, which can be loaded too, keep their type. If `function` changes a tuple
+    itself, its result takes the tuple's place.
     """
     if isinstance(state, Mapping):
         kind: Any = type(state) if type(state) in (OrderedDict, Counter) else dict

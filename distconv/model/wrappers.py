@@ -1,7 +1,7 @@
-"""Modules of torch that average or shard gradients themselves, which would make them wrong here.
+"""Refusal of torch's wrappers that average or shard gradients, around parallelized modules.
 
-Each of them divides the sum over its ranks by their number, or cuts the parameters itself: around
-a parallelized module, or within it, the gradients are no longer the serial ones.
+Such a wrapper divides the summed gradients by its number of ranks, or cuts the parameters: the
+gradients would no longer be the serial ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WAY_OUT = (
 
 
 def check_unwrapped(module: nn.Module) -> None:
-    """Raise where `module`, or a part or parameter of it, belongs to a wrapper of torch."""
+    """Raise TypeError if a submodule or parameter of `module` belongs to a wrapper of torch."""
     for name, part in module.named_modules():
         wrapper = _among(type(part), _WRAPPERS)
         if wrapper:
@@ -47,7 +47,7 @@ def check_unwrapped(module: nn.Module) -> None:
 
 
 def check_no_active_wrapper() -> None:
-    """Raise within the forward pass of a DistributedDataParallel with a parallelized part."""
+    """Raise TypeError while the forward pass of a DistributedDataParallel is running."""
     if in_data_parallel():
         raise TypeError(
             "a parallelized module is called by DistributedDataParallel, which would divide its "
@@ -57,7 +57,10 @@ def check_no_active_wrapper() -> None:
 
 @cache
 def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
-    """Raise, from now on, where a wrapper takes a module with a part that is `parallelized`."""
+    """Raise TypeError, from now on, if a wrapper takes a module with a parallelized submodule.
+
+    `parallelized` tells whether a module is parallelized.
+    """
 
     def check(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
         kind = _among(type(wrapper), _WRAPPERS)
@@ -71,7 +74,7 @@ def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
 
 
 def _among(kind: type, names: frozenset[str]) -> str:
-    """Return the first of these names among the base classes of `kind`; "" if there is none."""
+    """Return the name of a torch class in `names` from which `kind` derives, or ""."""
     for base in kind.__mro__:
         if base.__name__ in names and base.__module__.startswith("torch."):
             return base.__name__

@@ -1,8 +1,8 @@
-"""Views of DistTensors, and writing in place through views whose elements lie on other ranks.
+"""Views of DistTensors, and in-place writes through views whose elements lie on other ranks.
 
-Such a view is a recipe: a base, and a function that makes the view of it. A write to the view is
-applied to the base at once, and from there to the base's base; all other views with elements on
-other ranks are made anew when they are next read, as torch's functionalization does it.
+Such a view has a `ViewRecipe`: its base, and a function that makes the view anew from the base. A
+write to the view also changes the base at once, and the base's own base. Other views of that base
+are made anew when they are next read, as in torch's functionalization.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def make_view(
 
     Parameters
     ----------
-    make: returns the view of a tensor like `x`.
-    write: writes the elements of a view to a tensor like `x`. Needed, from global metadata, where
-        the block may be a copy; None where it shares the memory of `x` on every rank.
-    writable: whether all elements of the view are distinct elements of `x`.
-    place: for a part of `x`, the positions of its elements.
+    make: called with `x`, or with another tensor in its place, makes the view anew.
+    write: `write(base, view)` copies the elements of a view into its base. None only if `shard`
+        shares the memory of `x` on every rank.
+    writable: False if several elements of the view are one element of `x`, as after `expand`.
+    place: the indices by which the view was taken from `x`, if it was indexed.
     """
     view = type(x)(shard, shape, cuts, x.grid)
     if write is None and writable and x.recipe is None:
@@ -53,10 +53,9 @@ def make_view(
 
 
 def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -> Distributed:
-    """Return a result that serial torch makes as a view of `x` or as a copy, depending on its
-    strides.
+    """Return a result that serial torch makes as a view or as a copy of `x`, depending on strides.
 
-    `prepare_write` refuses to write to either while the other is in use.
+    While both tensors are in use, `prepare_write` refuses to write to either.
     """
     twin = type(x)(shard, shape, cuts, x.grid)
     twin._memory = x._memory.fork()
@@ -64,22 +63,22 @@ def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -
 
 
 def is_of_parameter(x: DistTensorBase) -> bool:
-    """Return whether `x` is a sharded parameter, a view, or an empty tensor made from one."""
+    """Return whether `x` is a sharded parameter, a view of one, or an empty tensor like one."""
     memory = x.__dict__.get("_memory")
     return memory is not None and memory.of_parameter
 
 
 def mark_of_parameter(x: DistTensorBase) -> None:
-    """Mark a tensor, and its views, as belonging to a parameter (see `is_of_parameter`)."""
+    """Mark a tensor, and all its views, so that `is_of_parameter` is true for them."""
     x._memory.of_parameter = True
 
 
 def prepare_write(x: DistTensorBase, operator: str) -> None:
-    """Bring the block of `x` to this rank for a write by `operator`, which calls `finish_write`
-    then.
+    """Check that `x` may be written in place, and bring the block of a merged tensor. Collective.
 
-    Raises UnsupportedOperation or RuntimeError on every rank, before any message, where serial
-    torch does not allow the write, or where it might write to other tensors as well.
+    `operator` is the writing function; it calls `finish_write(x)` after the write. Raises
+    UnsupportedOperation or RuntimeError on every rank, before any message, if serial torch forbids
+    the write, or if other tensors might have to change with `x`.
     """
     memory = x.__dict__.get("_memory")
     if memory is not None and not memory.alone:
@@ -98,7 +97,7 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
 
 
 def _check_bases(x: DistTensorBase, operator: str) -> None:
-    """Raise where one of the bases of a view forbids writing to it."""
+    """Raise if the view `x` cannot be written to because of its base, or of that tensor's base."""
     recorded, view = torch.is_grad_enabled(), x
     while (recipe := view.recipe) is not None:
         if not recipe.writable:
@@ -122,10 +121,10 @@ def _check_bases(x: DistTensorBase, operator: str) -> None:
 
 
 def finish_write(x: DistTensorBase) -> None:
-    """Update all tensors that share the memory of `x` in serial torch after a write to `x`.
+    """After a write to `x`, update all tensors that share its memory in serial torch.
 
-    Views on other ranks are made anew when they are read. Where `x` is such a view, its elements
-    are written to its base; all ranks call it together then.
+    Views of `x` on other ranks are made anew when they are read. If `x` is itself a view of
+    elements on other ranks, this writes them to its base, and all ranks call it together.
     """
     if x.held.requires_grad:
         x.sync_requires_grad()

@@ -1,8 +1,9 @@
-"""Autocast: the types in which torch computes a function, found through its own dispatcher.
+"""Autocast: the types in which torch computes a function, observed in torch's own dispatcher.
 
-torch converts operands below the functions that have rules. The conversions of a call are observed
-on tensors without elements. The same operands are then converted before the rule is called, which
-computes without autocast. If torch converts more tensors inside, the rule computes under autocast.
+torch converts operands below the functions that have rules. To find the types, the function is run
+once on tensors without elements. The operands are then converted before the rule is called, and the
+rule computes without autocast. If torch also converts tensors that it makes inside the function,
+autocast stays on in the rule.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from distconv.tensor.ownership import own_alike
 def under_autocast(
     rule: Callable[..., Any], func: Callable[..., Any], operands: Sequence[Tensor]
 ) -> Callable[..., Any]:
-    """Return the rule of a function with the types that autocast uses for it.
+    """Return the rule of `func`, wrapped to convert its operands and result to autocast's types.
 
-    torch has no autocast for tensors without elements: a dry run uses the simulated ranks' device.
+    torch has no autocast for the meta device, so a dry run uses the types of the simulated device.
     """
     grid = next(x.grid for x in operands if isinstance(x, DistTensorBase))
     device = grid.device.type
@@ -53,7 +54,7 @@ def under_autocast(
 
 
 class _Types(NamedTuple):
-    """The types that torch gives the tensors of a call."""
+    """The types that torch's autocast gives to the operands and the result of one function call."""
 
     operands: tuple[torch.dtype | None, ...]
     """The type of each tensor among the arguments, in order; None where it does not change."""
@@ -70,7 +71,7 @@ _KNOWN: dict[Any, _Types | None] = {}
 def _types(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> _Types | None:
-    """Return the types of a call; None where torch's dispatcher cannot tell them."""
+    """Return the types for a call of `func`, cached; None if torch's dispatcher does not tell."""
     key = func, device, torch.get_autocast_dtype(device), _kind(args), _kind(kwargs)
     try:
         return _KNOWN[key]
@@ -82,7 +83,7 @@ def _types(
 
 
 def _kind(x: Any) -> Any:
-    """Return everything in an argument that types may depend on."""
+    """Return the cache key of an argument: types and dimensions of tensors, and plain values."""
     if isinstance(x, Tensor):
         return x.dtype, x.dim()
     if isinstance(x, (list, tuple)):
@@ -96,7 +97,7 @@ _BY_VALUE = {bool, str, torch.dtype}
 
 
 def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return arguments with their tensors changed, always in the same order."""
+    """Return nested arguments with `change` applied to each tensor, always in the same order."""
     if isinstance(x, Tensor):
         return change(x)
     if isinstance(x, dict):
@@ -107,7 +108,7 @@ def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _in_type(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return `x` in a type, or unchanged for None; the copy of a parameter keeps its owner."""
+    """Return `x` in `dtype`, or `x` itself for None. A copy of a parameter keeps its owner."""
     if dtype is None or x.dtype == dtype:
         return x
     if isinstance(x, DistTensorBase):
@@ -119,7 +120,7 @@ def _in_type(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class StandIn(Tensor):
-    """A tensor without elements that torch's dispatcher treats as a tensor on a device."""
+    """A tensor without elements that stands for an operand on `device`, to observe conversions."""
 
     __torch_function__: Any = torch_private.no_torch_function
     meta: Tensor
@@ -175,7 +176,7 @@ _COMPOSED = {
 def _seen(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> _Types | None:
-    """Return the types of a call, observed in torch's dispatcher on tensors without elements."""
+    """Return the types for a call of `func`, from a run on tensors without elements, or None."""
     if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
         return None
     family: list[StandIn] = []

@@ -1,7 +1,7 @@
-"""The base of DistTensor: its shard, its cuts, its grid, and its metadata, without any operator.
+"""The base class of DistTensor: shard, cuts, grid and metadata, without any operator.
 
-Modules below `dist_tensor` know a DistTensor by this base; tensors that they make from one have its
-type.
+Modules that DistTensor itself imports use this base; `type(x)` then makes results of the full
+class.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ Layout.dense = torch.strided
 
 
 class ViewRecipe(NamedTuple):
-    """A recipe that makes a view of its base anew, and writes the view's elements to the base.
+    """The recipe by which a view is made anew from its base, and written to its base.
 
-    base: the tensor that it is a view of.
-    make: returns the view of a base. All ranks call it together where elements move.
-    write: writes the elements of a view, given as a separate tensor, to the base; all ranks call it
-        together. None where view and base share memory.
-    writable: whether all elements of the view are distinct elements of the base.
-    place: for a part, the positions of its elements in the base.
-    recorded, inference: whether autograd records the view, and whether it is made in inference
-        mode, as when it was first made.
-    modules: the active calls of modules when it was first made.
+    base: the tensor of which it is a view.
+    make: `make(base)` returns the view. All ranks call it together if elements change ranks.
+    write: `write(base, view)` copies the elements of a separate tensor `view` into the base; all
+        ranks call it together. None if view and base share memory.
+    writable: False if several elements of the view are one element of the base.
+    place: the indices by which the view was taken from the base, if it was indexed.
+    recorded, inference: the modes of autograd in which the view was first made.
+    modules: the calls of modules that were active when the view was first made.
     """
 
     base: DistTensorBase
@@ -62,12 +61,12 @@ class ViewRecipe(NamedTuple):
         writable: bool = True,
         place: Any = None,
     ) -> ViewRecipe:
-        """Return a recipe in the current modes of autograd."""
+        """Return a recipe that keeps autograd's present modes, for later calls of `make`."""
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return cls(base, make, write, writable, place, *modes)
 
     def follow(self) -> Tensor:
-        """Return the block of the view. All ranks call it together where elements move."""
+        """Return the view's block, made anew. All ranks call it if `make` moves elements."""
         with (
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.recorded),
@@ -83,8 +82,9 @@ class DistTensorBase(torch.Tensor):
     ----------
     grid: the grid over whose ranks it is cut.
     cuts: for each dimension, the grid axes it is cut over.
-    shard: this rank's block in the autograd graph. The gradient of a replicated value is the sum of
-        the shards' gradients over the replicas; `to_local` accounts for that.
+    shard: this rank's block, a plain tensor of the autograd graph. If several ranks hold the block,
+        the tensor's gradient is the sum of the gradients of their shards; `to_local` accounts for
+        it.
     """
 
     grid: Grid
@@ -130,8 +130,9 @@ class DistTensorBase(torch.Tensor):
 
     @cached_property
     def _redistributed(self) -> dict[Cuts, tuple[Any, Any]]:
-        """Return the blocks of this tensor that `redistribute_once` made in the current call of a
-        module, by their cuts, each with the state of the tensor at that time.
+        """Return the blocks that `redistribute_once` made in the current call of a module, by cuts.
+
+        Each comes with the state of this tensor from which it was made.
         """
         return {}
 
@@ -144,10 +145,10 @@ class DistTensorBase(torch.Tensor):
         make: Callable[[Any], DistTensorBase],
         write: Callable[[Any, Any], object],
     ) -> Distributed:
-        """Return a reshape of a tensor, whose blocks `make` would have to move between ranks.
+        """Return a merged tensor, a reshape of `unmerged` whose blocks lie on other ranks.
 
-        It shares the memory and the autograd node of `unmerged` until its blocks are needed. No
-        communication.
+        It shares memory and autograd node of `unmerged` until its blocks are needed; then `make`
+        brings them. `make` and `write` are those of a `ViewRecipe`. No communication.
         """
         self = cls(unmerged.shard, shape, cuts, unmerged.grid)
         self.unmerged, self._memory = unmerged, unmerged._memory
@@ -157,10 +158,10 @@ class DistTensorBase(torch.Tensor):
 
     @cached_property
     def shard(self) -> Tensor:
-        """Return this rank's block, brought here first for some views. Collective then.
+        """Return this rank's block. Collective for a merged tensor and for views on other ranks.
 
-        The block of a merged tensor is brought at the first call, that of other such views again
-        after a write to their base. For any other tensor this is the block that it was made of.
+        All ranks bring the block of a merged tensor at the first call, and the block of such a view
+        again after each write to its base. For any other tensor nothing is sent.
         """
         if self.recipe is None:
             raise AttributeError("shard")
@@ -172,7 +173,7 @@ class DistTensorBase(torch.Tensor):
         return block
 
     def outdate(self) -> None:
-        """Mark the block of a view as outdated, to be brought again when used; no communication."""
+        """Drop the block of a view after a write to its base; `shard` brings it again."""
         block = self.__dict__.pop("shard", None)
         self.__dict__.pop("_redistributed", None)
         if block is None or self.recipe is None or self.recipe.write is None:
@@ -183,9 +184,7 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def held(self) -> Tensor:
-        """Return the elements on this rank: the block, or, for a merged tensor or a view whose base
-        was written, the block of the base. No communication.
-        """
+        """Return the elements on this rank, without communication: the own block, or the base's."""
         if self.unmerged is not None:
             return self.unmerged.held
         block: Tensor | None = self.__dict__.get("shard")
@@ -197,11 +196,14 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def brought(self) -> bool:
-        """Return whether this rank has its block, and no recipe to bring it again."""
+        """Return whether this rank holds the tensor's own block, so that `shard` sends nothing."""
         return "shard" in self.__dict__
 
     def settle(self) -> None:
-        """Turn a merged tensor into one with blocks, to autograd, too. Collective."""
+        """Turn a merged tensor into an ordinary one with a block and an autograd node of its own.
+
+        Collective for a merged tensor; any other tensor stays as it is.
+        """
         if self.unmerged is not None:
             self.shard = self.shard
             self.unmerged = None
@@ -230,9 +232,9 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """Return the layout; for a parameter, the first dimension is called `filter`.
+        """Return the layout. Its first dimension is called `filter` if the tensor is a parameter.
 
-        It is equal to `torch.strided`, the layout of other tensors.
+        The result equals `torch.strided`, as the `layout` of a plain tensor does.
         """
         return Layout.of(self.cuts, weight=torch_private.is_marked_parameter(self))
 
@@ -242,9 +244,9 @@ class DistTensorBase(torch.Tensor):
         return rank_box(tuple(self.shape), self.cuts, self.grid.topology, self.grid.rank)
 
     def become(self, view: DistTensorBase) -> None:
-        """Take the shard, the shape, the cuts and the memory of a view of this tensor.
+        """Turn this tensor object into `view`, a view of it, as `t_()` and `unsqueeze_()` do.
 
-        A new tensor takes this one's old place as the base of its views.
+        A new tensor takes its former place as the base of its other views.
         """
         memory = self._memory
         before = type(self)(self.held, self.shape, self.cuts, self.grid)
@@ -262,7 +264,7 @@ class DistTensorBase(torch.Tensor):
         self._redistributed.clear()
 
     def sync_requires_grad(self) -> None:
-        """Tell torch, below its functions, whether the shard requires gradients."""
+        """Copy the shard's `requires_grad` to the wrapping tensor that torch sees."""
         with torch_private.without_torch_function():
             Tensor.requires_grad_(self, self.held.requires_grad)
 
@@ -291,7 +293,7 @@ class DistTensorBase(torch.Tensor):
 
 
 def is_view_of(block: Tensor, other: Tensor) -> bool:
-    """Return whether two blocks share memory, as torch's views do."""
+    """Return whether one block is a torch view of the other, or both are views of a third."""
     root = torch_private.base_of(block)
     root = block if root is None else root
     return root is other or root is torch_private.base_of(other)

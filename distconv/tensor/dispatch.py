@@ -1,4 +1,7 @@
-"""The rules of torch functions on DistTensors, and the refusal of functions without one."""
+"""The registry of rules, which say what torch functions do with DistTensors.
+
+A function without a rule is refused by `UnsupportedOperation`.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
     """Register the decorated rule as the implementation of torch functions for DistTensors.
 
-    The rule is called on every rank of the grid with the arguments of the torch function, at least
-    one of which is or contains a DistTensor. It decides from global metadata alone whether it
-    supports them, and raises `UnsupportedOperation` before any message where it does not.
+    The rule is called on every rank of the grid with the arguments of the torch function. At least
+    one argument is or contains a DistTensor. The rule decides from global metadata alone whether it
+    supports the arguments; if not, it raises `UnsupportedOperation` before any message.
     """
 
     def register(rule: Rule) -> Rule:
@@ -42,7 +45,7 @@ class UnsupportedOperation(NotImplementedError):
 
 
 def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn:
-    """Raise `UnsupportedOperation` for `operator` on these operands."""
+    """Raise `UnsupportedOperation` with the reason, the layouts of the operands and the way out."""
     tensors = [x for x in operands if isinstance(x, DistTensorBase)]
     where = "; ".join(f"{tuple(x.shape)} {x.layout} on {x.grid}" for x in tensors)
     raise UnsupportedOperation(f"{operator}: {reason} [{where}]. {way_out}")
@@ -95,7 +98,7 @@ WAYS_OUT: dict[Any, str] = {
 
 
 def way_out_of(function: Any) -> str:
-    """Return the way out for `function`, which has no rule."""
+    """Return the advice that the error about `function`, which has no rule, gives to the user."""
     if isinstance(function, (torch.ScriptMethod, torch.ScriptFunction)):
         return "Use the module or function as it was before torch.jit.script or torch.jit.trace"
     return WAYS_OUT.get(
@@ -120,24 +123,15 @@ _PROPERTIES = (
 )
 
 
+_QUESTIONS = (
+    *("numel", "is_floating_point", "is_complex", "is_signed"),
+    *("is_inference", "is_distributed"),
+)
+
+
 METADATA: set[Any] = {
     *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.ndimension,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.element_size,
-    torch.Tensor.get_device,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.is_signed,
-    torch.Tensor.is_inference,
-    torch.is_inference,
-    torch.Tensor.is_distributed,
-    torch.is_distributed,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.is_signed,
-    torch.numel,
+    *(getattr(torch.Tensor, name) for name in ("size", "dim", "ndimension", "nelement")),
+    *(getattr(torch.Tensor, name) for name in ("element_size", "get_device")),
+    *(getattr(kind, name) for kind in (torch, torch.Tensor) for name in _QUESTIONS),
 }

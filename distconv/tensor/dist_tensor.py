@@ -35,7 +35,7 @@ from distconv.tensor.dispatch import (
     way_out_of,
 )
 from distconv.tensor.dtensor import block_of_dtensor, to_dtensor
-from distconv.tensor.eager import check_untraced, maybe_traced
+from distconv.tensor.eager import check_untraced
 from distconv.tensor.module_call import innermost_call
 from distconv.tensor.nested import Tensors, replaced, shards_of, tensors_in
 from distconv.tensor.ownership import started_at
@@ -77,14 +77,13 @@ class DistTensor(DistTensorBase):
     ) -> Any:
         rule = RULES.get(func)
         if rule is not None:
-            if maybe_traced():
-                check_untraced(func, args, kwargs)  # before the call is noted anywhere
+            check_untraced(func, args, kwargs)  # before the call is noted anywhere
             if CURRENT.call is not NO_CALL:
                 return _run(rule, func, args, kwargs)
             CURRENT.call = func, args, kwargs
             try:
                 if func in _OWN_AFFAIRS:
-                    return _of_one_origin(args, _run(rule, func, args, kwargs))
+                    return _keep_journal_entry(args, _run(rule, func, args, kwargs))
                 _enter_call(func, args, kwargs)
                 return _run(rule, func, args, kwargs)
             finally:
@@ -171,22 +170,22 @@ class DistTensor(DistTensorBase):
     def from_dtensor(
         cls, d: DTensor, grid: ProcessGrid | None = None, axes: Mapping[str, str] | None = None
     ) -> DistTensor:
-        """Return a DTensor of torch as a DistTensor. All its ranks call it together.
+        """Return a DTensor of torch as a DistTensor. All ranks of its mesh call it together.
 
-        Nothing is copied between ranks where torch cuts the dimensions as `Layout` does, for
-        example where the number of ranks divides the size; others are made whole on the way.
+        Nothing is copied between ranks if torch cuts the dimensions as `Layout` does, for example
+        if the number of ranks divides the size. Any other dimension is made whole on the way.
         Gradients flow back to the DTensor.
 
         Parameters
         ----------
-        grid: a grid with the ranks of the DTensor's mesh; made from the mesh when not given.
-        axes: the axis of the grid for each name of the mesh, where they differ.
+        grid: a grid with the ranks of the DTensor's mesh; made from the mesh by default.
+        axes: the grid axis for each name of a mesh dimension, if the names differ.
 
         Raises
         ------
         ValueError, TypeError
-            On every rank, where mesh and grid do not fit, or the placements are no `Shard`,
-            `Replicate` or `Partial`.
+            On every rank, if mesh and grid do not fit, or a placement is none of `Shard`,
+            `Replicate` and `Partial`.
         """
         named = axes_of_mesh(d.device_mesh, axes)
         ranks, _ = arranged(d.device_mesh, named)
@@ -203,19 +202,19 @@ class DistTensor(DistTensorBase):
     def to_dtensor(self) -> DTensor:
         """Return the tensor as a DTensor of torch on `grid.device_mesh`. All ranks call it.
 
-        It shares memory where torch cuts the dimensions as this tensor's layout does; other
-        dimensions are made whole on the way. Gradients flow back from the DTensor.
+        It shares memory if torch cuts the dimensions as this tensor's layout does. Any other
+        dimension is made whole on the way. Gradients flow back from the DTensor.
         """
         return to_dtensor(self)
 
     @run_eagerly
     def to_local(self) -> Tensor:
-        """Return this rank's block as a plain tensor, sharing memory; no communication.
+        """Return this rank's block as a plain tensor that shares its memory.
 
-        Its channels may be last in memory, whatever `is_contiguous` says of the whole. Where
-        several ranks hold the block, its gradient is divided equally among them. The block of a
-        merged reshape, or of a view of elements on other ranks, is a copy, which all ranks bring
-        together at the first call and after writes to the base; an earlier copy keeps its values.
+        Its channels may be last in memory. If several ranks hold the block, its gradient is divided
+        equally among them. No communication, except for a merged reshape and for a view of elements
+        on other ranks: all ranks bring a copy of the block together, at the first call and after
+        each write to the base; an earlier copy keeps its values.
         """
         check_untraced("to_local", self)
         if self.replicas > 1:
@@ -227,10 +226,10 @@ class DistTensor(DistTensorBase):
 
     @run_eagerly
     def full_tensor(self) -> Tensor:
-        """Return the whole tensor as a plain, contiguous tensor, on every rank. All ranks call it
-        together.
+        """Return the whole tensor as a plain, contiguous tensor on every rank. All ranks call it.
 
-        It may share memory with a tensor that is whole on every rank: clone it to write to it.
+        It may share memory with a tensor that is whole on every rank; clone it before you write to
+        it.
         """
         check_untraced("full_tensor", self)
         if self.grid.size > 1:
@@ -241,7 +240,7 @@ class DistTensor(DistTensorBase):
             return (whole if x is self else whole.reshape(self.shape)).contiguous()
 
     def _stay_distributed(self, operator: str) -> None:
-        """Refuse to return a replicated value as a plain tensor within a parallelized module."""
+        """Refuse to make a replicated value a plain tensor within a parallelized module."""
         if torch.is_grad_enabled() and innermost_call() is not None:
             refuse(
                 operator,
@@ -263,7 +262,7 @@ class DistTensor(DistTensorBase):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Return whether operations on the tensor are recorded."""
+        """Return whether autograd records operations on the tensor."""
         return self.held.requires_grad
 
     @requires_grad.setter
@@ -271,7 +270,7 @@ class DistTensor(DistTensorBase):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> DistTensor:
-        """Record operations on this leaf; `.grad` is then the serial gradient, also on replicas."""
+        """Let autograd record operations on this leaf; its `.grad` is then the serial gradient."""
         if requires_grad != self.requires_grad:
             self.settle()
         fresh = requires_grad and not self.held.requires_grad
@@ -298,7 +297,7 @@ class DistTensor(DistTensorBase):
         return self
 
     def mark_summed_when_accumulated(self) -> None:
-        """Note that a module sums the accumulated gradients over the replicas."""
+        """Note that a parallelized module, not a hook, sums the gradients of this parameter."""
         self.summed_when_accumulated = True
 
     @property
@@ -367,7 +366,7 @@ class DistTensor(DistTensorBase):
 
 
 def as_parameter(x: DistTensor) -> DistTensor:
-    """Turn a leaf into a tensor that torch.nn treats as a Parameter."""
+    """Make `isinstance(x, torch.nn.Parameter)` true for a leaf `x`, and return `x`."""
     mark_parameter(x)
     mark_of_parameter(x)
     return x
@@ -416,7 +415,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
 
 
 def default_layout(grid: Grid, ndim: int) -> Layout:
-    """Return the default layout: each dimension over the axis of its own name."""
+    """Return the default layout: each dimension is cut over the axis of its own name."""
     return Layout.of(default_cuts(ndim, grid.topology))
 
 
@@ -431,9 +430,9 @@ def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) ->
 def _enter_call(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
 ) -> None:
-    """Note a call in the journal of its grid, if a tensor is cut.
+    """Enter a call of `func` in the journal of the grid, for comparison with the other ranks.
 
-    Calls on whole tensors are not noted, as one rank may print them alone.
+    Calls on tensors that are whole on every rank are left out, as one rank may print them alone.
     """
     plain = args and not kwargs and isinstance(args[0], Tensor)
     for x in args if plain else tensors_in(args, kwargs):
@@ -442,10 +441,10 @@ def _enter_call(
             return
 
 
-def _of_one_origin(args: Sequence[Any], copy: Any) -> Any:
-    """Return `copy`, the copy of the first argument, with that argument's entry of the journal.
+def _keep_journal_entry(args: Sequence[Any], copy: Any) -> Any:
+    """Give `copy` the journal entry of `args[0]`, the tensor it is a copy of, and return it.
 
-    One rank alone may have made the copy.
+    One rank alone may copy a tensor, and later entries must still name it alike on all ranks.
     """
     if args and isinstance(copy, DistTensorBase):
         copy.made_after = getattr(args[0], "made_after", None)
@@ -471,7 +470,7 @@ def _run(
     args: Sequence[Any],
     kwargs: dict[str, Any] | None,
 ) -> Any:
-    """Return the result of a torch function on these arguments, by its rule."""
+    """Return the result of a rule, with checks of operands, autocast and `out=` around it."""
     named = {ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
     out = named.pop("out", None)
     operands = tensors_in(*args, named)
@@ -497,7 +496,10 @@ def _run_with(
     args: Sequence[Any],
     named: dict[str, Any],
 ) -> Any:
-    """Return the result of a rule that gets `entered` in place of plain tensors, by their ids."""
+    """Return the rule's result with some plain operands replaced by tensors of `entered`.
+
+    `entered` maps the id of a plain tensor to a copy whose gradient is summed over the ranks.
+    """
     name = func.__name__
     if name == "__setitem__" or name.startswith("__i") or name.rstrip("_") + "_" == name:
         # The written tensor is the program's own, and no view of it may stay in use.

@@ -1,9 +1,9 @@
-"""DTensor and DistTensor: the blocks that they share, and conversion in both directions.
+"""Conversion between torch's DTensor and DistTensor, in both directions.
 
-torch cuts a dimension of n elements over p ranks into pieces of ceil(n / p), the last of which are
-smaller or empty; a canonical cut makes pieces that differ by one at most. Where p divides n, and in
-some other cases, these are the same, and nothing is copied. Elsewhere the dimension is made whole,
-and each rank takes its piece of the other cut.
+torch cuts a dimension of n elements over p ranks into pieces of ceil(n / p) elements, the last of
+which are smaller or empty. A canonical cut makes pieces that differ by one at most. If p divides n,
+and in some other cases, both cuts are equal, and nothing is copied. Otherwise the dimension is made
+whole, and each rank takes its piece of the other cut.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def to_dtensor(x: DistTensorBase) -> DTensor:
-    """Return a tensor as a DTensor on the mesh of its grid; all its ranks call it."""
+    """Return `x` as a DTensor on the device mesh of its grid. All ranks of the grid call it."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     grid = x.grid
@@ -40,7 +40,8 @@ def to_dtensor(x: DistTensorBase) -> DTensor:
         for axis in axes
     ]
     odd = _odd_dimensions(x.shape, x.cuts, axes, topology)
-    whole = redistribute(x, _without(x.cuts, odd), "to_dtensor") if odd else x
+    kept = tuple(() if d in odd else cut for d, cut in enumerate(x.cuts))
+    whole = redistribute(x, kept, "to_dtensor")
     # Along the axes of the odd dimensions each rank takes another piece, whose gradients are
     # summed.
     local = replication.unreplicate(whole.shard, grid, replicating_axes(x.cuts, topology))
@@ -62,9 +63,9 @@ def to_dtensor(x: DistTensorBase) -> DTensor:
 
 
 def block_of_dtensor(d: DTensor, axes: Sequence[str], grid: ProcessGrid) -> tuple[Tensor, Layout]:
-    """Return this rank's block of a DTensor as a grid cuts it, and the layout of all blocks.
+    """Return this rank's block of `d` as `grid` cuts it, and the layout. All ranks call it.
 
-    `axes` names the grid axis of each dimension of the tensor's mesh.
+    `axes` names the grid axis of each dimension of the mesh.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -94,7 +95,10 @@ def block_of_dtensor(d: DTensor, axes: Sequence[str], grid: ProcessGrid) -> tupl
 def _odd_dimensions(
     shape: Sequence[int], cuts: Cuts, axes: Sequence[str], topology: Topology
 ) -> list[int]:
-    """Return the dimensions that torch, on a mesh with these axes, cuts at other positions."""
+    """Return the dimensions whose pieces differ between torch's cut and the canonical one.
+
+    `axes` names the grid axis of each dimension of torch's mesh.
+    """
     odd = []
     for d, cut in enumerate(cuts):
         mine = [axis for axis in axes if axis in cut]
@@ -109,16 +113,10 @@ def _odd_dimensions(
     return odd
 
 
-def _without(cuts: Cuts, dimensions: Sequence[int]) -> Cuts:
-    """Return `cuts` with some dimensions whole."""
-    return tuple(() if d in dimensions else cut for d, cut in enumerate(cuts))
-
-
 def _chunk(size: int, places: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return start and stop of torch's piece of a dimension.
+    """Return start and stop of one rank's piece of a dimension, as torch cuts `size` elements.
 
-    `places` has, for one mesh dimension after the other, the number of pieces, and the number of
-    this one.
+    `places` has a pair for each mesh dimension that cuts it: the number of pieces, and which one.
     """
     start = 0
     for parts, index in places:

@@ -1,6 +1,6 @@
-"""Keep compilers, tracers and transforms of torch out of distconv's computations.
+"""Keep torch's compilers, tracers and transforms out of distconv's computations.
 
-They cannot follow messages: `torch.compile` breaks its graph there, and all others are refused.
+They cannot follow messages. `torch.compile` breaks its graph there; all others are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _own_modes = 0
 
 @contextmanager
 def own_mode(mode: AbstractContextManager[object]) -> Iterator[None]:
-    """Enter a mode below torch's functions that works with any kernels."""
+    """Enter a torch dispatch mode of the library, which `others_look_on` ignores."""
     global _own_modes
     with mode:
         _own_modes += 1
@@ -38,30 +38,21 @@ def own_mode(mode: AbstractContextManager[object]) -> Iterator[None]:
 
 
 def others_look_on() -> bool:
-    """Return whether a mode of the program is active below torch's functions."""
+    """Return whether the program has a torch dispatch mode active, which sees every kernel."""
     return count_modes() > _own_modes
 
 
-def maybe_traced() -> bool:
-    """Return whether a mode is active below torch's functions; see `check_untraced`."""
-    return (
-        count_modes() != 0
-        or torch.jit.is_tracing()
-        or innermost_transform() is not None
-        or make_fx_before_dispatch() is not None
-    )
-
-
 def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
-    """Raise where a tool records or transforms the program, without its messages.
+    """Raise UnsupportedOperation while a tool traces or transforms the program.
 
-    All ranks run the same program, so all or none raise. A graph would hold this rank's blocks, and
-    its gradients would lack the sums over ranks.
+    A traced graph would hold this rank's blocks without the messages. All ranks raise, as all run
+    the same program.
     """
     tool = "torch.jit.trace" if torch.jit.is_tracing() else ""
     if innermost_transform() is not None:
         tool = "one of torch.func's transforms"
-    tool = tracing_mode() or tool
+    if count_modes():
+        tool = tracing_mode() or tool
     if make_fx_before_dispatch() is not None:
         tool = "make_fx"
     if tool:

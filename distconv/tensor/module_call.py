@@ -1,4 +1,4 @@
-"""The active call of a parallelized module, if there is one."""
+"""The calls of parallelized modules that are now running, innermost first."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from distconv.tensor.base import DistTensorBase
 
 
 class ModuleCall:
-    """A call of a parallelized module, with the tensors redistributed in it.
+    """A running call of a parallelized module, and the tensors whose redistributed copies it keeps.
 
     Attributes
     ----------
-    of: the object that made the call.
+    of: the object that began the call, such as the module's guard.
     outer: the call that was active when this one began, or None.
     """
 
@@ -29,7 +29,8 @@ class ModuleCall:
     def under_way(self) -> bool:
         """Return whether the function that began the call is still running.
 
-        A call that was interrupted, or taken apart as by torch.export, is never ended explicitly.
+        A call that an exception, or torch.export, interrupted is over although `leave` was not
+        called.
         """
         try:
             self._frame.clear()
@@ -39,26 +40,23 @@ class ModuleCall:
 
     @property
     def failed(self) -> bool:
-        """Return whether the exception being handled was raised after the call began."""
+        """Return whether an exception that was raised during the call is being handled."""
         return sys.exc_info()[1] is not self._handled
 
     @property
     def outermost(self) -> bool:
-        """Return whether no enclosing call has the same `of`."""
+        """Return whether the object `of` has begun no enclosing call."""
         call = self.outer
         while call is not None and call.of is not self.of:
             call = call.outer
         return call is None
 
     def note(self, x: DistTensorBase) -> None:
-        """Remember, for as long as it lives, a tensor that keeps redistributed copies."""
+        """Remember, weakly, a tensor whose redistributed copies are freed when the call ends."""
         self._holders.append(ref(x))
 
     def leave(self) -> None:
-        """End the call, and those within it.
-
-        Free the redistributed copies of tensors; inputs may live much longer.
-        """
+        """End the call and calls within it, and free redistributed copies of its tensors."""
         _CALLS.set(self.outer)
         for each in self._holders:
             x = each()
@@ -71,9 +69,9 @@ _CALLS: ContextVar[ModuleCall | None] = ContextVar("distconv_in_module", default
 
 
 def enter_call(of: object = None, depth: int = 1) -> ModuleCall:
-    """Begin a call of a parallelized module, which ends with the function `depth` frames outwards.
+    """Begin a call of a parallelized module on behalf of `of`.
 
-    Within it, parameters of the module get this rank's part of their gradients.
+    The call is over when the function `depth` frames outwards returns, at the latest.
     """
     call = ModuleCall(of, sys._getframe(depth), innermost_call())
     _CALLS.set(call)

@@ -16,20 +16,20 @@ Tensors = Tensor | Sequence[Tensor]
 
 
 def as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return one tensor or several as a list."""
+    """Return a list of the given tensor, or of all given tensors."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that autograd knows: the shards of DistTensors, and plain ones.
+    """Return the plain tensors that autograd knows: shards of DistTensors, and plain tensors.
 
-    For a merged tensor this is the shard of its unmerged form.
+    A merged tensor gives the shard of its `unmerged`.
     """
     return [x.held if isinstance(x, DistTensorBase) else x for x in as_list(tensors)]
 
 
 def tensors_in(*arguments: Any) -> list[Tensor]:
-    """Return the tensors in arguments, also within lists, tuples and dictionaries of them."""
+    """Return all tensors in arguments, also in nested lists, tuples and dictionaries."""
     found: list[Tensor] = []
     for argument in arguments:
         if type(argument) in _SIMPLE:
@@ -45,7 +45,7 @@ def tensors_in(*arguments: Any) -> list[Tensor]:
 
 
 def replaced(argument: Any, others: Mapping[int, Tensor]) -> Any:
-    """Return an argument with tensors replaced by `others`, which are given by the tensors' ids."""
+    """Return a nested argument with `others[id(x)]` in place of tensors `x` whose id is there."""
     if isinstance(argument, Tensor):
         return others.get(id(argument), argument)
     if isinstance(argument, (tuple, list)):

@@ -1,13 +1,15 @@
-"""Parameters by who sums their gradients, so that each gradient is the serial one, or an error.
+"""The owner of each parameter: it decides who sums the gradient, so that it is the serial one.
 
-A parameter of a parallelized module gets this rank's part of its gradient wherever it meets
-distributed tensors, and the module sums the parts. Any other leaf gets the serial gradient at
-once: tensors that depend on it are summed where they meet distributed tensors.
+A parameter of a parallelized module gets this rank's part of its gradient from every operator on
+distributed tensors, and the module sums the parts. Any other leaf gets the serial gradient: an
+operand that depends on it has its gradient summed when it enters an operator on distributed
+tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -33,13 +35,13 @@ _DISTRIBUTED: list[list[Tensor]] = []
 
 
 def own(tensors: Iterable[Tensor], ranks: int) -> None:
-    """Note that parameters and buffers belong to a module that is parallelized over `ranks`."""
+    """Mark parameters and buffers as those of a module that is parallelized over `ranks` ranks."""
     for x in tensors:
         x.__dict__[_OWNED] = ranks
 
 
 def disown(tensors: Iterable[Tensor]) -> None:
-    """Note that parameters and buffers belong to no parallelized module any more."""
+    """Remove the marks of `own` and `mark_summed`."""
     for x in tensors:
         x.__dict__.pop(_OWNED, None)
         x.__dict__.pop(_SUMMED, None)
@@ -51,43 +53,40 @@ def is_owned(x: Tensor) -> bool:
 
 
 def is_shared(x: Tensor) -> bool:
-    """Return whether several ranks sum the gradient of a parameter of a parallelized module."""
+    """Return whether `x` belongs to a module that is parallelized over several ranks."""
     several: bool = x.__dict__.get(_OWNED, 1) > 1
     return several
 
 
 def own_alike(y: Tensor, x: Tensor) -> None:
-    """Note that `y`, a copy of `x` in another type, belongs to the module of `x`, if any."""
+    """Give `y`, a copy of `x` in another type, the owner of `x`, if it has one."""
     if _OWNED in x.__dict__:
         y.__dict__[_OWNED] = x.__dict__[_OWNED]
 
 
 def mark_summed(p: Tensor, summed: bool) -> None:
-    """Note whether the hooks of a parameter get the sum of its gradient, or this rank's part."""
-    if summed:
-        p.__dict__[_SUMMED] = True
-    else:
-        p.__dict__.pop(_SUMMED, None)
+    """Note whether hooks of a parameter get its summed gradient, or only this rank's part."""
+    p.__dict__[_SUMMED] = summed
 
 
 def is_summed(p: Tensor) -> bool:
-    """Return the flag last set by `mark_summed`; False if none."""
-    return _SUMMED in p.__dict__
+    """Return whether hooks of a parameter get its summed gradient; see `mark_summed`."""
+    return p.__dict__.get(_SUMMED, False)
 
 
 def origins(
     nodes: Iterable[Any], remember: bool = False, beyond: Iterable[Any] = ()
 ) -> dict[str, Any]:
-    """Return where autograd nodes come from, back through plain tensors: one node of each kind.
+    """Return the kinds of tensors on which autograd nodes depend through plain tensors.
 
-    The kinds are "owned", a parameter of a module over several ranks; "free", any other leaf;
-    "out", the node of a value returned as plain by a distributed tensor; and "entered", the node of
-    an operand.
+    The result has one example of each kind found. "owned": a parameter of a module over several
+    ranks. "free": any other leaf. "out": the node of a plain tensor that `to_local` or
+    `full_tensor` returned. "entered": the node of a plain operand whose gradient is summed already.
 
     Parameters
     ----------
     remember: whether the nodes cache the result for later calls.
-    beyond: nodes at which the search ends, and which are ignored.
+    beyond: nodes at which the search stops, and which it ignores.
     """
     found: dict[str, Any] = {}
     seen: set[Any] = set(beyond)
@@ -100,9 +99,9 @@ def origins(
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found["owned" if is_shared(leaf) else "free"] = leaf
-        elif replication.is_entry(node):
+        elif replication.OPERAND in node.metadata:
             found["entered"] = node
-        elif replication.is_unreplicated(node):
+        elif replication.HANDED_OUT in node.metadata:
             found["out"] = node
         elif remember and _ORIGINS in node.metadata:
             found |= node.metadata[_ORIGINS]
@@ -115,9 +114,10 @@ def origins(
 
 
 def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
-    """Return a parameter over several ranks on which `roots` depend through plain tensors, or None.
+    """Return a parameter of a module over several ranks on which `roots` depend, or None.
 
-    The search ends at values that distributed tensors returned as plain ones.
+    Only dependences through plain tensors count; the search stops at results of distributed
+    tensors.
     """
     nodes = [get_gradient_edge(x).node for x in roots if x.requires_grad]
     p: Tensor | None = origins(nodes).get("owned")
@@ -125,14 +125,14 @@ def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
 
 
 def meets(roots: Iterable[Tensor], x: Tensor) -> bool:
-    """Return whether `roots` depend on `x` other than through a distributed copy of `x`."""
-    return reaches(roots, x, replication.is_replicated)
+    """Return whether `roots` depend on `x` along a path that does not pass through `replicate`."""
+    return reaches(roots, x, lambda node: replication.REPLICATED in node.metadata)
 
 
 def reaches(
     roots: Iterable[Tensor], x: Tensor, ends: Callable[[Any], bool] = lambda node: False
 ) -> bool:
-    """Return whether a path leads from `roots` to `x`, past no node for which `ends` holds."""
+    """Return whether `roots` depend on `x` along a path without a node for which `ends` is true."""
     edge = get_gradient_edge(x)[:2]
     seen: set[Any] = set()
     waiting: list[Any] = [root.grad_fn for root in roots]
@@ -148,9 +148,9 @@ def reaches(
 
 
 def enter(plain: Tensor, grid: Grid) -> Tensor:
-    """Return a plain tensor, computed from leaves of no module, as an operand on a grid.
+    """Return `plain` as an operand on a grid: its gradient is summed over the ranks.
 
-    Its gradient is summed over the ranks. All ranks call it.
+    `plain` depends on leaves of no parallelized module. All ranks call it.
     """
     operand = replication.as_replicated(plain, grid)
     operand.register_hook(partial(_check_not_owned, get_gradient_edge(plain).node))
@@ -167,25 +167,23 @@ def _check_not_owned(node: Any, _: Tensor | None) -> None:
         )
 
 
-class started_at:
-    """A context that notes the distributed blocks at which a backward pass starts."""
+@contextmanager
+def started_at(shards: Iterable[Tensor]) -> Iterator[None]:
+    """Note that the backward pass in the context starts at these blocks of distributed tensors.
 
-    __slots__ = ("_shards",)
-
-    def __init__(self, shards: Iterable[Tensor]):
-        self._shards = list(shards)
-
-    def __enter__(self) -> None:
-        _DISTRIBUTED.append(self._shards)
-
-    def __exit__(self, *_: object) -> None:
+    `check_counted_once` then knows which roots of the pass are plain tensors.
+    """
+    _DISTRIBUTED.append(list(shards))
+    try:
+        yield
+    finally:
         _DISTRIBUTED.pop()
 
 
 def check_counted_once() -> None:
-    """Raise in a backward pass that reaches a parallelized parameter from plain tensors alone.
+    """Raise if the running backward pass reaches a parallelized parameter from a plain loss.
 
-    In such a pass every rank computes the whole gradient. Called while the pass is under way.
+    Every rank would compute the whole gradient there, and the sum over ranks would be too large.
     """
     roots, known = roots_of_backward(), set(map(id, chain.from_iterable(_DISTRIBUTED)))
     if known.issuperset(map(id, roots)):

@@ -1,4 +1,4 @@
-"""Checks that autograd records operations on DistTensors, and the first gradients of passes."""
+"""Checks that autograd records operations on DistTensors right, and gradients that start a pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ ADVICE_FOR_FUNCTIONS = (
 
 
 def check_brought(operator: str, x: Tensor) -> None:
-    """Refuse to distribute a tensor that depends on parameters with gradients summed already."""
+    """Raise UnsupportedOperation if a tensor to be distributed depends on a parallelized parameter.
+
+    The gradient of that parameter would be counted once for every rank.
+    """
     p = owned_among([x]) if x.requires_grad else None
     if p is not None:
         refuse(
@@ -68,18 +71,14 @@ def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> 
 
 
 def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[int, Tensor]:
-    """Refuse operands of several grids, or whose gradients would be lost or divided twice.
+    """Raise if the gradients of operands would be wrong; return replacements for some of them.
 
-    Return replacements, by their ids, for plain operands that depend on leaves of no parallelized
-    module: the same values with gradients that are summed over the ranks.
+    The gradient of a plain operand that depends on leaves of no parallelized module must be summed
+    over the ranks: the result maps its id to a replacement of equal values, which does so.
 
-    torch records operations below its functions on the DistTensors, where the records are lost:
-    autograd lives on the shards. The wrapper only remembers that they require gradients, so that
-    such a result is found. A user's own torch.autograd.Function is recorded right, by
-    `ops/custom_function.py`.
-
-    A value that was returned as a plain tensor, with which every rank computes the same, is no
-    parameter, for which every rank computes a part.
+    Raises UnsupportedOperation on every rank if a user's autograd Function was applied to a
+    DistTensor itself, or a plain operand depends on a value of `to_local` or `full_tensor`;
+    ValueError if operands live on different grids, or plain ones differ between ranks.
     """
     distributed, lost = [], None
     with without_torch_function():
@@ -125,16 +124,17 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
 
 
 def recorded(operator: Callable[..., Any] | str, arguments: Any) -> Any:
-    """Return the checked arguments of an operator that dispatch does not see."""
+    """Return arguments after `check_recorded`, for operators that torch does not dispatch on."""
     entered = check_recorded(operator, *tensors_in(arguments))
     return replaced(arguments, entered) if entered else arguments
 
 
 def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any, ...]) -> bool:
-    """Return whether the gradient of a plain operand must be summed here.
+    """Return whether a plain operand depends on leaves of no parallelized module.
 
-    It must where the operand depends on leaves of no parallelized module. Refuse an operand that
-    depends on such leaves and on parameters, or on a value returned as plain.
+    Its gradient must then be summed over the ranks. Raises UnsupportedOperation if it depends on
+    such leaves and on parallelized parameters, or on a value that `to_local` or `full_tensor`
+    returned.
     """
     found = origins([x.grad_fn], remember=True) if x.grad_fn is not None else {"free": x}
     if "out" in found:
@@ -172,9 +172,9 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
 def _check_plain(
     operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensorBase]
 ) -> None:
-    """In some calls, raise on every rank where plain operands differ between ranks.
+    """In some calls, compare plain operands between ranks; raise on every rank if they differ.
 
-    Parameters of a parallelized module are compared as a whole, elsewhere.
+    Parameters of parallelized modules are left out; `ModuleGuard` compares them. Collective.
     """
     x = next(iter(distributed), None)
     if x is None or x.grid.size == 1:
@@ -197,7 +197,8 @@ def _check_plain(
 def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> Tensor:
     """Return this rank's share of the gradient with which a backward pass starts at `x`.
 
-    A replicated value's gradient is the sum over its replicas. All ranks call it.
+    Ranks that hold the same block share its gradient equally, as autograd sums their parts. All
+    ranks call it.
     """
     check_recorded(operator, x)
     check_untraced(operator, x)
@@ -212,9 +213,10 @@ def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> 
 
 
 def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -> Tensor:
-    """Return this rank's part of the gradient of a tensor of this shape, cut by `cuts`.
+    """Return this rank's share of a gradient of global shape `shape`, as a block cut by `cuts`.
 
-    The gradient is a DistTensor, or a plain tensor equal on all ranks. All ranks call it.
+    `gradient` is a DistTensor, or a plain tensor equal on all ranks. Ranks that hold the same block
+    share it equally. All ranks call it.
     """
     check_recorded(operator, gradient)
     if gradient.shape != shape:
@@ -235,8 +237,8 @@ def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operat
 
 
 def whole_gradient(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
-    """Return the gradient of a tensor cut by `cuts`, summed over the replicas' parts.
+    """Return the sum of a block's gradient parts over all ranks that hold the block.
 
-    All ranks call it; the sum can be differentiated.
+    `cuts` are the cuts of the tensor. All ranks call it; the sum can be differentiated.
     """
     return all_reduce_with_grad(part, grid, replicating_axes(cuts, grid.topology))

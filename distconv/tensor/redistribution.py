@@ -1,4 +1,4 @@
-"""Redistribution between cuts, and gathering of the inputs that an operator needs."""
+"""Redistribution to other cuts, and gathering of the inputs that an operator needs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from distconv.torch_private import is_marked_parameter
 def gather_inputs(
     x: DistTensorBase, needs: Sequence[IndexMap], cuts: Cuts, operator: str, fill: float = 0.0
 ) -> Tensor:
-    """Return the inputs that this rank's block of an output cut by `cuts` needs, in one buffer.
+    """Return the buffer with all inputs that this rank needs for its block of an output.
 
-    All ranks call it. Where the output is cut differently from `x`, the movement is a
-    redistribution, and recorded under the name of `operator`. `fill` is used where windows reach
-    outside the tensor.
+    `needs` has an index map for each dimension; the output is cut by `cuts`. If these are not the
+    cuts of `x`, the ledger records a redistribution for `operator`. `fill` is the value outside the
+    tensor, as in padding. All ranks call it.
     """
     grid = x.grid
     plan = plan_to_gather(grid.topology, grid.rank, tuple(x.shape), x.cuts, needs, cuts)
@@ -43,7 +43,10 @@ def plan_to_gather(
     needs: Sequence[IndexMap],
     target: Cuts,
 ) -> Plan | None:
-    """Return the plan of `gather_inputs`; None where every rank's block is its inputs."""
+    """Return the plan of `gather_inputs`, from a tensor cut by `source` to an output by `target`.
+
+    None if every rank's block is already all that it needs.
+    """
     if target == source and all(isinstance(need, Same) for need in needs):
         return None
     return make_plan(topology, rank, shape, source, target, tuple(needs))
@@ -52,7 +55,7 @@ def plan_to_gather(
 def gather_by(
     plan: Plan | None, x: DistTensorBase, cuts: Cuts, operator: str, fill: float = 0.0
 ) -> Tensor:
-    """Return the buffer of `gather_inputs`, by its plan. All ranks call it."""
+    """Return the buffer of `gather_inputs`, given its plan. All ranks call it."""
     if plan is None:
         return x.shard
     record_gather(x, plan, cuts, operator)
@@ -62,10 +65,11 @@ def gather_by(
 def reduce_scatter(
     partial: Tensor, shape: tuple[int, ...], source: Cuts, target: Cuts, grid: Grid, operator: str
 ) -> Tensor:
-    """Return this rank's block, cut by `target`, of the sum of blocks of `shape` cut by `source`.
+    """Sum partial results over ranks, and return this rank's block of the sum, cut by `target`.
 
-    All ranks call it, each with its summand. The sum is over the ranks along the axes that only
-    `target` cuts; without such axes, `partial` itself is returned.
+    `partial` is this rank's summand, a block of a tensor of `shape` cut by `source`. The sum is
+    over the ranks along the axes that only `target` cuts; without such axes `partial` is returned.
+    All ranks call it.
     """
     if source == target:
         return partial
@@ -76,7 +80,7 @@ def reduce_scatter(
 
 
 def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> None:
-    """Record in the ledger the movement of `x` for an output of `operator` cut by `cuts`."""
+    """Record in the ledger that `operator`, with an output cut by `cuts`, gathered its inputs."""
     if cuts != x.cuts or tracing():
         itemsize = x.shard.element_size()
         target = Layout.of(cuts, weight=is_marked_parameter(x))
@@ -84,7 +88,7 @@ def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> N
 
 
 def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
-    """Return `x` with other cuts, a redistribution recorded for `operator`. All ranks call it."""
+    """Return `x` cut by `cuts`; the ledger records it under `operator`. All ranks call it."""
     if cuts == x.cuts:
         return x
     shard = gather_inputs(x, (Same(),) * x.dim(), cuts, operator)
@@ -92,10 +96,9 @@ def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 
 
 def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
-    """Return `x` with other cuts, one tensor for all its consumers within a parallelized module's
-    call.
+    """Return `x` cut by `cuts`, moved only once within the outermost call of a parallelized module.
 
-    To the program it is `x` itself, so it is treated as a view of `x`. Collective.
+    The result is a view of `x`: a write to it changes `x`. All ranks call it.
     """
     if cuts == x.cuts:
         return x
@@ -116,7 +119,7 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 
 
 def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distributed:
-    """Return a view of the whole of `x` with other cuts."""
+    """Return a view of `x` that has the block `shard` and is cut by `cuts`."""
 
     def write(base: DistTensorBase, view: DistTensorBase) -> None:
         overwrite(base, view, operator)
@@ -127,7 +130,7 @@ def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distribu
 
 
 def overwrite(x: DistTensorBase, value: DistTensorBase, operator: str) -> None:
-    """Write a tensor of the shape of `x` to `x`, and to its base. All ranks call it."""
+    """Overwrite `x`, and its base if `x` is a view, by `value`. All ranks call it."""
     own = redistribute(value, x.cuts, operator).shard
     prepare_write(x, operator)
     if not is_view_of(own, x.shard):
@@ -142,9 +145,9 @@ def check_grid(grid: Any) -> None:
 
 
 def cuts_of_layout(layout: Layout | None, grid: Grid, ndim: int) -> Cuts:
-    """Return the cuts of a tensor of `ndim` dimensions in a layout, or in the default one for None.
+    """Return the cuts of a tensor of `ndim` dimensions in `layout`; None is the default layout.
 
-    Raises `TypeError` for objects that are no `Layout` or no `ProcessGrid`.
+    Raises `TypeError` if `layout` is no `Layout`, or `grid` no `ProcessGrid`.
     """
     check_grid(grid)
     if layout is None:

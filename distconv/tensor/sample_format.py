@@ -1,12 +1,12 @@
-"""The memory format of samples and weights: channels last where convolutions gain by that.
+"""The memory format of samples and weights: channels last if convolutions gain by it.
 
-oneDNN's convolutions of planes take channels last on CPUs. With channels first they reorder input
-and output of every call, in memory that has left the caches. Distributing or loading samples copies
-them anyway, and so puts them in the best format. Where the sample or the weight has channels last,
-torch's convolutions return them so, and later functions keep the format.
+On CPUs oneDNN convolves planes with channels last. With channels first it reorders input and output
+in every call. Distributing and loading copy the samples anyway, and so put them in the best format.
+If the sample or the weight has channels last, so has the result of torch's convolutions, and later
+functions keep the format.
 
-The faster format on an accelerator is not known before it is measured there; the variable
-DISTCONV_CHANNELS_LAST sets it, for planes and volumes.
+The faster format of an accelerator has to be measured there; DISTCONV_CHANNELS_LAST sets it, for
+planes and volumes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _Convolution = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 def channels_last(
     shape: Sequence[int], dtype: torch.dtype, cuts: Cuts, grid: Grid
 ) -> torch.memory_format | None:
-    """Return the format of channels last where samples of a global shape are best kept so.
+    """Return torch's channels-last format if samples of this global shape gain by it, else None.
 
-    It is the same on all ranks; None stands for any other format.
+    The answer is the same on all ranks.
     """
     chosen = asks_for_channels_last()
     if chosen is None:
@@ -49,16 +49,16 @@ def channels_last(
 
 
 def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid) -> Tensor:
-    """Return a rank's block of samples of a global shape in their best format, copied if need be.
+    """Return a block of samples of global shape `shape` in their best memory format.
 
-    `block` is a tensor that needs no gradient.
+    The block is copied if it is not in this format; it needs no gradient.
     """
     form = channels_last(shape, block.dtype, cuts, grid)
     return block.contiguous(memory_format=form or torch.contiguous_format)
 
 
 def set_weight_formats(module: nn.Module, grid: Grid) -> None:
-    """Store the weights of convolutions in the format of samples: by default, planes on CPUs.
+    """Store the weights of convolutions in the format of samples; by default of planes on CPUs.
 
     Each parameter stays the same object, with the same values.
     """
@@ -73,7 +73,7 @@ def set_weight_formats(module: nn.Module, grid: Grid) -> None:
 
 
 def _gains(part: nn.Module, weight: Tensor) -> bool:
-    """Return whether oneDNN's kernels for a convolution on CPUs take its weight so."""
+    """Return whether oneDNN convolves with this weight in channels last on CPUs."""
     # A kernel of one element is a product of matrices, which keeps the format of the input.
     one = prod(weight.shape[2:]) == 1
     planes = isinstance(part, nn.Conv2d) and part.groups == 1

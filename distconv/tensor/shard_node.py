@@ -1,4 +1,4 @@
-"""The `grad_fn` that a program gets from a DistTensor."""
+"""The `grad_fn` of a DistTensor: the autograd node of its shard."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from distconv.tensor.dispatch import refuse
 
 
 class ShardNode:
-    """The node that made a block, with torch's attributes, but without its hooks.
+    """The autograd node of a shard, as `DistTensor.grad_fn` shows it: hooks are refused.
 
-    A hook of the node would get this rank's part of the gradient.
+    A hook of the node would get this rank's part of the gradient, not the serial one.
     """
 
     __slots__ = ("_node",)

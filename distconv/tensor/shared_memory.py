@@ -1,4 +1,4 @@
-"""Tensors that share memory, and tensors that share memory in serial torch but not here."""
+"""Which DistTensors share memory in serial torch, although here some of them are copies."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
 
 
 class SharedMemory:
-    """The memory of some tensors, and the copies of it that would be views in serial torch.
+    """The memory of a DistTensor and its views, and copies of it that are views in serial torch.
 
     Attributes
     ----------
-    newest: whether a write to this copy is on its way to its source.
-    of_parameter: whether it is the memory of a sharded parameter, or of a tensor to initialize one.
+    newest: whether this copy was written to, and the write has not reached its source yet.
+    of_parameter: whether this is the memory of a sharded parameter, or of an empty tensor like one.
     """
 
     newest = False
@@ -28,7 +28,7 @@ class SharedMemory:
     """The memories in use that are, or may be, a single one in serial torch."""
 
     def fork(self) -> SharedMemory:
-        """Return the memory of a result that is a view or a copy in serial torch."""
+        """Return memory for a result that, in serial torch, is a view or a copy of this memory."""
         if self._family is None:
             self._family = WeakSet([self])
         twin = SharedMemory()
@@ -37,13 +37,13 @@ class SharedMemory:
         return twin
 
     def copy(self, view: Any) -> SharedMemory:
-        """Return new memory for a view with elements elsewhere; it follows writes to this one."""
+        """Return memory for a view on other ranks, which follows writes to this memory."""
         twin = self.fork()
         twin._source, twin._view = self, ref(view)
         return twin
 
     def note(self, view: Any) -> None:
-        """Remember another tensor in this memory, if it is a copy."""
+        """Remember `view` as another tensor in this memory, if this memory is a copy."""
         if self._view is not None:
             if self._sharing is None:
                 self._sharing = WeakValueDictionary()
@@ -51,7 +51,7 @@ class SharedMemory:
 
     @property
     def alone(self) -> bool:
-        """Return whether no other tensor in use may share this memory in serial torch."""
+        """Return whether no fork of this memory is in use, so that a write has one meaning."""
         origin = self._origin()
         return all(memory._origin() is origin for memory in self._family or ())
 
@@ -62,12 +62,12 @@ class SharedMemory:
         return memory
 
     def views(self) -> list[Any]:
-        """Return the tensors in this memory, if it is a copy."""
+        """Return the tensors in use that lie in this memory; [] unless it is a copy."""
         first = None if self._view is None else self._view()
         return [*([] if first is None else [first]), *(self._sharing or {}).values()]
 
     def followers(self) -> Iterator[Any]:
-        """Yield the tensors in copies of this memory, and in copies of those, except the newest."""
+        """Yield the tensors in copies of this memory, which a write to this memory outdates."""
         for memory in list(self._family or ()):
             source: SharedMemory | None = memory
             while source is not None and source is not self and not source.newest:

@@ -1,4 +1,4 @@
-"""Checks that the ranks' blocks form one tensor, naming the rank whose block does not fit."""
+"""Checks that the ranks' blocks form one tensor; errors name the rank whose block does not fit."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from distconv.tensor.nested import tensors_in
 def global_shape(
     local: Tensor, grid: Grid, cuts: Cuts, layout: Layout, operator: str
 ) -> tuple[int, ...]:
-    """Return the global shape whose cut by `cuts` gives every rank the block it passes. Collective.
+    """Return the global shape of the tensor of which each rank passes its block. Collective.
 
-    `layout` is the layout that the ranks intend, which is compared too; `operator` is named in
-    errors. Whether ranks that hold the same block pass equal ones is checked in some calls (see
-    `checksums`). Raises `ValueError` on every rank, naming the rank whose block does not fit.
+    `cuts` are the cuts of the tensor. `layout` is compared between ranks, as each may pass another;
+    `operator` is named in errors. In some calls the contents are compared, too: ranks that hold the
+    same block must pass equal ones. Raises `ValueError` on every rank, naming the rank whose block
+    does not fit.
     """
     # A tensor on the CPU moves to the grid's device.
     device = "cpu" if local.device == grid.device else str(local.device)
@@ -72,7 +73,7 @@ def global_shape(
 
 
 def check_plain(x: object, what: str) -> None:
-    """Raise TypeError where `x`, which errors call `what`, is no plain tensor."""
+    """Raise TypeError if `x` is no plain tensor; the message calls it `what`."""
     if isinstance(x, DistTensorBase):
         raise TypeError(f"{what} is distributed already; use x.redistribute(layout)")
     if not isinstance(x, Tensor):
@@ -80,9 +81,9 @@ def check_plain(x: object, what: str) -> None:
 
 
 def check_block(local: Tensor, grid: Grid, cuts: Cuts, shape: tuple[int, ...]) -> None:
-    """Raise `ValueError` on this rank where its block is not that of a tensor of this shape.
+    """Raise `ValueError` on this rank if `local` is not its block of a tensor of shape `shape`.
 
-    No communication.
+    Nothing is sent.
     """
     expected = rank_box(shape, cuts, grid.topology, grid.rank).shape
     if tuple(local.shape) != expected:
@@ -102,7 +103,7 @@ def check_block(local: Tensor, grid: Grid, cuts: Cuts, shape: tuple[int, ...]) -
 def _fitting_shape(
     shapes: tuple[tuple[int, ...], ...], cuts: Cuts, topology: Topology
 ) -> tuple[int, ...]:
-    """Return the global shape whose cut gives the ranks blocks of these shapes."""
+    """Return the global shape whose cut gives the ranks blocks of these shapes, or raise."""
     shape = tuple(_global_size(shapes, d, cuts[d], topology) for d in range(len(cuts)))
     expected = [rank_box(shape, cuts, topology, r).shape for r in range(topology.size)]
     off = [r for r in range(topology.size) if shapes[r] != expected[r]]
@@ -127,7 +128,7 @@ def _fitting_shape(
 def _global_size(
     shapes: tuple[tuple[int, ...], ...], dimension: int, axes: tuple[str, ...], topology: Topology
 ) -> int:
-    """Return the size of one dimension that fits the blocks of the most ranks."""
+    """Return the global size of one dimension that fits the blocks of the most ranks."""
     parts = topology.parts(axes)
     part = [topology.part(topology.coordinates(r), axes) for r in range(topology.size)]
     held = [shape[dimension] for shape in shapes]
@@ -147,7 +148,7 @@ def _global_size(
 
 
 def check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Tensor) -> None:
-    """Refuse an `out` that cannot hold the result of an operator."""
+    """Refuse an `out`, passed as `out=`, that cannot hold the result of an operator."""
     if not (
         isinstance(out, DistTensorBase)
         and isinstance(result, DistTensorBase)

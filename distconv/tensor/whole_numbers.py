@@ -9,7 +9,7 @@ _INTEGERS = frozenset({int})
 
 
 def whole_number(value: Any, what: str) -> int:
-    """Return `value` as an int; raise TypeError if it is no integer, even if it could round."""
+    """Return `value` as an int; TypeError, which names `what`, for other types, even for 2.0."""
     try:
         return index(value)
     except TypeError:
@@ -17,7 +17,7 @@ def whole_number(value: Any, what: str) -> int:
 
 
 def whole_numbers(value: Any, what: str) -> tuple[int, ...]:
-    """Return one integer, or a tuple or list of integers, as a tuple."""
+    """Return an integer, or several, as a tuple; TypeError, which names `what`, for others."""
     if type(value) is tuple and _INTEGERS.issuperset(map(type, value)):
         return value
     if isinstance(value, int):

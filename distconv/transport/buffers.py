@@ -1,6 +1,7 @@
-"""Memory of messages, reused for later messages of the same size.
+"""Pools of memory for messages, which later messages of the same size use again.
 
-Fresh memory costs page faults when it is first written, up to several times the message's cost.
+Fresh memory costs page faults when it is first written, up to several times the cost of the
+message.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ SMALL_BYTES = 64 * 2**10
 
 
 def release_idle() -> None:
-    """Free all memory that is kept for later messages."""
+    """Free the memory that all pools of this process keep for later messages."""
     for pool in list(_POOLS):
         pool.release_idle()
 
 
 class BufferPool:
-    """Tensors whose memory returns to the pool when nothing refers to it any more."""
+    """Memory for messages on the CPU: it returns to the pool when its tensor is no longer used."""
 
     def __init__(self) -> None:
         _POOLS.add(self)
@@ -37,10 +38,7 @@ class BufferPool:
         self._lent: dict[int, tuple[ref[ByteArray], ByteArray]] = {}
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return a contiguous tensor of `shape` in the type of `like`, not initialised.
-
-        Both are on the CPU.
-        """
+        """Return an uninitialised, contiguous CPU tensor of `shape`, of the type of `like`."""
         size = prod(shape) * like.element_size()
         if size <= SMALL_BYTES:
             return like.new_empty(shape)
@@ -60,7 +58,7 @@ class BufferPool:
         return message if len(shape) == 1 else message.view(shape)
 
     def release_idle(self) -> None:
-        """Free the memory that is kept for later messages."""
+        """Free the memory that this pool keeps for later messages."""
         self._idle.clear()
         self._idle_bytes = 0
 

@@ -18,24 +18,37 @@ Message: TypeAlias = tuple[int, Tensor]
 
 
 class Request(Protocol):
-    """Messages or a reduction under way."""
+    """Messages or a reduction that were started, for which a rank can wait."""
 
     def wait(self) -> None:
-        """Return when the tensors may be used.
+        """Return when the tensors may be used: messages have arrived, sums are complete.
 
-        On a GPU they may be used by the next work on the current stream; the host may return
-        earlier.
+        On a GPU work queued next on the current stream may use them; the host may return earlier.
         """
+
+
+class ChainedRequest:
+    """Several requests as one; when they are complete, `wait` calls `then`."""
+
+    def __init__(
+        self, requests: Sequence[Request] = (), then: Callable[[], object] = lambda: None
+    ) -> None:
+        self._requests, self._then = requests, then
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.wait()
+        self._then()
 
 
 class Transport(Protocol):
     """A carrier of messages between the ranks of one grid.
 
-    `next_tag` numbers the exchanges. All ranks start them in the order of the program, so an
-    exchange has the same number on all, which keeps its messages apart from others under way. A
-    tensor on a GPU is read after the work queued on the current stream when the exchange starts. A
-    group is a result of `ProcessGrid.communicator`; all its ranks call a collective together.
-    Tensors are contiguous.
+    All ranks start exchanges in the order of the program. So an exchange has the same tag on all
+    ranks, and its messages are told apart from others in flight. On a GPU, the carrier reads a
+    tensor after the work that is queued on the current stream when the exchange starts. A group is
+    a result of `ProcessGrid.communicator`; all its ranks call a collective together. Tensors are
+    contiguous.
     """
 
     name: str
@@ -44,7 +57,7 @@ class Transport(Protocol):
     GPU may process them one after the other, each waiting for other ranks."""
 
     def next_tag(self) -> int:
-        """Return the tag of the next exchange, the same on all ranks."""
+        """Return the tag of the next exchange, the same number on all ranks."""
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return uninitialised memory for a message, of the type of `like` and on its device."""
@@ -52,7 +65,7 @@ class Transport(Protocol):
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange, which do not wait for each other."""
+        """Start one exchange: receive the messages `arriving`, and send the messages `leaving`."""
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start to sum a tensor in place over the ranks of `group`.
@@ -68,22 +81,22 @@ class Transport(Protocol):
 
 
 class StreamTransport(Transport, Protocol):
-    """A carrier for which streams of an accelerator wait, and not the host.
+    """A carrier whose messages a stream of an accelerator waits for, while the host goes on.
 
-    It is `ordered`, and no other is. In a batch of messages sends come first.
+    Only such carriers are `ordered`. In a batch of messages sends come first.
     """
 
     device: torch.device
     """The accelerator of this rank."""
 
     def check(self) -> None:
-        """Raise `RuntimeError` where the carrier has met an error since messages were started.
+        """Raise `RuntimeError` if the carrier has met an error, such as a lost connection.
 
-        A thread other than the sending one may call it.
+        Any thread may call it.
         """
 
     def close(self, abort: bool) -> None:
-        """Close all connections, when their work is done or at once; nothing is sent afterwards."""
+        """Close all connections: at once for `abort`, else when their work is done."""
 
 
 _MOST = 32767
@@ -91,7 +104,7 @@ _MOST = 32767
 
 
 class Tags:
-    """The numbers of exchanges, which all ranks start in one order; the first is 1."""
+    """The tags 1, 2, ... of exchanges, which all ranks start in one order."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -103,16 +116,17 @@ class Tags:
 
 
 class Comparison:
-    """A comparison of numbers among ranks, under way.
+    """A running all-reduce that compares numbers between ranks.
 
-    `most` holds this rank's numbers and their negatives; `wait` makes them the maxima over ranks.
+    `most` is the result of `with_opposites` for this rank's numbers; `wait` returns when the
+    all-reduce has overwritten it by the maxima.
     """
 
     def __init__(self, wait: Callable[[], object], most: array[int]):
         self._wait, self._most = wait, most
 
     def wait(self) -> list[bool]:
-        """Wait for the numbers of all ranks; return for each whether it is equal on all."""
+        """Wait for the all-reduce; return for each number whether all ranks have the same."""
         self._wait()
         most = self._most
         half = len(most) // 2
@@ -120,19 +134,19 @@ class Comparison:
 
 
 def with_opposites(numbers: Sequence[int]) -> array[int]:
-    """Return the numbers followed by their negatives, whose maxima over ranks are extremes."""
+    """Return `numbers` and their negatives: one all-reduce with MAX tells whether ranks differ."""
     return array("q", (*numbers, *map(neg, numbers)))
 
 
 class ObjectCommunicator(Protocol):
-    """The methods of mpi4py's communicators that `ProcessGrid.comm` always has: small objects.
+    """The methods for small objects that `ProcessGrid.comm` always has, named as in mpi4py.
 
-    All of its ranks call each method together, and in one order.
+    All ranks of the communicator call each method together, and in one order.
     """
 
     @property
     def rank(self) -> int:
-        """Return this rank's number among them."""
+        """Return this rank's number in the communicator."""
 
     @property
     def size(self) -> int:
@@ -142,21 +156,21 @@ class ObjectCommunicator(Protocol):
         """Return the values of all ranks, in rank order."""
 
     def bcast(self, value: Any = None, /) -> Any:
-        """Return the first rank's value."""
+        """Return the value that the first rank passes, on every rank."""
 
 
 class Communicator(ObjectCommunicator, Protocol):
-    """Ranks of the job that exchange small messages on the host, for one purpose."""
+    """A communicator of distconv itself, for small messages on the host, for one purpose."""
 
     ranks: tuple[int, ...]
     """The job's numbers of its ranks, in their order."""
     purpose: str
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
-        """Start to compare numbers of fewer than 64 bits with the other ranks' numbers."""
+        """Start to compare numbers of fewer than 64 bits between all ranks."""
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> Communicator:
-        """Return a communicator of some ranks, by their numbers in the job. Those call it."""
+        """Return a communicator of `ranks`, numbers in the job, which all call it."""
 
     def for_program(self) -> Any:
-        """Return the object for `ProcessGrid.comm`."""
+        """Return the communicator that a program gets as `ProcessGrid.comm`."""

@@ -1,6 +1,6 @@
-"""How the ranks were started: by MPI, which starts when a program first needs it, or by torch.
+"""How the ranks of the job were started and find each other: by MPI, or by torch.
 
-Either is for ranks, and not for their worker processes.
+MPI starts when a program first needs it. Worker processes of a rank are no ranks.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _note_fork() -> None:
 
 
 def _leave() -> None:
-    """End a forked process at once: next would be MPI_Finalize, which waits for other ranks.
+    """End a forked process at its exit, before MPI_Finalize, which would wait for other ranks.
 
-    A status other than 0 takes os._exit, as Python recommends after os.fork.
+    A process that needs a status other than 0 calls os._exit, as Python advises after os.fork.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -78,18 +78,18 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def is_copy() -> bool:
-    """Return whether this process was forked from a rank that had met the others."""
+    """Return whether this process was forked from a rank that had met the other ranks."""
     return _copied_from is not None
 
 
 def note_joined() -> None:
-    """Note that this process meets the other ranks over a store of torch.distributed."""
+    """Note that this process has met the other ranks over a store of torch.distributed."""
     global _has_joined
     _has_joined = True
 
 
 def check_is_rank() -> None:
-    """Raise `RuntimeError` in a worker process, which would wait for messages for ever."""
+    """Raise `RuntimeError` in a worker process, whose messages would never be answered."""
     if _copied_from is not None:
         raise RuntimeError(
             f"distconv: process {os.getpid()} has been forked from process {_copied_from}, a rank "
@@ -107,7 +107,7 @@ def check_is_rank() -> None:
 
 
 def mpi() -> ModuleType:
-    """Return `mpi4py.MPI`, whose import starts MPI; raise RuntimeError in a worker process."""
+    """Return the module `mpi4py.MPI`, and start MPI; raise RuntimeError in a worker process."""
     check_is_rank()
     return _imported_mpi()
 
@@ -121,9 +121,9 @@ def _imported_mpi() -> ModuleType:
 
 
 def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
-    """Print a warning where the shared memory of a node is too small for MPICH's ranks.
+    """Print a warning if a node has too little shared memory for the ranks of MPICH.
 
-    The operating system ends them by a bus error, without a message.
+    A rank that gets none ends by a bus error, without any message.
     """
     ranks = int(environment.get("MPI_LOCALNRANKS", 0))
     if environment.get("MPI_LOCALRANKID") != "0" or not os.path.isdir(_SHARED):
@@ -142,7 +142,7 @@ def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def has_mpi() -> bool:
-    """Return whether there is an MPI to load; loading would start it."""
+    """Return whether `mpi4py.MPI` can be imported; this starts MPI."""
     try:
         mpi()
     except (ImportError, RuntimeError):
@@ -157,7 +157,7 @@ def has_default_group() -> bool:
 
 
 def switched_on(name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a variable is set to a value other than 0, false, no and off."""
+    """Return whether an environment variable is set, and to none of 0, false, no and off."""
     return environment.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
@@ -169,10 +169,10 @@ def start_line(ranks: int) -> str:
 
 
 def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the ranks of the job find each other by torch.distributed, and not by MPI.
+    """Return whether the ranks of the job find each other by torch.distributed, not by MPI.
 
-    That is under torchrun, or where torchrun's variables or a default group are set and no launcher
-    of MPI has started several ranks; never with DISTCONV_ALLOW_SINGLE=1.
+    True under torchrun. True also if torchrun's variables or a default group are set, unless a
+    launcher of MPI has started several ranks. False with DISTCONV_ALLOW_SINGLE=1.
     """
     if switched_on(ALLOW_SINGLE, environment):
         return False
@@ -187,10 +187,9 @@ def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """Return the variables with the number of processes that launchers have set, with the numbers.
+    """Return the variables in which launchers tell the number of processes, with the numbers.
 
-    Slurm's variables are included for processes started by srun, unless MPI's own launcher has set
-    one.
+    A variable of Slurm is included if srun has started this process, and no launcher of MPI.
     """
     found = {}
     for name in _SIZES:
@@ -205,10 +204,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
 
 
 def place_by_torch() -> tuple[int, int] | None:
-    """Return the rank of this process in torch.distributed and the number of ranks; None if it has
-    none.
+    """Return this process's rank in torch.distributed and the number of ranks, or None.
 
-    A worker that multiprocessing has started in a rank has the rank's variables, but no rank.
+    A worker that multiprocessing has started in a rank has the rank's variables, but is no rank.
     """
     if not meets_by_torch():
         return None
@@ -223,8 +221,9 @@ def place_by_torch() -> tuple[int, int] | None:
 
 
 def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `RuntimeError` where a launcher has started several ranks, and this one knows no other.
-    Each of them would compute by itself, without an error.
+    """Raise `RuntimeError` if `ranks` is 1 although a launcher has started several processes.
+
+    Each of them would compute the whole by itself, without an error.
     """
     if ranks > 1 or switched_on(ALLOW_SINGLE, environment):
         return
@@ -238,7 +237,7 @@ def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def _way_out(name: str, size: int) -> str:
-    """Return a message about the launcher that set a variable, and how to start ranks that meet."""
+    """Return advice: which launcher has set variable `name`, and how to start `size` ranks."""
     by_torch = f"torchrun --nproc-per-node {size}"
     if name != "WORLD_SIZE" and importlib.util.find_spec("mpi4py") is None:
         return (
@@ -262,5 +261,5 @@ def _way_out(name: str, size: int) -> str:
 
 
 def _whole(text: str | None) -> int | None:
-    """Return the integer in a variable; None where it holds none."""
+    """Return the integer in the text of a variable; None if there is none."""
     return int(text) if text is not None and text.isdecimal() else None

@@ -1,8 +1,8 @@
-"""Links: messages between two ranks that do not run in step, sent at any time, over TCP.
+"""Links: messages between two ranks at any time, over TCP, for training with servers.
 
 A `Transport` carries exchanges of all ranks of a grid together. A link carries requests and answers
-of a server and a client while others compute. The end of a process closes its links, so that the
-other end knows at once. A lost machine is noticed by TCP's keepalive.
+between a server and a client while other ranks compute. When a process ends, the other ends of its
+links know at once; TCP's keepalive notices a lost machine.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ before it gives up."""
 
 
 class LinkLost(ConnectionError):
-    """The rank at the other end has ended, or cannot be reached."""
+    """Raised if the rank at the other end of a link has ended, or cannot be reached."""
 
 
 class LinkSilent(LinkLost):
-    """The rank at the other end has not sent or received a message in time."""
+    """Raised if the rank at the other end of a link does not send or receive in time."""
 
 
 class Message(NamedTuple):
-    """A message: six integers, and bytes, a tensor in host memory that may be empty."""
+    """A message of a link: six integers, and a payload of bytes, a uint8 tensor on the CPU."""
 
     numbers: tuple[int, ...]
     payload: Tensor
 
 
 def message(numbers: Sequence[int], payload: Tensor | None = None) -> Message:
-    """Return a message, with zeros in place of missing numbers."""
+    """Return a message with these numbers, at most six; missing ones are 0."""
     filled = (*numbers, *(0,) * (_NUMBERS - len(numbers)))
     return Message(filled, torch.empty(0, dtype=torch.uint8) if payload is None else payload)
 
 
 class Link:
-    """One end of a link to the rank `peer`. Messages arrive whole, and in their order."""
+    """This rank's end of a link to the rank `peer`. Messages arrive whole and in order."""
 
     def __init__(self, peer: int, connection: socket.socket):
         self.peer, self._connection = peer, connection
@@ -70,7 +70,7 @@ class Link:
         connection.setblocking(False)
 
     def send(self, message: Message) -> None:
-        """Start to send a message, whose memory must not change; raises LinkLost."""
+        """Start to send a message; its payload must not change until sent. Raises LinkLost."""
         head = _HEAD.pack(*message.numbers, message.payload.numel())
         self._leaving.append(memoryview(head))
         if message.payload.numel():
@@ -78,7 +78,7 @@ class Link:
         self._push()
 
     def poll(self) -> Message | None:
-        """Return the next message if it has arrived, and continue sending; raises LinkLost."""
+        """Return the next message if it has arrived, else None; go on sending. Raises LinkLost."""
         self._push()
         while self._missing:
             try:
@@ -101,8 +101,9 @@ class Link:
         return arrived
 
     def receive(self, until: float) -> Message:
-        """Return the next message; raises LinkLost, and LinkSilent where none comes until a time of
-        `time.monotonic`, or inf.
+        """Wait for the next message and return it. Raises LinkLost.
+
+        Raises LinkSilent if none has come by `until`, a time of `time.monotonic`, or inf.
         """
         while (arrived := self.poll()) is None:
             if time.monotonic() > until:
@@ -111,9 +112,10 @@ class Link:
         return arrived
 
     def flush(self, until: float) -> None:
-        """Return when everything has been sent; nothing may be arriving.
+        """Wait until all messages are sent. No message may be arriving. Raises LinkLost.
 
-        Raises LinkLost, and LinkSilent where the other end does not receive in time.
+        Raises LinkSilent if the other end has not taken them by `until`, a time of
+        `time.monotonic`.
         """
         while self._leaving:
             if self.poll() is not None:
@@ -123,15 +125,15 @@ class Link:
             rest([self])
 
     def close(self) -> None:
-        """End the link; later messages from the other end are lost."""
+        """Close the link; messages on their way are lost."""
         self._connection.close()
 
     def register(self, waiting: select.poll) -> None:
-        """Let a poll end when this link can continue to receive, or to send."""
+        """Let `waiting` notice when this link can receive, or send its rest."""
         waiting.register(self._connection, select.POLLIN | bool(self._leaving) * select.POLLOUT)
 
     def _push(self) -> None:
-        """Send as many bytes as the connection accepts now."""
+        """Send as many waiting bytes as the connection takes without blocking."""
         try:
             while self._leaving:
                 count = self._connection.send(self._leaving[0])
@@ -148,7 +150,7 @@ class Link:
 
 
 def rest(links: Iterable[Link]) -> None:
-    """Wait until one of these links can continue, for a tenth of a second at most."""
+    """Wait until one of these links can receive or send, for a tenth of a second at most."""
     waiting = select.poll()
     for link in links:
         link.register(waiting)
@@ -163,11 +165,11 @@ def _memory(payload: Tensor) -> memoryview:
 def open_links(
     comm: ObjectCommunicator, called: Sequence[int], calling: Sequence[int], limit: float
 ) -> dict[int, Link]:
-    """Return a link for each rank that this one calls, or that calls it. All ranks of the job call
-    it.
+    """Return a link to each rank in `called` and `calling`, by rank. All ranks of `comm` call it.
 
-    A link to a rank that has not called in time is lost from the beginning. Raises LinkLost where a
-    rank that this one calls cannot be reached.
+    This rank connects to the ranks `called`, and waits `limit` seconds for the ranks `calling` to
+    connect. The link of a rank that does not call in time is lost from the beginning. Raises
+    LinkLost if a rank in `called` cannot be reached.
     """
     limit = min(limit, 1e7)  # a socket takes no infinite time
     token, host = secrets.token_hex(16), socket.gethostname()
@@ -196,7 +198,10 @@ def open_links(
 def _accepted(
     listener: socket.socket, token: str, calling: Sequence[int], limit: float
 ) -> dict[int, socket.socket]:
-    """Return the connections of the ranks that call in time; other callers are turned away."""
+    """Return the connections of the ranks `calling` that call in `limit` seconds, by rank.
+
+    Callers without the right token are turned away.
+    """
     found: dict[int, socket.socket] = {}
     until = time.monotonic() + limit
     with suppress(TimeoutError):
@@ -216,7 +221,7 @@ def _accepted(
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Configure a connection: send at once, and notice a lost machine."""
+    """Configure a TCP connection: send at once, and notice a lost machine."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):

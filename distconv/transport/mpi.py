@@ -1,4 +1,4 @@
-"""MPI: its communicators, and messages sent from memory in place, without pickling."""
+"""MPI as a carrier and as communicators: messages go out of tensors' memory, without pickling."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _ABANDONED: set[MPIRequest] = set()
 
 
 def release_abandoned() -> None:
-    """Free the abandoned requests that are complete, and their memory.
+    """Free the memory of abandoned requests that MPI has completed.
 
-    An exception between the start and the end of an exchange, or of a comparison, leaves such
-    requests behind. Their memory must not be reused until MPI is done with it, even when the grid
-    is gone.
+    A request is abandoned if an exception prevents its `wait`. MPI still uses its memory then, even
+    when the grid is gone.
     """
     for request in tuple(_ABANDONED):
         if MPI.Request.Testall(request.requests):
@@ -31,7 +30,7 @@ def release_abandoned() -> None:
 
 
 class MPIRequest:
-    """Messages or a reduction under way, with the memory that MPI reads and writes."""
+    """A started exchange or reduction of MPI, with the memory that MPI reads and writes."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class MPIRequest:
 
 
 class MPICommunicator:
-    """A communicator of mpi4py, `mpi`, with the numbers of its ranks in MPI.COMM_WORLD."""
+    """A `Communicator` over mpi4py's communicator `comm`, all of whose ranks call its methods."""
 
     def __init__(self, comm: MPI.Intracomm, purpose: str = "user"):
         self.mpi, self.purpose = comm, purpose
@@ -89,7 +88,7 @@ class MPICommunicator:
 
 
 def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the ranks of `comm` as ranks of MPI.COMM_WORLD; no communication."""
+    """Return the numbers of the ranks of `comm` in MPI.COMM_WORLD; no communication."""
     ranks = MPI.Group.Translate_ranks(comm.group, None, MPI.COMM_WORLD.group)
     if MPI.UNDEFINED in ranks:
         raise ValueError("ProcessGrid: every rank of comm has to be a rank of MPI.COMM_WORLD")
@@ -107,7 +106,7 @@ _DATATYPES = {
 
 
 class MPITransport:
-    """Messages over one communicator of its own; see `Transport`."""
+    """A carrier of tensors on CPUs by MPI, over a communicator that nothing else uses."""
 
     name, ordered = "mpi", False
 
@@ -129,8 +128,10 @@ class MPITransport:
 
     def all_reduce(self, tensor: torch.Tensor, group: MPICommunicator) -> Request:
         summand = Summand.of(tensor, "MPI")
-        request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(summand.numbers), MPI.SUM)
-        return summand.arriving(MPIRequest([request], summand.numbers))
+        numbers = summand.numbers
+        typed = [*_bytes(numbers)[:1], numbers.numel(), _DATATYPES[numbers.dtype]]
+        request = group.mpi.Iallreduce(MPI.IN_PLACE, typed, MPI.SUM)
+        return summand.arriving(MPIRequest([request], numbers))
 
     def all_gather(self, tensor: torch.Tensor, group: MPICommunicator) -> torch.Tensor:
         gathered = tensor.new_empty((group.size, *tensor.shape))
@@ -143,11 +144,6 @@ class MPITransport:
 
 def _bytes(tensor: torch.Tensor) -> list[Any]:
     return [_memory(tensor.data_ptr(), tensor.nbytes), MPI.BYTE]
-
-
-def _typed(tensor: torch.Tensor) -> list[Any]:
-    memory = _memory(tensor.data_ptr(), tensor.nbytes)
-    return [memory, tensor.numel(), _DATATYPES[tensor.dtype]]
 
 
 _memory = MPI.buffer.fromaddress

@@ -1,8 +1,8 @@
-"""Transport over NCCL, by cupy: to the host, starting an exchange is launching one more kernel.
+"""A carrier over NCCL, by cupy: to the host, an exchange is one kernel that it starts.
 
 All communicators of a process work on one side stream. It waits for the current stream before it
-sends or sums; the current stream waits for it in `wait`, and the host never. Messages have no tags:
-they are matched by the order in which ranks start them, which is the same on all.
+sends or sums. In `wait` the current stream waits for it, and the host never does. Messages have no
+tags: they are matched by the order in which ranks start them, the same on all.
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ from distconv.transport.interface import Communicator, Message, Request
 from distconv.transport.sums import Summand
 
 _TYPES = {
-    torch.float32: "NCCL_FLOAT32",
-    torch.float64: "NCCL_FLOAT64",
-    torch.int8: "NCCL_INT8",
-    torch.uint8: "NCCL_UINT8",
-    torch.int32: "NCCL_INT32",
-    torch.int64: "NCCL_INT64",
+    getattr(torch, name): f"NCCL_{name.upper()}"
+    for name in ("float32", "float64", "int8", "uint8", "int32", "int64")
 }
 
 
 class NCCLTransport:
-    """Messages between GPUs that each belong to one rank; see `Transport`."""
+    """A carrier between GPUs that each belong to one rank; see `StreamTransport`."""
 
     name, ordered = "nccl", True
 
@@ -101,13 +97,13 @@ class NCCLTransport:
     def _follow(self, communicator: Any) -> None:
         """Let the stream of messages wait for all work queued on the current stream.
 
-        Raises an error that NCCL has met since the last time, such as a lost connection.
+        Raises an error that NCCL has met, such as a lost connection.
         """
         communicator.check_async_error()
         self._side.follow()
 
     def _communicator(self, group: Communicator) -> Any:
-        """Return the NCCL communicator of `group`, made together by its ranks at the first call."""
+        """Return NCCL's communicator for `group`, whose ranks all make it at the first call."""
         key = group.purpose, group.ranks
         if key not in self._communicators:
             name = group.bcast(self._nccl.get_unique_id() if group.rank == 0 else None)

@@ -1,7 +1,7 @@
-"""MPI between tensors on GPUs: through pinned memory of the host, or directly where possible.
+"""A carrier of tensors on GPUs by MPI: through pinned host memory, or directly if MPI can.
 
-MPI knows nothing of streams: it must not read memory that a GPU has yet to write. So the host waits
-for the GPU before it sends; not at the start of an exchange, but at the first wait for one.
+MPI knows nothing of streams, and must not read memory that a GPU has yet to write. So the host
+waits for the GPU before it sends: not at the start of an exchange, but at the first wait for one.
 """
 
 from __future__ import annotations
@@ -11,83 +11,75 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from distconv.device.mpi_support import is_gpu_aware
 from distconv.device.streams import SideStream, is_capturing, record_event, using
-from distconv.transport.interface import Message, Request
+from distconv.transport.interface import ChainedRequest, Message, Request
 
 if TYPE_CHECKING:
     from distconv.transport.interface import Communicator
     from distconv.transport.mpi import MPICommunicator, MPITransport
 
 
-class Event(Protocol):
-    """A point in the work queued on a GPU."""
-
-    def synchronize(self) -> None:
-        """Wait on the host until the GPU has reached the point."""
-
-
 class LaunchQueue:
-    """Messages and reductions that are not passed to MPI yet.
+    """Messages and reductions of a process that are not passed to MPI yet, on all its grids.
 
-    A wait for one of them starts all. So ranks may wait for them in different orders, also for
-    those of
-    several grids: a message that another rank waits for has been started here, and collectives
-    start in the same order on all ranks.
+    A wait for one of them starts all, in order. So ranks may wait in different orders: every
+    message that another rank waits for is started, and collectives start in the same order on all
+    ranks.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[QueuedRequest] = deque()
 
-    def add(self, ready: Event, start: Callable[[], Request]) -> QueuedRequest:
-        """Queue `start`, to be called after `ready`; before, MPI must not touch GPU memory."""
+    def add(self, ready: torch.Event, start: Callable[[], Request]) -> QueuedRequest:
+        """Queue `start`, which passes a message to MPI, to be called after the event `ready`."""
         queued = QueuedRequest(self, ready, start)
         self._waiting.append(queued)
         return queued
 
     def start_all(self) -> None:
-        """Pass everything queued to MPI, in order."""
+        """Start all queued messages and reductions, in order."""
         while self._waiting:
             self._waiting.popleft().start()
 
 
 class QueuedRequest:
-    """A message or a reduction in the queue."""
+    """A message or a reduction in a `LaunchQueue`, for which a rank can wait."""
 
-    def __init__(self, queue: LaunchQueue, ready: Event, start: Callable[[], Request]):
+    def __init__(self, queue: LaunchQueue, ready: torch.Event, start: Callable[[], Request]):
         self._queue, self._ready, self._start = queue, ready, start
         self._request: Request | None = None
 
     def start(self) -> None:
-        """Wait for the GPU, and start."""
+        """Wait for the GPU, then pass the message or reduction to MPI."""
         self._ready.synchronize()
         self._request = self._start()
 
     def wait(self) -> None:
-        """Start all queued messages, and return when this request is complete."""
+        """Start everything in the queue, and return when this request is complete."""
         self._queue.start_all()
         assert self._request is not None
         self._request.wait()
 
 
 class PinnedCopies:
-    """Copies from and to one GPU, each way on a stream of its own."""
+    """Copies between one GPU and pinned host memory, each direction on a stream of its own."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._leaving, self._arriving = SideStream(device), SideStream(device)
 
     def host(self, like: Tensor) -> Tensor:
-        """Return pinned memory for a contiguous tensor."""
+        """Return uninitialised pinned memory for the contiguous tensor `like`."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def now(self) -> torch.Event:
-        """Return an event after all work queued on the current stream."""
+        """Return an event after all work queued so far on the current stream."""
         if is_capturing(self._device):
             raise RuntimeError(
                 "transport 'mpi' lets the host wait for the GPU, which no captured graph can hold; "
@@ -96,7 +88,7 @@ class PinnedCopies:
         return record_event(self._device)
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event]:
-        """Start copies of contiguous tensors, and return them with an event.
+        """Start to copy contiguous tensors to the host; return the copies and an event.
 
         Wait for the event before you read the copies; it also covers all work queued earlier on the
         current stream.
@@ -112,9 +104,10 @@ class PinnedCopies:
         return hosts, leaving.record_event()
 
     def to_device(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Start copies from the host into tensors; the current stream waits for them, not the host.
+        """Start to copy host tensors into tensors on the GPU, given as pairs.
 
-        They start after all earlier uses of the tensors' memory.
+        Work queued next on the current stream waits for the copies; the host does not. They start
+        after all earlier uses of the tensors' memory.
         """
         arriving = self._arriving.stream
         with using(arriving):
@@ -127,27 +120,11 @@ class PinnedCopies:
 _VARIABLE = "DISTCONV_GPU_AWARE_MPI"
 
 
-class StagedRequest:
-    """Messages or a reduction under way, with the copies to the GPU that follow."""
-
-    def __init__(
-        self,
-        copies: PinnedCopies,
-        requests: Sequence[Request] = (),
-        arriving: Sequence[tuple[Tensor, Tensor]] = (),
-    ):
-        self._copies, self._requests, self._arriving = copies, requests, arriving
-
-    def wait(self) -> None:
-        for request in self._requests:
-            request.wait()
-        if self._arriving:
-            self._copies.to_device(self._arriving)
-
-
 class StagedTransport:
-    """Messages over MPI between tensors on GPUs; see `Transport`. Where it is `direct`, MPI reads
-    and writes the memory of GPUs; reductions go through the host in any case, where MPI sums.
+    """A carrier of tensors on GPUs by MPI; see `Transport`.
+
+    If `direct`, MPI reads and writes the GPU's memory. Reductions always go through the host, where
+    MPI sums.
     """
 
     name, ordered = "mpi", False
@@ -156,9 +133,7 @@ class StagedTransport:
         self, mpi: MPITransport, copies: PinnedCopies, queue: LaunchQueue, direct: bool = False
     ):
         self._mpi, self._copies, self._queue, self._direct = mpi, copies, queue, direct
-
-    def next_tag(self) -> int:
-        return self._mpi.next_tag()
+        self.next_tag = mpi.next_tag
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return like.new_empty(shape)
@@ -167,7 +142,7 @@ class StagedTransport:
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
         if not (arriving or leaving):
-            return StagedRequest(self._copies)
+            return ChainedRequest()
         if self._direct:
             start = partial(self._mpi.exchange, arriving, leaving, tag)
             return self._queue.add(self._copies.now(), start)
@@ -178,14 +153,14 @@ class StagedTransport:
         sent = self._queue.add(ready, partial(self._mpi.exchange, (), messages, tag))
         pairs = [(host, t) for (_, host), (_, t) in zip(incoming, arriving, strict=True)]
         # A wait for the sends is a wait for `ready`, after which the receive buffers are free.
-        return StagedRequest(self._copies, (sent, received), pairs)
+        return ChainedRequest((sent, received), partial(self._copies.to_device, pairs))
 
     def all_reduce(self, tensor: Tensor, group: MPICommunicator) -> Request:
         if group.size == 1:
-            return StagedRequest(self._copies)
+            return ChainedRequest()
         (host,), ready = self._copies.to_host([tensor])
         reduced = self._queue.add(ready, partial(self._mpi.all_reduce, host, group))
-        return StagedRequest(self._copies, (reduced,), [(host, tensor)])
+        return ChainedRequest([reduced], partial(self._copies.to_device, [(host, tensor)]))
 
     def all_gather(self, tensor: Tensor, group: MPICommunicator) -> Tensor:
         self._queue.start_all()
@@ -204,10 +179,10 @@ class StagedTransport:
 
 
 def takes_device_memory(comm: Communicator, kind: str) -> bool:
-    """Return whether MPI accepts pointers into the memory of accelerators of a kind.
+    """Return whether MPI takes pointers to memory of a kind of accelerator, on all ranks.
 
-    Collective over `comm`; true only if it does on all its ranks. MPI is asked, unless
-    DISTCONV_GPU_AWARE_MPI is set to 1 or 0; another value is an error, on all ranks.
+    All ranks of `comm` call it. DISTCONV_GPU_AWARE_MPI=1 or 0 decides; if it is not set, MPI is
+    asked. Raises ValueError on all ranks for another value.
     """
     answers = comm.allgather(os.environ.get(_VARIABLE) or _asked(kind))
     for rank, answer in enumerate(answers):

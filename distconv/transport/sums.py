@@ -1,21 +1,18 @@
-"""Sums of types that a library does not sum itself, by types that it does."""
+"""Sums of types that NCCL, gloo or MPI does not sum, by types that it does."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distconv.transport.interface import SUM_TYPES, Request
+from distconv.transport.interface import SUM_TYPES, ChainedRequest, Request
 
 _ADDED = {
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
+    *(torch.float32, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
 }
 """The types that NCCL, gloo and MPI sum."""
 
@@ -23,7 +20,7 @@ _WIDER = SUM_TYPES | {torch.int16: torch.int32}
 
 
 class Summand(NamedTuple):
-    """A tensor in a form that a library can sum."""
+    """A tensor to be summed over ranks, in a type that NCCL, gloo and MPI can sum."""
 
     numbers: Tensor
     """The tensor itself, its real and imaginary parts, or a copy in a wider type."""
@@ -32,7 +29,7 @@ class Summand(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, library: str) -> Summand:
-        """Return the form of a contiguous tensor that `library` can sum: NCCL, gloo or MPI."""
+        """Return the summand for a contiguous tensor; TypeError if `library` cannot sum it."""
         if tensor.dtype in _ADDED:
             return cls(tensor, None)
         if tensor.dtype in _WIDER:
@@ -44,16 +41,7 @@ class Summand(NamedTuple):
         )
 
     def arriving(self, request: Request) -> Request:
-        """Return a request for the sum of the tensor from that for the sum of the numbers."""
-        return request if self.into is None else _CopiedSum(request, self.numbers, self.into)
-
-
-class _CopiedSum:
-    """A sum under way in memory of its own."""
-
-    def __init__(self, request: Request, total: Tensor, into: Tensor):
-        self._request, self._total, self._into = request, total, into
-
-    def wait(self) -> None:
-        self._request.wait()
-        self._into.copy_(self._total)
+        """Return a request for the tensor's sum, given the request for the sum of `numbers`."""
+        if self.into is None:
+            return request
+        return ChainedRequest([request], partial(self.into.copy_, self.numbers))

@@ -1,9 +1,8 @@
-"""Transport over torch's own process groups.
+"""Carriers over torch's own process groups: gloo between hosts, NCCL and others between GPUs.
 
-Each group of ranks has a process group for each purpose, so that sums of one purpose never mix with
-those of another. Messages of gloo, between hosts, are told apart by tags; those between
-accelerators are matched by the order in which ranks start them, the same on all. For gloo the host
-waits, for accelerators the current stream.
+Each group of ranks has a process group for each purpose, so that sums of different purposes never
+mix. gloo tells messages apart by tags, and the host waits for them. Between accelerators messages
+are matched by the order in which ranks start them, the same on all, and the current stream waits.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from distconv.transport.torch_groups import (
 
 
 class TorchRequest:
-    """Messages or a reduction of gloo under way, with the memory that torch reads and writes."""
+    """A started exchange or reduction of gloo, with the memory that torch reads and writes."""
 
     def __init__(self, works: list[Any], memory: Any):
         self.works, self._memory = works, memory
@@ -63,15 +62,16 @@ class TorchRequest:
 
 
 def _outlive(request: TorchRequest) -> None:
-    """Keep the memory of an abandoned request until it is complete."""
+    """Wait for an abandoned request, in a thread, so that its memory is kept until then."""
     with suppress(RuntimeError):
         request.wait()
     request.works = []
 
 
 class TorchTransport:
-    """Messages between hosts by process groups of gloo; see `Transport`. All ranks of `comm` make
-    it; they and their groups meet over the store, which is None for a single rank.
+    """A carrier between hosts by gloo; see `Transport`. All ranks of `comm` make it together.
+
+    Its process groups meet over `store`, which is None for a single rank.
     """
 
     name, ordered = "torch", False
@@ -118,14 +118,14 @@ class TorchTransport:
             self._started(self._group_of(group).broadcast, _bytes(tensor), 0).wait()
 
     def _started(self, collective: Callable[..., Any], *arguments: Any) -> Request:
-        """Start a collective of a process group, and return its request."""
+        """Start a collective of a process group with these arguments, and return its request."""
         given = [lent(a) if isinstance(a, Tensor) else a for a in arguments]
         return TorchRequest([start(collective, *given)], arguments)
 
     def _to_others(
         self, arriving: Sequence[Message], leaving: Sequence[Message]
     ) -> tuple[list[Message], list[Message]]:
-        """Return the bytes of the messages to other ranks; copy those from this rank to itself."""
+        """Return the messages to other ranks, as bytes, and copy those to this rank itself."""
         _copy_own(self._rank, arriving, leaving)
         arriving, leaving = (
             [(r, _bytes(t)) for r, t in messages if r != self._rank and t.numel()]
@@ -134,7 +134,7 @@ class TorchTransport:
         return arriving, leaving
 
     def _group_of(self, comm: Communicator) -> ProcessGroup:
-        """Return the process group of some ranks, which they make together at the first call."""
+        """Return the process group for `comm`, whose ranks make it together at the first call."""
         if isinstance(comm, TorchCommunicator):
             return comm.group
         return self._made(comm, lambda name: gloo_group(self._store, name, comm.rank, comm.size))
@@ -147,8 +147,10 @@ class TorchTransport:
 
 
 class TorchStreamTransport(TorchTransport):
-    """Messages between accelerators that each belong to one rank; see `StreamTransport`. Torch
-    gives up on a message after `limit`; all messages of the process start on the `side` stream.
+    """A carrier between accelerators that each belong to one rank; see `StreamTransport`.
+
+    torch gives up on a message after `limit`. All messages of the process start on the stream
+    `side`.
     """
 
     ordered = True
@@ -164,12 +166,12 @@ class TorchStreamTransport(TorchTransport):
         self.device, self._limit, self._side = device, limit, side
         self._library = library_of(device.type)
         super().__init__(comm, store)
-        self.empty = _empty
+        self.empty = lambda shape, like: like.new_empty(shape)
 
     def check(self) -> None:
-        """Raise an error found by torch's thread that watches the library.
+        """Raise RuntimeError if a thread of torch has found an error of NCCL, or its like.
 
-        That thread ends the process some time later.
+        torch ends the process some time later.
         """
         for group in self._groups.copy().values():
             if error := error_of(group):
@@ -207,16 +209,17 @@ class TorchStreamTransport(TorchTransport):
         return self._side.mark(tensor for _, tensor in (*arriving, *leaving))
 
     def _started(self, collective: Callable[..., Any], *arguments: Any) -> StreamRequest:
-        """Start a collective of a process group after everything started before."""
+        """Start a collective on the side stream, after all work queued on the current stream."""
         self._side.follow()
         with using(self._side.stream):
             start(collective, *arguments).wait()
         return self._side.mark(a for a in arguments if isinstance(a, Tensor))
 
     def _group_of(self, comm: Communicator) -> ProcessGroup:
-        """Return the process group of the ranks of `comm`; they make it together at the first call.
+        """Return the process group for `comm`, whose ranks make it together at the first call.
 
-        A first all-reduce connects all of them; a batch of messages would connect its ranks only.
+        A first all-reduce connects all its ranks; a first batch of messages would connect only
+        some.
         """
 
         def make(name: str) -> ProcessGroup:
@@ -228,11 +231,6 @@ class TorchStreamTransport(TorchTransport):
         return self._made(comm, make)
 
 
-def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return uninitialised memory for a message; torch caches it."""
-    return like.new_empty(shape)
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as a vector of bytes."""
     # A single element is contiguous whatever its stride, which a view would keep.
@@ -240,7 +238,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _copy_own(rank: int, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
-    """Copy the messages that a rank sends to itself."""
+    """Copy the messages that rank `rank`, this one, sends to itself."""
     into = [tensor for other, tensor in arriving if other == rank]
     own = [tensor for other, tensor in leaving if other == rank]
     for target, source in zip(into, own, strict=True):

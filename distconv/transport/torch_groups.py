@@ -1,6 +1,6 @@
-"""Process groups of torch.distributed for some ranks, without a default group, and communicators.
+"""Process groups and communicators by torch.distributed, without its default group.
 
-The ranks of a group find each other in a store by the group's name.
+The ranks of a group find each other by the group's name in a store.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REACH = timedelta(seconds=20)
 
 
 def why_no_process_groups(device: str) -> str | None:
-    """Return why torch cannot carry messages between devices of a kind; None if it can."""
+    """Return why torch cannot carry messages between devices of this kind; None if it can."""
     distributed = torch.distributed
     if not distributed.is_available():
         return "this torch is built without torch.distributed"
@@ -49,7 +49,7 @@ def why_no_process_groups(device: str) -> str | None:
 
 
 def open_store(comm: Communicator) -> Store:
-    """Return a store over TCP that the first rank keeps; None where it cannot be reached.
+    """Return a new store over TCP, which the first rank keeps; None on ranks that cannot reach it.
 
     All ranks of `comm` call it. The first rank must leave last.
     """
@@ -71,8 +71,9 @@ def open_store(comm: Communicator) -> Store:
 
 
 def common_store(comm: Communicator) -> Store:
-    """Return a store for the groups of the ranks of `comm`, which all call it; raises RuntimeError
-    on every rank, where one of them cannot reach it.
+    """Return a new store for process groups among the ranks of `comm`, which all call it.
+
+    Raises RuntimeError on every rank if one cannot reach it.
     """
     store = open_store(comm)
     hosts = comm.allgather((socket.gethostname(), store is not None))
@@ -88,26 +89,26 @@ def common_store(comm: Communicator) -> Store:
 
 
 def group_name(purpose: str, ranks: tuple[int, ...]) -> str:
-    """Return the name of a group, of bounded length for any number of ranks."""
+    """Return a name for the group of these ranks, short for any number of ranks."""
     return f"{purpose} {sha256(repr(ranks).encode()).hexdigest()}"
 
 
 def gloo_group(store: Store, name: str, rank: int, size: int) -> ProcessGroup:
-    """Return gloo's process group of this name. All its ranks call it."""
+    """Return the process group of gloo that is called `name`. All its ranks call it."""
     from torch.distributed import ProcessGroupGloo
 
     return ProcessGroupGloo(prefixed(name, store), rank, size, timeout=NO_LIMIT)
 
 
 def prefixed(name: str, store: Store) -> Store:
-    """Return the part of a store for one group."""
+    """Return a view of a store in which all keys begin with `name`."""
     from torch.distributed import PrefixStore
 
     return PrefixStore(name, store)
 
 
 def start(collective: Callable[..., Any], *arguments: Any) -> Any:
-    """Start a collective, and return torch.distributed's `Work`."""
+    """Start a collective, and return its `Work` of torch.distributed, for `finish`."""
     try:
         return collective(*arguments)
     except RuntimeError as error:
@@ -115,7 +116,7 @@ def start(collective: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def finish(work: Any) -> None:
-    """Return when a collective is complete for the work queued next."""
+    """Wait until the collective whose `start` returned `work` is complete."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -123,15 +124,15 @@ def finish(work: Any) -> None:
 
 
 def complete(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Run a collective on contiguous tensors; afterwards the caller may reuse their memory."""
+    """Run a collective on contiguous tensors, whose memory the caller may use again afterwards."""
     finish(start(collective, *(lent(a) if isinstance(a, Tensor) else a for a in arguments)))
 
 
 def lent(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor to be passed to a process group.
+    """Return a tensor over the memory of a contiguous tensor, to be passed to gloo.
 
-    A thread of gloo holds its tensors for some time after the wait has ended. So it gets a tensor
-    that does not own its memory, which the caller keeps until the collective is complete.
+    gloo's thread holds a tensor for some time after the wait. The result does not own its memory,
+    so the caller's memory is free as soon as the collective is complete.
     """
     if not tensor.numel():
         return tensor
@@ -140,7 +141,7 @@ def lent(tensor: Tensor) -> Tensor:
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return an error of torch.distributed with a possible reason added."""
+    """Return an error of torch.distributed, with likely reasons added for the user."""
     return RuntimeError(
         f"torch.distributed could not complete the messages of an operator ({error}). Where it "
         "says that a connection was closed, another rank has ended; where it says that sizes "
@@ -150,8 +151,9 @@ def explained(error: RuntimeError) -> RuntimeError:
 
 
 class TorchCommunicator:
-    """Some ranks of a job that share a store of torch.distributed, which is None for a rank alone;
-    `me` is this rank's number in the job.
+    """A `Communicator` of ranks that share a store of torch.distributed, or of one rank alone.
+
+    `store` is None for a single rank; `me` is this rank's number in the job.
     """
 
     def __init__(self, store: Store | None, me: int, ranks: tuple[int, ...], purpose: str):
@@ -161,7 +163,7 @@ class TorchCommunicator:
 
     @cached_property
     def group(self) -> ProcessGroup:
-        """Return the process group of several ranks, which make it together at the first call."""
+        """Return gloo's process group of the ranks, which make it together at the first call."""
         name = group_name(self.purpose, self.ranks)
         return gloo_group(self.store, name, self.rank, self.size)
 
@@ -186,7 +188,7 @@ class TorchCommunicator:
         return _unpickled(message)
 
     def _gathered(self, mine: Tensor) -> Tensor:
-        """Return the vectors of all ranks, stacked."""
+        """Return the equally long vectors of all ranks, stacked. All ranks call it."""
         together = mine.new_empty((self.size, len(mine)))
         complete(gather_flat(self.group), together.view(-1), mine)
         return together
