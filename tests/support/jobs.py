@@ -23,7 +23,7 @@ SHARED_CORES = {
     "TIMER_SLACK": "500000",
 }
 """Environment variables for more ranks than cores; see Makefile. Jobs here mostly wait: with sleeps
-of up to half a millisecond (500,000 ns) instead of 50 us the tests on one rank take 6% less time."""
+of 0.5 ms (500,000 ns) in place of 0.05 ms the tests on one rank take 6% less time."""
 
 LIMIT = 100
 """Seconds after which a job counts as hanging."""
