@@ -30,9 +30,6 @@ _DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padd
 
 def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
     """Register the rule of a convolution of `n` spatial dimensions."""
-    names = "stride padding dilation groups"
-    if kind.transposed:
-        names = "stride padding output_padding groups dilation"
 
     @implements(function)
     @treats_samples_alone(function, n + 2)
@@ -40,11 +37,8 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
     def rule(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **named: Any
     ) -> DistTensor:
-        given: dict[str, Any] = _DEFAULTS | dict(zip(names.split(), args, strict=False)) | named
-        groups = given.pop("groups")
-        sizes = {k: x if isinstance(x, str) else to_tuple(x, n, k) for k, x in given.items()}
-        extra = [sizes.pop("output_padding")][: kind.transposed]
-        spec = _specification(kind, function, *sizes.values(), groups, *extra)
+        given = (tuple(x) if isinstance(x, list) else x for x in (*args, *named.values()))
+        spec = _specification(kind, function, n, *given, named=tuple(named))
         if is_merged(input) and not kind.transposed:
             made = _convolve_points(input, weight, bias, spec)
             if made is not None:
@@ -53,9 +47,22 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _specification(kind: Callable[..., Convolution], *arguments: Any) -> Convolution:
-    """Return `kind(*arguments)`: for equal arguments the same object, which caches find faster."""
-    return kind(*arguments)
+def _specification(
+    kind: Any, function: Callable[..., Tensor], n: int, *given: Any, named: tuple[str, ...]
+) -> Convolution:
+    """Return the arguments of a convolution from torch's arguments after the bias.
+
+    `named` are the names of the last of them. The result is cached: caches find one object faster.
+    """
+    names = "stride padding dilation groups".split()
+    if kind.transposed:
+        names = "stride padding output_padding groups dilation".split()
+    names = [*names[: len(given) - len(named)], *named]
+    values: dict[str, Any] = _DEFAULTS | dict(zip(names, given, strict=True))
+    groups = values.pop("groups")
+    sizes = {k: x if isinstance(x, str) else to_tuple(x, n, k) for k, x in values.items()}
+    extra = [sizes.pop("output_padding")][: kind.transposed]
+    return cast(Convolution, kind(function, *sizes.values(), groups, *extra))
 
 
 def _convolve_points(

@@ -115,12 +115,6 @@ def _copied(function: Callable[..., Any], view: Callable[..., Any]) -> None:
         return tuple(part.clone() for part in result)
 
 
-def _sliced(
-    input: DistTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> DistTensor:
-    return slice_of(input, dim, start, end, step)
-
-
 for _name in """
     detach diagonal narrow permute select split split_with_sizes squeeze t transpose unbind
     unsqueeze view_as_complex view_as_real
@@ -129,7 +123,7 @@ for _name in """
 _copied(torch.Tensor.narrow_copy, torch.narrow)
 _copied(torch.alias_copy, lambda input: input)
 _copied(torch.expand_copy, lambda input, size, *, implicit=False: expand(input, size))
-_copied(torch.slice_copy, _sliced)
+_copied(torch.slice_copy, slice_of)
 _copied(torch.unfold_copy, torch.Tensor.unfold)
 _copied(torch.view_copy, torch.Tensor.view)
 

@@ -265,11 +265,11 @@ def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
 
 
 def slice_of(
-    input: DistTensor, dim: int, start: int | None, stop: int | None, step: int = 1
+    input: DistTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> DistTensor:
-    """Return the positions from `start` to `stop`, exclusive, along one dimension."""
+    """Return the positions from `start` to `end`, exclusive, along one dimension."""
     d = normalize_dim(dim, input.dim())
-    return getitem(input, (*(slice(None),) * d, slice(start, stop, step)))
+    return getitem(input, (*(slice(None),) * d, slice(start, end, step)))
 
 
 @implements(torch.narrow, torch.Tensor.narrow)
