@@ -41,6 +41,8 @@ class _Plan(NamedTuple):
     """The arguments of the local operator on the gathered inputs."""
     boundary: Boundary | None
     """How to compute while halos travel; None if the inputs are gathered first."""
+    made: tuple[int, ...]
+    """The shape of the outputs of the local operator."""
     elements: int
     """The number of the rank's inputs or outputs, whichever is larger."""
 
@@ -68,10 +70,10 @@ def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _P
     buffer = gather_by(plan.inputs, x, part.cuts, operator)
     if not weight.numel():
         return part.empty_result(buffer, weight, bias)
-    if prod(part.box.shape):
+    if 0 not in plan.made:
         return plan.local.recorded(plan.buffer, buffer, weight, bias)
     inputs = filled_block(buffer, (1, buffer.shape[1], *plan.buffer.shape[2:]))
-    return plan.local.recorded(plan.buffer, inputs, weight, bias)[:0].reshape(part.box.shape)
+    return plan.local.recorded(plan.buffer, inputs, weight, bias)[:0].reshape(plan.made)
 
 
 @lru_cache(maxsize=4096)
@@ -91,6 +93,6 @@ def _plan(
         boundary = spec.boundary(x.topology, x.rank, *part.alone(x), maps)
     inputs = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, part.needs, part.cuts)
     local = replace(spec.local, groups=part.groups)
-    given = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
-    elements = max(prod(given), prod(part.box.shape))
-    return _Plan(part, inputs, local, spec.buffer(maps, x, part.box), boundary, elements)
+    given, made = rank_box(x.shape, x.cuts, x.topology, x.rank).shape, part.box.shape
+    elements = max(prod(given), prod(made))
+    return _Plan(part, inputs, local, spec.buffer(maps, x, part.box), boundary, made, elements)
