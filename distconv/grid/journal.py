@@ -27,8 +27,9 @@ from distconv.grid.program_lines import is_parked, place_of, user_line
 from distconv.grid.rank_words import by_ranks
 from distconv.grid.waits import Wait, Waiting
 from distconv.torch_private import backward_pass
-from distconv.transport.interface import Comparison, Tags
+from distconv.transport.interface import Comparison
 from distconv.transport.launch import switched_on
+from distconv.transport.tags import Tags
 
 _VARIABLE = "DISTCONV_DEBUG"
 _FIRST, _EVERY = 16, 64

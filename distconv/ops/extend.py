@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from distconv.geometry.index_maps import Same, Window
+from distconv.geometry.index_maps import Same
+from distconv.geometry.windows import Window
 from distconv.ops.math.pointwise import pointwise_rule
 from distconv.ops.support.argument_forms import Sizes, to_tuple
 from distconv.ops.support.operands import as_distributed, box_on_rank, common_grid, gather_whole

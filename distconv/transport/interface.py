@@ -99,22 +99,6 @@ class StreamTransport(Transport, Protocol):
         """Close all connections: at once for `abort`, else when their work is done."""
 
 
-_MOST = 32767
-"""The number of tags before they repeat; every MPI has as many."""
-
-
-class Tags:
-    """The tags 1, 2, ... of exchanges, which all ranks start in one order."""
-
-    def __init__(self) -> None:
-        self.last = 0
-
-    def next(self) -> int:
-        """Return the tag of the next exchange."""
-        self.last = self.last % _MOST + 1
-        return self.last
-
-
 class Comparison:
     """A running all-reduce that compares numbers between ranks.
 

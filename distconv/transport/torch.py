@@ -22,8 +22,9 @@ from distconv.device.kinds import library_of
 from distconv.device.streams import SideStream, StreamRequest, using
 from distconv.torch_private import end_batch, end_group, gather_flat, start_batch
 from distconv.transport.buffers import BufferPool
-from distconv.transport.interface import Communicator, Message, Request, Tags
+from distconv.transport.interface import Communicator, Message, Request
 from distconv.transport.sums import Summand
+from distconv.transport.tags import Tags
 from distconv.transport.torch_groups import (
     ProcessGroup,
     Store,

@@ -15,10 +15,12 @@ import distconv as dc
 from distconv.comm.collectives import all_reduce, all_reduce_with_grad
 from distconv.comm.replication import replicate, unreplicate
 from distconv.comm.transfer import gather
-from distconv.geometry.index_maps import Grouped, IndexMap, Pad, Same, Span, Strided, Window
+from distconv.geometry.index_maps import Grouped, IndexMap, Same, Span, Strided
 from distconv.geometry.layout import Cuts, rank_box
+from distconv.geometry.padding import Pad
 from distconv.geometry.plan import Plan, make_plan
 from distconv.geometry.topology import AXES
+from distconv.geometry.windows import Window
 from tests.support.geometry import OUTSIDE, needed
 from tests.support.serial import examples, random_grid, random_layout
 

@@ -11,22 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distconv.geometry.index_maps import (
-    AdaptiveWindow,
     Grouped,
     IndexMap,
-    Pad,
     Reversed,
     Rolled,
     Rows,
     Same,
     Span,
     Strided,
-    TransposedWindow,
-    Window,
 )
 from distconv.geometry.layout import Cuts, rank_box, replicating_axes
+from distconv.geometry.padding import Pad
 from distconv.geometry.plan import Plan, elements_moved, make_plan
 from distconv.geometry.topology import Topology
+from distconv.geometry.windows import AdaptiveWindow, TransposedWindow, Window
 from tests.support.geometry import OUTSIDE, cuts_of, needed, topologies
 
 

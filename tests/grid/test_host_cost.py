@@ -16,9 +16,10 @@ import distconv as dc
 from benchmarks.host_cost import RANKS, cases, chain, functions_called, square
 from distconv.geometry.halo.convolution import needs_halo
 from distconv.geometry.halo.transposed_convolution import transposed_needs_halo
-from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow, Window
+from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.plan import make_plan
 from distconv.geometry.topology import Topology
+from distconv.geometry.windows import TransposedWindow, Window
 from distconv.grid import communicators
 from distconv.grid.ranks import world
 from distconv.transport.launch import switched_on

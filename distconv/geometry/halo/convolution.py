@@ -16,7 +16,8 @@ from dataclasses import replace
 from functools import partial
 
 from distconv.geometry.halo.slabs import SlabExtent, any_halo, make_boundary
-from distconv.geometry.index_maps import Interval, Window
+from distconv.geometry.index_maps import Interval
+from distconv.geometry.windows import Window
 
 
 def _own_padding(window: Window, own: Interval, made: Interval) -> int:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from distconv.geometry.halo.slabs import SlabExtent, any_halo, make_boundary
-from distconv.geometry.index_maps import Interval, TransposedWindow
+from distconv.geometry.index_maps import Interval
+from distconv.geometry.windows import TransposedWindow
 
 
 def _crop_arguments(

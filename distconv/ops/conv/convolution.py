@@ -12,8 +12,9 @@ from torch import Tensor
 
 from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
 from distconv.geometry.halo.slabs import Boundary, LocalInput
-from distconv.geometry.index_maps import IndexMap, Window
+from distconv.geometry.index_maps import IndexMap
 from distconv.geometry.layout import Box, Cuts, Shape
+from distconv.geometry.windows import Window
 from distconv.ops.conv.local_convolution import LocalConvolution
 from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
 from distconv.ops.support.operands import Placement

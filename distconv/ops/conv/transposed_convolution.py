@@ -11,8 +11,9 @@ from distconv.geometry.halo.transposed_convolution import (
     transposed_convolution_boundary,
     transposed_needs_halo,
 )
-from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
+from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Box, Cuts, Shape
+from distconv.geometry.windows import TransposedWindow
 from distconv.ops.conv.convolution import Convolution, Sides
 from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
 from distconv.ops.support.operands import Placement

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.geometry.index_maps import IndexMap, Same, Window
+from distconv.geometry.index_maps import IndexMap, Same
+from distconv.geometry.windows import Window
 from distconv.ops.shape.indexing import cat
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
 from distconv.ops.support.metadata_checks import check_on_meta

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.index_maps import AdaptiveWindow, Run, Same, Window
+from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import Cuts
+from distconv.geometry.windows import AdaptiveWindow, Run, Window
 from distconv.ops.pool.local_pooling import check_pooled_type
 from distconv.ops.reduce.sums import mean
 from distconv.ops.support.argument_forms import accepts_unbatched

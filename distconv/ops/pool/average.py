@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.index_maps import Window
 from distconv.geometry.layout import Box
+from distconv.geometry.windows import Window
 from distconv.ops.pool.local_pooling import check_pooled_type, with_some_channel
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
 from distconv.ops.support.constants import constant

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from distconv import torch_private
-from distconv.geometry.index_maps import IndexMap, Pad, Same
+from distconv.geometry.index_maps import IndexMap, Same
+from distconv.geometry.padding import Pad
 from distconv.ops.support.constants import constant
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import box_on_rank, empty_block

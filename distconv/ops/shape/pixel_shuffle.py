@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distconv.geometry.index_maps import Grouped, IndexMap, Same, Window
+from distconv.geometry.index_maps import Grouped, IndexMap, Same
+from distconv.geometry.windows import Window
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import box_on_rank, empty_block
 from distconv.tensor.dispatch import implements

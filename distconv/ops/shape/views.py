@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from distconv.geometry.index_maps import IndexMap, Same, Window
+from distconv.geometry.index_maps import IndexMap, Same
+from distconv.geometry.windows import Window
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import box_on_rank, empty_block, uncut

@@ -7,8 +7,9 @@ from math import prod
 
 from torch import Tensor
 
-from distconv.geometry.index_maps import IndexMap, Same, Window
+from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Cuts
+from distconv.geometry.windows import Window
 from distconv.ops.support.argument_forms import Sizes, to_tuple
 from distconv.ops.support.operands import box_on_rank, filled_block
 from distconv.tensor.dist_tensor import DistTensor

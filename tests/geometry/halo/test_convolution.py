@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
-from distconv.geometry.index_maps import Window
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
+from distconv.geometry.windows import Window
 
 windows = st.builds(
     lambda k, s, d, p: Window(k, s, d, (p, p)),

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distconv.geometry.halo import convolution, slabs, transposed_convolution
-from distconv.geometry.index_maps import Same, TransposedWindow, Window
+from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import block, default_cuts, distinct_parts
 from distconv.geometry.plan import make_plan
 from distconv.geometry.topology import AXES, Topology
+from distconv.geometry.windows import TransposedWindow, Window
 
 small, sizes, parts = st.integers(0, 3), st.integers(1, 60), st.integers(2, 24)
 windows = st.builds(

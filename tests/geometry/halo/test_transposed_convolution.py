@@ -14,9 +14,9 @@ from distconv.geometry.halo.transposed_convolution import (
     transposed_convolution_boundary,
     transposed_needs_halo,
 )
-from distconv.geometry.index_maps import TransposedWindow
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
+from distconv.geometry.windows import TransposedWindow
 
 maps = st.builds(
     lambda k, s, d, p, e: TransposedWindow(k, s, d, p, min(e, max(s, d) - 1)),

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import distconv as dc
 from distconv import layers
 from distconv.comm.ledger import trace_movements
-from distconv.geometry.index_maps import Same, Window
+from distconv.geometry.index_maps import Same
+from distconv.geometry.windows import Window
 from distconv.ops.conv import channel_algorithms, spatial
 from distconv.ops.conv.channel_algorithms import Division, communication_volume, parallel
 from distconv.transport.interface import Message
