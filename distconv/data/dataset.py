@@ -24,9 +24,9 @@ from distconv.data.fields import (
     Transform,
     Values,
     given_shapes,
+    halo_of,
     prepare,
     tensor_type,
-    with_halo,
 )
 from distconv.data.layouts import batch_cuts, check_names
 from distconv.data.sources.interface import Source
@@ -163,7 +163,7 @@ class Dataset:
                     transform=transforms.get(name),
                     shape=shapes[name][0],
                     space=shapes[name][1],
-                    halo=(),
+                    halo=halo_of(name, own, *shapes[name], halo, halo_border),
                     border=halo_border,
                     augmentations=augmentations,
                     changes=tuple(augmentations.changes(number, name)),
@@ -176,7 +176,7 @@ class Dataset:
                         f"augment: {own.changes[0][1]} changes {own.source.name}, which is of "
                         f"{own.dtype}; expected floating-point numbers, as dtype= makes them"
                     )
-            return with_halo(fields, halo)
+            return fields
 
         self._fields = together(grid, opened)
         facts = together(grid, self._facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -252,28 +252,25 @@ def given_shapes(
     return found
 
 
-def with_halo(fields: Mapping[Field, FieldOnGrid], halo: Any) -> dict[Field, FieldOnGrid]:
-    """Return the fields with their halos set; `halo` is the user's argument of `Dataset`.
+def halo_of(
+    name: Field, source: Source, shape: tuple[int, ...], space: int, halo: Any, border: str
+) -> tuple[int, ...]:
+    """Return the `halo` of a field, given the user's arguments `halo` and `border` of `Dataset`.
 
     Raises ValueError for halos of fields without space, and for periodic halos larger than samples.
     """
-    chosen = {}
-    for name, own in fields.items():
-        asked = halo.get(name) if isinstance(halo, Mapping) else halo if own.space else None
-        if asked is None or asked == 0:
-            chosen[name] = own
-            continue
-        space = own.shape[len(own.shape) - own.space :]
-        sides = (asked,) * own.space if isinstance(asked, int) else tuple(asked)
-        if not own.space or len(sides) != own.space or min(sides) < 0:
-            raise ValueError(
-                f"halo={asked!r} of {own.source.name}, which shares {own.space} dimensions of "
-                "space with the first field; expected an extent from 0, one for all or for each"
-            )
-        if own.border not in BORDERS:
-            raise ValueError(f"halo_border={own.border!r}; choose one of {', '.join(BORDERS)}")
-        if own.border == "periodic" and any(h > n for h, n in zip(sides, space, strict=True)):
-            raise ValueError(f"halo={asked!r} is larger than the samples, {space}, and periodic")
-        halos = (*(0,) * (len(own.shape) - own.space), *sides)
-        chosen[name] = replace(own, halo=halos)
-    return chosen
+    asked = halo.get(name) if isinstance(halo, Mapping) else halo if space else None
+    if asked is None or asked == 0:
+        return ()
+    extents = shape[len(shape) - space :]
+    sides = (asked,) * space if isinstance(asked, int) else tuple(asked)
+    if not space or len(sides) != space or min(sides) < 0:
+        raise ValueError(
+            f"halo={asked!r} of {source.name}, which shares {space} dimensions of "
+            "space with the first field; expected an extent from 0, one for all or for each"
+        )
+    if border not in BORDERS:
+        raise ValueError(f"halo_border={border!r}; choose one of {', '.join(BORDERS)}")
+    if border == "periodic" and any(h > n for h, n in zip(sides, extents, strict=True)):
+        raise ValueError(f"halo={asked!r} is larger than the samples, {extents}, and periodic")
+    return (*(0,) * (len(shape) - space), *sides)

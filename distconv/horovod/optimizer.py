@@ -209,28 +209,22 @@ class _Reduction:
         if self.size > 1:
             self._look()
             self._reduce_buckets()
-            changed, self._changed = self._changed, False
-            self._states.clear()
-            if changed:
-                self.begun = self._announced = False
-                self.reset()
-                raise HorovodInternalError(
-                    f"{_OWNER}: gradients have changed between backward() and step(), as "
-                    "clip_grad_norm_ changes them, while they travel: ranks would go on with "
-                    "different parameters. Call synchronize(), change them, and step within "
-                    "`with optimizer.skip_synchronize():`"
-                )
+        changed, self._changed = self._changed, False
+        self._states.clear()
         self.begun = self._announced = False
+        self._left = dict.fromkeys(self._left, self.passes)
+        if changed:
+            raise HorovodInternalError(
+                f"{_OWNER}: gradients have changed between backward() and step(), as "
+                "clip_grad_norm_ changes them, while they travel: ranks would go on with different "
+                "parameters. Call synchronize(), change them, and step within `with "
+                "optimizer.skip_synchronize():`"
+            )
         self.synchronized = True
-        self.reset()
 
     def _look(self) -> None:
         """Note whether the program has changed a gradient since the backward pass."""
         self._changed |= any(_state(p) != seen for p, seen in self._states.items())
-
-    def reset(self) -> None:
-        """Count the backward passes of the next step from 0."""
-        self._left = dict.fromkeys(self._left, self.passes)
 
     def _after_accumulation(self, p: Tensor) -> None:
         if p.grad is not None and p.grad.layout != torch.strided:

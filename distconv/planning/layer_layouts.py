@@ -132,7 +132,7 @@ def plan_layouts(
         for layer, cuts in zip(chain, path, strict=True):
             if cuts != comes:
                 found[layer.name] = Layout.of(cuts)
-            comes = costs.made(layer, cuts) or ((),) * len(cuts)
+            comes = costs.record(layer, cuts)[1] or ((),) * len(cuts)
     if not found:
         return LayoutPlan(dict(uniform.grid), {}, uniform, uniform)
     best = predict(module, shapes, grid, machine, layouts=given | found, **options)
@@ -252,27 +252,23 @@ class _Costs:
 
     def prepare(self, chain: Sequence[ChainedLayer]) -> None:
         """Record each layer with each of its cuts, and time the local operators found."""
-        several = [self._record(layer, cuts)[0] for layer in chain for cuts in self.layouts(layer)]
+        several = [self.record(layer, cuts)[0] for layer in chain for cuts in self.layouts(layer)]
         self._times.prepare_approximately([r.operators for each in several for r in each])
 
     def seconds(self, layer: ChainedLayer, cuts: Cuts) -> float:
         """Return the seconds of a layer, forward and backward; infinity if the cuts are refused."""
-        return max(map(self._played, self._record(layer, cuts)[0]), default=inf)
+        return max(map(self._played, self.record(layer, cuts)[0]), default=inf)
 
     def _played(self, recording: Recording) -> float:
         segments = play([recording], self._machine, self._times).segments[recording.rank]
         return sum(s.stop - s.start for s in segments if s.place.layer in recording.shapes)
-
-    def made(self, layer: ChainedLayer, cuts: Cuts) -> Cuts | None:
-        """Return the cuts of a layer's output, given its input's; None if those are refused."""
-        return self._record(layer, cuts)[1]
 
     def between(self, chain: Sequence[ChainedLayer], i: int, last: Cuts, cuts: Cuts) -> float:
         """Return the seconds to redistribute the input of layer `i` to `cuts`, and its gradient.
 
         `last` are the cuts of the input of the layer before; infinity if that is refused.
         """
-        comes = last if i == 0 else self.made(chain[i - 1], last)
+        comes = last if i == 0 else self.record(chain[i - 1], last)[1]
         if comes is None or len(comes) != len(cuts):
             return inf
         if comes == cuts:
@@ -291,7 +287,7 @@ class _Costs:
         packed = 2 * self._machine.packing.at(sum(n for _, n in arriving + leaving))
         return passes * messages_cost(rank, arriving, leaving, self._machine).total + packed
 
-    def _record(self, layer: ChainedLayer, cuts: Cuts) -> tuple[Sequence[Recording], Cuts | None]:
+    def record(self, layer: ChainedLayer, cuts: Cuts) -> tuple[Sequence[Recording], Cuts | None]:
         """Return a layer's recordings and output cuts, given its input's; (), None if refused."""
         key = _key(layer, cuts)
         if key not in self._recorded:

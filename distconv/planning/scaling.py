@@ -137,13 +137,9 @@ class Study:
 
     def ideal(self, ranks: int) -> float | None:
         """Return the seconds of the ideal step on `ranks` ranks, from measured ones if any."""
-        base = self.base
-        if base is not None:
-            return median(base.seconds) * self._share(base, ranks)
-        base = self.predicted_base
-        if base is None or base.predicted is None:
-            return None
-        return base.predicted * self._share(base, ranks)
+        base = self.base or self.predicted_base
+        seconds = base and (median(base.seconds) if base.seconds else base.predicted)
+        return seconds * self._share(base, ranks) if base and seconds else None
 
     def rows(self) -> list[list[Cell]]:
         """Return the table of the cases: the headings, and then a row for each case."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from distconv.comm.collectives import all_reduce_coalesced, broadcast
@@ -103,14 +102,13 @@ class ElasticAveraging:
         self._steps += 1
         if self._steps % self.period:
             return
-        with torch.no_grad():
-            pulls = []
-            for x, center in self._pairs():
-                pulls.append((x - center).mul_(self.alpha))
-                x.sub_(pulls[-1])
-            totals = all_reduce_coalesced(pulls, self._grid, ("sample",))
-            for (_, center), total in zip(self._pairs(), totals, strict=True):
-                center.add_(total)
+        pulls = []
+        for x, center in self._pairs():
+            pulls.append((x - center).mul_(self.alpha))
+            x.sub_(pulls[-1])
+        totals = all_reduce_coalesced(pulls, self._grid, ("sample",))
+        for (_, center), total in zip(self._pairs(), totals, strict=True):
+            center.add_(total)
 
     @contextmanager
     def center(self) -> Iterator[None]:
@@ -118,16 +116,14 @@ class ElasticAveraging:
 
         The worker's parameters come back afterwards. Nothing is sent.
         """
-        with torch.no_grad():
-            own = [x.clone() for x, _ in self._pairs()]
-            for x, center in self._pairs():
-                x.copy_(center)
+        own = [x.clone() for x, _ in self._pairs()]
+        for x, center in self._pairs():
+            x.copy_(center)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for (x, _), value in zip(self._pairs(), own, strict=True):
-                    x.copy_(value)
+            for (x, _), value in zip(self._pairs(), own, strict=True):
+                x.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the center's parameters by name, and the number of steps taken.

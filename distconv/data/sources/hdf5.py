@@ -71,11 +71,6 @@ class HDF5Source(Source):
             self.chunks = (1, *chunks) if self._single else chunks
         self.check_numbers()
 
-    @property
-    def checksummed(self) -> bool:
-        """Return whether the dataset has checksums, by which HDF5 notices damage when it reads."""
-        return bool(self._dataset.fletcher32)
-
     def read_into(self, out: Array, sample: int, box: Box) -> None:
         """Read a box of one sample into `out`, without a copy unless values are unpacked.
 
