@@ -26,7 +26,7 @@ class _DistributedBatchNorm(BatchNorm):
     ----------
     statistics: the elements over which the training statistics are taken.
         "global": the whole mini-batch, as in serial torch.
-        "sample": the samples that this rank's group of P_S ranks shares, in full.
+        "sample": all elements of the samples that this rank's group of P_S ranks shares.
         "local": this rank's own elements; the forward pass communicates only for the running
         statistics.
         The running statistics of "sample" and "local" are the mean over the groups that have

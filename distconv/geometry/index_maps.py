@@ -122,7 +122,7 @@ class Grouped(Ascending):
 
 @dataclass(frozen=True)
 class Rows(Ascending):
-    """A reshape of a run of elements from rows of `before` to rows of `after` elements."""
+    """A reshape of rows of `before` elements to rows of `after` elements; positions count rows."""
 
     before: int
     after: int
@@ -134,7 +134,7 @@ class Rows(Ascending):
         return ((start * self.after // self.before, -(-stop * self.after // self.before)),)
 
     def offset(self, start: int) -> int:
-        """Return the number of elements in the buffer before the first one of output `start`."""
+        """Return the number of elements in the buffer before the first element of row `start`."""
         return start * self.after % self.before
 
 

@@ -28,11 +28,12 @@ def block(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def distinct_parts(first: int, second: int, parts: int, steps: tuple[int, int]) -> Iterator[int]:
-    """Yield one part of each kind, for two dimensions of `first` and `second` elements.
+    """Yield one part of each kind, so that a check of all parts need not visit every part.
 
-    Both are cut into `parts` parts. Parts of a kind have equal lengths in each dimension, and an
-    equal drift: steps[0] * start in the first dimension minus steps[1] * start in the second. If
-    the drift changes from part to part, every part is yielded.
+    Two dimensions, of `first` and `second` elements, are each cut into `parts` parts. Parts of a
+    kind have equal lengths in each dimension, and an equal drift: steps[0] * start in the first
+    dimension minus steps[1] * start in the second. If the drift changes from part to part, every
+    part is yielded.
     """
     edges = {0, 1, first % parts, second % parts, parts - 1, parts}
     for start, stop in pairwise(sorted(edge for edge in edges if edge <= parts)):

@@ -13,7 +13,11 @@ from distconv.geometry.layout import Shape
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
-    """Return pairs of shortest runs of dimensions with equal products, one run of each shape."""
+    """Return the shortest runs of dimensions of two shapes that have equal numbers of elements.
+
+    The runs follow each other in both shapes; each pair has the run of `before` and that of
+    `after`.
+    """
     found = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -52,9 +56,9 @@ def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
 
 
 def merged_runs(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ...]:
-    """Return for each size the consecutive factors with that product; (1,) for 1.
+    """Return for each of `sizes` the consecutive `factors` with that product; (1,) for size 1.
 
-    `factors` are larger than 1, except for a factor 1 of a size 1.
+    A factor 1 is allowed only where a size is 1.
     """
     runs, i = [], 0
     for n in sizes:

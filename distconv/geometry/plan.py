@@ -184,7 +184,7 @@ class _Dimension:
         return sum(n for n in pieces if n > 0)
 
     def targets(self, source: int) -> set[int]:
-        """Return the target parts that take elements from source part `source`, perhaps more."""
+        """Return target parts, among them all that take elements from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
         if start == stop:
             return set()
@@ -285,10 +285,11 @@ def elements_moved(
 def _counts(
     d: _Dimension, source: int, target: int, takers: tuple[int, ...]
 ) -> tuple[int, int, int]:
-    """Return three numbers of elements along one dimension.
+    """Return the numbers of elements gathered, given and kept along one dimension.
 
-    Part `target` takes the first number from all parts, and the third from part `source`. The parts
-    `takers` take the second from part `source`.
+    A rank that holds part `source` of the input and computes part `target` of the output gathers
+    elements from all source parts, its own included. It gives elements to the target parts
+    `takers`, and keeps the elements of its own source part that its target part needs.
     """
     received = sum(d.overlap(i, target) for i in d.sources(target))
     sent = sum(d.overlap(source, j) for j in takers)
@@ -348,9 +349,10 @@ def _targets(
 def _takers(
     topology: Topology, here: Mapping[str, int], moving: Set[str], d: _Dimension, source: int
 ) -> list[int]:
-    """Return the target parts that take elements from part `source` of the rank at `here`.
+    """Return the target parts that take elements from part `source` of one rank.
 
-    `moving` are the axes that cut the input.
+    `here` are the coordinates of this rank; `moving` are the axes that cut the input. Only a rank
+    with the same coordinates along all other axes takes elements from it.
     """
     fixed = [axis for axis in d.target_axes if axis not in moving]
     parts = []

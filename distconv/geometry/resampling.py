@@ -49,7 +49,11 @@ class Resampled(Ascending):
         return ((first - (first % ratio.denominator if ratio else 0), int(positions.max()) + 1),)
 
     def ratio(self, size: int) -> Fraction | None:
-        """Return the outputs per input as a fraction with a small denominator, or None."""
+        """Return the number of outputs per input as a fraction with a small denominator.
+
+        Returns None if there is none, with `align_corners`, and for a scale other than 1 between
+        equal sizes.
+        """
         if self.align_corners:
             return None
         scale = self.scale if self.scale is not None and self.scale > 0 else self.outputs / size
@@ -60,8 +64,9 @@ class Resampled(Ascending):
     def alone(self, size: int, start: int, stop: int) -> tuple[int, float] | None:
         """Return torch's arguments to compute the outputs [start, stop) from `intervals` alone.
 
-        The first number counts the surplus outputs before `start`, the second is the outputs per
-        input. Returns None if the kernel would use other positions.
+        The first number counts the surplus outputs that torch returns before `start`, the second is
+        the number of outputs per input. Returns None if torch's kernel would use other positions
+        than for the whole dimension.
         """
         ratio = self.ratio(size)
         if ratio is None:
@@ -118,9 +123,9 @@ class Resampled(Ascending):
     def ambiguous(self, size: int) -> bool:
         """Return whether torch's kernels disagree about which input is the nearest.
 
-        Some take the ratio of the sizes where it is 1 or 2, whatever the scale, and some compute in
-        the precision of the data. Forward and backward pass may differ in that, as may memory
-        formats. All agree in two dimensions.
+        Some kernels take the ratio of the sizes where this ratio is 1 or 2, whatever the scale, and
+        some kernels compute in the precision of the data. Forward and backward pass may use
+        different kernels, and so may memory formats. In two dimensions all kernels agree.
         """
         if not self.mode.startswith("nearest"):
             return False

@@ -31,7 +31,7 @@ class Window(Ascending):
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Return the distances between consecutive windows, in outputs and in inputs."""
+        """Return the distances from one window to the next, in outputs and in inputs."""
         return 1, self.stride
 
     def output_size(self, size: int) -> int:
@@ -60,7 +60,7 @@ class TransposedWindow(Ascending):
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Return the distances between consecutive windows, in outputs and in inputs."""
+        """Return the distances from one window to the next, in outputs and in inputs."""
         return self.stride, 1
 
     def output_size(self, size: int) -> int:
@@ -86,7 +86,7 @@ class TransposedWindow(Ascending):
 
 
 class Run(NamedTuple):
-    """The elements [start, stop) of a buffer, which adaptive pooling reduces to `outputs`."""
+    """The elements [start, stop) of a buffer, from which torch pools `outputs` in one call."""
 
     start: int
     stop: int
@@ -113,7 +113,8 @@ class AdaptiveWindow(Ascending):
     def runs(self, size: int, start: int, stop: int) -> tuple[Run, ...]:
         """Return runs of the buffer from which adaptive pooling computes the outputs [start, stop).
 
-        Pooled alone, a run may have other windows than in the whole; it is halved then.
+        Each run is pooled alone. If its windows would then differ from those in the whole
+        dimension, the run is halved.
         """
         origin, runs = self.window(size, start)[0], []
         while start < stop:

@@ -36,10 +36,11 @@ GradientArguments = Tensor | Sequence[Tensor | None] | None
 def _seeds(
     tensors: Sequence[Tensor], gradients: GradientArguments, operator: str
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the shards of `tensors`, and this rank's share of the gradient given for each.
+    """Return the shards of `tensors`, and the gradient block with which backward starts at each.
 
-    They are the arguments of torch's own backward pass. Raises RuntimeError unless there is one
-    gradient for each tensor, or none at all.
+    The gradient block of a replicated tensor is divided by the number of replicas, as autograd sums
+    over them. `operator` is the name of the called function, for error messages. Raises
+    RuntimeError unless there is one gradient for each tensor, or none at all.
     """
     given: Sequence[Tensor | None]
     if gradients is None:
@@ -117,9 +118,10 @@ def grad(
     allow_unused = materialize_grads if allow_unused is None else allow_unused
 
     def used(leaf: Tensor, part: Tensor | None) -> Tensor | None:
-        """Return `part`, torch's gradient of `leaf`; for None return zeros if the graph reaches it.
+        """Return `part`, the gradient of `leaf`; for None return zeros if `leaf` is in the graph.
 
-        For another leaf returns None, or raises RuntimeError unless `allow_unused`.
+        If the graph of the outputs does not reach `leaf`, returns None with `allow_unused`, and
+        raises RuntimeError without.
         """
         if part is not None:
             return part
@@ -166,9 +168,9 @@ def _recorded_alike(
 ) -> list[Tensor | None]:
     """Return `parts`, the gradients of `leaves`, each with a graph on all ranks or on none.
 
-    Collective. A rank whose block has no elements, or was overwritten in full, has a constant
-    gradient even if other ranks have one that can be differentiated again. It adds an empty sum
-    over the leaf.
+    Collective. With `create_graph` a rank whose block has no elements, or was overwritten in full,
+    has a constant gradient even if other ranks have one that can be differentiated again. Such a
+    rank adds the sum of no elements of the leaf, which is 0 and has a graph.
     """
     recorded = [part is not None and part.requires_grad for part in parts]
     counts = torch.tensor(recorded, dtype=torch.float64, device=grid.device)

@@ -114,7 +114,11 @@ class _Call:
         return outputs if self._several else outputs[0]
 
     def forward(self, node: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run the user's forward, copy its settings to `node`, and return the outputs' shards."""
+        """Run the user's forward; return the shards of its outputs.
+
+        Saved tensors and other settings of the user's `ctx` are copied to `node`, the node in the
+        graph of the shards.
+        """
         function, context, grid = self._function, self._context, self._grid
         if _has_setup_context(function):
             result = function.forward(*arguments)
@@ -267,7 +271,8 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
 def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:
     """Return a checkpoint's inputs with shards in place of DistTensors, and their places.
 
-    torch.utils.checkpoint saves the first list; a place is None for any other input.
+    torch.utils.checkpoint saves the first list. The second has the `_BlockPlace` of each
+    DistTensor, and None for every other input.
     """
     places = []
     for x in inputs:

@@ -35,10 +35,11 @@ Function = Callable[..., Tensor]
 def elementwise(function: Function) -> Function:
     """Let an element-wise function take DistTensors.
 
-    On DistTensors it is called with this rank's blocks, contiguous; operands are broadcast against
-    each other as torch does, and plain tensors among them have the global shape. On plain tensors
-    alone it is called as it is. All ranks call it together; nothing is sent, unless operands have
-    different layouts. A result of another shape raises `ValueError`, on the ranks that have one.
+    On DistTensors the function is called with this rank's blocks, contiguous; operands are
+    broadcast against each other as torch does, and plain tensors among them have the global shape.
+    On plain tensors alone it is called unchanged. All ranks call it together; nothing is sent,
+    unless operands have different layouts. A rank on which the function returns a block of another
+    shape raises `ValueError`.
 
     Parameters
     ----------

@@ -126,7 +126,8 @@ def _resample(
 ) -> Tensor:
     """Return the outputs [start, stop) along dimension `d`, from a buffer of their inputs.
 
-    `size` is the number of inputs along `d` in the whole plane.
+    `resampled` gives the inputs and weights of each output; `size` is the number of inputs along
+    `d` in the whole plane.
     """
     first = resampled.intervals(size, start, stop)[0][0]
     if not resampled.mode.startswith("nearest"):
@@ -163,9 +164,11 @@ def _taps(
     first: int,
     dtype: torch.dtype,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return for each tap the input of every output in [start, stop), and its weight.
+    """Return a pair of vectors on `device` for each tap: positions of inputs, and their weights.
 
-    Inputs are counted from `first`; both are vectors on `device`.
+    Tap k has the k-th input of every output in [start, stop) along one dimension. Positions are
+    counted from input `first`, where the buffer begins; `size` is the number of inputs in the whole
+    plane.
     """
     pairs = zip(*(array.T for array in resampled.taps(size, start, stop)), strict=True)
     with torch.inference_mode(False):

@@ -78,7 +78,7 @@ for _home in (torch, torch.Tensor):
 
 
 def _aligned(A: Tensor, B: Tensor) -> tuple[Tensor, bool]:
-    """Return the right-hand sides `B` as matrices, and whether they were vectors.
+    """Return the right-hand sides `B` as matrices, and whether `B` holds vectors.
 
     The matrices get as many batch dimensions as `A` has.
     """

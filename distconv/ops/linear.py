@@ -58,7 +58,8 @@ def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `linear` of an input whose features are merged, such as all flattened positions.
 
     For few outputs, partial sums are added up over the ranks. Otherwise each rank gets all features
-    of some rows; if there are as many outputs as features, they are cut as the features were.
+    of some rows. If there are as many outputs as features, the outputs are cut as the features
+    were.
     """
     own, features = unmerged(x), factors_of(x)[-1]
     lead = own.dim() - len(features)

@@ -88,9 +88,11 @@ def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
 
 
 def _total(local: Tensor, divisor: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
-    """Return the sum of `local` over all blocks, divided by `divisor`, in the real type of `kind`.
+    """Return the sum of `local` over all blocks, divided by `divisor`: a scalar on every rank.
 
-    The blocks are cut by `cuts`. A tensor `divisor` is summed over them first. All ranks call it.
+    `cuts` are the cuts of the tensor whose blocks are summed. If `divisor` is a tensor it is this
+    rank's part, and is summed over the blocks first. The result has the type `kind`, or the real
+    type of a complex one. All ranks call it.
     """
     axes = cutting_axes(cuts)
     if isinstance(divisor, Tensor):
@@ -102,14 +104,21 @@ def _total(local: Tensor, divisor: Any, cuts: Cuts, grid: Grid, kind: torch.dtyp
 
 
 def _terms(reduction: str, *tensors: Any) -> list[Any]:
-    """Return tensors in a type in which sums are accurate, unless `reduction` is "none"."""
+    """Return the tensors in `accumulation_type`, float32 for half types, if they are to be summed.
+
+    If `reduction` is "none" they are returned unchanged.
+    """
     if reduction == "none":
         return list(tensors)
     return [t if t is None else to_accumulation_type(t) for t in tensors]
 
 
 def _elements(reduction: str, *tensors: Any) -> list[Any]:
-    """Return `_terms` for an element-wise loss; tensors to be summed get one memory format."""
+    """Return the tensors of an element-wise loss in the form in which it is computed and summed.
+
+    They are returned by `_terms`, with dimensions in the order of memory. If `reduction` is "none"
+    they are returned unchanged.
+    """
     return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
 
 
@@ -212,7 +221,8 @@ def _check_without_samples(
 ) -> None:
     """Call a loss on a batch of no samples, so that torch checks types, weight and options.
 
-    `probabilities` says whether the target holds probabilities or class numbers.
+    `classes` is the number of classes. `probabilities` says whether the target holds probabilities
+    or class numbers.
     """
 
     def empty(like: Tensor, *shape: int) -> Tensor:
@@ -228,7 +238,10 @@ def _check_without_samples(
 
 
 def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) -> None:
-    """Warn on rank 0 if labels are not cut by `cuts`, as scores are: every call moves them."""
+    """Warn on rank 0 if the labels `target` must be moved in every call of the loss `name`.
+
+    They are if their cuts differ from `cuts`, the cuts that the scores `x` have without classes.
+    """
     apart = isinstance(target, DistTensor) and any(target.cuts) and target.cuts != cuts
     if apart and x.grid.rank == 0:
         warnings.warn(

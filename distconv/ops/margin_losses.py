@@ -1,4 +1,4 @@
-"""Losses computed by functions that have rules: margins, pairs and triplets, likelihoods."""
+"""Losses composed of functions that have rules: margins, pairs and triplets, likelihoods."""
 
 from __future__ import annotations
 

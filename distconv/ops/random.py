@@ -77,7 +77,7 @@ def _right(bits: Tensor, shift: int) -> Tensor:
 def _check(function: Callable[..., Any], dtype: torch.dtype, *args: Any) -> None:
     """Draw one element by torch's `function`, so that torch checks the type and arguments.
 
-    The draw has a generator of its own.
+    The draw leaves torch's default generator as it is.
     """
     function(torch.zeros(1, dtype=dtype, device="cpu"), *args, generator=torch.Generator())
 
@@ -111,7 +111,12 @@ def _dropout(
 ) -> None:
     """Register the rule of a dropout that drops elements, or planes if `leading` is given.
 
-    A plane shares its indices in the first `leading(ndim)` of `ndim` dimensions.
+    Parameters
+    ----------
+    drop: takes a block, a mask with 0 for elements to drop and 1 for others, and the probability p;
+        returns the result.
+    leading: takes a number of dimensions, and returns the number of leading ones that tell planes
+        apart, such as 2 for (sample, channel).
     """
 
     @implements(function)
@@ -181,7 +186,10 @@ def _drawn_like(
 
 
 def _integers(u: Tensor, _: torch.dtype, *bounds: int) -> Tensor:
-    """Return random integers in [low, high); `bounds` is (high,) or (low, high)."""
+    """Return random integers in [low, high), made of uniform numbers `u` in [0, 1).
+
+    `bounds` is (high,) or (low, high).
+    """
     low, high = (0, *bounds)[-2:]
     return (u * (high - low)).floor() + low
 
@@ -196,7 +204,10 @@ _drawn_like(torch.randint_like, torch.Tensor.random_, _integers)
 
 
 def _probabilities(p: Any, name: str) -> Any:
-    """Return `p`; a rank with an element outside [0, 1] raises RuntimeError, on a GPU later."""
+    """Return `p`; a rank on which an element is outside [0, 1] raises RuntimeError.
+
+    On a GPU the error is raised by a later call. `name` is the name of the function, for the error.
+    """
     if isinstance(p, Tensor):
         within = ((p >= 0) & (p <= 1)).all()
         assert_async(within, f"{name}: not all elements are probabilities; choose from 0 to 1")

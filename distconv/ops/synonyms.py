@@ -1,4 +1,4 @@
-"""Rules of functions that are other names, or one expression, of functions that have rules.
+"""Rules of functions that are synonyms of functions with rules, or single expressions of them.
 
 Parameters have torch's names, as programs may pass them by name.
 """

@@ -43,9 +43,10 @@ def _outputs_without_halo(window: Window, size: int, own: Interval, made: Interv
 
 
 def _outputs_with_halo(window: Window, size: int, own: Interval, made: Interval) -> int | None:
-    """Return the number of a part's outputs that need halos.
+    """Return the number of a part's outputs that need halos; None if the part cannot overlap.
 
-    Returns None unless its inputs, padded equally on both sides, have windows for all its outputs.
+    It can if the operator, applied to the part's inputs with equal padding on both sides, has as
+    many results as the part has outputs.
     """
     count, held = made[1] - made[0], own[1] - own[0]
     padding = _own_padding(window, own, made)
@@ -75,7 +76,8 @@ def _halo_extents(
 ) -> list[SlabExtent]:
     """Return the halo slabs before and after a rank's inputs along one dimension.
 
-    `held` are its inputs and `made` its outputs; `own` are its inputs, counted in the buffer.
+    `held` and `made` are the intervals of the rank's inputs and outputs in the plane; `own` is the
+    interval of its inputs in the buffer.
     """
     low, high = _outputs_without_halo(w, size, held, made)
     count = made[1] - made[0]

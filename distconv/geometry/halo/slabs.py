@@ -21,10 +21,10 @@ from distconv.geometry.topology import Topology
 
 @dataclass(frozen=True)
 class LocalInput:
-    """The shape of an input of the local operator, and the operator's arguments for it.
+    """The shape of an input of the local operator, and the arguments with which it is called.
 
-    `padding` is on both sides of each spatial dimension; for a transposed convolution, it and
-    `extra` are torch's padding and output padding.
+    `padding` is added on both sides of each spatial dimension. For a transposed convolution,
+    `padding` and `extra` are torch's padding and output padding.
     """
 
     shape: tuple[int, ...]
@@ -38,10 +38,10 @@ class LocalInput:
 
 @dataclass(frozen=True)
 class MessagePart:
-    """Elements of a slab that arrive in one message.
+    """Elements of a slab that arrive in one message, and their place in the slab.
 
-    The message holds a box of `shape` at its element `start`, or is that box; the part `box` of it
-    is copied to `place` of the slab.
+    The message of number `message` contains, from its element `start` on, a box of `shape`. The
+    part `box` of it is copied to `place` of the slab.
     """
 
     message: int
@@ -75,7 +75,7 @@ class HaloSlab:
 
     @cached_property
     def whole(self) -> MessagePart | None:
-        """Return the part that is a whole message and the slab's whole input, or None."""
+        """Return the message part that is the slab's whole input, and needs no copy; or None."""
         part, shape = self.halo[0], self.piece.shape
         covered = tuple(s.stop - s.start for s in part.place)
         return part if part.alone and part.shape == covered == shape else None
@@ -95,7 +95,10 @@ class Boundary:
 
     @cached_property
     def composed(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return number and shape of each message that is not exactly the input of one slab."""
+        """Return number and shape of each message that is not exactly the input of one slab.
+
+        Elements of these messages are copied to slabs.
+        """
         whole = {slab.whole.message for slab in self.slabs if slab.whole is not None}
         shapes = enumerate(route.shape for route in self.plan.receives)
         return tuple((i, shape) for i, shape in shapes if i not in whole)
@@ -122,14 +125,19 @@ def any_halo(
     sizes: tuple[int, ...],
     parts: tuple[int, ...],
 ) -> bool | None:
-    """Return whether any part of an operator needs halos; None if its parts cannot overlap.
+    """Return whether any part of an operator needs halos; None if overlapping does not pay.
+
+    Overlapping is impossible if the local operator cannot compute a part's outputs from its inputs
+    alone, and too slow if more than half of a part's outputs need halos.
 
     Parameters
     ----------
     count: takes the index map and size of a dimension, and a part's intervals of inputs and of
-        outputs. Returns the number of its outputs that need halos; None if the local operator on
-        these inputs alone does not make these outputs.
-    maps, sizes, parts: for each spatial dimension its index map, its inputs and the parts.
+        outputs. Returns the number of the part's outputs that need halos, or None if overlapping is
+        impossible.
+    maps: the index map of each spatial dimension.
+    sizes: the number of inputs along each spatial dimension.
+    parts: the number of parts into which each spatial dimension is cut.
     """
     found = False
     for m, size, n in zip(maps, sizes, parts, strict=True):
@@ -248,9 +256,10 @@ def message_parts(
 def intersection(
     box: Slices, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[Slices, Slices] | None:
-    """Return the part of `box` in `filled` and `covered`: its place in the box, and in `covered`.
+    """Return the intersection of `box` with two lists of spatial intervals, all in one buffer.
 
-    Returns None if they do not meet.
+    The first result indexes the box, the second an array of the extent of `covered`. Returns None
+    if the intersection is empty.
     """
     lead = [(s.start, s.stop) for s in box[:2]]
     pairs = zip(box, [*lead, *filled], [*lead, *covered], strict=True)

@@ -21,7 +21,8 @@ def _crop_arguments(
 ) -> tuple[int, int, Interval] | None:
     """Return padding, output padding and crop with which these inputs give exactly these outputs.
 
-    Returns None if the first output lies before all outputs that the inputs reach.
+    Returns None if the outputs begin before all outputs that the inputs reach, or end farther
+    behind them than output padding can fill.
     """
     first, last = _written_outputs(m, inputs, taps or (0, m.kernel))
     before, after = outputs[0] - first, last - outputs[1]
@@ -75,9 +76,9 @@ def _extent(
 
 
 def _outputs_with_halo(m: TransposedWindow, size: int, own: Interval, made: Interval) -> int | None:
-    """Return the number of a part's outputs to which halos contribute.
+    """Return the number of a part's outputs to which halos contribute; None if it cannot overlap.
 
-    Returns None if the results of its own inputs do not contain its outputs.
+    A part cannot overlap if it has no inputs or no outputs, or if `_crop_arguments` has none.
     """
     if own[0] == own[1] or made[0] == made[1] or _crop_arguments(m, own, made) is None:
         return None

@@ -64,7 +64,10 @@ class Division:
 
     @property
     def algorithm(self) -> str:
-        """Return the operand that is not moved: "x" (input), "y" (output), "w" (weight), or ""."""
+        """Return the operand that is not moved: "x" (input), "y" (output) or "w" (weight).
+
+        Returns "" if neither channels nor filters are cut.
+        """
         if self.channels and self.filters:
             return "w"
         return "x" if self.channels else "y" if self.filters else ""
@@ -72,7 +75,7 @@ class Division:
 
 @dataclass(frozen=True)
 class _WeightBlock:
-    """The block of a weight or bias that a rank computes with, for `LayerPart.operands`.
+    """The way in which a rank gets its block of a weight or bias.
 
     A distributed weight is gathered by `needs` and `cuts`; a plain one is indexed by `slices`.
     """
@@ -98,10 +101,10 @@ class LayerPart:
 
     Attributes
     ----------
-    operator: the layer's name, and its algorithm, in the records of movements.
+    operator: the layer's name and algorithm, under which its communication is recorded.
     cuts, needs: the cuts and index maps with which inputs are gathered.
-    stays: whether every rank has channels and filters and receives at most halos of inputs; the
-        same on all ranks.
+    stays: whether every rank has channels and filters, and receives no inputs but halos; the same
+        on all ranks.
     blocks: the number of blocks into which the weight is cut.
     box: the box of outputs that the local operator computes; it contains groups of filters in full.
     groups: the argument `groups` of the local operator.
@@ -128,9 +131,10 @@ class LayerPart:
     def operands(
         self, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return this rank's weight, its bias for the local operator, and its bias for `finish`.
+        """Return this rank's block of the weight, and twice its block of the bias, or None.
 
-        At least one of the two biases is None. All ranks call it.
+        The second result is the bias that the local operator adds, the third the bias that `finish`
+        adds after the sum over the ranks. At least one of the two is None. All ranks call it.
         """
         own = self._weight.of(weight, self.operator)
         if bias is None:
@@ -139,11 +143,10 @@ class LayerPart:
         return (own, None, bias) if self._summed else (own, bias, None)
 
     def alone(self, x: Placement) -> tuple[tuple[int, ...], tuple[int, ...], Cuts]:
-        """Return the layer's geometry as if there were only the ranks with this rank's channels.
+        """Return input shape, output shape and input cuts for the ranks that share these channels.
 
-        It is the shapes of input and output with this rank's channels and filters, and the input's
-        cuts without the cut of channels. These ranks exchange halos only among themselves if
-        `stays`.
+        The shapes have only this rank's channels and filters, and the cuts do not cut channels. If
+        `stays`, halos travel among these ranks only, so a plan can be made from this geometry.
         """
         d = self._dimension
         own = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
@@ -183,10 +186,10 @@ class LayerPart:
 
 
 class _Zero(ShardFunction):
-    """An autograd function that returns 0 and saves its operands, as a layer's operator saves them.
+    """An autograd function that returns 0 and saves buffer and weight, as a convolution does.
 
-    Ranks without elements apply it, so that torch.utils.checkpoint computes dropped activations
-    again on all ranks or on none.
+    Ranks without elements apply it in place of the convolution. torch.utils.checkpoint computes
+    dropped activations again when a saved tensor is read; so it does this on all ranks or on none.
     """
 
     @staticmethod
@@ -215,11 +218,11 @@ class WeightMeta(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer as seen by one rank, from which `layer_part` divides it; a key of its cache.
+    """A layer as seen by one rank: the argument of `layer_part`, and the key of its cache.
 
     Attributes
     ----------
-    operator: the layer's name, for records.
+    operator: the layer's name, for records of communication.
     x: the placement of the input.
     outputs: the global shape of the output.
     needs: the index map of every dimension; `Same` for the channels.
@@ -261,8 +264,8 @@ def layer_part(layer: Layer) -> LayerPart:
     """Return a rank's part of a layer.
 
     The cuts of a distributed weight decide how the layer is divided. The algorithm set by
-    `parallel` decides if the weight is whole, or if some axis that cuts the input's channels does
-    not cut it.
+    `parallel` is used where they leave a choice: if the weight is whole, or if some axis cuts the
+    channels of the input but not the weight.
     """
     if layer.groups > 1:
         return _grouped_layer_part(layer)
@@ -351,7 +354,7 @@ def _over_groups(layer: Layer) -> Axes:
 def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
     """Return the division of a layer without groups; the same on all ranks.
 
-    `of_filters` and `of_channels` are the weight's dimensions of filters and channels.
+    `of_filters` and `of_channels` are the numbers, 0 or 1, of the weight's two dimensions.
     """
     filters, channels = layer.weight_axes(of_filters), layer.weight_axes(of_channels)
     topology, cut = layer.x.topology, layer.x.cuts[layer.dimension]
@@ -376,9 +379,10 @@ def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
 
 
 def _communication_in_the_middle(layer: Layer, division: Division) -> int:
-    """Return the sum of `communication_volume` over the ranks of one block of samples and space.
+    """Return the number of elements received by all ranks that share one block of space.
 
-    The block is in the middle of the grid, and has neighbours on all sides.
+    These ranks differ only along the axes that cut channels or filters. Their block of samples and
+    space lies in the middle of the grid, and has neighbours on all sides.
     """
     topology, d = layer.x.topology, layer.dimension
     middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
@@ -402,8 +406,8 @@ def communication_volume(
 ) -> int:
     """Return the number of elements that `rank` receives in both passes of a layer without groups.
 
-    Forward it receives gathered inputs and contributions to its outputs; backward, the gradients of
-    both that other ranks hold.
+    Forward it receives the inputs that it gathers, and contributions to its outputs; backward, the
+    gradients of these inputs and outputs that other ranks hold.
 
     Parameters
     ----------

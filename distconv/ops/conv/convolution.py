@@ -93,12 +93,16 @@ class Convolution:
         return made
 
     def index_maps(self, kernel: Shape) -> tuple[Any, ...]:
-        """Return for each spatial dimension the map from outputs to inputs; `kernel` is a shape."""
+        """Return the index map of each spatial dimension for a kernel of spatial shape `kernel`."""
         sides = _sides(self.padding, kernel, self.dilation)
         return tuple(map(Window, kernel, self.stride, self.dilation, sides))
 
     def inputs_to_gather(self, maps: tuple[Any, ...], cuts: Cuts) -> Sequence[IndexMap]:
-        """Return for each spatial dimension the index map that gathers an assembled buffer."""
+        """Return for each spatial dimension the index map that gathers an assembled buffer.
+
+        `maps` are the results of `index_maps`, `cuts` the cuts of the input. A dimension that is
+        whole on every rank may have `Same` in place of its map; the local operator then pads it.
+        """
         return window_needs(maps, cuts)
 
     def fewest_to_overlap(self, weight: Shape) -> int:
@@ -109,10 +113,11 @@ class Convolution:
         return max(prod(weight), FEWEST_TO_OVERLAP)
 
     def buffer(self, maps: tuple[Any, ...], x: Placement, box: Box) -> LocalInput:
-        """Return the local operator's arguments for the outputs in `box`, from gathered inputs.
+        """Return the local operator's arguments for computing the outputs in `box` from a buffer.
 
-        The result's `shape` is the smallest input that the operator accepts, for ranks without
-        outputs. `x` is the placement of the whole input.
+        `maps` are the results of `index_maps`, `x` is the placement of the whole input. Ranks
+        without outputs call the operator with an input of the result's `shape`, the smallest that
+        it accepts.
         """
         empty = not prod(box.shape)
         padding = tuple(

@@ -29,7 +29,10 @@ _DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padd
 
 
 def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
-    """Register the rule of a convolution of `n` spatial dimensions."""
+    """Register the rule of torch's `function`, a convolution of `n` spatial dimensions.
+
+    `kind` is the class of its arguments, `Convolution` or `TransposedConvolution`.
+    """
 
     @implements(function)
     @treats_samples_alone(function, n + 2)
@@ -50,9 +53,10 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
 def _specification(
     kind: Any, function: Callable[..., Tensor], n: int, *given: Any, named: tuple[str, ...]
 ) -> Convolution:
-    """Return the arguments of a convolution from torch's arguments after the bias.
+    """Return an object of class `kind` with the arguments of torch's `function` after the bias.
 
-    `named` are the names of the last of them. The result is cached: caches find one object faster.
+    `given` are the values of these arguments. The last of them were passed by keyword, under the
+    names `named`. Equal arguments give the same cached object, which other caches find faster.
     """
     names = "stride padding dilation groups".split()
     if kind.transposed:
@@ -68,7 +72,11 @@ def _specification(
 def _convolve_points(
     input: Tensor, weight: Tensor, bias: Tensor | None, spec: Convolution
 ) -> DistTensor | None:
-    """Return the convolution of a merged tensor by a kernel of one element; None for others."""
+    """Return the convolution of a merged tensor by a kernel of one element, without moving blocks.
+
+    Returns None for a larger kernel, a stride other than 1, padding, merged samples or channels,
+    and more than three unmerged spatial dimensions.
+    """
     runs = factors_of(input)
     space = sum(map(len, runs[2:]))
     points = prod(weight.shape[2:]) == 1 and set(spec.stride) == {1}

@@ -15,13 +15,15 @@ _HALVES = torch.bfloat16, torch.float16
 
 
 def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
-    """Warn on rank 0 if a GPU library may convolve its block, the largest of all, wrongly.
+    """Warn on rank 0 if its block, the largest of all, is too large for some GPU libraries.
 
-    Python shows a warning once.
+    These libraries return wrong numbers for it. Python shows each warning once.
 
     Parameters
     ----------
+    x: the input of the convolution; only half precision on GPUs is concerned.
     elements: the number of this rank's inputs or outputs, whichever is larger.
+    operator: the name of the convolution, for the warning.
     """
     grid = x.grid
     if grid.rank or x.dtype not in _HALVES or not is_accelerator(grid.device):

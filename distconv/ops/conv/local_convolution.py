@@ -62,7 +62,10 @@ class LocalConvolution:
         return dx, dw, db
 
     def recorded(self, piece: LocalInput, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the convolution of `x`, recorded by autograd for gradients of any order."""
+        """Return the convolution of `x`, recorded by autograd for gradients of any order.
+
+        `piece` holds the padding and the crop that belong to this input.
+        """
         _, padding, *_, extra, groups = arguments = self._arguments(piece)
         if volumes.gains(x, weight, *arguments):
             y = volumes.recorded_convolution(x, weight, bias, *arguments)
@@ -73,7 +76,7 @@ class LocalConvolution:
         return crop_outputs(y, piece.crop)
 
     def _arguments(self, piece: LocalInput) -> tuple[Any, ...]:
-        """Return the arguments of torch.convolution after the bias."""
+        """Return the arguments of torch.convolution after the bias, for the input of `piece`."""
         stride, padding, dilation, extra = self.stride, piece.padding, self.dilation, piece.extra
         if piece.flat is not None:
             d = piece.flat - 2

@@ -29,8 +29,8 @@ from distconv.tensor.redistribution import record_gather
 def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
     """Return whether a convolution of `x` should compute while its halos travel.
 
-    The result is the same on all ranks. It does not say whether blocks line up, which overlapping
-    requires as well.
+    The result is the same on all ranks. The caller also checks, by `any_halo`, that blocks and
+    windows allow it.
 
     Parameters
     ----------
@@ -55,7 +55,13 @@ def overlapped_convolution(
 ) -> Tensor:
     """Return this rank's block of a convolution, computed while the halos of `x` travel.
 
-    All ranks call it. `local` is the local operator, `edge` this rank's boundary.
+    All ranks call it.
+
+    Parameters
+    ----------
+    local: the local operator.
+    edge: this rank's boundary.
+    operator: the layer's name, under which the exchange is recorded.
     """
     record_gather(x, edge.plan, x.cuts, operator)
     transfer = Transfer(edge.plan, x.grid)

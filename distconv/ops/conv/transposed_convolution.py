@@ -55,14 +55,18 @@ class TransposedConvolution(Convolution):
         return made
 
     def index_maps(self, kernel: Shape) -> tuple[TransposedWindow, ...]:
-        """Return for each spatial dimension the map from outputs to inputs; `kernel` is a shape."""
+        """Return the index map of each spatial dimension for a kernel of spatial shape `kernel`."""
         numbers = self.stride, self.dilation, self.padding, self.output_padding
         return tuple(map(TransposedWindow, kernel, *numbers))
 
     def inputs_to_gather(
         self, maps: tuple[TransposedWindow, ...], cuts: Cuts
     ) -> Sequence[IndexMap]:
-        """Return for each spatial dimension the index map that gathers an assembled buffer."""
+        """Return for each spatial dimension the index map that gathers an assembled buffer.
+
+        `maps` are the results of `index_maps`, `cuts` the cuts of the input. A dimension that is
+        whole on every rank has `Same` in place of its map.
+        """
         return [m if axes else Same() for m, axes in zip(maps, cuts[2:], strict=True)]
 
     def fewest_to_overlap(self, weight: Shape) -> int:

@@ -167,7 +167,10 @@ def _pays(
     extra: Shape,
     groups: int,
 ) -> bool:
-    """Return whether oneDNN was measured to be no slower than torch's other kernels."""
+    """Return whether oneDNN was measured to be no slower than torch's other kernels.
+
+    `x` and `weight` are the shapes of input and weight, `extra` is the output padding.
+    """
     if groups > 1 or prod(weight[2:]) == 1:
         return False  # other kernels of oneDNN's, or one product of matrices
     if transposed and any(map(ge, extra, stride)):

@@ -66,7 +66,8 @@ def _transformed(
 ) -> DistTensor:
     """Return torch.fft's transform `kind`, such as "rfft", along `dims`. Collective.
 
-    `sizes` are the lengths to which the dimensions are cropped or padded first.
+    `name` is the function that the user called, for the records of redistributions. `sizes` are the
+    lengths to which the dimensions are cropped or padded first.
     """
     last = dims[-1]
     to_space = kind in ("ifft", "irfft")
@@ -105,7 +106,10 @@ def _elsewhere(x: DistTensor, cuts: Cuts, dims: Collection[int]) -> Cuts | None:
 
 
 def _in_space(x: DistTensor, dims: Sequence[int]) -> Cuts:
-    """Return cuts with the spatial dimensions of `dims` over the axes of their names."""
+    """Return cuts of `x` with each spatial dimension in `dims` cut over the grid axis of its name.
+
+    These axes are taken from the dimensions that they cut before; other axes stay.
+    """
     own = default_cuts(x.dim(), x.grid.topology)
     own = tuple(axes if d in dims and d > 1 else () for d, axes in enumerate(own))
     taken = cutting_axes(own)

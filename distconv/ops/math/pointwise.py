@@ -80,13 +80,14 @@ def pointwise_rule(
 ) -> Callable[..., Any]:
     """Return the rule of an element-wise function for DistTensors.
 
-    If the function writes to a plain first argument, equal on all ranks, this becomes distributed
-    under autograd; otherwise it receives the whole values on every rank.
+    The function may write to a plain first argument, equal on all ranks. If autograd records the
+    call, this argument becomes distributed; otherwise it stays plain, and every rank writes the
+    whole result to it.
 
     Parameters
     ----------
     in_place: whether the function writes to its first argument, and returns it.
-    takes_inplace: whether it does so when it is called with `inplace=True`.
+    takes_inplace: whether the function does so when it is called with `inplace=True`.
     """
     name = getattr(function, "__name__", str(function))
 
@@ -151,7 +152,10 @@ def pointwise_rule(
 
 
 def _alike(tensors: list[Tensor]) -> bool:
-    """Return whether all are DistTensors of one shape, layout and grid, so that none is moved."""
+    """Return whether all `tensors` are DistTensors of one shape, layout and grid.
+
+    None of them must be moved then.
+    """
     first = tensors[0]
     return isinstance(first, DistTensor) and all(
         isinstance(x, DistTensor)
@@ -267,7 +271,7 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def cpu(
     input: DistTensor, memory_format: torch.memory_format = torch.preserve_format
 ) -> DistTensor:
-    """Return the tensor itself, on a grid of CPUs."""
+    """Return the tensor itself if its grid is one of CPUs; refuse it on other devices."""
     _require_here("cpu", input, torch.device("cpu"))
     return to(input, "cpu", memory_format=memory_format)  # type: ignore[return-value]
 
@@ -297,7 +301,10 @@ def _like(x: Any) -> Any:
 
 
 def _of_parameter_as(input: DistTensor, made: DistTensor) -> DistTensor:
-    """Return `made`, marked as a parameter's if `input` is: serial random numbers fill it."""
+    """Return `made`, a tensor made like `input`; mark it as a parameter's if `input` is one's.
+
+    Functions that fill a marked tensor with random numbers draw the numbers of serial torch.
+    """
     if is_of_parameter(input):
         mark_of_parameter(made)
     return made

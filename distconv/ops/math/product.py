@@ -61,7 +61,8 @@ def einsum(equation: str, *operands: Any) -> DistTensor:
 def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
     """Return an equation's terms with letters in place of each ellipsis, and all these letters.
 
-    `left` is the equation before "->". Dimensions of ellipses are broadcast, the last to the last.
+    `left` is the equation before "->". The dimensions of ellipses are broadcast against each other,
+    aligned at the last one.
     """
     terms = left.split(",")
     free = [c for c in ascii_letters if c not in left]
@@ -131,10 +132,10 @@ def contract(
 def _with_runs_joined(
     terms: Sequence[str], result: str, blocks: Sequence[Tensor]
 ) -> tuple[list[str], list[Tensor]]:
-    """Return terms and blocks with summed dimensions joined that are neighbours in every term.
+    """Return terms and blocks, with summed dimensions flattened that are neighbours in every term.
 
-    torch.einsum joins them itself, but transposes a cut weight for that, which was measured to take
-    several times as long.
+    torch.einsum joins such dimensions itself, but transposes a cut weight to do so, which was
+    measured to take several times as long.
     """
     terms, blocks = list(terms), list(blocks)
     kept = terms[0][:1]
@@ -339,7 +340,8 @@ def scaled_dot_product_attention(
 def _gathered(x: Tensor, factors: Sequence[tuple[int, ...]], batch: Cuts, grid: Grid) -> Tensor:
     """Return keys or values for this rank's queries, with whole sequences. Collective.
 
-    `factors` are the factors of each dimension of `x`; `batch` cuts the leading ones.
+    `factors` are for each dimension of `x` the sizes into which it is split to fit the queries;
+    `batch` are the cuts of the leading ones, those of the batch.
     """
     name = "scaled_dot_product_attention"
     apart = unmerge(x, factors)

@@ -52,9 +52,10 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 
 
 def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) -> Tensor:
-    """Return the block of a softmax, by its `name`, along dimension `d`. Collective over `axes`.
+    """Return this rank's block of a softmax along the cut dimension `d`. Collective over `axes`.
 
-    `x` is this rank's block of the input, which `axes` cut along `d`.
+    `name` is "softmax", "log_softmax" or "softmin"; `x` is this rank's block of the input, which
+    `axes` cut along `d`.
     """
     wide = to_accumulation_type(-x if name == "softmin" else x)
     last = has_channels_last(wide)

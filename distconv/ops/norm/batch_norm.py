@@ -159,7 +159,11 @@ def _decide(
 
 
 def own_channels(values: Any, x: DistTensor, operator: str) -> Any:
-    """Return this rank's channels of `values`, one for each channel of `x`, or None for None."""
+    """Return the part of `values` that belongs to this rank's channels of `x`; None for None.
+
+    `values` has one number for each channel, and is distributed or equal on all ranks. `operator`
+    is the name of the norm, under which a redistribution is recorded.
+    """
     shape, cuts = tuple(x.shape[1:2]) or (0,), x.cuts[1:2] or ((),)
     return local_operand(values, shape, cuts, x.grid, operator)
 
@@ -169,7 +173,8 @@ def gather_running_statistics(
 ) -> None:
     """Copy `own`, each rank's updated statistics of its channels, to `running` on all ranks.
 
-    If channels are not cut, every rank has updated all of them already.
+    If channels are not cut, every rank has updated all of them already, and nothing is done.
+    `operator` is the name of the norm, under which the redistribution is recorded.
     """
     if not x.cuts[1]:
         return

@@ -75,7 +75,11 @@ class Runs(NamedTuple):
         return numbers.reshape(1, self.shape[1], *(1,) * (len(self.shape) - 2))
 
     def collect(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the results of all kernel calls, one of each in `calls`: (results, *numbers)."""
+        """Return the results of the kernel calls of `calls`, joined: (results, *numbers).
+
+        `parts` has for each call its results, such as means and variances, with a number for each
+        run.
+        """
         rows = parts[0] if len(parts) == 1 else [torch.stack(p) for p in zip(*parts, strict=True)]
         return torch.stack(list(rows)).view(len(rows), *self.numbers)
 
@@ -137,7 +141,7 @@ _FEWEST = 2**13
 
 
 def rows_if_small(x: Tensor, form: Form) -> Tensor:
-    """Return `x`, contiguous if a copy takes less time than one kernel call for each sample."""
+    """Return `x`, made contiguous if a copy takes less time than a kernel call for each sample."""
     each = form.of_each_sample and x.shape[0] > 1 and has_channels_last(x)
     return x.contiguous() if each and not (form.in_runs and x[0].numel() >= _FEWEST) else x
 

@@ -27,7 +27,8 @@ def element_counts_of_peers(
 ) -> tuple[int, ...]:
     """Return the number of elements of one statistic on each rank along `group`, in rank order.
 
-    The statistic is over the dimensions `over` of `x`, and over `block` channels for each.
+    A statistic covers the dimensions `over` of `x`; if channels are not among them, it covers
+    `block` channels.
     """
     peers = x.topology.peers(x.rank, group)
     boxes = (rank_box(x.shape, x.cuts, x.topology, peer).shape for peer in peers)
@@ -37,10 +38,11 @@ def element_counts_of_peers(
 def moments(
     x: Tensor, form: Form, grid: Grid, group: tuple[str, ...], counts: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance, (samples, groups), in the type in which sums are taken.
+    """Return mean and biased variance, (samples, groups), in `accumulation_type`.
 
-    They are over the block `x` in the dimensions of `form`, and over the ranks along `group`, which
-    call it; `counts` are the elements of a statistic on each of these ranks.
+    They are over the block `x`, in the dimensions that `form` gives, and over the blocks of all
+    ranks along `group`, which call it together. `counts` are the numbers of elements of a statistic
+    on these ranks.
     """
     if x.numel():
         own = _of_block(x, form)
@@ -55,7 +57,8 @@ def combined(
 ) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance over the elements of all ranks along `group`, which call it.
 
-    `own` holds mean and variance of this rank's elements, as (2, ...); 0 without elements.
+    `own` holds mean and variance of this rank's elements, (2, ...), or zeros on a rank without
+    elements. `counts` are the numbers of elements of a statistic on these ranks.
     """
     if not group:
         mean, variance = own.unbind()
@@ -72,7 +75,10 @@ def combined(
 def _of_equal_parts(
     means: Tensor, variances: Tensor, over: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of equal parts together, from each part's along `over`."""
+    """Return mean and variance of the union of parts that have equal numbers of elements.
+
+    `means` and `variances` are those of the parts, which lie along the dimensions `over`.
+    """
     between, mean = torch.var_mean(means, over, correction=0)
     return mean, between.add_(variances.mean(over))
 

@@ -56,8 +56,9 @@ def normalize(
     Parameters
     ----------
     weight, bias: this rank's numbers, one for each channel or for each spatial position.
-    counts: the elements of a statistic on each rank along `group`.
-    update: called with mean and variance, (samples, groups), in the type in which sums are taken.
+    counts: the number of elements of a statistic on each rank along `group`.
+    update: called with mean and variance, (samples, groups), in `accumulation_type`: float32 for
+        half types.
     """
     if grid.computes_on_gpu:
         form = form._replace(in_runs=False)

@@ -34,8 +34,9 @@ def _adaptive(
 ) -> DistTensor:
     """Pool adaptively over the last `n` dimensions by torch's function `pool`. Collective.
 
-    A dimension with fewer outputs than parts becomes whole on every rank. This avoids empty blocks;
-    in the heads of networks the dimension is about to be flattened anyway.
+    `name` is the function that the user called, for errors and records. A dimension with fewer
+    outputs than parts becomes whole on every rank. This avoids empty blocks; in the heads of
+    networks the dimension is about to be flattened anyway.
     """
     sizes = tuple(input.shape[2:])
     windows = [AdaptiveWindow(m) for m in _adaptive_sizes(output_size, sizes, n)]
@@ -75,10 +76,12 @@ def _pooled(
 ) -> Tensor:
     """Return the outputs of a buffer: pooled by torch run by run, and joined.
 
+    Each call divides the first spatial dimension that is left.
+
     Parameters
     ----------
-    runs: the runs along each of the last dimensions, which are still to be pooled.
-    outputs: the number of outputs along each dimension between the channels and these.
+    runs: the runs along each dimension that is left; these are the last ones.
+    outputs: the number of outputs along each spatial dimension before them.
     """
     if not runs:
         return pool(buffer, outputs)
@@ -139,7 +142,11 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
 
 def _adaptive_max_pool(local: Callable[..., Any], functions: Any, n: int, places: bool) -> None:
-    """Register adaptive max pooling; to return `places`, too, the planes are made whole."""
+    """Register the rule of `functions`, adaptive max pooling over `n` dimensions.
+
+    `local` is torch's function, which returns maxima and places. If the rule returns `places`, too,
+    planes are made whole on every rank.
+    """
     name = f"adaptive_max_pool{n}d"
 
     def pool(x: Tensor, output_size: Any) -> Tensor:

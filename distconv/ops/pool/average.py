@@ -118,7 +118,10 @@ def _average(
     ceil_mode: bool,
     divisor: int,
 ) -> Tensor:
-    """Return the sums over windows, divided by `divisor`, of one, two or three dimensions."""
+    """Return the sum over each window, divided by `divisor`.
+
+    The windows slide over the last one, two or three dimensions of `x`.
+    """
     if len(kernel) == 1:
         flat = (1, *kernel), (1, *stride), (0, *padding)
         # In place: an autograd function may not return a view that callers change in place.

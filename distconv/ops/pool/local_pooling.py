@@ -10,7 +10,10 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
-    """Raise NotImplementedError on every rank unless torch pools the type of `input`."""
+    """Raise NotImplementedError on every rank unless torch has `implemented` the type of `input`.
+
+    `name` is the name of the pooling function, for the error.
+    """
     if not implemented:
         raise NotImplementedError(
             f"{name}: not implemented for {input.dtype}; convert it, x.float()"
@@ -23,9 +26,10 @@ def with_some_channel(x: Tensor) -> Tensor:
 
 
 def unread_input(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a stand-in for the input of a backward pass of pooling, which reads only the shape.
+    """Return a stand-in of `shape` for the input that a backward pass of pooling does not read.
 
-    torch also takes the memory format from it, and on GPUs makes it contiguous first.
+    torch takes only the shape of this input, and its memory format, which is that of `like`. On
+    GPUs torch copies the input if it is not contiguous, so memory is allocated for it there.
     """
     if is_accelerator(like.device) or has_channels_last(like):
         return empty_in_format(shape, like)

@@ -115,7 +115,11 @@ def renumber_positions(
 
 
 def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, places: bool) -> None:
-    """Register max pooling over `n` dimensions; with `places` it also returns where maxima lie."""
+    """Register the rule of `functions`, max pooling over `n` dimensions.
+
+    `local` is torch's function for a buffer. With `places` it returns the places of the maxima,
+    too, and so does the rule.
+    """
     name = f"max_pool{n}d"
 
     @implements(*functions)

@@ -26,7 +26,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def _names_nothing(dim: Any) -> bool:
-    """Return whether `dim` is an empty sequence, which some functions do not read as None."""
+    """Return whether `dim` is an empty sequence, by which some functions reduce no dimension."""
     return isinstance(dim, Sequence) and not dim
 
 
@@ -52,7 +52,7 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
 
 
 def _of_truth(function: Callable[..., Tensor], method: Callable[..., Tensor]) -> None:
-    """Register the rule of torch.all or torch.any."""
+    """Register the rule of `function`, torch.all or torch.any, and of the method of that name."""
 
     @implements(function, method)
     @works_along(reduces=True)
@@ -74,8 +74,8 @@ _of_truth(torch.any, Tensor.any)
 class _Moments(ShardFunction):
     """Mean and biased variance over dimensions, by one message each way.
 
-    As in torch, the gradient leaves out the sum of deviations, which is 0, or nan beside
-    infinities.
+    As in torch, the gradient of the variance leaves out the term with the sum of x - mean. This sum
+    is 0, or nan if an element is infinite.
     """
 
     @staticmethod

@@ -254,7 +254,7 @@ def _part(
     ----------
     shape: the shape to which the value is broadcast; -1 marks a dimension indexed by an integer.
     cuts: the cuts of that shape.
-    taken: this rank's slices of it.
+    taken: the slices of that shape that this rank writes.
     """
     kept = [n for n in shape if n >= 0]
     own_cuts = tuple(axes for n, axes in zip(shape, cuts, strict=True) if n >= 0)

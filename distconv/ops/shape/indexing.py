@@ -183,7 +183,7 @@ def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
 
 
 def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
-    """Return the part at an index whose item `at` is a mask, and other items are no tensors."""
+    """Return the elements at an index with one mask, `items[at]`, and no other tensor."""
     mask, count = items[at], items[at].dim()
     markers = [slice(None) for _ in range(count)]
     picks = index_per_dimension(input, (*items[:at], *markers, *items[at + 1 :]))
@@ -228,7 +228,7 @@ def _is_lookup(item: Any) -> bool:
 
 
 def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
-    """Return the part at an index whose item `at` is a tensor of positions and the only tensor."""
+    """Return the elements at an index with one tensor of positions, `items[at]`, and no other."""
     index, marker = items[at], slice(None)
     picks = index_per_dimension(input, (*items[:at], marker, *items[at + 1 :]))
     place = next(i for i, pick in enumerate(picks) if pick is marker)
@@ -361,7 +361,11 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
 
 
 def _cat_unmerged(pieces: Sequence[DistTensor], d: int, total: int) -> DistTensor | None:
-    """Return the concatenation of unmerged tensors; None if one is merged along dimension `d`."""
+    """Return the concatenation of merged tensors along dimension `d`, by their unmerged forms.
+
+    `total` is the size of the result along `d`. Returns None if a piece is merged along `d`, or if
+    the factors of other dimensions do not fit together.
+    """
     runs = [factors_of(x) for x in pieces]
     shape = [*pieces[0].shape]
     factors = fitting_factors([(*run[:d], (), *run[d + 1 :]) for run in runs], shape)

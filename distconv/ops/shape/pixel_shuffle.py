@@ -19,8 +19,8 @@ from distconv.tensor.redistribution import gather_inputs
 def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
     """Return `function(buffer, r)`, with the dimensions before the last three as one.
 
-    torch's result for volumes depends on the memory format, which differs between ranks. Four
-    dimensions stay, as torch keeps their format.
+    torch's result for volumes depends on the memory format, which differs between ranks. A buffer
+    of four dimensions is passed as it is, as torch keeps its memory format.
     """
     if buffer.dim() == 4:
         return function(buffer, r)
@@ -31,7 +31,7 @@ def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
 def _cropped(x: Tensor, d: int, first: int, length: int) -> Tensor:
     """Return `length` elements along `d` from `first` on; `x` itself if these are all.
 
-    The gradient of a slice would lose the memory format.
+    A slice is avoided where it can be: its gradient would not have the memory format of `x`.
     """
     return x if x.shape[d] == length else x.narrow(d, first, length)
 

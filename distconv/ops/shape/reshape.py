@@ -40,7 +40,10 @@ def _inferred(sizes: Shape, shape: Shape) -> Shape:
 
 
 class _Regrouping(NamedTuple):
-    """Dimensions `old` of a reshape whose rows move in part to a neighbour, as parts are uneven."""
+    """A run of dimensions whose blocks do not fit the reshaped rows, as parts are uneven.
+
+    Neighbours exchange parts of the rows. `old` are the dimensions of the run in the input.
+    """
 
     old: range
     into: int
@@ -58,11 +61,12 @@ class _Regrouping(NamedTuple):
 def _reshaped_cuts(
     before: Shape, cuts: Cuts, after: Shape, topology: Topology
 ) -> tuple[Cuts, Cuts, list[_Regrouping]]:
-    """Return cuts to bring the input to, cuts of the result, and runs of rows to exchange.
+    """Return the cuts to which to redistribute the input, the cuts of the result, and regroupings.
 
-    An unchanged dimension keeps any cut. Of a run of dimensions whose leading one is cut, the
-    leading dimension of the result is cut over all axes of the run. If its parts differ in length,
-    neighbours exchange parts of rows.
+    An unchanged dimension keeps any cut. If the leading dimension of a run is cut, the leading
+    dimension of the result is cut over all axes of the run; a run whose leading dimension is whole
+    becomes whole. If parts of either leading dimension differ in length, neighbours exchange parts
+    of rows: one `_Regrouping` for each such run.
     """
     asked: list[tuple[str, ...]] = [()] * len(before)
     made: list[tuple[str, ...]] = [()] * len(after)
@@ -90,9 +94,10 @@ def _reshaped_cuts(
 def _reshape_blocks(
     input: DistTensor, shape: Shape, operator: str, *, forks: bool = False
 ) -> DistTensor:
-    """Return `input` in another shape, cut in blocks, as a view.
+    """Return a view of `input` in another shape, cut in blocks; with `forks` return a fork.
 
-    With `forks` it is a fork: serial torch may make a view or a copy of it.
+    A fork (`make_fork`) is a result that serial torch makes as a view or as a copy, depending on
+    strides. `operator` is the called function, for records of redistributions.
     """
     asked, made, uneven = _reshaped_cuts(tuple(input.shape), input.cuts, shape, input.grid.topology)
     box = box_on_rank(shape, made, input.grid)
@@ -146,6 +151,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = F
     """Return `input` in another shape, merged if a cut dimension becomes an inner factor.
 
     `copied` says that serial torch may copy here in place of a view, depending on strides.
+    `operator` is the called function, for records of redistributions.
     """
     before = tuple(input.shape)
     forks = copied and any(sum(before[d] != 1 for d in old) > 1 for old, _ in groups(before, shape))
@@ -168,7 +174,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = F
 
 
 def _alias(x: DistTensor, *, forks: bool = False) -> DistTensor:
-    """Return a view of the tensor, with its own node in the autograd graph."""
+    """Return a view of `x` with its own node in the autograd graph; with `forks` return a fork."""
     shard = x.shard.view_as(x.shard)
     if forks:
         return make_fork(x, shard, x.shape, x.cuts)

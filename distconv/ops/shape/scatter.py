@@ -81,9 +81,10 @@ _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
 
 
 def _counts(input: Tensor, d: int, index: Tensor) -> bool:
-    """Return whether each rank should add up its own values: the index is longer than `input`.
+    """Return whether each rank should add up the values of its own block of the index.
 
-    The index must also be cut along `d`, and merged along no other dimension.
+    It should if the index has more elements than `input` and is cut or merged along `d`, but not
+    merged along another dimension. Otherwise dimension `d` is made whole.
     """
     return (
         isinstance(index, DistTensor)

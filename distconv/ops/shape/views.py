@@ -1,4 +1,4 @@
-"""Views by windows, and of complex numbers as pairs of real ones."""
+"""Views by sliding windows (Tensor.unfold), and of complex numbers as pairs of reals and back."""
 
 from __future__ import annotations
 

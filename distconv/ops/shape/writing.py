@@ -103,7 +103,10 @@ def _places(
 def _placed(
     name: str, input: Tensor, dim: int, index: Tensor, source: Tensor, *reduce: str, **options: Any
 ) -> DistTensor:
-    """Return the result of torch's `name`, such as index_add; each rank computes its block."""
+    """Return the result of torch's `name`, such as index_add; each rank computes its block.
+
+    `reduce` is the argument of that name of index_reduce, and empty for other functions.
+    """
     function: Callable[..., Tensor] = getattr(torch, name)
     check_on_meta(function, input, dim, index, source, *reduce, **options)
     x, d, places = _places(name, input, dim, index, source)

@@ -47,7 +47,10 @@ def as_sizes(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def takes_sequence(name: str) -> Callable[[Rule], Rule]:
-    """Let a rule of `*members` also take them as the keyword `name`, as in x.view(size=(2, 3))."""
+    """Let a rule of `*members` take them as one keyword argument, too: x.view(size=(2, 3)).
+
+    `name` is the name of this argument.
+    """
 
     def decorate(rule: Rule) -> Rule:
         @wraps(rule)
@@ -79,7 +82,8 @@ def accepts_unbatched(name: str, spatial: int) -> Callable[[Rule], Rule]:
     """Let a rule for (sample, channel, *spatial) take one sample without the first dimension.
 
     As in torch, that is a mini-batch of one; the cuts stay. Other numbers of dimensions raise
-    `RuntimeError` on every rank.
+    `RuntimeError` on every rank. `name` is the torch function, for this error; `spatial` is the
+    number of spatial dimensions.
     """
 
     def decorate(rule: Rule) -> Rule:

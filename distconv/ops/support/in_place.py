@@ -1,4 +1,4 @@
-"""Writing in place: functions that write another function's result, also to plain tensors.
+"""Functions in place, which write the result of another function, also to plain tensors.
 
 A plain tensor to which distributed values are written under autograd becomes a distributed tensor:
 the Python object stays the same one. Outside autograd it stays plain, and gets the whole values.
@@ -72,7 +72,8 @@ _NOTES: list[MutableMapping[Tensor, Any]] = []
 def noted_in(*notes: MutableMapping[Tensor, Any]) -> Iterator[None]:
     """Let plain tensors become distributed in this context although `notes` refer to them weakly.
 
-    The mappings drop a tensor that becomes distributed.
+    Any other weak reference to a tensor would prevent it. A tensor that becomes distributed
+    vanishes from the mappings.
     """
     _NOTES.extend(notes)
     try:
@@ -135,7 +136,10 @@ def become_distributed(
 
 
 def _hindrance(x: Tensor, device: torch.device) -> str | None:
-    """Return the reason why a plain tensor cannot become a distributed one, or None."""
+    """Return the reason why a plain tensor cannot become a distributed one, or None.
+
+    `device` is the device of the grid.
+    """
     memory = x.untyped_storage()
     if is_owned(x):
         return "it is a parameter or buffer of a parallelized module"

@@ -32,7 +32,10 @@ def is_merged(x: Any) -> bool:
 
 
 def factors_of(x: Tensor) -> tuple[Shape, ...]:
-    """Return the factors of each dimension: sizes of the unmerged tensor, or the size itself."""
+    """Return for each dimension of `x` the sizes of the unmerged dimensions that it merges.
+
+    If `x` is not merged, each dimension has its own size as its only factor.
+    """
     if isinstance(x, DistTensor) and x.unmerged is not None:
         return merged_runs(tuple(x.unmerged.shape), tuple(x.shape))
     return tuple((n,) for n in x.shape)
@@ -96,8 +99,9 @@ def compute_elementwise(
 ) -> Any:
     """Return the result of an element-wise rule for operands of which some are merged.
 
-    `written` is the operand that the rule writes to, or None. Returns `NotImplemented` if the
-    operands must be brought to blocks first.
+    The rule is called with unmerged operands. Returns `NotImplemented` if the operands do not fit
+    together unmerged, so that the caller must move blocks. `name` is the function, for errors;
+    `written` is the operand that the rule writes to, or None.
     """
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     shape = broadcast_shape(name, operands)
@@ -211,9 +215,10 @@ def treats_samples_alone(function: Callable[..., Tensor], ndim: int) -> Callable
 
 
 def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule]:
-    """Let a rule that works along dimensions `dim` take merged tensors.
+    """Let a rule with an argument `dim` take merged tensors, by calling it with the unmerged one.
 
-    If it `reduces` these dimensions to size 1, `several` at once, merged ones are allowed, too.
+    The dimensions in `dim` may themselves be merged only if the rule `reduces` them to size 1, and
+    accepts `several` dimensions or None for all.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:

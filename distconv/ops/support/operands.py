@@ -54,14 +54,20 @@ def shard_of(x: Any) -> Any:
 
 
 def gather_whole(x: Any, operator: str) -> Any:
-    """Return a DistTensor in full on this rank; other values are returned unchanged."""
+    """Return a DistTensor in full, as a plain tensor; other values are returned unchanged.
+
+    All ranks call it. `operator` is the called function, for the records of redistributions.
+    """
     if not isinstance(x, DistTensor):
         return x
     return redistribute(x, ((),) * x.dim(), operator).shard
 
 
 def uncut(x: DistTensor, dimensions: Iterable[int], operator: str) -> DistTensor:
-    """Return `x` with these dimensions whole on every rank; all ranks call it."""
+    """Return `x` with these dimensions whole on every rank; all ranks call it.
+
+    `operator` is the called function, for the records of redistributions.
+    """
     chosen = set(dimensions)
     return redistribute(x, tuple(() if d in chosen else a for d, a in enumerate(x.cuts)), operator)
 
@@ -70,7 +76,7 @@ def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -
     """Return this rank's block of an operand that is broadcast to `shape` cut by `cuts`.
 
     Numbers are returned unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
-    redistributed if their cuts differ.
+    redistributed if their cuts differ; `operator` is the called function, for the records.
     """
     if not isinstance(x, Tensor):
         return x
@@ -119,8 +125,9 @@ def box_on_rank(shape: Sequence[int], cuts: Cuts, grid: Grid) -> Box:
 def filled_block(block: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return ones in place of a block without elements, of `shape` or with sizes 0 replaced by 1.
 
-    They depend on `block` in the autograd graph. Computing with them gives all ranks the same
-    graph: torch leaves out gradients of empty tensors, and so exchanges that other ranks wait for.
+    They depend on `block` in the autograd graph. Ranks without elements compute with them, so that
+    all ranks have the same graph. For empty tensors torch would leave out gradients, together with
+    the exchanges that other ranks wait for.
     """
     ones = block.new_ones([max(n, 1) for n in block.shape] if shape is None else tuple(shape))
     return ones + block.sum().to(block.dtype)

@@ -95,7 +95,10 @@ def _runs(shape: Shape, box: Box, last: int, device: torch.device) -> Tensor:
 
 
 def _in_order(keys: Tensor, counts: Tensor) -> Tensor:
-    """Return each element's place after runs, of `counts` elements each, are sorted by `keys`."""
+    """Return the place that each element has after its run is sorted among all runs.
+
+    Run i has `counts[i]` elements and the sort key `keys[i]`; elements are listed run after run.
+    """
     order = keys.argsort()
     starts = torch.empty_like(counts)
     starts[order] = counts[order].cumsum(0) - counts[order]

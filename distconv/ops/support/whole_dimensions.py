@@ -31,7 +31,8 @@ from distconv.tensor.dist_tensor import DistTensor
 def _distributed(result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid) -> Any:
     """Return one block, or a tuple of blocks, as DistTensors of these global shapes.
 
-    Blocks that were computed from a filled block are cropped to have no elements.
+    `cuts_of` takes the global shape of a result and returns its cuts. Blocks that were computed
+    from a filled block are cropped to have no elements.
     """
     if not isinstance(result, Tensor):
         pairs = zip(result, shapes, strict=True)
@@ -53,7 +54,7 @@ def apply_along(
     """Return `function(input, *args, **kwargs)`, which works along `dims`.
 
     Its results have the dimensions of the input without those in `dropped`, and perhaps further
-    ones after them.
+    ones after them. `name` is the called function, for the records of redistributions.
     """
     shapes = check_on_meta(function, input, *args, **kwargs)
     x = uncut(input, dims, name)
@@ -77,7 +78,8 @@ def apply_to_batches(
     """Return `function(*operands, *args, **kwargs)`, which works along the last dimensions of each.
 
     `inner` is the number of these dimensions for each operand. The leading dimensions are broadcast
-    against each other, and come first in the results.
+    against each other, and come first in the results. `name` is the called function, for errors and
+    for the records of redistributions.
     """
     grid = common_grid(name, operands)
     shapes = check_on_meta(function, *operands, *args, **kwargs)
@@ -102,7 +104,11 @@ def apply_to_batches(
 
 
 def _matrices(block: Tensor, inner: int) -> Tensor:
-    """Return identity matrices for an empty batch, as matrices of ones may have no inverse."""
+    """Return a block with elements unchanged; in place of an empty one return valid operands.
+
+    These are identity matrices if `inner` is 2, as matrices of ones may have no inverse, and ones
+    otherwise.
+    """
     if block.numel():
         return block
     filled = filled_block(block)
