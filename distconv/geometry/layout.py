@@ -296,8 +296,8 @@ def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
 def cuts_of_broadcast(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> Cuts:
     """Return the cuts of a result of `shape` to which operands are broadcast.
 
-    Each dimension is cut as in the largest operand that has it in full and cut, over axes that no
-    other dimension uses. Operands that have it whole are sliced, which moves nothing.
+    Each dimension is cut as in the largest operand that cuts it and is not broadcast along it, over
+    axes that no other dimension uses. Operands that do not cut it are sliced, which moves nothing.
 
     Parameters
     ----------

@@ -160,7 +160,8 @@ class _Call:
     def backward(self, node: Any, parts: tuple[Any, ...]) -> list[Tensor | None]:
         """Run the user's backward; return this rank's part of the gradient of each input tensor.
 
-        `parts` are this rank's parts of the gradients of the outputs.
+        `parts` are this rank's parts of the gradients of the outputs. The sum of the parts over all
+        ranks with the same block is the gradient.
         """
         function, context = self._function, self._context
         name = f"{function.__name__}.backward"

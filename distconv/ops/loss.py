@@ -238,9 +238,9 @@ def _check_without_samples(
 
 
 def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) -> None:
-    """Warn on rank 0 if the labels `target` must be moved in every call of the loss `name`.
+    """Warn on rank 0 if the labels `target` are redistributed in every call of the loss `name`.
 
-    They are if their cuts differ from `cuts`, the cuts that the scores `x` have without classes.
+    This happens if their cuts differ from `cuts`: those of the scores `x` without the classes.
     """
     apart = isinstance(target, DistTensor) and any(target.cuts) and target.cuts != cuts
     if apart and x.grid.rank == 0:

@@ -131,10 +131,11 @@ class LayerPart:
     def operands(
         self, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return this rank's block of the weight, and twice its block of the bias, or None.
+        """Return this rank's weight, the bias for the local operator, and the bias for `finish`.
 
-        The second result is the bias that the local operator adds, the third the bias that `finish`
-        adds after the sum over the ranks. At least one of the two is None. All ranks call it.
+        The bias is this rank's block. It is the second result if the local operator is to add it,
+        and the third if `finish` is to add it after the sum over the ranks; the other result is
+        None. Without a bias both are None. All ranks call it.
         """
         own = self._weight.of(weight, self.operator)
         if bias is None:

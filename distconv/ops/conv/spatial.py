@@ -53,6 +53,7 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
     Parameters
     ----------
     weight, bias: distributed, or plain and equal on all ranks.
+    spec: torch's function and its other arguments.
     """
     meta = WeightMeta.of(weight, bias)
     plan = _plan(spec, Placement.of(x), meta, algorithm(), chosen_method())
@@ -61,7 +62,7 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
 
 
 def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
-    """Return the outputs of this rank's part, from its blocks of the layer's parameters."""
+    """Return the outputs of this rank's part; `weight` and `bias` are this rank's blocks."""
     part, operator = plan.part, plan.part.operator
     if plan.elements > FEWEST_IN_DOUBT:
         warn_of_large_block(x, plan.elements, operator)

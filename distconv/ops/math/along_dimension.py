@@ -46,7 +46,8 @@ _ALONG = {
 def _along(function: Callable[..., Any], name: str, parameters: str) -> Callable[..., Any]:
     """Return the rule of a function that works along `dim`, which is made whole on every rank.
 
-    `parameters` are torch's names after the input, with defaults, such as "k dim=-1".
+    `name` is the name of the function, for the records of redistributions. `parameters` are torch's
+    names after the input, with defaults, such as "k dim=-1".
     """
     pairs = [parameter.partition("=") for parameter in parameters.split()]
     defaults = {key: literal_eval(value) for key, _, value in pairs if value}

@@ -93,7 +93,10 @@ def _transformed(
 
 
 def _elsewhere(x: DistTensor, cuts: Cuts, dims: Collection[int]) -> Cuts | None:
-    """Return `cuts` with the axes of `dims` on other dimensions; None if these are too small."""
+    """Return `cuts` with the axes that cut `dims` moved to other dimensions.
+
+    Returns None if the other dimensions have too few elements for them.
+    """
     topology = x.grid.topology
     moved = [() if d in dims else axes for d, axes in enumerate(cuts)]
     for axis in sorted(cutting_axes(cuts[d] for d in dims), key=AXES.index):

@@ -301,9 +301,9 @@ def _like(x: Any) -> Any:
 
 
 def _of_parameter_as(input: DistTensor, made: DistTensor) -> DistTensor:
-    """Return `made`, a tensor made like `input`; mark it as a parameter's if `input` is one's.
+    """Return `made`, marked if `input` is a sharded parameter, a view of one, or marked itself.
 
-    Functions that fill a marked tensor with random numbers draw the numbers of serial torch.
+    Rules that fill a marked tensor draw the random numbers of serial torch.
     """
     if is_of_parameter(input):
         mark_of_parameter(made)

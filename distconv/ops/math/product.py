@@ -161,7 +161,8 @@ def _unmerged(
 ) -> tuple[list[str], str, list[Tensor]] | None:
     """Return terms, result and operands with a letter for each factor of merged dimensions.
 
-    Returns None if the factors of the operands do not fit together.
+    `sizes` has the size for each letter before. Returns None if the factors of the operands do not
+    fit together.
     """
     splits: dict[str, list[tuple[int, ...]]] = {letter: [(n,)] for letter, n in sizes.items()}
     for term, x in zip(terms, operands, strict=True):

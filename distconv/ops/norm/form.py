@@ -67,7 +67,10 @@ class Runs(NamedTuple):
         return self.of(x).unbind() if self.matrices else (self.of(x),)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Return `numbers`, (samples, groups, channels of a group or 1), shaped for `of(x)`."""
+        """Return `numbers` in a shape that broadcasts to `of(x)`, with one number for each run.
+
+        They are given as (samples, groups, channels of a group or 1), or for each run.
+        """
         if numbers.numel() != prod(self.numbers):
             numbers = numbers[:, None, :, :, None].expand(self.numbers)
         if self.matrices:
@@ -85,13 +88,13 @@ class Runs(NamedTuple):
 
 
 def runs_of(x: Tensor, form: Form) -> Runs:
-    """Return the runs in which kernels that add elements up take a block that has elements."""
+    """Return the runs of a block for kernels that add elements up; it must have elements."""
     last = has_channels_last(x) or (not form.of_each_sample and x.shape[1:].numel() == x.shape[1])
     return _divided(tuple(x.shape), form, last)
 
 
 def channels_of(x: Tensor, form: Form) -> Runs:
-    """Return the runs in which kernels that add nothing up take a block.
+    """Return the runs of a block for kernels that add nothing up.
 
     If samples share their statistics, runs are whole channels of the mini-batch.
     """
@@ -156,8 +159,8 @@ def in_format_of(x: Tensor, other: Tensor) -> Tensor:
 def with_batch_stride(x: Tensor) -> Tensor:
     """Return the block with the strides that torch's kernels expect of its memory format.
 
-    torch allows any stride for a dimension of one sample. If it is not the format's own, the
-    kernels read a gradient of the other format in the wrong order.
+    A dimension of one sample may have any stride. If its stride is not that of the memory format,
+    the kernels read a gradient of the other memory format in the wrong order.
     """
     if not x.numel() or x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == x.numel():
         return x

@@ -10,9 +10,10 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
-    """Raise NotImplementedError on every rank unless torch has `implemented` the type of `input`.
+    """Raise NotImplementedError on every rank unless `implemented`.
 
-    `name` is the name of the pooling function, for the error.
+    `implemented` says whether torch can pool the type of `input`; `name` is the name of the pooling
+    function, for the error.
     """
     if not implemented:
         raise NotImplementedError(

@@ -47,7 +47,10 @@ def _attained(x: Tensor, value: Tensor) -> Tensor:
 
 
 class _Extremum(ShardFunction):
-    """The extreme value over dimensions; elements that equal it share its gradient equally."""
+    """The extreme value over dimensions.
+
+    Its gradient is divided by the number n of elements that equal it; each of them gets 1/n.
+    """
 
     @staticmethod
     def forward(
@@ -92,7 +95,8 @@ def extreme(
 ) -> DistTensor:
     """Return the largest or smallest elements of a DistTensor over dimensions.
 
-    The gradient of a nan goes to the elements that are nan; it is nan unless `nan_attains`.
+    If the result is nan, the elements that are nan get its gradient; without `nan_attains` all
+    elements get nan, as with torch.amax. `name` is the called function, for errors.
     """
     over = normalize_dims(dim, input.dim())
     if not input.numel() and not (isinstance(dim, int) or dim):

@@ -250,7 +250,8 @@ def _is_integer(item: Any) -> bool:
 def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
     """Return first position, step and number of positions of `pick`, an integer or slice.
 
-    Raises IndexError out of range, and ValueError for a step below 1.
+    `size` is the number of positions along `dimension`, whose number is for errors. Raises
+    IndexError out of range, and ValueError for a step below 1.
     """
     if isinstance(pick, int):
         if not -size <= pick < size:

@@ -98,9 +98,9 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
 
 
 def _shared_factors(input: Tensor, index: Tensor, d: int) -> tuple[Shape, ...] | None:
-    """Return the common factors of input and index in all dimensions but `d`, or None.
+    """Return the factors of each dimension that fit both `input` and `index`; `d` stays one.
 
-    None means that no factors fit, that `d` is merged, or that another size differs.
+    Returns None if no factors fit, if `d` is merged, or if the sizes of another dimension differ.
     """
     runs = [factors_of(input), factors_of(index)]
     if any(len(run[d]) > 1 for run in runs):

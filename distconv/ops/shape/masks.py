@@ -29,7 +29,8 @@ from distconv.tensor.dist_tensor import DistTensor
 def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
     """Return the rows of `input` where `mask`, over its leading dimensions, is true.
 
-    The result is (rows, *other dimensions), with all rows on every rank. Collective.
+    The result is (rows, *other dimensions), with all rows on every rank. Collective. `operator` is
+    the called function, for errors and records.
     """
     _check_mask(mask, tuple(input.shape[: mask.dim()]), input)
     grid = common_grid(operator, (input, mask))
@@ -110,7 +111,10 @@ def masked_select(input: Tensor, mask: Tensor) -> DistTensor:
 
 
 def positions(input: DistTensor, operator: str) -> DistTensor:
-    """Return the global positions of nonzero elements, (elements, dimensions). Collective."""
+    """Return the global positions of nonzero elements, (elements, dimensions). Collective.
+
+    `operator` is the called function, for records.
+    """
     runs = factors_of(input)
     x = input if input.unmerged is None else cast(DistTensor, input.unmerged)
     chosen = x.shard != 0

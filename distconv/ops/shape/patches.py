@@ -56,7 +56,7 @@ def fold(
     padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> DistTensor:
-    """Return the sums of columns at the windows they belong to; columns are made whole first."""
+    """Return planes to which each column is added at its window; columns are made whole first."""
     if not (input.is_floating_point() or input.is_complex()):
         raise NotImplementedError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
     arguments: Any = (output_size, kernel_size, dilation, padding, stride)

@@ -130,8 +130,8 @@ def _write_reshaped(base: DistTensor, view: DistTensor) -> None:
 def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology) -> Shape | None:
     """Return the unmerged shape in which the result of a reshape stays cut.
 
-    Returns None if no cut dimension becomes an inner factor of another, or if its factors do not
-    fit.
+    Returns None if no cut dimension becomes an inner factor of another, or if there are no factors
+    that fit both shapes.
     """
     if not any(cuts) or 0 in before:
         return None

@@ -1,9 +1,9 @@
 """Values written, or added, to positions along one dimension, given by a tensor of indices.
 
 That dimension is made whole first, and the result is cut as the input was. If more values than
-elements are added, as in a histogram, each rank adds up its own, and the ranks their sums. One-hot
-classes, along a new dimension, are written without moving anything. The rank that meets a class out
-of range raises.
+elements are added, as in a histogram, each rank adds up its own values, and then the ranks' sums
+are added up. One-hot classes, along a new dimension, are written without moving anything. The rank
+that meets a class out of range raises.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _counts(input: Tensor, d: int, index: Tensor) -> bool:
 def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> DistTensor:
     """Return the sums to add to `input` by scatter_add, whole on every rank. Collective.
 
-    Each rank adds up the values of its block of the index, and the ranks their sums.
+    Each rank adds up the values of its block of the index; then the ranks' sums are added up.
     """
     name = "scatter_add"
     runs = factors_of(index)
@@ -121,7 +121,10 @@ def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> 
 
 
 def _count_into_plain(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
-    """Add each rank's sums to a plain tensor, as scatter_add_; NotImplemented unless `_counts`."""
+    """Add each rank's sums to a plain tensor, as scatter_add_.
+
+    Returns NotImplemented, and adds nothing, if `_counts` is false.
+    """
     d = normalize_dim(dim, input.dim()) if input.dim() else 0
     if not input.dim() or input.dim() != index.dim() or not _counts(input, d, index):
         return NotImplemented

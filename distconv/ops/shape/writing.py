@@ -85,9 +85,10 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 def _places(
     name: str, input: Tensor, dim: int, index: Tensor, *others: Tensor
 ) -> tuple[DistTensor, int, Tensor]:
-    """Return the input, the dimension from 0, and all positions from 0 along it.
+    """Return `input` as a DistTensor, `dim` counted from 0, and all positions in `index`.
 
-    Raises for positions out of range, on every rank.
+    The positions are gathered on every rank and counted from 0. Raises for positions out of range,
+    on every rank. `name` is the called function, for errors.
     """
     x = as_distributed(input, common_grid(name, (input, index, *others)))
     if not x.dim():

@@ -1,4 +1,4 @@
-"""Functions in place, which write the result of another function, also to plain tensors.
+"""In-place functions, made of functions that return a new tensor; they write to plain tensors, too.
 
 A plain tensor to which distributed values are written under autograd becomes a distributed tensor:
 the Python object stays the same one. Outside autograd it stays plain, and gets the whole values.
@@ -91,11 +91,12 @@ def become_distributed(
 ) -> Any:
     """Turn a plain tensor, equal on all ranks, into a distributed one, and let `write` write to it.
 
-    Return the result of `write`, with the plain tensor in place of its argument. If it raises, the
-    plain tensor stays as it is. All ranks call it.
+    Return the result of `write`, with the plain tensor in place of its argument. If `write` raises,
+    the plain tensor stays as it is. All ranks call it.
 
     Parameters
     ----------
+    operator: the called function, for errors.
     operands: the written values, and their positions; some of them are distributed.
     cuts: the cuts of the distributed tensor; by default the cuts of the operands, the largest
         first.

@@ -14,8 +14,8 @@ from distconv.comm.packing import has_channels_last
 def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
     """Return the operands of an element-wise function, all with channels last if any has it.
 
-    With two formats torch takes ten times as long, and the result would have the format of the
-    first.
+    With operands in two formats torch was measured to take ten times as long, and the result would
+    have the format of the first operand.
     """
     planes = [x if isinstance(x, Tensor) and x.dim() == 4 else None for x in blocks]
     whole = [x for x in planes if x is not None]
@@ -44,9 +44,9 @@ def reduce_in_order_of_memory(
 def in_order_of_memory(blocks: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Return the operands of an element-wise loss, with dimensions in the order of memory.
 
-    If the first has channels last, all get channels as their last dimension, contiguous. torch's
-    losses return gradients in the default memory format, whatever the format of the operands is;
-    that of a tensor with channels moved last agrees with the operand's.
+    If the first operand has channels last, channels become the last dimension of all operands.
+    torch's losses return gradients in the default memory format; with channels as the last
+    dimension these lie in memory as the operands do.
     """
     first = blocks[0]
     if first is None or not has_channels_last(first):

@@ -157,9 +157,9 @@ def keeps_shape(rule: Rule) -> Rule:
 
 
 def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
-    """Let a rule that works along the last dimensions take tensors that are merged before them.
+    """Let a rule that works along the last dimensions take tensors merged in earlier dimensions.
 
-    `count` takes the rule's arguments after the input, and returns the number of these dimensions.
+    `count` takes the rule's arguments after the input, and returns the number of last dimensions.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,8 @@ def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
 def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
     """Let a rule of (sample, channel, *space) that treats all positions alike take merged tensors.
 
-    Unless it works `of_each_sample`, factors of the samples serve as spatial dimensions.
+    Unless the rule treats each sample alone (`of_each_sample`), samples may be merged, too: their
+    inner factors become spatial dimensions.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,9 +191,10 @@ def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
 
 
 def treats_samples_alone(function: Callable[..., Tensor], ndim: int) -> Callable[[Rule], Rule]:
-    """Let a rule for `function`, of tensors of `ndim` dimensions, take merged samples.
+    """Let a rule for `function`, which treats each sample alone, take tensors with merged samples.
 
-    If nothing else is cut, each rank calls `function` on its own whole samples.
+    If only samples are cut, each rank calls `function` on its own samples; otherwise the rule is
+    called. `ndim` is the number of dimensions of the input.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,10 @@ def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -
 
 
 def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
-    """Return the shape to which the tensors' global shapes broadcast; raise if they do not."""
+    """Return the shape to which the tensors' global shapes broadcast; raise if they do not.
+
+    `name` is the called function, for the error.
+    """
     try:
         return _broadcast(tuple(x.shape for x in tensors))
     except RuntimeError:
@@ -111,8 +114,8 @@ def _broadcast(shapes: tuple[Shape, ...]) -> Shape:
 def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
     """Return the cuts of a result of `shape` to which operands are broadcast.
 
-    They are the cuts of the largest operand, the first of equals. A dimension that is whole there
-    is cut as in the next operand that has it in full, over axes that no other dimension uses.
+    Each dimension is cut as in the largest operand that cuts it and is not broadcast along it, over
+    axes that no other dimension uses. Of operands of equal size the first decides.
     """
     return cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
 
@@ -164,7 +167,10 @@ def check_same_types(name: str, *tensors: Tensor | None) -> None:
 
 
 def distributed_input(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
-    """Return the input as a DistTensor; raise if parameters have another type or grid."""
+    """Return the input as a DistTensor; raise if parameters have another type or grid.
+
+    `name` is the called function, for errors.
+    """
     x = as_distributed(input, common_grid(name, (input, *parameters)))
     check_same_types(name, x, *parameters)
     return x

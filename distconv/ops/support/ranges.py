@@ -16,6 +16,7 @@ def in_range(
 
     Parameters
     ----------
+    operator: the called function, for the error.
     numbers: the numbers on this rank, each of which should be from 0 to `size` - 1.
     ignored: a number outside the range that is allowed.
     """

@@ -20,7 +20,7 @@ from distconv.tensor.dist_tensor import DistTensor
 class Selection:
     """The elements that a distributed mask picks, numbered in the serial order. Collective.
 
-    All ranks of the grid make one together for a read or write by mask.
+    All ranks of the grid create it together, to read or write the picked elements.
 
     Attributes
     ----------

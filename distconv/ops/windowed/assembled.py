@@ -65,8 +65,9 @@ def apply_windows(
     Parameters
     ----------
     shape: the global shape of the result.
-    compute: the local operator. It takes the buffer, and for each dimension the padding to add
-        itself.
+    operator: the called function, under which the exchange is recorded.
+    compute: the local operator. It takes the buffer, and for each dimension the padding that it
+        must add itself.
     """
     needs = (Same(), Same(), *window_needs(windows, x.cuts))
     buffer = gather_inputs(x, needs, x.cuts, operator, fill)
