@@ -29,7 +29,10 @@ class IndexMap(Protocol):
         """Return the input intervals needed for the outputs [start, stop), start < stop."""
 
     def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
-        """Return output intervals that contain all outputs that need any of the inputs [start, stop)."""
+        """Return output intervals with all outputs that need any of the inputs [start, stop).
+
+        They may contain other outputs, too.
+        """
 
 
 class Ascending:

@@ -69,9 +69,9 @@ class Route:
 class Plan:
     """One rank's part in moving a tensor's elements into the ranks' buffers.
 
-    `sends` index the rank's own block, `receives` its buffer; `own` pairs boxes of the block with
-    boxes of the buffer that stay on the rank. `identity` says, alike on all ranks, whether every
-    rank's buffer is its own block.
+    The routes `sends` have boxes of the rank's own block, the routes `receives` have boxes of its
+    buffer. `own` pairs boxes of the block with boxes of the buffer, to which they are copied on the
+    rank. `identity` says, alike on all ranks, whether every rank's buffer is its own block.
     """
 
     block_shape: tuple[int, ...]

@@ -125,7 +125,7 @@ def any_halo(
     sizes: tuple[int, ...],
     parts: tuple[int, ...],
 ) -> bool | None:
-    """Return whether any part of an operator needs halos; None if overlapping does not pay.
+    """Return whether any part of an operator needs halos; None if it should not overlap.
 
     Overlapping is impossible if the local operator cannot compute a part's outputs from its inputs
     alone, and too slow if more than half of a part's outputs need halos.

@@ -106,7 +106,10 @@ class Convolution:
         return window_needs(maps, cuts)
 
     def fewest_to_overlap(self, weight: Shape) -> int:
-        """Return the number of inputs per rank from which overlapping is faster than assembling."""
+        """Return the number of inputs per rank from which overlapping is faster than assembling.
+
+        `weight` is the shape of a weight that every rank holds in full.
+        """
         # Every side of the block costs another convolution, which reads the weights once more.
         # Where a rank has fewer inputs than weights, or few inputs, assembling was measured to be
         # faster.

@@ -70,7 +70,10 @@ class TransposedConvolution(Convolution):
         return [m if axes else Same() for m, axes in zip(maps, cuts[2:], strict=True)]
 
     def fewest_to_overlap(self, weight: Shape) -> int:
-        """Return the number of inputs per rank from which overlapping is faster than assembling."""
+        """Return the number of inputs per rank from which overlapping is faster than assembling.
+
+        `weight` is the shape of a weight that every rank holds in full.
+        """
         # As for convolution, the sides read the weights again. Assembling saves less here, as it
         # computes outputs that are cropped, and was measured to be faster with few inputs only.
         return prod(weight) // 4

@@ -25,7 +25,7 @@ from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def _names_nothing(dim: Any) -> bool:
+def _is_empty_sequence(dim: Any) -> bool:
     """Return whether `dim` is an empty sequence, by which some functions reduce no dimension."""
     return isinstance(dim, Sequence) and not dim
 
@@ -33,7 +33,7 @@ def _names_nothing(dim: Any) -> bool:
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
 @works_along(reduces=True)
 def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor:
-    if _names_nothing(dim):
+    if _is_empty_sequence(dim):
         raise RuntimeError("logsumexp: dim names no dimension; expected at least one")
     over = normalize_dims(dim, input.dim())
     x = input.shard
@@ -57,7 +57,7 @@ def _of_truth(function: Callable[..., Tensor], method: Callable[..., Tensor]) ->
     @implements(function, method)
     @works_along(reduces=True)
     def rule(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
-        if _names_nothing(dim):
+        if _is_empty_sequence(dim):
             return DistTensor(input.shard != 0, input.shape, input.cuts, input.grid)
         over = normalize_dims(dim, input.dim())
         own = reduce_in_order_of_memory(function, input.shard, over)
@@ -123,7 +123,7 @@ def _variance(
     count = product(input.shape[d] for d in over)
     # torch's gradients over all elements, and over no elements, do not fit the infinite values.
     infinite = count == correction > 1 and (dim is None or not input.dim())
-    if _names_nothing(dim) or infinite or (count and not correction <= count):
+    if _is_empty_sequence(dim) or infinite or (count and not correction <= count):
         reason = f"dim={dim!r} with correction={correction} of {count} elements is not supported"
         way_out = "Name the dimensions, and take no more correction than there are elements"
         refuse("var", reason, input, way_out=way_out)

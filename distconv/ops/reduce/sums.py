@@ -26,7 +26,7 @@ def reduction_result(
 ) -> DistTensor:
     """Return the DistTensor that results from a reduction of `input` over the dimensions `over`.
 
-    `shard` is this rank's block of it, with size 1 along these dimensions.
+    `shard` is this rank's block of the result, with size 1 along these dimensions.
     """
     kept = [d for d in range(input.dim()) if keepdim or d not in over]
     return DistTensor(

@@ -313,7 +313,7 @@ def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...
 
 
 def consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
-    """Return slices of the given lengths along `dim`, each after the last."""
+    """Return slices of the given lengths along `dim`; each begins where the one before it ends."""
     d = normalize_dim(dim, x.dim())
     bounds = pairwise(accumulate(lengths, initial=0))
     return tuple(slice_of(x, d, start, stop) for start, stop in bounds)

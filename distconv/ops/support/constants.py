@@ -1,6 +1,6 @@
 """Small constant tensors, made once for each device and reused.
 
-A copy from the host to a GPU waits for all work queued on the GPU.
+A new one would be copied from the host; a copy to a GPU waits for all work queued on the GPU.
 """
 
 from __future__ import annotations
