@@ -1,9 +1,9 @@
 """Drop-in torch.nn layers, for plain and distributed tensors.
 
-They take the constructor arguments of the torch.nn layers of the same name, compute the same on
-plain tensors, and have the same state_dict keys; further arguments are choices that only a parallel
-layer has. A torch.nn layer with a DistTensor as input exchanges its halos by itself, so where there
-is nothing to choose, use torch.nn.
+These layers take the constructor arguments of the torch.nn layers of the same name, compute the
+same on plain tensors, and have the same state_dict keys; further arguments are choices that only a
+parallel layer has. A torch.nn layer with a DistTensor as input exchanges its halos by itself, so
+where there is nothing to choose, use torch.nn.
 """
 
 from torch.nn import (

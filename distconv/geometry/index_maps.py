@@ -137,7 +137,7 @@ class Rows(Ascending):
         return ((start * self.after // self.before, -(-stop * self.after // self.before)),)
 
     def offset(self, start: int) -> int:
-        """Return the number of elements in the buffer before the first element of row `start`."""
+        """Return the number of elements in the buffer before the first of output row `start`."""
         return start * self.after % self.before
 
 

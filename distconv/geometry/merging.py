@@ -39,8 +39,8 @@ def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
 def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
     """Return the coarsest factors that make each of `splits` by multiplying neighbours.
 
-    Returns None for a size of 0, and if no factors fit: (2, 3) and (3, 2) divide 6 positions at 2
-    and at 3, so their common factors (2, 3 / 2, 2) would be no integers.
+    Returns None for a size of 0, and if there are no such factors: (2, 3) divides 6 positions at 2,
+    and (3, 2) divides them at 3, which is no multiple of 2.
     """
     if any(0 in row for row in splits):
         return None
@@ -73,7 +73,8 @@ def merged_runs(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ..
 def factors_of_reshape(before: Shape, after: Shape) -> tuple[Shape, ...] | None:
     """Return for each dimension of `after` the factors that it shares with dimensions of `before`.
 
-    Each dimension of `before` is a product of these factors, too. Returns None if none fit both.
+    Each dimension of `before` is a product of these factors, too. Returns None if there are no
+    factors that fit both shapes.
     """
     found: list[Shape] = []
     for old, new in groups(before, after):

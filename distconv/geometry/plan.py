@@ -267,8 +267,8 @@ def elements_moved(
 ) -> int:
     """Return the number of elements in the routes of `make_plan`, sent and received together.
 
-    It makes no routes: boxes are products of intervals, so sums over ranks are products of sums
-    over parts.
+    The number is computed without making routes: boxes are products of intervals, so sums over
+    ranks are products of sums over parts.
     """
     dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
     here, moving = topology.coordinates(rank), set(cutting_axes(source))

@@ -1,7 +1,7 @@
 """Decorators that let a user's functions take DistTensors: element-wise and over windows.
 
-A Python function that only calls torch functions needs none, as these have rules. A function that
-needs plain tensors does: a compiled kernel, a call into another library.
+A Python function that only calls torch functions needs no decorator, as torch functions have rules.
+A function that needs plain tensors does: a compiled kernel, a call into another library.
 """
 
 from __future__ import annotations

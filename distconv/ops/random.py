@@ -44,7 +44,7 @@ def _key(grid: Grid) -> Tensor:
 def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
     """Return uniform random numbers in [0, 1), float64, for this rank's block. All ranks call it.
 
-    With `dims` given they differ along the first `dims` dimensions only.
+    With `dims` given, elements with equal indices in the first `dims` dimensions share a number.
     """
     dims = x.dim() if dims is None else min(dims, x.dim())
     drawn = uniform_at(global_numbers(x, dims), _key(x.grid))
@@ -159,12 +159,12 @@ def _new(
 def _drawn_like(
     function: Callable[..., Tensor], check: Callable[..., Any], values: Callable[..., Tensor]
 ) -> Callable[..., DistTensor]:
-    """Register a function that returns random numbers in the layout of a tensor.
+    """Register `function`, which returns random numbers in the layout of a tensor.
 
     Parameters
     ----------
-    check: torch's method that fills with such numbers, which checks the arguments.
-    values: takes uniform numbers, the type and the arguments, and returns the numbers.
+    check: torch's in-place method that draws the same numbers; it is called to check the arguments.
+    values: takes uniform numbers, the type and the arguments; returns the random numbers.
     """
 
     @implements(function)

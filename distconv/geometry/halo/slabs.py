@@ -239,7 +239,8 @@ def message_parts(
 ) -> tuple[MessagePart, ...]:
     """Return the parts of messages that lie in the intervals `filled` of the buffer.
 
-    Their places are counted from the starts of `covered`, the intervals of a slab.
+    `covered` are the intervals of the buffer that the slab covers; the places of the parts are
+    counted from their starts.
     """
     found = []
     for message, route in enumerate(plan.receives):

@@ -301,8 +301,8 @@ def layer_part(layer: Layer) -> LayerPart:
 def _grouped_layer_part(layer: Layer) -> LayerPart:
     """Return a rank's part of a grouped layer: its own filters, and the channels of their groups.
 
-    The channels of a group that lies on several ranks are sent to all of them. Each computes all
-    filters of the group, and keeps its own.
+    The channels of a group that lies on several ranks are sent to all of these ranks. Each of them
+    computes all filters of the group, and keeps only its own.
     """
     x, d, axes = layer.x, layer.dimension, _over_groups(layer)
     made = replaced_at(x.cuts, d, axes)

@@ -277,7 +277,10 @@ def cpu(
 
 
 def _require_here(operator: str, input: DistTensor, device: torch.device) -> None:
-    """Refuse an operator whose result would lie on another kind of device than the grid's."""
+    """Refuse an operator whose result would lie on `device`, of another kind than the grid's.
+
+    `operator` is its name, for the error.
+    """
     if device.type != input.device.type:
         reason = f"the tensors of a grid live on its devices, not on {device}"
         way_out = "Move x.full_tensor() or x.to_local(); x.item() gives a number"

@@ -200,9 +200,10 @@ def matmul(input: Tensor, other: Tensor) -> DistTensor:
 
 
 def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
-    """Return left @ right, of which one is a plain sparse matrix. Collective.
+    """Return left @ right, one of which is a plain sparse matrix. Collective.
 
-    The summed dimension of the other tensor is made whole; its other dimension stays cut.
+    The other one is a DistTensor: its summed dimension is made whole, its other dimension stays
+    cut.
     """
     dense, sparse, inner = (right, left, 0) if isinstance(right, DistTensor) else (left, right, -1)
     check_on_meta(torch.matmul, left, right)

@@ -47,9 +47,9 @@ def batch_norm_over(
 ) -> DistTensor:
     """Normalise a batch by statistics over the ranks that differ from this one along `axes`.
 
-    All ranks call it. None means all axes that cut the input: the global batch. With fewer axes
-    each group of ranks has statistics of its own; the running statistics take their mean over the
-    groups, and so stay the same on every rank.
+    All ranks call it. If `axes` is None, these are all axes that cut the input: statistics are over
+    the global batch. With fewer axes each group of ranks has statistics of its own; the running
+    statistics take their mean over the groups, and so stay the same on every rank.
     """
     channelwise = running_mean, running_var, weight, bias
     grid = common_grid("batch_norm", (input, *channelwise))

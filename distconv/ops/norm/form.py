@@ -88,7 +88,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(x: Tensor, form: Form) -> Runs:
-    """Return the runs of a block for kernels that add elements up; it must have elements."""
+    """Return the runs of a block with elements, for kernels that add elements up."""
     last = has_channels_last(x) or (not form.of_each_sample and x.shape[1:].numel() == x.shape[1])
     return _divided(tuple(x.shape), form, last)
 

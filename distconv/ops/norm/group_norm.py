@@ -40,8 +40,8 @@ def group_norm_over(
 ) -> DistTensor:
     """Normalise each sample and group of channels by statistics over the ranks along `axes`.
 
-    All ranks call it. None means all axes that cut the plane. With () each rank uses the statistics
-    of its own block, which differs from the serial norm.
+    All ranks call it. If `axes` is None, these are all axes that cut the plane. With () each rank
+    uses the statistics of its own block, which differs from the serial norm.
     """
     name = "group_norm"
     x = as_distributed(input, common_grid("group_norm", (input, weight, bias)))

@@ -1,9 +1,10 @@
 """Normalisation of blocks by statistics over dimensions and ranks: one function for all norms.
 
-It saves the input, and a mean and a scale for each statistic. Forward, statistics travel in one
-message; backward, the sums of gradients do. In between torch's kernels for batch normalisation run
-on the block, in its memory format. They take a tensor (N, C, *spatial) with numbers for each
-channel; if each sample is normalised alone, the channels are the N * C channels of one sample.
+`normalize` saves the input, and a mean and a scale for each statistic. Forward, statistics travel
+in one message; backward, the sums of gradients do. In between torch's kernels for batch
+normalisation run on the block, in its memory format. These kernels take a tensor (N, C, *spatial)
+with numbers for each channel; if each sample is normalised alone, the channels are the N * C
+channels of one sample.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def check_parameter_types(name: str, x: DistTensor, *parameters: Tensor | None) -> None:
-    """Raise on every rank if types differ; float32 parameters may go with half inputs."""
+    """Raise on every rank if types differ; float32 parameters may go with half inputs.
+
+    `name` is the name of the norm, for the error.
+    """
     half = accumulation_type(x.dtype) != x.dtype
     if not (half and all(p is None or p.dtype == torch.float32 for p in parameters)):
         check_same_types(name, x, *parameters)

@@ -22,7 +22,7 @@ def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
 
 
 def with_some_channel(x: Tensor) -> Tensor:
-    """Return `x`, or an empty batch with one channel if `x` has none, which torch refuses."""
+    """Return `x`; if it has no channels, which torch refuses, return an empty batch with one."""
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
 
 

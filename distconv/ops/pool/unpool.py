@@ -98,7 +98,10 @@ def _within(windows: list[TransposedWindow], indices: DistTensor, plane: Shape) 
 def _from_neighbours(
     x: DistTensor, indices: DistTensor, windows: list[TransposedWindow], shape: Shape, name: str
 ) -> DistTensor:
-    """Return the unpooled plane; each rank gathers the inputs that write to its block."""
+    """Return the unpooled plane; each rank gathers the inputs that write to its block.
+
+    `shape` is the global shape of the result; `name` is the called function, for records.
+    """
     cut = zip(windows, x.cuts[2:], strict=True)
     needs: list[IndexMap] = [Same(), Same(), *(w if axes else Same() for w, axes in cut)]
     values = gather_inputs(x, needs, x.cuts, name)

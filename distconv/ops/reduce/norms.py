@@ -154,9 +154,10 @@ def cdist(
 
 
 def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
-    """Return the `compute_mode` of torch.cdist for these numbers of vectors.
+    """Return the `compute_mode` that torch.cdist uses for these global numbers of vectors.
 
-    torch chooses a faster, less accurate way by size; every rank takes the way for the global size.
+    By default torch takes a faster, less accurate algorithm for many vectors. Every rank takes the
+    algorithm for the global numbers, whatever the size of its block.
     """
     by_product = compute_mode == "use_mm_for_euclid_dist" or (
         compute_mode in (None, "use_mm_for_euclid_dist_if_necessary") and max(vectors) > 25

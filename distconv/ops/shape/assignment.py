@@ -207,8 +207,8 @@ def _assign_to_plain(input: Tensor, index: Any, value: Any) -> None:
 def _cuts_by_index(input: Tensor, items: tuple[Any, ...], value: Any) -> Cuts | None:
     """Return cuts for a plain tensor that an assignment makes distributed.
 
-    They follow the value or the mask. Returns None if tensors are indices, except for a single mask
-    beside full slices.
+    The cuts follow those of the value or of the mask. Returns None if tensors are indices, except
+    for a single mask beside full slices.
     """
     cuts: list[tuple[str, ...]] = [()] * input.dim()
     first = _before_mask(items)

@@ -18,7 +18,7 @@ from distconv.tensor.redistribution import overwrite
 
 
 def _triangle(name: str) -> None:
-    """Register torch.tril or torch.triu; each rank shifts the diagonal to fit its block."""
+    """Register torch.tril or torch.triu, by `name`; each rank shifts the diagonal to its block."""
     function: Callable[..., Tensor] = getattr(torch, name)
     write: Callable[..., Tensor] = getattr(torch.Tensor, f"{name}_")
 

@@ -1,7 +1,7 @@
 """Parts of a tensor: slices, single positions, splits, and their inverse, concatenation.
 
-A slice of a cut dimension is cut canonically again, so its elements may change their rank; only
-elements that do are sent.
+A slice of a cut dimension is cut canonically again, so some of its elements may belong to another
+rank than before; only these elements are sent.
 """
 
 from __future__ import annotations

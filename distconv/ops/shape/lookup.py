@@ -1,7 +1,7 @@
 """Elements at positions given by tensors along one dimension, which is made whole first.
 
-The result is cut as the input, or as the positions if the input is whole: each rank looks up
-the positions in its own block of them. The rank that meets a position out of range raises.
+The result is cut as the input, or as the tensor of positions if the input is whole: each rank looks
+up the positions in its own block. The rank that meets a position out of range raises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Elements picked by a mask, read and written where they lie.
 
-Each rank picks in its own block. Elements that are read are made whole, as every rank needs their
-number; nothing else moves. Elements that are written need not move at all.
+Each rank picks in its own block. Elements that are read are made whole, as every rank must know how
+many they are; nothing else moves. Elements that are written need not move at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""F.unfold, which returns sliding blocks as columns, and its inverse F.fold."""
+"""F.unfold, which returns the windows of a plane as columns, and its inverse F.fold."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def fitting_factors(
 ) -> tuple[Shape, ...] | None:
     """Return for each dimension of `shape` the factors into which all operands can be split.
 
-    `operands` are the factors of the dimensions of each operand, which is broadcast to `shape`.
-    Returns None if they do not fit together.
+    `operands` has for each operand the factors of its dimensions; operands are broadcast to
+    `shape`. Returns None if the factors of the operands do not fit together.
     """
     splits: list[list[Shape]] = [[(n,)] for n in shape]
     for runs in operands:

@@ -15,7 +15,7 @@ _FORCED: ContextVar[str | None] = ContextVar("distconv_method", default=None)
 
 @contextmanager
 def method(name: str) -> Iterator[None]:
-    """Compute convolutions in the context by one method, if both apply; for debugging.
+    """Compute convolutions in this context by the method `name`, where both apply; for debugging.
 
     "assembled" copies a rank's block and its halos into one buffer and computes on that.
     "overlapped" computes on the block as it is while the halos travel, and mends the boundary.

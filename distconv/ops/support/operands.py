@@ -142,7 +142,7 @@ def empty_block(buffer: Tensor, shape: Shape) -> Tensor:
 
 
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which to add up many elements of type `dtype`."""
+    """Return the type in which to add up many elements: float32 for half types, else `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -157,7 +157,10 @@ def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_same_types(name: str, *tensors: Tensor | None) -> None:
-    """Raise RuntimeError on every rank if types differ; torch skips blocks without elements."""
+    """Raise RuntimeError on every rank if types differ; torch skips blocks without elements.
+
+    `name` is the called function, for the error.
+    """
     given = [t for t in tensors if t is not None]
     if len({t.dtype for t in given}) > 1:
         raise RuntimeError(
