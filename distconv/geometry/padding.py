@@ -57,7 +57,7 @@ class Pad:
         return any(max(a, inputs[0]) < min(b, inputs[1]) for a, b in needed)
 
     def outside(self, size: int, start: int, stop: int) -> tuple[int, int] | None:
-        """Return how many of the outputs [start, stop) lie before all inputs, and how many after.
+        """Return the numbers of outputs in [start, stop) before all inputs and after all inputs.
 
         Returns None if padding the buffer by these numbers does not give the outputs.
         """
