@@ -98,7 +98,7 @@ class Dataset:
     grid: the grid.
     samples: the number of samples, also `len(dataset)`.
     bytes_read: bytes this rank has read so far, in the types of the source.
-    bytes_fetched: the same with the whole of each chunk of which a part was read.
+    bytes_fetched: bytes of all chunks of the source of which this rank has read any part.
     cache: the kept samples, or None; `cache.bytes_received` counts bytes from other ranks.
     amplification: for each field, the bytes of chunks that all ranks fetch for a sample, over the
         bytes that they need.
@@ -227,10 +227,12 @@ class Dataset:
     ) -> Arriving:
         """Start to send a mini-batch from the ranks that keep its samples. Collective.
 
+        Returns a function that waits for the messages and returns this rank's elements.
+
         Parameters
         ----------
         arrivals: the samples new to the cache, from `Cache.plan`.
-        loaded: this rank's boxes of these, from `Cache.load`.
+        loaded: this rank's boxes of the new samples, from `Cache.load`.
         """
         assert self.cache is not None
         self.cache.settle(arrivals, loaded)
@@ -249,7 +251,10 @@ class Dataset:
         return self.converted(values)
 
     def converted(self, values: Values) -> Blocks:
-        """Return values of the sources as tensors for the program, pinned if the grid uses GPUs."""
+        """Return this rank's elements of a mini-batch, as read, as tensors for the program.
+
+        The tensors are transformed and augmented, and lie in pinned memory if the grid uses GPUs.
+        """
         blocks = Blocks(values.samples)
         for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
             if self._check_finite and own.source.dtype.kind in "fc":

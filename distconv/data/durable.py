@@ -32,10 +32,10 @@ class DamagedFile(ValueError):
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a new file in a `with` block, which replaces the file `path` at the end of the block.
 
-    Until then the file has a fresh name in the same folder, which nobody can have prepared as a
-    link, and `path` stays as it is. At the end all bytes are on the disk. Any error in the block
-    removes the new file. Raises OSError, naming `path`, if the folder cannot be written to or the
-    disk is full.
+    Within the block, the new file has a name in the same folder that cannot be guessed, so nobody
+    can have put a link there, and `path` is not changed. At the end of the block all bytes are on
+    the disk. Any error in the block removes the new file. Raises OSError, naming `path`, if the
+    folder cannot be written to or the disk is full.
     """
     partial = fresh_name(path)
     try:
@@ -128,7 +128,10 @@ def fresh_name(path: Path) -> Path:
 
 
 def remove_partial(folder: Path, pattern: str) -> None:
-    """Remove files and folders left by killed processes, whose final names match `pattern`."""
+    """Remove unfinished files and folders left by killed processes in a folder.
+
+    `pattern` is a glob pattern of their final names.
+    """
     for partial in folder.glob(f"{pattern}.*.partial"):
         remove(partial)
 

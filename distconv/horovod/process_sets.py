@@ -230,7 +230,10 @@ def nccl_built() -> int:
 
 
 def mpi_threads_supported() -> bool:
-    """Return False, also as `ddl_built` and `ccl_built`: only one thread of a rank sends."""
+    """Return False: only one thread of a rank may send messages.
+
+    It is also Horovod's `ddl_built` and `ccl_built`, which are False for this library.
+    """
     return False
 
 

@@ -76,8 +76,10 @@ class DCTensor(DistTensor):
     def to_replicate(self) -> Tensor:
         """Return the whole tensor on every rank of the replica, which call it together.
 
-        The result is a plain tensor whose gradient is shared out over the ranks. Within a module of
-        `DistConvDDP` it remains a DCTensor, so that gradients of parameters it meets count once.
+        The result is a plain tensor. In the backward pass the gradients of all ranks are added up
+        and divided by the number of ranks, so a loss that every rank computes counts once. Within a
+        module of `DistConvDDP` the result is a DCTensor, whole on every rank, so that gradients of
+        parameters which it is multiplied by count once, too.
         """
         if innermost_call() is not None:
             return self.redistribute(Layout())

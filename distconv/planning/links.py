@@ -81,7 +81,11 @@ def _link_of(machine: Machine, where: str) -> LinkTimes:
 
 
 def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine) -> Cost:
-    """Return the cost of an `all_reduce` or `all_gather` of `size` bytes from each of `ranks`."""
+    """Return the cost of an `all_reduce` or `all_gather` on `machine`, in seconds.
+
+    `kind` is one of these names, `ranks` the ranks that take part, and `size` the bytes that each
+    of them contributes.
+    """
     where, count = machine.where(ranks), len(ranks)
     measured = machine.reductions.get(f"{kind} {where}", {})
     if measured:

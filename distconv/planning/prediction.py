@@ -208,7 +208,11 @@ def predicted(
     machine: Machine,
     times: OperatorTimes,
 ) -> Prediction:
-    """Return the prediction of a step from recordings, with `times` of all their operators."""
+    """Return the prediction of a step from the recordings of some ranks.
+
+    `name` is the module's name and `samples` the size of the mini-batch, for the result; `times`
+    has the seconds of all recorded operators.
+    """
     line = play(recordings, machine, times)
     slowest = next(r for r in recordings if r.rank == line.slowest)
     memory = max((memory_of(r, times) for r in recordings), key=lambda m: sum(m.values()))
@@ -236,7 +240,10 @@ def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
 
 
 def in_words(grid: Mapping[str, int], between: str = ",") -> str:
-    """Return a grid as a command line spells it, such as "sample=2,height=4", without axes of 1."""
+    """Return a grid as a command line spells it, such as "sample=2,height=4", without axes of 1.
+
+    `between` is the text between two axes, by default a comma.
+    """
     return between.join(f"{axis}={n}" for axis, n in grid.items() if n > 1) or "1 rank"
 
 

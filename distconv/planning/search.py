@@ -290,7 +290,10 @@ def _seconds(c: Candidate) -> float:
 
 @dataclass
 class _Search:
-    """A search by `plan`; no operators are timed after the moment `end`, by `time.perf_counter`."""
+    """A search by `plan`: the step, the machine, and the limits of memory and time.
+
+    No operators are timed after the moment `end`, on the clock of `time.perf_counter`.
+    """
 
     module: nn.Module
     shapes: list[tuple[int, ...]]
@@ -305,7 +308,11 @@ class _Search:
     def record(
         self, grid: Mapping[str, int], module: nn.Module | None = None, **more: Any
     ) -> Recording:
-        """Return the recording of one rank for all: the middle one, or one with a larger block."""
+        """Return the recording of a step on one rank, which stands for all ranks of the grid.
+
+        The rank is in the middle of every axis, or near it if the middle one has a smaller block.
+        `module` replaces the module of the search, and `more` adds options of the step.
+        """
         sizes = dict(zip(dimension_names(len(self.shapes[0])), self.shapes[0], strict=True))
         topology = DryRunGrid(grid).topology
         place = {}

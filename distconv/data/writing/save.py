@@ -174,7 +174,12 @@ def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict
 def _write(
     partial: Path, name: str | None, x: DistTensor, array: Description, offset: int | None
 ) -> None:
-    """Write this rank's block, in its turn, unless a replica writes it. Collective."""
+    """Write this rank's block of a tensor to a file or zarr folder. Collective.
+
+    Of several ranks that hold replicas of a block, one writes it. Ranks that share a chunk of a
+    zarr array write in turns. `offset` is where the array begins in the file, in bytes; None for
+    zarr.
+    """
     grid, topology = x.grid, x.grid.topology
     box = rank_box(array.shape, x.cuts, topology, grid.rank)
     replica = any(grid.coords[axis] for axis in replicating_axes(x.cuts, topology))

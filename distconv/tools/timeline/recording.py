@@ -182,9 +182,10 @@ def on_clock_of_rank_0(
 
 
 def _round_trip(grid: ProcessGrid, other: int, now: Callable[[], int]) -> tuple[float, float]:
-    """Send a message from rank 0 to rank `other` and back; return two numbers, valid on `other`.
+    """Send a message from rank 0 to rank `other` and back. All ranks call it.
 
-    They are its clock's difference from rank 0's, and the time of the trip. All ranks call it.
+    Returns two numbers in nanoseconds, valid on rank `other`: the difference of its clock from rank
+    0's, and the duration of the round trip. `now` returns the time of this rank's clock.
     """
     sent, there = _message(now()), torch.zeros(1, dtype=torch.int64)
     _send(grid, 0, other, sent, torch.zeros(1, dtype=torch.int64))
