@@ -100,7 +100,7 @@ def save_checkpoint(
     checksum, and then takes its name in one step. Older checkpoints beyond the last `keep`, and
     leftovers of killed writers, are removed afterwards. Before anything is written, the ranks
     compare the arguments, the steps they have taken, their parameters and buffers, and the
-    optimizer's state; of large tensors they compare samples.
+    optimizer's state; of large tensors they compare some elements.
 
     Parameters
     ----------
@@ -233,8 +233,8 @@ def load_checkpoint(
     ----------
     path: the folder, or one file in it.
     model: a parallelized module, on any grid.
-    optimizer, scheduler, loader: objects whose state is loaded; the saved state of others is
-        ignored.
+    optimizer, scheduler, loader: objects whose state is loaded. A saved state without such an
+        argument is ignored.
     missing_ok: return None if there is no checkpoint.
     check: called on every rank with the checkpoint before anything is changed; raises ValueError to
         refuse it.
@@ -244,9 +244,9 @@ def load_checkpoint(
     Raises
     ------
     DataError
-        On every rank, if there is no whole checkpoint, a file cannot be read now, the checkpoint
-        is of another model, optimizer, scheduler or loader, or the ranks pass different arguments.
-        The objects passed may be partly changed by then.
+        On every rank, if there is no whole checkpoint, a file cannot be read now, the checkpoint is
+        of another model, optimizer, scheduler or loader, or the ranks pass different arguments. A
+        part of the state may have been loaded before the error.
     """
     grid = required_reduction("load_checkpoint", model).grid
     parts = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}

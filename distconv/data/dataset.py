@@ -84,10 +84,11 @@ class Dataset:
         `HaloBlock`s, plain tensors with elements of neighbours, in place of DistTensors.
     halo_border: the halo beyond the sample: none ("clip"), zeros ("zeros"), or the elements at the
         other end of the sample ("periodic").
-    augment: random changes of each sample, in their order, such as `Flip()` and `Noise(0.1)`. They
-        are the same on any grid, and come after `transform`. Moves of elements are the same in all
-        fields with the first field's space.
-    augment_seed: the seed of their random numbers, which also depend on the epoch and the sample.
+    augment: random changes of each sample, such as `Flip()` and `Noise(0.1)`, the same on any grid.
+        Elements are moved alike in all fields with the first field's space; values are changed
+        after `transform`.
+    augment_seed: the seed of the random numbers of `augment`, which also depend on the epoch and
+        the sample.
     cache: "memory", to keep the boxes of each sample on the ranks that read them first, and to send
         them by messages if a later mini-batch has the sample elsewhere; or a folder on a disk of
         each node, to keep them there. No sample is read twice then; the mini-batches are the same.
@@ -106,8 +107,8 @@ class Dataset:
     Raises
     ------
     DataError
-        On every rank, for a source that is missing, truncated or mis-shaped on any, or is not the
-        same on all.
+        On every rank, for a source that is missing, truncated or mis-shaped on any rank, or that
+        differs between ranks.
     """
 
     def __init__(

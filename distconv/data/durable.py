@@ -208,7 +208,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
-    """Return an `OSError` for a path to which `size` bytes cannot be written, with a remedy."""
+    """Return an error for a file to which `size` bytes cannot be written; it names a remedy.
+
+    `error` is the error of the attempt to write.
+    """
     amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
     reason = " ".join(str(error.strerror or error).split())
     advice = "free space there, or choose another folder that you may write to"

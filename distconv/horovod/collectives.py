@@ -177,11 +177,12 @@ def _sums(
 
 
 def join(device: int = -1) -> int:
-    """Add zeros to other ranks' sums until all ranks have called it; return the last to call it.
+    """Add zeros to other ranks' sums until all ranks have called it. Collective.
 
-    A rank calls it when it has no samples left. As in Horovod, an average divides by the number of
-    all ranks, including ranks that have joined: to weight by samples, sum sums and counts. A rank
-    that has joined keeps the parameters of its last step; broadcast the returned rank's.
+    Returns the number of the rank that called it last. A rank calls it when it has no samples left.
+    As in Horovod, an average divides by the number of all ranks, including ranks that have joined:
+    to weight by samples, sum sums and counts. A rank that has joined keeps the parameters of its
+    last step; broadcast those of the returned rank.
     """
     job = current()
     under_way: list[Request | None] = []

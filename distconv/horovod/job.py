@@ -97,7 +97,7 @@ class Pending:
         self._finish = self._start(everyone)
 
     def wait(self) -> Any:
-        """Return the result; before the collective has started, take part in further rounds."""
+        """Return the result; exchange announcements with the other ranks until it has started."""
         while self._finish is None:
             self._job.round(_WAITING)
         return self._finish()

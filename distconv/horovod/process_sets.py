@@ -63,7 +63,7 @@ class ProcessSet:
         return self._job
 
     def begin(self, number: int, job: Job | None) -> None:
-        """Give the set its number, and its job, None on a rank outside the set."""
+        """Give the set its `number`, and the `job` of its ranks: None on a rank outside the set."""
         self.process_set_id, self._job = number, job
 
     def end(self) -> None:

@@ -113,6 +113,7 @@ def plan_layouts(
     module, shape, grid, layout, options: as for `predict`.
     layouts: layouts for the inputs of submodules, as for `predict`; they hold where the search
         finds none.
+    progress: called with a text on the size of the search.
     """
     shapes = shapes_of(shape)
     options = {"layout": layout, **options}

@@ -114,10 +114,11 @@ class Study:
         return min(found, key=lambda c: (c.ranks, c.predicted), default=None)
 
     def efficiency(self, case: Case) -> Spread | None:
-        """Return the ideal seconds over a case's seconds, paired by rounds; None if not timed.
+        """Return the ideal seconds over a case's seconds: median and quartiles over the rounds.
 
-        The ideal step on r times the ranks takes 1/r of the time in strong scaling, and the same
-        time in weak scaling.
+        Both are taken from the same round. Returns None if the case was not timed. The ideal step
+        on r times the ranks takes 1/r of the time in strong scaling, and the same time in weak
+        scaling.
         """
         base = self.base
         if base is None or not case.seconds:
@@ -338,7 +339,11 @@ def training_step(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> Callable[[], None]:
-    """Return a function that runs a case's training step. All ranks of the case call both."""
+    """Return a function that runs a case's training step.
+
+    All ranks of the case call both this and the function. `make` makes the module; the other
+    arguments are options of the step, as for `record_step`.
+    """
     extents: dict[str, Any] = dict(case.grid)
     grid = ProcessGrid(tuple(range(case.ranks)), **extents)
     module = make()

@@ -101,7 +101,8 @@ class Timeline(NamedTuple):
     def critical_path(self) -> list[Segment]:
         """Return the segments that determine the seconds of the step, in order, over all ranks.
 
-        They are followed back from the end; a wait leads to the rank that was waited for.
+        The path is followed back from the end of the step; a wait leads to the rank that was waited
+        for.
         """
         path: list[Segment] = []
         rank, moment = self.slowest, self.seconds

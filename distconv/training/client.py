@@ -31,14 +31,14 @@ class Worker:
     worker tells the server that it has finished, or has failed. Workers may take different numbers
     of steps.
 
-    Raises ValueError if the model is not parallelized on `team.grid`, or this rank is a server.
-    Raises ServerLost on every rank of the worker if the server ends, here and in every call.
+    Raises ValueError if the model is not parallelized on `team.grid`, or this rank is a server. If
+    the server ends, this and every method raise ServerLost on every rank of the worker.
 
     Parameters
     ----------
     team: the team, in which this rank belongs to a worker.
-    model: parallelized on `team.grid`.
-    method: the same as the server's.
+    model: a module, parallelized on `team.grid`.
+    method: the training algorithm, a `Downpour` or `AsynchronousElastic` equal to the server's.
     optimizer: steps with this worker's own gradients: with Downpour between two fetches, with
         elastic averaging in every step.
 
@@ -79,7 +79,7 @@ class Worker:
         return steps
 
     def step(self, samples: int = 1) -> None:
-        """Take a step of the method, after `backward()`; gradients are None afterwards.
+        """Take a step of the training algorithm, after `backward()`, and set gradients to None.
 
         All ranks of the worker call it together.
 

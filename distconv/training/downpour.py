@@ -70,7 +70,7 @@ class Downpour:
 
 @dataclass
 class DownpourClient(Client):
-    """The client's part of `Downpour`; without `optimizer` only fetches change parameters."""
+    """The client's part of `Downpour`; without an `optimizer` only fetches change parameters."""
 
     def __post_init__(self) -> None:
         self._sums: list[Tensor | None] = [None] * len(self.parameters)

@@ -20,7 +20,7 @@ from distconv.transport.link import Link, LinkLost, LinkSilent, Message, message
 
 
 class Kind(IntEnum):
-    """The kind of a message between client and server, the first of its numbers.
+    """The kind of a message between client and server, the first number in the message.
 
     Further numbers of a request: the version of the client's parameters, the samples since its last
     update, and its number of steps. Of an answer: the version of the parameters sent, the samples

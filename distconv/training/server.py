@@ -32,8 +32,8 @@ class Report:
     samples: the number of samples behind these updates.
     staleness: a histogram of the age of updates: how many were computed with parameters that n
         other updates had changed since, by n.
-    requests: the number of updates of each client, by its number at this server.
-    lost: the dropped clients, and the reason for each.
+    requests: the number of updates that each client has sent, by the client's number.
+    lost: the reason for dropping a client, by the client's number.
     """
 
     updates: int = 0
@@ -54,7 +54,7 @@ class Report:
 
 
 class Rule(Protocol):
-    """The server's part of a method such as `Downpour`: how updates change the parameters."""
+    """The server's part of a training algorithm, such as `Downpour`, that changes parameters."""
 
     kinds: tuple[Kind, ...]
     """The requests that carry updates."""

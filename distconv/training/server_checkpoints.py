@@ -53,7 +53,7 @@ class ServerCheckpoints:
     def save_under(self, number: int) -> None:
         """Save the state under a number that the workers chose.
 
-        Raises ValueError if the server has no folder, or saves by its own count.
+        Raises ValueError if the server has no folder, or saves every `save_every` updates.
         """
         if self.folder is None or self.save_every:
             raise ValueError(

@@ -75,6 +75,6 @@ class BoxesInFolder:
         return flat.reshape(place.shape)
 
     def drop(self, place: _Slot) -> None:
-        """Remove the array with the key `place`; a later one of equal size may take its room."""
+        """Remove the array with the key `place`; later arrays of equal size may use its space."""
         with self._lock:
             self._free.setdefault(place.bytes, []).append(place.offset)

@@ -49,7 +49,7 @@ def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = Fa
 
     Parameters
     ----------
-    pattern: a shell's pattern such as "train/*.h5"; `**` stands for folders in folders.
+    pattern: a glob pattern such as "train/*.h5"; `**` stands for folders in folders.
     field: the dataset in each file, for files that have datasets.
     stacked: whether a file holds samples along its first dimension; otherwise it is one sample.
     """

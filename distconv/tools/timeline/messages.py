@@ -46,7 +46,10 @@ class Kinds(list[Movement]):
         self._of_tag: dict[int, str] = {}
 
     def append(self, movement: Movement) -> None:
-        """Note whether the next exchange is a halo or a redistribution, given its movement."""
+        """Find the kind of the next exchange, a halo or a redistribution, from its movement.
+
+        `trace_movements` calls it before each exchange.
+        """
         if not movement.plan.identity:
             self._next = REDISTRIBUTION if movement.redistributes else HALO
 

@@ -41,9 +41,9 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     """Record the activities of all ranks in a `with` block, and write them to a file.
 
     All ranks enter and leave it together; torch.profiler records. At the end rank 0 writes the
-    file, whole or not at all. After an error within it nothing is written. Open it in Perfetto
-    (https://ui.perfetto.dev) or chrome://tracing, or let `python -m distconv timeline FILE` add it
-    up.
+    file, whole or not at all. After an error within the block nothing is written. Open the file in
+    Perfetto (https://ui.perfetto.dev) or chrome://tracing, or print the sums of its times by
+    `python -m distconv timeline FILE`.
 
     Each rank has the rows `compute`, torch's outermost operators, `wait`, and on a GPU `device`.
     Halos, redistributions, reductions and messages are shown from their start to the end of the
