@@ -93,7 +93,10 @@ def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
 
 
 def check_written(path: Path, checksum: str) -> None:
-    """Raise as `read_checksummed` does, but compare only the checksum at the file's end."""
+    """Raise `DamagedFile` unless the checksum at the end of the file is `checksum`.
+
+    The content is not read. Raises OSError if the file cannot be read.
+    """
     _check_same(path, _read(path, whole=False)[1], checksum)
 
 
@@ -149,7 +152,7 @@ def move_into_place(partial: Path, path: Path) -> None:
 
     A file is replaced in one step. An old folder is first renamed to a fresh name that ends with
     `.partial`, and removed after the new one has its name: a process that is killed between the two
-    steps leaves both.
+    steps leaves the old folder and the new one.
     """
     before = None
     if path.is_dir() and not path.is_symlink():
@@ -231,9 +234,10 @@ def unseen(path: Path) -> FileNotFoundError:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Lock a folder in a `with` block, on file systems that have locks.
+    """Lock a folder in a `with` block, so that no other process writes to it.
 
-    Raises BlockingIOError if another process holds the lock.
+    Raises BlockingIOError if another process holds the lock. On file systems without locks nothing
+    is locked.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Failing together: an error on one rank is raised on all of them, in the same words."""
+"""Failing together: an error on one rank is raised on all ranks, with the same message."""
 
 from __future__ import annotations
 
@@ -150,7 +150,10 @@ def _tell_apart(
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return the message of an exception in one line, after its type if that is an unusual one."""
+    """Return the message of an exception in one line, for the other ranks.
+
+    The name of its type stands in front, unless it is an OSError, ValueError or DataError.
+    """
     text = " ".join(str(error).split())
     plain = isinstance(error, OSError | ValueError | DataError) and text
     return text if plain else f"{type(error).__name__}: {text}"

@@ -1,9 +1,10 @@
 """Measuring the seconds of Python that each function on DistTensors takes beside its kernels.
 
-In a step, other functions run between two calls of one, and operators stream their operands through
-the caches, so code and objects of the next function must be fetched again: it takes up to ten times
-as long as in a loop. So every function is timed in a chain of layers, first forward and then
-backward, with other functions and passes over several numbers of bytes between them.
+In a step, other functions run between two calls of a function, and operators stream their operands
+through the caches. So the code and objects of a function must be fetched again for each call, which
+takes up to ten times as long as in a loop. So every function is timed in a chain of layers, first
+forward and then backward, with other functions and passes over several numbers of bytes between
+them.
 """
 
 from __future__ import annotations

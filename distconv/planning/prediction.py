@@ -191,7 +191,10 @@ def record_ranks(
     grid: Mapping[str, int],
     **options: Any,
 ) -> list[Recording]:
-    """Return recordings of a step on all ranks of a small grid, or on three of a larger one."""
+    """Return recordings of a step on all ranks of a small grid, or on three of a larger one.
+
+    The three are the first rank, the one in the middle of every axis, and the last one.
+    """
     topology = DryRunGrid(grid, 0).topology
     ranks = list(range(topology.size))
     if topology.size > PLAYED:

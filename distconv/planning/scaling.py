@@ -106,7 +106,11 @@ class Study:
 
     @property
     def predicted_base(self) -> Case | None:
-        """Return the reference case of predictions: the measured one, if it is predicted."""
+        """Return the reference case of predictions; None if no case is predicted.
+
+        It is the measured reference case, if that is predicted, or else the predicted case with the
+        fewest ranks, and of several the fastest.
+        """
         base = self.base
         if base is not None and base.predicted is not None:
             return base
@@ -137,7 +141,10 @@ class Study:
         return base.ranks / ranks if self.kind == STRONG else 1.0
 
     def ideal(self, ranks: int) -> float | None:
-        """Return the seconds of the ideal step on `ranks` ranks, from measured ones if any."""
+        """Return the seconds of the ideal step on `ranks` ranks; None without any times.
+
+        They follow from the measured reference case, or without one from the predicted one.
+        """
         base = self.base or self.predicted_base
         seconds = base and (median(base.seconds) if base.seconds else base.predicted)
         return seconds * self._share(base, ranks) if base and seconds else None

@@ -21,9 +21,9 @@ from distconv.training.requests import Client, Connection, Kind
 class AsynchronousElastic:
     """Train workers apart, each tied by a spring to a center that a server holds.
 
-    In every `period`-th step of a worker with parameters x, the server moves the center by d =
-    alpha (x - center), and the worker moves by -d, before its optimizer's step. The center is the
-    result of the training.
+    In every `period`-th step of a worker with parameters x there is a pull: the server moves the
+    center by d = alpha (x - center), and the worker moves x by -d, before its optimizer's step. The
+    center is the result of the training.
 
     Raises ValueError if a value is out of its range.
 

@@ -118,7 +118,10 @@ class NoiseScale:
         self._learn(squares, whole, samples, count * self._grid.shape["sample"])
 
     def _within_replica(self, message: GradientMessage) -> GradientMessage:
-        """Return a message summed over the ranks that share a sample; half types become float32."""
+        """Return a message summed over the ranks that share a sample.
+
+        Gradients of 16 bits become float32.
+        """
         flat = message.flat.to(SUM_TYPES.get(message.flat.dtype, message.flat.dtype))
         wide = message._replace(flat=flat)
         self._add_up(wide, _within(wide))

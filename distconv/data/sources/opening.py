@@ -111,7 +111,10 @@ def _is_zarr(path: Path) -> bool:
 
 
 def _only_kind_in(folder: Path) -> str:
-    """Return a pattern of all readable files in a folder; raise ValueError unless of one suffix."""
+    """Return a glob pattern of all readable files in a folder, such as "*.h5".
+
+    Raises ValueError if there are no such files, or if they have several suffixes.
+    """
     suffixes = sorted({path.suffix for path in folder.iterdir()} & KINDS.keys())
     if len(suffixes) != 1:
         raise ValueError(
