@@ -461,7 +461,10 @@ def _remove_shards(folder: Path, newest: Path, token: str) -> None:
 def _load_learned(
     path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Load the states of the model and the optimizer, from a checkpoint or from its shards."""
+    """Load the states of the model and the optimizer, from a checkpoint or from its shards.
+
+    `state` is the content of the checkpoint's own file.
+    """
     saved_of = state.get("optimizer of")
     if optimizer is not None and saved_of is not None:
         _check_optimizer(path, saved_of, _described(optimizer, model))

@@ -220,7 +220,10 @@ def prepare(
 
 
 def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
-    """Return the type of a field's tensors; `dtype` is the user's argument of `Dataset`."""
+    """Return the type of a field's tensors; `dtype` is the user's argument of `Dataset`.
+
+    `own` is the source of the field, and `name` its name.
+    """
     chosen = dtype.get(name) if isinstance(dtype, Mapping) else dtype
     if chosen is not None and (own.dtype.kind == "f" or isinstance(dtype, Mapping)):
         if not isinstance(chosen, torch.dtype):

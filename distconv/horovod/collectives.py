@@ -498,8 +498,9 @@ def _called(
 ) -> Any:
     """Call one of Horovod's functions; return its result, or a handle for `synchronize`.
 
-    The function is `family` with the ending `variant`: "", "_async", "_" or "_async_". `several`
-    says whether it takes several tensors; `options` are its other arguments.
+    The function runs the collective `kind`. Its name is `family` with the ending `variant`: "",
+    "_async", "_" or "_async_". `several` says whether it takes several tensors; `options` are its
+    other arguments.
     """
     given = list(tensors) if several else [tensors]
     refuse_dist_tensors(family + variant, *given)

@@ -123,7 +123,10 @@ class _Others:
         self.memory = Operands([])
 
     def run(self, streamed: int = 0) -> None:
-        """Run the network, backward too if it records gradients; pass bytes through the caches."""
+        """Run the network, backward too if it records gradients, to fill the caches.
+
+        After it, `streamed` bytes of memory are passed through the caches.
+        """
         scope = enter_call()
         try:
             y = self._network(self._input).shard

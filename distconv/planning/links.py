@@ -121,6 +121,7 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
 def _share(kind: str, ranks: int) -> float:
     """Return the bytes that a rank sends in a collective for each byte that it contributes.
 
-    Sums follow Rabenseifner's algorithm, gathers a ring.
+    `kind` is "all_reduce", which follows Rabenseifner's algorithm, or "all_gather", which follows a
+    ring.
     """
     return 2 * (ranks - 1) / ranks if kind == "all_reduce" else ranks - 1

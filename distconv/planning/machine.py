@@ -299,7 +299,10 @@ def _read(kind: Any, given: Any, key: str) -> Any:
 
 
 def _made(make: Callable[..., Any], entries: Mapping[str, Any], key: str) -> Any:
-    """Call a class or function with the entries of a JSON object, or raise ValueError."""
+    """Call a class or function with the entries of a JSON object, or raise ValueError.
+
+    `key` is the name of the object in the machine's file, for error messages.
+    """
     hints, parameters, prefix = get_type_hints(make), signature(make).parameters, key and f"{key}."
     unknown = sorted(entries.keys() - parameters.keys() - _BESIDE)
     if unknown:

@@ -133,7 +133,10 @@ class OperatorTimes:
 
 
 def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
-    """Return a function through points of (size, value), proportional beyond the last one."""
+    """Return a function through known points, which estimates the value for any size.
+
+    `known` has values by size. Beyond the largest size the value grows in proportion to the size.
+    """
     sizes, values = zip(*sorted(known.items()), strict=True)
     curve = Table(sizes, values)
 

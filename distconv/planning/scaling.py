@@ -236,9 +236,10 @@ def cases_of(
 ) -> list[Case]:
     """Return a case for each grid, with inputs of these shapes.
 
-    For weak scaling `shapes` are the shapes on one rank: each dimension is multiplied by the ranks
-    along the axis of its name. Raises ValueError for a grid that appears twice, an unknown axis,
-    and an axis whose dimension cannot grow.
+    `kind` is "strong" or "weak". For weak scaling `shapes` are the shapes on one rank: each
+    dimension is multiplied by the ranks along the axis of its name. `measured` says whether the
+    cases are to be timed, or only predicted. Raises ValueError for a grid that appears twice, an
+    unknown axis, and an axis whose dimension cannot grow.
     """
     found: dict[str, Case] = {}
     for grid in grids:
@@ -266,7 +267,7 @@ def _grown(shape: tuple[int, ...], extents: Mapping[str, int]) -> tuple[int, ...
 
 
 def usual_grid(kind: str, shape: Sequence[int], ranks: int) -> dict[str, int]:
-    """Return the default grid of `ranks` ranks for a study.
+    """Return the default grid of `ranks` ranks for a study of a `kind`, "strong" or "weak".
 
     In weak scaling every rank has samples of its own; in strong scaling all ranks cut each sample,
     into blocks as near to cubes as possible.
@@ -390,7 +391,8 @@ def predict_all(
     """Predict all cases that have no prediction; one process calls it, while others sleep.
 
     On a measured machine, this times the local operators without times, so nothing else may run.
-    Raises as `predict` does, for the first case that cannot be predicted.
+    `step` has options of `predict`; `predicted` is called with each case that is done. Raises as
+    `predict` does, for the first case that cannot be predicted.
     """
     for case in study.cases:
         if case.predicted is None:

@@ -146,7 +146,10 @@ def receivers(
     topology: Topology,
     rank: int,
 ) -> list[int]:
-    """Return the other ranks that may need boxes that `rank` keeps for a mini-batch."""
+    """Return the other ranks that may need boxes that `rank` keeps for a mini-batch.
+
+    `samples` are the numbers of the samples of the mini-batch.
+    """
     here = topology.coordinates(rank)
     found: set[int] = set()
     for own in fields:

@@ -60,7 +60,10 @@ def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = Fa
 
 
 def _of_object(source: Any, field: Field, name: str) -> Source:
-    """Return the source of one field of a user's path, pattern, array or `Source`."""
+    """Return the source of one field of a user's path, pattern, array or `Source`.
+
+    `name` is the name of an array, for error messages.
+    """
     if isinstance(source, str | os.PathLike):
         text = os.fspath(source)
         path = Path(text)
