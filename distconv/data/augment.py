@@ -33,7 +33,8 @@ class Move(ABC):
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
         """Return the spatial extents of a sample after the move; `space` are the extents before it.
 
-        Raises ValueError for samples that the move does not fit, and for wrong arguments of it.
+        Raises ValueError if the move cannot be applied to such samples, or its own parameters are
+        wrong.
         """
         return space
 
@@ -176,8 +177,8 @@ class Translate(Move):
     Parameters
     ----------
     most: the largest shift in either direction; one number, or one for each dimension.
-    border: "periodic" to fill the gap with the elements pushed out at the other end, "zeros" to
-        fill it with zeros, which `transform` does not change.
+    border: "periodic" to fill the gap with the elements pushed out at the other end, or "zeros" to
+        fill it with zeros, which are set after `transform`.
     """
 
     most: int | tuple[int, ...]
@@ -257,7 +258,11 @@ class Noise(Change):
 class Augmentations:
     """All random changes that a `Dataset` makes, and the seed of their random numbers.
 
-    Moves are applied first, then changes of values, both in the order of `chosen`.
+    Attributes
+    ----------
+    chosen: the user's moves and changes of values. Moves are applied first, then changes of values,
+        both in this order.
+    seed: the seed.
     """
 
     chosen: tuple[Move | Change, ...] = ()
@@ -272,8 +277,8 @@ class Augmentations:
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
         """Return the spatial extents of a sample after all moves, given the extents before.
 
-        Raises ValueError for samples that a move does not fit, and TypeError unless all are a
-        `Move` or a `Change`.
+        Raises ValueError if a move cannot be applied to such samples, and TypeError if an entry of
+        `chosen` is neither a `Move` nor a `Change`.
         """
         for one in self.chosen:
             if not isinstance(one, Move | Change):
@@ -323,7 +328,8 @@ class Augmentations:
         ----------
         changes: the result of `changes` for the field.
         block, box, shape: see `Change.apply`.
-        place: the numbers of the field, the sample and the epoch, from which random numbers follow.
+        place: the number of the field, the number of the sample, and the epoch. They and the seed
+            determine the random numbers.
         """
         field, sample, epoch = place
         for number, one in changes:
@@ -335,9 +341,10 @@ class Augmentations:
 
 
 def _numbers(dimensions: Sequence[str], space: int, name: str) -> list[int]:
-    """Return the negative indices of named dimensions, such as -2 for "height"; of all if none.
+    """Return the negative indices of the dimensions named, such as -2 for "height".
 
-    Raises ValueError for others than the `space` spatial dimensions; `name` begins the message.
+    With no names, return the indices of all `space` spatial dimensions. `name` is the name of the
+    move, for error messages. Raises ValueError for a name that is no spatial dimension.
     """
     known = SPACE[-space:] if space <= len(SPACE) else dimension_names(space + 2)[2:]
     unknown = [d for d in dimensions if d not in known]

@@ -100,7 +100,7 @@ def save_checkpoint(
     checksum, and then takes its name in one step. Older checkpoints beyond the last `keep`, and
     leftovers of killed writers, are removed afterwards. Before anything is written, the ranks
     compare the arguments, the steps they have taken, their parameters and buffers, and the
-    optimizer's state; of large tensors they compare samples.
+    optimizer's state; of large tensors they compare some elements.
 
     Parameters
     ----------
@@ -233,8 +233,8 @@ def load_checkpoint(
     ----------
     path: the folder, or one file in it.
     model: a parallelized module, on any grid.
-    optimizer, scheduler, loader: objects whose state is loaded; the saved state of others is
-        ignored.
+    optimizer, scheduler, loader: objects whose state is loaded. A saved state without such an
+        argument is ignored.
     missing_ok: return None if there is no checkpoint.
     check: called on every rank with the checkpoint before anything is changed; raises ValueError to
         refuse it.
@@ -244,9 +244,9 @@ def load_checkpoint(
     Raises
     ------
     DataError
-        On every rank, if there is no whole checkpoint, a file cannot be read now, the checkpoint
-        is of another model, optimizer, scheduler or loader, or the ranks pass different arguments.
-        The objects passed may be partly changed by then.
+        On every rank, if there is no whole checkpoint, a file cannot be read now, the checkpoint is
+        of another model, optimizer, scheduler or loader, or the ranks pass different arguments. A
+        part of the state may have been loaded before the error.
     """
     grid = required_reduction("load_checkpoint", model).grid
     parts = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
@@ -309,8 +309,8 @@ def path_of(folder: Path, step: int) -> Path:
 def last_in_common(folder: Path, comm: ObjectCommunicator, *, looks: bool = True) -> Path | None:
     """Return the path in `folder` of the last step that all ranks have saved, or None.
 
-    All ranks of `comm` call it together, each with its own folder. With `looks` False this rank
-    does not search its folder, for ranks whose folder another rank searches.
+    All ranks of `comm` call it together, each with its own folder. A rank that passes looks=False
+    does not search its folder: another rank searches the same one.
     """
     found = [set(map(step_of, checkpoints_in(folder)))] if looks else []
     steps = [own for theirs in comm.allgather(found) for own in theirs]
@@ -387,12 +387,13 @@ def newest_whole(
 ) -> tuple[Path | None, bytes]:
     """Return a checkpoint and its content: `path`, if it is a file, or the newest whole one in it.
 
-    Damaged checkpoints in a folder are renamed. Raises DamagedFile or FileNotFoundError for none.
+    Damaged checkpoints in a folder are renamed. Raises DamagedFile if all checkpoints are damaged,
+    and FileNotFoundError if there is none.
 
     Parameters
     ----------
     missing_ok: return None and no content for a folder without checkpoints.
-    known: unusable files and the reason for each; they are skipped.
+    known: checkpoints already found unusable, with the reason for each; they are skipped.
     """
     if path.is_file() and path not in known:
         return path, read_checksummed(path)
@@ -422,8 +423,9 @@ def newest_whole(
 def _examined(grid: Grid, path: Path, content: bytes) -> tuple[dict[str, Any], str]:
     """Return the state in a checkpoint, and the damage found in it or its shards, "" for none.
 
-    Each shard is read by one rank. Raises OSError if a shard cannot be read now, or this rank does
-    not see the checkpoint itself, which may be whole: then no older one must be loaded.
+    The ranks share the shards out, so each is read by one rank. Raises OSError if a shard cannot be
+    read now, or if this rank does not see the file of the checkpoint: the checkpoint may be whole,
+    so no older one must be loaded in its place.
     """
     state: dict[str, Any] = {}
     try:
@@ -459,7 +461,10 @@ def _remove_shards(folder: Path, newest: Path, token: str) -> None:
 def _load_learned(
     path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Load the states of the model and the optimizer, from a checkpoint or from its shards."""
+    """Load the states of the model and the optimizer, from a checkpoint or from its shards.
+
+    `state` is the content of the checkpoint's own file.
+    """
     saved_of = state.get("optimizer of")
     if optimizer is not None and saved_of is not None:
         _check_optimizer(path, saved_of, _described(optimizer, model))
@@ -495,7 +500,11 @@ def _set_aside(path: Path) -> None:
 
 
 def _state(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the dictionary in a checkpoint. Raises ValueError unless it has all entries."""
+    """Return the dictionary in a checkpoint.
+
+    Raises ValueError if the content is none that this version can read, and DamagedFile if
+    torch.load refuses it with weights_only.
+    """
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -84,10 +84,11 @@ class Dataset:
         `HaloBlock`s, plain tensors with elements of neighbours, in place of DistTensors.
     halo_border: the halo beyond the sample: none ("clip"), zeros ("zeros"), or the elements at the
         other end of the sample ("periodic").
-    augment: random changes of each sample, in their order, such as `Flip()` and `Noise(0.1)`. They
-        are the same on any grid, and come after `transform`. Moves of elements are the same in all
-        fields with the first field's space.
-    augment_seed: the seed of their random numbers, which also depend on the epoch and the sample.
+    augment: random changes of each sample, such as `Flip()` and `Noise(0.1)`, the same on any grid.
+        Elements are moved alike in all fields with the first field's space; values are changed
+        after `transform`.
+    augment_seed: the seed of the random numbers of `augment`, which also depend on the epoch and
+        the sample.
     cache: "memory", to keep the boxes of each sample on the ranks that read them first, and to send
         them by messages if a later mini-batch has the sample elsewhere; or a folder on a disk of
         each node, to keep them there. No sample is read twice then; the mini-batches are the same.
@@ -98,7 +99,7 @@ class Dataset:
     grid: the grid.
     samples: the number of samples, also `len(dataset)`.
     bytes_read: bytes this rank has read so far, in the types of the source.
-    bytes_fetched: the same with the whole of each chunk of which a part was read.
+    bytes_fetched: bytes of all chunks of the source of which this rank has read any part.
     cache: the kept samples, or None; `cache.bytes_received` counts bytes from other ranks.
     amplification: for each field, the bytes of chunks that all ranks fetch for a sample, over the
         bytes that they need.
@@ -106,8 +107,8 @@ class Dataset:
     Raises
     ------
     DataError
-        On every rank, for a source that is missing, truncated or mis-shaped on any, or is not the
-        same on all.
+        On every rank, for a source that is missing, truncated or mis-shaped on any rank, or that
+        differs between ranks.
     """
 
     def __init__(
@@ -227,10 +228,12 @@ class Dataset:
     ) -> Arriving:
         """Start to send a mini-batch from the ranks that keep its samples. Collective.
 
+        Returns a function that waits for the messages and returns this rank's elements.
+
         Parameters
         ----------
         arrivals: the samples new to the cache, from `Cache.plan`.
-        loaded: this rank's boxes of these, from `Cache.load`.
+        loaded: this rank's boxes of the new samples, from `Cache.load`.
         """
         assert self.cache is not None
         self.cache.settle(arrivals, loaded)
@@ -249,7 +252,10 @@ class Dataset:
         return self.converted(values)
 
     def converted(self, values: Values) -> Blocks:
-        """Return values of the sources as tensors for the program, pinned if the grid uses GPUs."""
+        """Return this rank's elements of a mini-batch, as read, as tensors for the program.
+
+        The tensors are transformed and augmented, and lie in pinned memory if the grid uses GPUs.
+        """
         blocks = Blocks(values.samples)
         for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
             if self._check_finite and own.source.dtype.kind in "fc":

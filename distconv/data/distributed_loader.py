@@ -209,7 +209,7 @@ class _MiniBatch:
 
     Attributes
     ----------
-    name: a text about its samples, the same on all ranks.
+    name: a text that identifies the samples of the mini-batch, for ranks to compare.
     samples: the number of samples of the whole mini-batch; None if this rank loaded all of it.
     content: the loaded object.
     tensors: the tensors in it, by name.
@@ -227,8 +227,8 @@ class _Shares:
     Attributes
     ----------
     axes: the grid axes over which samples are cut.
-    parts: the number of parts into which these axes cut them.
-    generators: the generators that draw the indices.
+    parts: the number of parts into which these axes cut samples.
+    generators: the random number generators that draw the indices of mini-batches.
     """
 
     def __init__(self, loader: DataLoader[Any], grid: ProcessGrid, axes: tuple[str, ...]) -> None:
@@ -246,7 +246,8 @@ class _Shares:
     def begin(self, done: int, drawn: int) -> Iterator[_MiniBatch]:
         """Return an iterator over this rank's samples of each mini-batch after the first `done`.
 
-        `drawn` is the checksum of the names of the first `done`.
+        `drawn` is the checksum of the names of the first `done` mini-batches in the saved state;
+        the iterator raises DataError if these mini-batches are others now.
         """
         self._sampler.begin(done, drawn, self._loader.persistent_workers)
         loading = iter(self._sharing)
@@ -255,12 +256,18 @@ class _Shares:
         return self._loaded(loading, indices)
 
     def ends(self) -> list[Any]:
-        """Return the first and last index of the loop's first mini-batch; [] if it has none."""
+        """Return the first and last index of the first mini-batch; [] if there is no mini-batch.
+
+        The loader compares these two samples over the ranks.
+        """
         first = self._sampler.indices.first
         return [first[0], first[-1]] if first else []
 
     def load(self, batches: list[list[Any]]) -> Iterator[Any]:
-        """Return an iterator over mini-batches with the indices `batches`, apart from the loop."""
+        """Return an iterator over mini-batches with the indices `batches`, to check their samples.
+
+        The mini-batches of the loop are not affected.
+        """
         workers = min(1, self._loader.num_workers)
         return iter(_like(self._loader, batches, workers, self._sampler.seeds))
 
@@ -290,7 +297,11 @@ class _ShareSampler:
         self._seeded = False
 
     def begin(self, done: int, drawn: int, persistent: bool) -> None:
-        """Let the next loop skip the first `done` mini-batches, and seed workers that are new."""
+        """Prepare the next loop, which skips the first `done` mini-batches.
+
+        `drawn` is the checksum of these mini-batches in the saved state, which the loop compares.
+        Workers are seeded again unless they are `persistent` and have been seeded.
+        """
         self._done = done, drawn
         self._seeded = self._seeded and persistent
 
@@ -327,9 +338,9 @@ class _Indices:
 
     Attributes
     ----------
-    drawn: for each mini-batch that is being loaded, the indices of all ranks, and how many of them
-        this rank loads.
-    first: the indices of the first mini-batch.
+    drawn: for each mini-batch that is being loaded, the indices of its samples on all ranks, and
+        the number of samples that this rank loads.
+    first: the indices of the samples of the first mini-batch, on all ranks.
     """
 
     def __init__(self, batches: Iterator[list[Any]], parts: int, part: int) -> None:
@@ -363,7 +374,11 @@ def _start_of(epoch: int) -> dict[str, Any]:
 
 
 def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]:
-    """Return an iterator over whole mini-batches after the first `done`; `_skip` checks these."""
+    """Return an iterator over the whole mini-batches that follow the first `done`.
+
+    `drawn` is the checksum of the first `done` mini-batches when the state was saved. Raises
+    DataError if they have another checksum now.
+    """
 
     def loaded() -> Iterator[_MiniBatch]:
         for content in loader:
@@ -376,7 +391,11 @@ def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]
 
 
 def _skip(names: Iterator[str], done: int, drawn: int) -> None:
-    """Skip `done` names; raise DataError unless there are as many, with the checksum `drawn`."""
+    """Take the names of the first `done` mini-batches from an iterator.
+
+    Raises DataError if there are fewer, or if their checksum is not `drawn`, that of the saved
+    state.
+    """
     found = list(islice(names, done))
     if (len(found), reduce(_with_name, found, 0)) != (done, drawn):
         raise DataError(
@@ -411,7 +430,11 @@ def _listed(batch: Any) -> list[Any]:
 def _like(
     loader: DataLoader[Any], batches: Any, workers: int, generator: torch.Generator
 ) -> DataLoader[Any]:
-    """Return a DataLoader like `loader`, with other mini-batches, workers and generator."""
+    """Return a copy of a DataLoader that has other mini-batches, workers and random numbers.
+
+    `batches` are the indices of each mini-batch, `workers` the number of worker processes, and
+    `generator` the generator from which the workers are seeded.
+    """
     return DataLoader(
         loader.dataset,
         batch_sampler=batches,

@@ -32,10 +32,10 @@ class DamagedFile(ValueError):
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a new file in a `with` block, which replaces the file `path` at the end of the block.
 
-    Until then the file has a fresh name in the same folder, which nobody can have prepared as a
-    link, and `path` stays as it is. At the end all bytes are on the disk. Any error in the block
-    removes the new file. Raises OSError, naming `path`, if the folder cannot be written to or the
-    disk is full.
+    Within the block, the new file has a name in the same folder that cannot be guessed, so nobody
+    can have put a link there, and `path` is not changed. At the end of the block all bytes are on
+    the disk. Any error in the block removes the new file. Raises OSError, naming `path`, if the
+    folder cannot be written to or the disk is full.
     """
     partial = fresh_name(path)
     try:
@@ -93,7 +93,10 @@ def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
 
 
 def check_written(path: Path, checksum: str) -> None:
-    """Raise as `read_checksummed` does, but compare only the checksum at the file's end."""
+    """Raise `DamagedFile` unless the checksum at the end of the file is `checksum`.
+
+    The content is not read. Raises OSError if the file cannot be read.
+    """
     _check_same(path, _read(path, whole=False)[1], checksum)
 
 
@@ -128,7 +131,10 @@ def fresh_name(path: Path) -> Path:
 
 
 def remove_partial(folder: Path, pattern: str) -> None:
-    """Remove files and folders left by killed processes, whose final names match `pattern`."""
+    """Remove unfinished files and folders left by killed processes in a folder.
+
+    `pattern` is a glob pattern of their final names.
+    """
     for partial in folder.glob(f"{pattern}.*.partial"):
         remove(partial)
 
@@ -146,7 +152,7 @@ def move_into_place(partial: Path, path: Path) -> None:
 
     A file is replaced in one step. An old folder is first renamed to a fresh name that ends with
     `.partial`, and removed after the new one has its name: a process that is killed between the two
-    steps leaves both.
+    steps leaves the old folder and the new one.
     """
     before = None
     if path.is_dir() and not path.is_symlink():
@@ -205,7 +211,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
-    """Return an `OSError` for a path to which `size` bytes cannot be written, with a remedy."""
+    """Return an error for a file to which `size` bytes cannot be written; it names a remedy.
+
+    `error` is the error of the attempt to write.
+    """
     amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
     reason = " ".join(str(error.strerror or error).split())
     advice = "free space there, or choose another folder that you may write to"
@@ -225,9 +234,10 @@ def unseen(path: Path) -> FileNotFoundError:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Lock a folder in a `with` block, on file systems that have locks.
+    """Lock a folder in a `with` block, so that no other process writes to it.
 
-    Raises BlockingIOError if another process holds the lock.
+    Raises BlockingIOError if another process holds the lock. On file systems without locks nothing
+    is locked.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

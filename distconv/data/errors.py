@@ -1,4 +1,4 @@
-"""Failing together: an error on one rank is raised on all of them, in the same words."""
+"""Failing together: an error on one rank is raised on all ranks, with the same message."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def together(grid: Grid, action: Callable[[], Result]) -> Result:
 
     Raises
     ------
-    DataError If `action` raises on any rank: on every rank, with the message of the lowest one, in
-    one line. On ranks where it raised, that exception is the cause.
+    DataError On every rank, if `action` raises on any. The message, in one line, is that of the
+    lowest rank on which it raised. On ranks where it raised, the exception is the cause.
     """
     error: Exception | None = None
     try:
@@ -107,10 +107,10 @@ def in_step(
     items: Generator[tuple[str, Item], None, None],
     remedy: str = "All ranks have to ask for the same mini-batches.",
 ) -> Generator[Item, None, None]:
-    """Yield the second entries of `items` while all ranks have items of equal names. Collective.
+    """Yield the items of this rank while all ranks have items of equal names. Collective.
 
-    An item is a name and a value of this rank. Each takes one small reduction. The iteration ends
-    when the items of all ranks do.
+    `items` yields pairs of a name and an item, which is any value of this rank. Each step compares
+    the names by a reduction of a few bytes. The iteration ends when the items of all ranks end.
 
     `remedy` ends the error message. Raises DataError on every rank, if names differ, if some ranks
     have items left and others have none, or if making an item raised on any rank.
@@ -134,7 +134,11 @@ def in_step(
 def _tell_apart(
     grid: Grid, place: int, name: str | None, error: Exception | None, remedy: str
 ) -> None:
-    """Raise a `DataError` that says how item `place` differs between the ranks. Collective."""
+    """Raise a `DataError` that says how item `place` differs between the ranks. Collective.
+
+    `name` is the name of this rank's item, None if it has no item left; `error` is the exception
+    raised by making the item, if any; `remedy` ends the error message.
+    """
 
     def fail() -> None:
         if error is not None:
@@ -146,7 +150,10 @@ def _tell_apart(
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return the message of an exception in one line, after its type if that is an unusual one."""
+    """Return the message of an exception in one line, for the other ranks.
+
+    The name of its type stands in front, unless it is an OSError, ValueError or DataError.
+    """
     text = " ".join(str(error).split())
     plain = isinstance(error, OSError | ValueError | DataError) and text
     return text if plain else f"{type(error).__name__}: {text}"

@@ -61,8 +61,8 @@ class HaloBlock:
 class Wanted:
     """The elements that a rank needs of one field of a mini-batch.
 
-    `box` is their box in the mini-batch, with halos; `views` has for each of `samples` the stored
-    elements to read.
+    `box` is the box of these elements in the mini-batch, halos included. `samples` are the numbers
+    of the samples in this box, and `views` the stored elements to read of each sample.
     """
 
     box: Box
@@ -220,7 +220,10 @@ def prepare(
 
 
 def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
-    """Return the type of a field's tensors; `dtype` is the user's argument of `Dataset`."""
+    """Return the type of a field's tensors; `dtype` is the user's argument of `Dataset`.
+
+    `own` is the source of the field, and `name` its name.
+    """
     chosen = dtype.get(name) if isinstance(dtype, Mapping) else dtype
     if chosen is not None and (own.dtype.kind == "f" or isinstance(dtype, Mapping)):
         if not isinstance(chosen, torch.dtype):
@@ -241,7 +244,11 @@ def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
 def given_shapes(
     sources: Mapping[Field, Source], augmentations: Augmentations
 ) -> dict[Field, tuple[tuple[int, ...], int]]:
-    """Return the `shape` and the `space` of each field's `FieldOnGrid`, given its source."""
+    """Return each field's shape after augmentation, and its number of spatial dimensions.
+
+    Only spatial dimensions that the field shares with the first field count. `sources` are the
+    fields as they are stored.
+    """
     space = next(iter(sources.values())).shape[1:]
     resulting = augmentations.resulting(space)
     found = {}
@@ -257,7 +264,9 @@ def halo_of(
 ) -> tuple[int, ...]:
     """Return the `halo` of a field, given the user's arguments `halo` and `border` of `Dataset`.
 
-    Raises ValueError for halos of fields without space, and for periodic halos larger than samples.
+    The result has the width of the halo in each dimension of a sample; it is empty for no halo.
+    Raises ValueError for a halo of a field that does not share the first field's spatial
+    dimensions, and for a periodic halo larger than a sample.
     """
     asked = halo.get(name) if isinstance(halo, Mapping) else halo if space else None
     if asked is None or asked == 0:

@@ -82,7 +82,8 @@ class Loader:
     drop_last: whether samples that do not fill a mini-batch are left out of the epoch. Otherwise
         the last mini-batch is smaller, and some ranks may have no samples of it.
     seed: the seed of the shuffling.
-    batch_sampler: in place of these, a `Sampler`, or the sample numbers of each mini-batch.
+    batch_sampler: a `Sampler`, or the sample numbers of each mini-batch, in place of `batch_size`,
+        `shuffle`, `drop_last` and `seed`.
     ahead: the number of mini-batches that are read before they are asked for.
 
     Attributes
@@ -210,7 +211,10 @@ class Loader:
     def _reading(
         self, batches: list[list[int]], closed: ExitStack
     ) -> Generator[Blocks, None, None]:
-        """Return an iterator over this rank's blocks, read ahead by a thread that `closed` ends."""
+        """Return an iterator over this rank's blocks of the mini-batches, read ahead by a thread.
+
+        The context `closed` ends the thread.
+        """
         data, epoch = self.dataset, self._epoch
         if data.cache is None:
             reading = prefetched(lambda batch: data.read(batch, epoch), batches, self._ahead)

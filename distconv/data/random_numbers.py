@@ -29,9 +29,9 @@ def set_states(states: States, generators: Sequence[torch.Generator] = ()) -> No
 def drawn_from(states: States, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Draw random numbers from `states`, such as rank 0's, in the block of a `with` statement.
 
-    At its end, a generator of this process continues from the state at the end of the block if it
-    was in the state of `states` before, as in a serial program; otherwise it returns to its own
-    state. `generators` always keep the state at the end of the block.
+    At the end of the block, a generator of this process whose own state was equal to the one in
+    `states` continues from where the block left it, as in a serial program; any other generator of
+    this process returns to its own state. `generators` stay where the block left them.
     """
     own = states_of()
     set_states(states, generators)

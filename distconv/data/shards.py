@@ -36,7 +36,8 @@ class Divided:
     Attributes
     ----------
     skeleton: the state, with a number in the place of each tensor.
-    table: for each tensor, its shape and the places of its blocks.
+    table: for each tensor, its shape and the places of its blocks: the number of the shard, and the
+        start and stop of the block in the tensor.
     mine: the blocks that this rank writes, by the number of their tensor.
     """
 
@@ -84,8 +85,9 @@ class Stored:
     ----------
     number: the number of the tensor.
     shape: the shape of the whole tensor.
-    places: the places of its blocks.
-    open_shard: returns the blocks in a shard, by the numbers of their tensors.
+    places: for each block, the number of the shard that holds it, and the block's start and stop in
+        the tensor.
+    open_shard: takes the number of a shard, and returns its blocks by the numbers of their tensors.
     """
 
     def __init__(
@@ -165,7 +167,10 @@ def _for(state: Any, target: Any) -> Any:
 
 
 def _places(x: DistTensor, grid: Grid) -> list[Place]:
-    """Return the places of a sharded tensor's blocks; of replicas, the first rank writes."""
+    """Return for each block of a sharded tensor the rank that writes it, and its start and stop.
+
+    Of several ranks that hold replicas of a block, the first one writes it.
+    """
     topology = grid.topology
     copies = replicating_axes(x.cuts, topology)
     places = []

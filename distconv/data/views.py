@@ -48,7 +48,10 @@ class Piece:
         out[self.target] = values.transpose(order)[backwards]
 
     def within(self, box: Box, order: Sequence[int]) -> Piece | None:
-        """Return the part of this piece in `box` of the stored sample; None if there is none."""
+        """Return the part of this piece in `box` of the stored sample; None if there is none.
+
+        `order` has for each dimension of the view the dimension of the stored sample.
+        """
         start = tuple(map(max, self.source.start, box.start))
         stop = tuple(map(min, self.source.stop, box.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -163,10 +166,10 @@ class View:
 
 @dataclass(frozen=True)
 class _StoredRun:
-    """Elements along one dimension that are neighbours both in a view and in the stored sample.
+    """Elements that are neighbours along one dimension, in a view and in the stored sample.
 
-    They begin at index `place` of the view, and at `start` of the sample, or end there if
-    `backwards`.
+    `place` is the first index of the run in the view, `start` the lowest index in the sample. With
+    `backwards` the elements of the sample appear in the view in reverse order.
     """
 
     place: int

@@ -47,7 +47,10 @@ Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 
 
 class Compression:
-    """The types in which floating-point numbers may be sent; sums are taken in their own type."""
+    """The types in which floating-point numbers can be sent: `none`, their own, or `fp16`.
+
+    Numbers that are sent in float16 are added up in float32.
+    """
 
     none = None
     fp16 = torch.float16
@@ -66,7 +69,10 @@ _OF_ALL: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
 
 
 def check_compression(caller: str, wire: torch.dtype | None) -> None:
-    """Raise ValueError unless `wire` is a value of `Compression`."""
+    """Raise ValueError unless `wire` is a value of `Compression`.
+
+    `caller` is the name of the calling function, for the error message.
+    """
     if wire not in (Compression.none, Compression.fp16):
         raise ValueError(
             f"distconv.horovod.{caller}: compression={wire!r} is unknown; choose Compression.none "
@@ -75,7 +81,11 @@ def check_compression(caller: str, wire: torch.dtype | None) -> None:
 
 
 def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
-    """Return `op`, or the operation that Horovod's older `average` names; raise for others."""
+    """Return `op`, or the operation that Horovod's older argument `average` stands for.
+
+    `caller` is the name of the calling function, for error messages. Raises ValueError if both are
+    given or `op` is unknown, and NotImplementedError for Adasum.
+    """
     if op is not None and average is not None:
         raise ValueError(f"distconv.horovod.{caller}: op and average are given; leave out average")
     if op is None:
@@ -99,7 +109,11 @@ def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> 
 def start_flat_sum(
     flat: Tensor, part: Part, grid: ProcessGrid, purpose: str = PURPOSE
 ) -> Request | None:
-    """Start to sum a vector, which `part` describes, in place; return None if the sum is done."""
+    """Start to sum the vector `flat` over the ranks, in place. All ranks call it together.
+
+    `part` says in which type it is sent. Returns the running all-reduce; None if the vector is sent
+    in 16 bits, as the sum is complete then. `purpose` names the communicator.
+    """
     if part.wire:
         HalfSum(flat, grid, AXES, getattr(torch, part.wire), purpose).wait()
         return None
@@ -122,9 +136,10 @@ def _sums(
 ) -> Finish:
     """Start to sum tensors over a process set; return a function that waits for the sums.
 
-    Tensors of one type and device are sent together. Halves are sent as they are, other
-    floating-point numbers in the type `wire`, and summed in float32. `kind`, `name` and `detail`
-    are announced to the other ranks; see `Announcement`.
+    Tensors of one type and device are sent together. Tensors of 16 bits are sent in their own type,
+    other floating-point tensors in the type `wire`, None for their own; numbers sent in 16 bits are
+    added up in float32. `kind`, `name` and `detail` are announced to the other ranks; see
+    `Announcement`.
     """
     groups: dict[tuple[torch.dtype, str], list[int]] = defaultdict(list)
     for i, x in enumerate(tensors):
@@ -162,11 +177,12 @@ def _sums(
 
 
 def join(device: int = -1) -> int:
-    """Add zeros to other ranks' sums until all ranks have called it; return the last to call it.
+    """Add zeros to other ranks' sums until all ranks have called it. Collective.
 
-    A rank calls it when it has no samples left. As in Horovod, an average divides by the number of
-    all ranks, including ranks that have joined: to weight by samples, sum sums and counts. A rank
-    that has joined keeps the parameters of its last step; broadcast the returned rank's.
+    Returns the number of the rank that called it last. A rank calls it when it has no samples left.
+    As in Horovod, an average divides by the number of all ranks, including ranks that have joined:
+    to weight by samples, sum sums and counts. A rank that has joined keeps the parameters of its
+    last step; broadcast those of the returned rank.
     """
     job = current()
     under_way: list[Request | None] = []
@@ -349,7 +365,10 @@ def _broadcast_gradients(
 
 
 def _exchange(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
-    """Start an all-to-all of the rows of one tensor; its results are rows, and rows per rank."""
+    """Start an all-to-all of the rows of one tensor; return a function that waits for its results.
+
+    The results are the rows received, in rank order, and the number of rows from each rank.
+    """
     [x] = tensors
     splits = options["splits"]
     if splits is None:
@@ -397,7 +416,11 @@ def _exchange_gradients(
 
 
 def _scatter(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
-    """Start a reduction of which each rank keeps its rows; earlier ranks may have one more."""
+    """Start a reduction whose results are cut by rows; return a function that waits for them.
+
+    Each rank gets its block of the rows of each result; if they do not divide evenly, the first
+    ranks get one row more.
+    """
     for x in tensors:
         if not x.dim():
             raise ValueError(
@@ -475,8 +498,9 @@ def _called(
 ) -> Any:
     """Call one of Horovod's functions; return its result, or a handle for `synchronize`.
 
-    The function is `family` with the ending `variant`: "", "_async", "_" or "_async_". `several`
-    says whether it takes several tensors; `options` are its other arguments.
+    The function runs the collective `kind`. Its name is `family` with the ending `variant`: "",
+    "_async", "_" or "_async_". `several` says whether it takes several tensors; `options` are its
+    other arguments.
     """
     given = list(tensors) if several else [tensors]
     refuse_dist_tensors(family + variant, *given)
@@ -501,7 +525,11 @@ def _called(
 
 
 def _shown(results: list[Tensor], several: bool, options: dict[str, Any]) -> Any:
-    """Return results in Horovod's form: a tensor, a list, or (tensor, splits) of an all-to-all."""
+    """Return the results of a function in Horovod's form.
+
+    The form is a list for a function of several tensors, (tensor, splits) for an all-to-all that
+    was given `splits`, and else one tensor.
+    """
     if several:
         return results
     return tuple(results) if options.get("splits") is not None else results[0]
@@ -514,9 +542,9 @@ def _family(
 
     Parameters
     ----------
-    family: the name of the first function, such as "grouped_allreduce".
+    family: the name of the blocking function, such as "grouped_allreduce".
     options: the names of its options in order; those without a default are required.
-    about: its docstring.
+    about: the beginning of the functions' docstrings.
     """
     several = family.startswith("grouped")
     own = "tensors" if several else "tensor"

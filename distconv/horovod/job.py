@@ -97,7 +97,7 @@ class Pending:
         self._finish = self._start(everyone)
 
     def wait(self) -> Any:
-        """Return the result; before the collective has started, take part in further rounds."""
+        """Return the result; exchange announcements with the other ranks until it has started."""
         while self._finish is None:
             self._job.round(_WAITING)
         return self._finish()
@@ -106,7 +106,7 @@ class Pending:
 class Job:
     """The ranks of a process set, and the collectives that they have announced to each other.
 
-    All of them make it together. `comm` names the ranks as for `ProcessGrid`.
+    All ranks of the set make it together. `comm` says which ranks these are, as for `ProcessGrid`.
     """
 
     def __init__(self, comm: Any = None):
@@ -129,7 +129,7 @@ class Job:
         """The ranks that had no samples left in the last round."""
 
     def on(self, device: torch.device, root: int = 0) -> ProcessGrid:
-        """Return a grid of these ranks on a kind of device, with rank `root` as its first.
+        """Return a grid of these ranks whose tensors lie on `device`; rank `root` is its first.
 
         All ranks call it together the first time.
         """
@@ -145,7 +145,8 @@ class Job:
     ) -> Pending:
         """Announce a collective, which starts now or in the round in which the last rank does.
 
-        All ranks call it, except ranks that have joined; `start` is as for `Pending`.
+        All ranks call it, except ranks that have joined. `mine` is this rank's announcement;
+        `start` is as for `Pending`.
 
         Raises HorovodInternalError on every rank, if the ranks announce collectives that do not
         match, or one that a rank without samples cannot take part in.
@@ -208,7 +209,11 @@ class Job:
         return everyone
 
     def _checked(self, by_rank: dict[int, Announcement], joined: frozenset[int]) -> Announcement:
-        """Return one of the announcements of a collective; raise as `start` does if they differ."""
+        """Return one of the announcements of a collective, after a check that they are equal.
+
+        `by_rank` has the announcements by rank, and `joined` the ranks without further samples.
+        Raises HorovodInternalError as `start` does.
+        """
         first = by_rank[min(by_rank)]
         if any(theirs[:4] != first[:4] for theirs in by_rank.values()):
             self._refuse(by_rank)
@@ -222,7 +227,7 @@ class Job:
         return first
 
     def _refuse(self, by_rank: dict[int, Announcement]) -> NoReturn:
-        """Raise HorovodInternalError, naming two ranks whose announcements do not match."""
+        """Raise HorovodInternalError, naming two ranks of `by_rank` whose announcements differ."""
         self._forget()
         a = min(by_rank)
         b = next((r for r in sorted(by_rank) if by_rank[r][:4] != by_rank[a][:4]), a)

@@ -47,7 +47,7 @@ def broadcast_object(
 ) -> Any:
     """Return the `obj` of one rank on all ranks, which call it together.
 
-    Its tensors are on the CPU, except on that rank.
+    Tensors in the result are on the CPU, except on rank `root_rank`, which gets its own `obj`.
     """
     mine = _is_root(root_rank, process_set)
     message = _pickled(obj) if mine else torch.zeros(0, dtype=torch.uint8)

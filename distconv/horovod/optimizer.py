@@ -64,8 +64,8 @@ def DistributedOptimizer(
     backward_passes_per_step: the number of backward passes that are accumulated before gradients
         are sent; an earlier step sends the gradients accumulated by then.
     op: Average or Sum.
-    gradient_predivide_factor: each gradient is divided by it before the sum, and the sum by the
-        number of ranks over it: only rounding changes.
+    gradient_predivide_factor: a number f; each gradient is divided by f before the sum, and the sum
+        by (number of ranks) / f: only rounding changes.
     num_groups, groups: ignored: gradients are sent in buckets of `bucket_bytes` in any case.
     sparse_as_dense: whether sparse gradients are made dense, to be summed.
     process_set: the ranks that train together; on others the optimizer is local.
@@ -312,7 +312,10 @@ class _Reduction:
         return self._compression if p.dtype in WIDE else None
 
     def _sum_of(self, p: Tensor) -> Callable[[Tensor], HalfSum] | None:
-        """Return a function that starts the compressed sum of the bucket of `p`, or None."""
+        """Return a function that starts the sum of a bucket in the compressed type.
+
+        `p` is a parameter of the bucket. Returns None if its gradients are sent in their own type.
+        """
         wire = self._wire_of(p)
         if wire is None:
             return None
@@ -320,7 +323,10 @@ class _Reduction:
 
 
 def _state(p: Tensor) -> tuple[int, int]:
-    """Return the identity of a parameter's gradient, and the version of its elements."""
+    """Return the identity of a parameter's gradient, and the version of its elements.
+
+    Two equal results mean that nothing has changed the gradient in between.
+    """
     gradient = p.grad
     return id(gradient), -1 if gradient is None else gradient._version
 

@@ -63,7 +63,7 @@ class ProcessSet:
         return self._job
 
     def begin(self, number: int, job: Job | None) -> None:
-        """Give the set its number, and its job, None on a rank outside the set."""
+        """Give the set its `number`, and the `job` of its ranks: None on a rank outside the set."""
         self.process_set_id, self._job = number, job
 
     def end(self) -> None:
@@ -230,7 +230,10 @@ def nccl_built() -> int:
 
 
 def mpi_threads_supported() -> bool:
-    """Return False, also as `ddl_built` and `ccl_built`: only one thread of a rank sends."""
+    """Return False: only one thread of a rank may send messages.
+
+    It is also Horovod's `ddl_built` and `ccl_built`, which are False for this library.
+    """
     return False
 
 

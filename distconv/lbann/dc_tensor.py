@@ -46,7 +46,7 @@ class DCTensor(DistTensor):
         """Make a DCTensor whose block on this rank is `tensor`; all ranks of a replica call it.
 
         Of n elements over p parts the first n mod p must have one more. Gradients reach `tensor`.
-        Raises `ValueError` on all these ranks if a block has another shape.
+        Raises `ValueError` on all ranks of the replica if a block has another shape.
         """
         _check(tensor, parallel_strategy, "from_shard")
         ps = parallel_strategy
@@ -57,7 +57,7 @@ class DCTensor(DistTensor):
         """Cut the tensor of a replica's first rank; the ranks of the replica call it together.
 
         The result is a leaf of autograd, with the `requires_grad` and memory format of `tensor`.
-        Raises `ValueError` on all of them if their tensors have different shapes or types.
+        Raises `ValueError` on all ranks of the replica if their tensors differ in shape or type.
         """
         _check(tensor, parallel_strategy, "distribute")
         grid, layout = parallel_strategy.grid, parallel_strategy.layout(tensor.dim())
@@ -76,8 +76,10 @@ class DCTensor(DistTensor):
     def to_replicate(self) -> Tensor:
         """Return the whole tensor on every rank of the replica, which call it together.
 
-        The result is a plain tensor whose gradient is shared out over the ranks. Within a module of
-        `DistConvDDP` it remains a DCTensor, so that gradients of parameters it meets count once.
+        The result is a plain tensor. In the backward pass the gradients of all ranks are added up
+        and divided by the number of ranks, so a loss that every rank computes counts once. Within a
+        module of `DistConvDDP` the result is a DCTensor, whole on every rank, so that gradients of
+        parameters which it is multiplied by count once, too.
         """
         if innermost_call() is not None:
             return self.redistribute(Layout())
@@ -86,8 +88,9 @@ class DCTensor(DistTensor):
     def to_ddp(self) -> Tensor:
         """Return this rank's share of whole samples; the ranks of the replica call it together.
 
-        The result is plain, within a module of `DistConvDDP` a DCTensor. Raises `ValueError` on all
-        of them if torch's `Shard(0)` would give ranks other samples than this library does.
+        The result is a plain tensor, and within a module of `DistConvDDP` a DCTensor. Raises
+        `ValueError` on all ranks of the replica if torch's `Shard(0)` would give ranks other
+        samples than this library does.
         """
         extents = {axis: n for axis, n in self.grid.shape.items() if n > 1}
         n, parts = len(self), self.grid.size
@@ -123,7 +126,10 @@ ReplicaGrid.tensor_type = DCTensor
 
 
 def _check(tensor: Tensor, parallel_strategy: ParallelStrategy, method: str) -> None:
-    """Raise TypeError unless a method got a plain tensor and a ParallelStrategy."""
+    """Raise TypeError unless a method got a plain tensor and a ParallelStrategy.
+
+    `method` is its name, for the error message.
+    """
     check_plain(tensor, f"DCTensor.{method}: tensor")
     check_strategy(parallel_strategy, f"DCTensor.{method}")
 

@@ -88,5 +88,8 @@ class DistConvDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients stay on their ranks; a later pass adds them up."""
+        """Return a context in which backward passes keep gradients on their ranks, without a sum.
+
+        The next backward pass outside of it adds up all gradients that were kept.
+        """
         return no_sync(self.module)

@@ -29,14 +29,15 @@ class ParallelStrategy:
     Parameters
     ----------
     num_shards: the number of parts of each dimension that is cut, at most three.
-    shard_dim: as many dimensions, from 2 on, to cut. It may be set anew.
+    shard_dim: the numbers of the dimensions to cut, from 2 on, one for each of `num_shards`. The
+        attribute may be assigned again later.
     device_type: "cuda" or "cpu".
 
     Attributes
     ----------
     total_num_shards: the ranks of a replica.
-    ddp_ranks, ddp_ind: the number of replicas, and this rank's.
-    shard_ind: this rank's part of each dimension.
+    ddp_ranks, ddp_ind: the number of replicas, and the index of this rank's replica.
+    shard_ind: the index of this rank's part along each dimension that is cut.
     device_mesh: all ranks as a mesh of torch.distributed, by the names "ddp" and
         `distconv_dim_names`, which are "dc0", "dc1", ...
     grid: the ranks of this replica, on which its tensors live.
@@ -44,7 +45,8 @@ class ParallelStrategy:
 
     Raises
     ------
-    ValueError On every rank, if the shards do not divide the ranks, or `shard_dim` does not fit.
+    ValueError On every rank, if the number of ranks is no multiple of the parts of a sample, or
+    `shard_dim` does not fit `num_shards`.
     """
 
     def __init__(

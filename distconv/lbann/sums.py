@@ -75,9 +75,11 @@ def _summands(x: Any) -> frozenset[str]:
 
 
 def add_up(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    """Return a sum over the ranks of a group as it is, in place of `torch.distributed.all_reduce`.
+    """Return a tensor that is already the sum over the ranks of `group`, without adding it up.
 
-    All ranks of the group call it, and exchange one number.
+    It stands in for `torch.distributed.all_reduce`, whose arguments it has. All ranks of the group
+    call it, and exchange one number to stay in step. Raises UnsupportedOperation if the tensor is
+    no such sum.
     """
     grid, ranks = tensor.grid, distributed.get_process_group_ranks(group)
     outside = sorted(set(ranks) - set(grid.ranks))

@@ -170,10 +170,15 @@ def _link(
     late: bool,
     seconds: float,
 ) -> LinkTimes:
-    """Return the times of a movement of each of `sizes` bytes, measured in about `seconds`.
+    """Return the times of messages, or of a collective, of each of `sizes` bytes.
 
-    `starter` returns, for a size, a function that starts the movement, and the tensor it sends.
-    With `late` this rank, one of each pair, computes before it waits.
+    Parameters
+    ----------
+    starter: takes a number of bytes, and returns a function that starts the messages or the
+        collective, and the tensor that it sends.
+    late: whether this rank computes before it waits, to find whether data arrives meanwhile; True
+        on one rank of each pair.
+    seconds: the approximate duration of the measurement.
     """
     rows = [_under_way(grid, *starter(size), late, seconds / len(sizes)) for size in sizes]
     total, posted, after, both = zip(*rows, strict=True)
@@ -184,11 +189,16 @@ def _link(
 def _under_way(
     grid: ProcessGrid, start: Callable[[], Any], written: Tensor, late: bool, seconds: float
 ) -> tuple[float, float, float, bool]:
-    """Measure a movement; return three times, and whether it moves only while both ranks wait.
+    """Time messages, or a collective, that `start` starts. All ranks call it.
 
-    The times are of the slowest rank: of all, of the call `start`, and of the wait after computing.
-    Each round writes to `written`, the tensor to send, first. With `late` this rank computes before
-    it waits, and its partner waits at once. All ranks call it.
+    Returns the seconds of the slowest rank for the whole, for the call `start`, and for the wait
+    after a computation; and whether data moves only while both ranks wait. For the last, a `late`
+    rank computes before it waits, while its partner waits at once.
+
+    Parameters
+    ----------
+    written: the tensor to send, to which each round writes first.
+    seconds: the approximate duration of the measurement.
     """
     clock = time.perf_counter
     comm = grid.comm

@@ -54,8 +54,9 @@ class DryRequest:
 class DryTransport:
     """A transport that sends nothing, and reports what a real one would do to a `Recorder`.
 
-    It calls `started` for each movement, `waited` for each wait, and `makes` before and after it
-    allocates the memory of a message.
+    The recorder sets three functions: `started` is called with each exchange or collective that
+    starts, `waited` with its number when the rank waits for it, and `makes` with True before and
+    False after the memory of a message is allocated.
     """
 
     name, ordered = "rehearsal", False

@@ -1,9 +1,10 @@
 """Measuring the seconds of Python that each function on DistTensors takes beside its kernels.
 
-In a step, other functions run between two calls of one, and operators stream their operands through
-the caches, so code and objects of the next function must be fetched again: it takes up to ten times
-as long as in a loop. So every function is timed in a chain of layers, first forward and then
-backward, with other functions and passes over several numbers of bytes between them.
+In a step, other functions run between two calls of a function, and operators stream their operands
+through the caches. So the code and objects of a function must be fetched again for each call, which
+takes up to ten times as long as in a loop. So every function is timed in a chain of layers, first
+forward and then backward, with other functions and passes over several numbers of bytes between
+them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Apply(nn.Module):
 
 
 def _layers() -> list[tuple[nn.Module, tuple[int, ...]]]:
-    """Return the layers whose functions are timed, each with the shape of its input."""
+    """Return layers that call the functions to be timed, each with the shape of its input."""
     planes = (
         *(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.ConvTranspose2d(8, 8, 2, 2)),
         *(nn.BatchNorm2d(8), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 2, 1)),
@@ -73,9 +74,12 @@ STREAMED = (0, 2**22, 2**24, 2**26)
 
 
 def measure_host_work(layers: int = 16) -> dict[str, Table]:
-    """Return the seconds of Python of each function, as `Machine.host` has them. All ranks call it.
+    """Return the seconds of Python of each function on DistTensors. All ranks call it.
 
-    Each function is timed in `layers` layers.
+    The functions are those of common layers, such as convolutions, pooling and norms, and of a
+    further parameter. The result is for `Machine.host`: tables by the function's name, over the
+    bytes passed through the caches before a call. Each time is a median over `layers` copies of a
+    layer.
     """
     host: dict[str, list[float]] = {}
     for extents, way in WAYS:
@@ -119,7 +123,10 @@ class _Others:
         self.memory = Operands([])
 
     def run(self, streamed: int = 0) -> None:
-        """Run the network, backward too if it records gradients; pass bytes through the caches."""
+        """Run the network, backward too if it records gradients, to fill the caches.
+
+        After it, `streamed` bytes of memory are passed through the caches.
+        """
         scope = enter_call()
         try:
             y = self._network(self._input).shard
@@ -153,8 +160,9 @@ def _measure(
 ) -> dict[str, list[float]]:
     """Return the seconds of Python of a layer's function and of its backward pass, by name.
 
-    There is one time for each of `STREAMED`, the bytes passed through the caches before a call,
-    without the seconds of the layer's kernels.
+    Each list has one time for each number of bytes in `STREAMED`, which are passed through the
+    caches before a call. The seconds of the layer's kernels are subtracted. `layers` copies of the
+    module are timed; `others` are run between them.
     """
     options: Any = {"rank": 0, "loss": lambda output: output.sum(), "input_gradients": True}
     recording = record_step(module, [shape], grid.shape, **options)
@@ -178,9 +186,11 @@ def _measure(
 def _passes(
     module: nn.Module, x: DistTensor, others: _Others, layers: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of a module's forward and backward pass, after each of `STREAMED` bytes.
+    """Return the seconds of a module's pass, "forward" and "backward", kernels included.
 
-    `x` is the input, on the grid of a dry run; `layers` copies of the module are timed.
+    Each list has one time for each number of bytes in `STREAMED`, which are passed through the
+    caches before a call. `x` is the input, on the grid of a dry run. `layers` copies of the module
+    are timed; `others` are run between them.
     """
     chain = [copy.deepcopy(module) for _ in range(layers)]
     own((p for layer in chain for p in layer.parameters()), x.grid.size)
@@ -206,7 +216,12 @@ def _passes(
 
 
 def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
-    """Return the seconds that a step takes for a further parameter, after `STREAMED` bytes each."""
+    """Return the seconds by which one more parameter makes a step longer.
+
+    The list has one time for each number of bytes in `STREAMED`, which are passed through the
+    caches. The time covers the parameter's gradient on `grid`, and its update; it is measured with
+    `layers` parameters, which are trained in one module and frozen in another.
+    """
     others = _Others(DryRunGrid({}, 0))
     trained, frozen = _Chain(layers, others), _Chain(layers, others)
     for p in list(frozen.parameters())[1:]:
@@ -234,7 +249,10 @@ def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
 
 
 class _Chain(nn.Module):
-    """A module with one-element parameters, which times the backward pass between two of them."""
+    """A module that adds one-element parameters, and times its backward pass between each two.
+
+    `others` are run between two parameters. `seconds` collects the times.
+    """
 
     def __init__(self, layers: int, others: _Others) -> None:
         super().__init__()
@@ -272,7 +290,10 @@ class _Streaming(Function):
 
 
 def _alone(operator: LocalOperator, others: _Others) -> float:
-    """Return the seconds of an operator on tiny tensors, run after other functions."""
+    """Return the median seconds of a kernel on its own, run after the network `others`.
+
+    It is subtracted from the time of a layer to find the seconds of Python.
+    """
     times = []
     for _ in range(10):
         run = torch.no_grad()(call_of(operator, others.memory))

@@ -103,13 +103,17 @@ def plan_layouts(
 ) -> LayoutPlan:
     """Return a layout for each layer with which a training step takes the least predicted time.
 
-    A module is taken apart as long as each child takes the result of the one before it; a module
-    with branches is one layer. Layouts that gain nothing in the whole step are dropped.
+    A module whose children are called one after the other, each on the result of the child before
+    it, is divided into these children, and so on. Any other module, such as one with branches, gets
+    one layout as a whole. If the layouts together do not shorten the predicted step, none is
+    returned.
 
     Parameters
     ----------
     module, shape, grid, layout, options: as for `predict`.
-    layouts: further layouts for `predict`.
+    layouts: layouts for the inputs of submodules, as for `predict`; they hold where the search
+        finds none.
+    progress: called with a text on the size of the search.
     """
     shapes = shapes_of(shape)
     options = {"layout": layout, **options}
@@ -210,7 +214,11 @@ def chain_of(
 
 
 def _is_chain(calls: Sequence[Sequence[tuple[Any, Any]]], args: Any, result: Any) -> bool:
-    """Return whether modules were called once each, on the tensor that the one before returned."""
+    """Return whether modules were called once each, on the tensor that the one before returned.
+
+    `calls` has the arguments and results of each module, in order; `args` and `result` are those of
+    the module around them.
+    """
     comes = args
     for several in calls:
         inputs = tensors_in(several[0][0])
@@ -251,7 +259,7 @@ class _Costs:
         return list(dict.fromkeys(found))[:MOST_LAYOUTS]
 
     def prepare(self, chain: Sequence[ChainedLayer]) -> None:
-        """Record each layer with each of its cuts, and time the local operators found."""
+        """Record each layer with each of its cuts, and time the local operators that they run."""
         several = [self.record(layer, cuts)[0] for layer in chain for cuts in self.layouts(layer)]
         self._times.prepare_approximately([r.operators for each in several for r in each])
 
@@ -266,7 +274,9 @@ class _Costs:
     def between(self, chain: Sequence[ChainedLayer], i: int, last: Cuts, cuts: Cuts) -> float:
         """Return the seconds to redistribute the input of layer `i` to `cuts`, and its gradient.
 
-        `last` are the cuts of the input of the layer before; infinity if that is refused.
+        `last` are the cuts of the input of layer i - 1, from which the cuts of its output follow.
+        Returns infinity if layer i - 1 refuses its cuts, or `cuts` are of a tensor with other
+        dimensions.
         """
         comes = last if i == 0 else self.record(chain[i - 1], last)[1]
         if comes is None or len(comes) != len(cuts):
@@ -278,7 +288,11 @@ class _Costs:
         return max(self._moved(chain[i], comes, cuts, rank, passes) for rank in self._ranks)
 
     def _moved(self, layer: ChainedLayer, comes: Cuts, cuts: Cuts, rank: int, passes: int) -> float:
-        """Return a rank's seconds to redistribute a layer's input; in 2 passes its gradient too."""
+        """Return the seconds that a rank takes to redistribute a layer's input to other cuts.
+
+        `comes` are the input's cuts before, `cuts` those after. `passes` is 1 for the forward pass
+        alone, 2 to redistribute the gradient as well.
+        """
         size = layer.dtype.itemsize
         needs = (Same(),) * len(cuts)
         plan = make_plan(self._dry.topology, rank, layer.shape, comes, cuts, needs)
@@ -288,7 +302,10 @@ class _Costs:
         return passes * messages_cost(rank, arriving, leaving, self._machine).total + packed
 
     def record(self, layer: ChainedLayer, cuts: Cuts) -> tuple[Sequence[Recording], Cuts | None]:
-        """Return a layer's recordings and output cuts, given its input's; (), None if refused."""
+        """Return the recordings of a layer, and the cuts of its output.
+
+        `cuts` are those of its input; if the layer refuses them, the result is (), None.
+        """
         key = _key(layer, cuts)
         if key not in self._recorded:
             options: Any = {"layout": Layout.of(cuts), "dtype": layer.dtype}

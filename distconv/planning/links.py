@@ -81,7 +81,11 @@ def _link_of(machine: Machine, where: str) -> LinkTimes:
 
 
 def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine) -> Cost:
-    """Return the cost of an `all_reduce` or `all_gather` of `size` bytes from each of `ranks`."""
+    """Return the cost of an `all_reduce` or `all_gather` on `machine`, in seconds.
+
+    `kind` is one of these names, `ranks` the ranks that take part, and `size` the bytes that each
+    of them contributes.
+    """
     where, count = machine.where(ranks), len(ranks)
     measured = machine.reductions.get(f"{kind} {where}", {})
     if measured:
@@ -117,6 +121,7 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
 def _share(kind: str, ranks: int) -> float:
     """Return the bytes that a rank sends in a collective for each byte that it contributes.
 
-    Sums follow Rabenseifner's algorithm, gathers a ring.
+    `kind` is "all_reduce", which follows Rabenseifner's algorithm, or "all_gather", which follows a
+    ring.
     """
     return 2 * (ranks - 1) / ranks if kind == "all_reduce" else ranks - 1

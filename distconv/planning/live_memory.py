@@ -58,7 +58,10 @@ class LiveMemory:
             self._bytes[kind] += size
 
     def keep(self, x: Tensor) -> int:
-        """Mark a tensor as kept for backward; return its bytes, 0 if a parameter or marked."""
+        """Mark a tensor as kept for the backward pass, and return its bytes.
+
+        Returns 0 for a parameter, and for a tensor that is marked already.
+        """
         self.hold([x], "other")
         key = address_of_memory(x)
         size, kind, _, _ = self._live.get(key, (0, "", None, ""))

@@ -84,7 +84,15 @@ class LinkTimes:
     def described(
         cls, latency: float, bandwidth: float, posted: float = 0.0, after: float = 0.0
     ) -> LinkTimes:
-        """Return the times of a link with this latency (seconds) and bandwidth (bytes a second)."""
+        """Return the times of a link that is described by numbers, not measured.
+
+        Parameters
+        ----------
+        latency: seconds of an empty message.
+        bandwidth: bytes a second.
+        posted: seconds of the call that starts a message.
+        after: seconds of a wait for a message that has arrived already.
+        """
         sizes = 0.0, 2.0**30
         return cls(
             Table(sizes, (latency, latency + 2**30 / bandwidth)),
@@ -180,7 +188,10 @@ class Machine:
         return "within" if len({self.node(rank) for rank in ranks}) == 1 else "between"
 
     def at_once(self, ranks: int) -> int:
-        """Return the largest number of a job's `ranks` ranks that compute on one node at once."""
+        """Return the largest number of ranks that compute on one node at the same time.
+
+        `ranks` is the number of ranks of the job.
+        """
         return min(ranks, self.ranks_per_node)
 
     def __str__(self) -> str:
@@ -249,9 +260,11 @@ _KINDS = {bool: "true or false", str: "text", int: "a whole number", float: "a n
 
 
 def _read(kind: Any, given: Any, key: str) -> Any:
-    """Return the value `given` in a file for the entry `key`, as `kind`, or raise ValueError.
+    """Return the value of an entry in a machine's file as an object of type `kind`.
 
-    A number stands for a table of the same time at all sizes; a latency and a bandwidth for a link.
+    `given` is the value as JSON, and `key` the name of the entry, for error messages. In place of a
+    table, a number stands for the same time at all sizes; in place of a link's times, a latency and
+    a bandwidth may be given. Raises ValueError for any other value.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
@@ -286,7 +299,10 @@ def _read(kind: Any, given: Any, key: str) -> Any:
 
 
 def _made(make: Callable[..., Any], entries: Mapping[str, Any], key: str) -> Any:
-    """Call a class or function with the entries of a JSON object, or raise ValueError."""
+    """Call a class or function with the entries of a JSON object, or raise ValueError.
+
+    `key` is the name of the object in the machine's file, for error messages.
+    """
     hints, parameters, prefix = get_type_hints(make), signature(make).parameters, key and f"{key}."
     unknown = sorted(entries.keys() - parameters.keys() - _BESIDE)
     if unknown:

@@ -56,7 +56,8 @@ _OF_VOLUMES: dict[str, Callable[..., object]] = {
 class Operands:
     """A pool of memory from which the operands of timed operators are taken in turn.
 
-    It has room for all operands of each of `operators`, of which the first is copied.
+    The pool is large enough for the operands of any one of `operators`. The first operand of an
+    operator is copied to fresh memory, so it does not stay in the pool.
     """
 
     def __init__(self, operators: Iterable[LocalOperator]):
@@ -68,10 +69,11 @@ class Operands:
         self._next = 0
 
     def tensor(self, spec: TensorSpec, places: int = 0, *, own: bool = False) -> Tensor:
-        """Return a tensor of this shape, from the pool, to run an operator on.
+        """Return a tensor with the shape, strides and type in `spec`, to run an operator on.
 
-        Its numbers are from 0.5 to 1.5, or integers below `places`, the size of the plane that they
-        index. With `own` they are copied to fresh memory.
+        Floating-point elements are random numbers from 0.5 to 1.5 in the pool; with `own` they are
+        copied to fresh memory. Integers are indices from 0 below `places`, the size of the plane
+        that they index.
         """
         elements = _extent(spec)
         if not prod(spec.shape):
@@ -100,8 +102,8 @@ def _extent(spec: TensorSpec) -> int:
 def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
     """Return a function that runs an operator once, on operands from `memory`.
 
-    The first operand is freshly written, as by the operator before it in a step; if the operator
-    writes to an operand, all are.
+    The first operand is copied to fresh memory, as if the operator before it in a step had just
+    written it; if the operator writes to one of its operands, all operands are copied.
     """
     _, name, overload = operator.name.split(".")
     function: Any = getattr(getattr(torch.ops.aten, name), overload)

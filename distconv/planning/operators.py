@@ -76,11 +76,19 @@ class OperatorTimes:
         progress: Callable[[str], object] = lambda what: None,
         seconds: float = BUDGET,
     ) -> None:
-        """Time the operators of some steps, or a part of them to keep to `seconds` and the memory.
+        """Time the operators of some steps, or a selection that takes at most about `seconds`.
 
-        Then some sizes of each kind are timed, and others are estimated between these, or in
-        proportion beyond. A kind is an operator with its weights; its size is its arithmetic, or
-        its bytes. Kinds without a timed operator take as long as others of the same name.
+        The selection leaves out operators too large for the memory. The time of an operator that is
+        left out is estimated from timed operators of its kind, between their sizes, or in
+        proportion beyond the largest one. Two operators are of one kind if they have the same name
+        and, for convolutions, weights of one shape and the same options; the size of an operator is
+        the number of its operations or its bytes, whichever is larger. A kind without any timed
+        operator is estimated from other kinds, of the same name if possible.
+
+        Parameters
+        ----------
+        steps: for each step, its operators with the number of calls.
+        progress: called with a text on the number of operators that are timed.
         """
         if self._machine.roofline is not None:
             return
@@ -125,7 +133,10 @@ class OperatorTimes:
 
 
 def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
-    """Return a function through points of (size, value), proportional beyond the last one."""
+    """Return a function through known points, which estimates the value for any size.
+
+    `known` has values by size. Beyond the largest size the value grows in proportion to the size.
+    """
     sizes, values = zip(*sorted(known.items()), strict=True)
     curve = Table(sizes, values)
 

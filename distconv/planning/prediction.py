@@ -191,7 +191,10 @@ def record_ranks(
     grid: Mapping[str, int],
     **options: Any,
 ) -> list[Recording]:
-    """Return recordings of a step on all ranks of a small grid, or on three of a larger one."""
+    """Return recordings of a step on all ranks of a small grid, or on three of a larger one.
+
+    The three are the first rank, the one in the middle of every axis, and the last one.
+    """
     topology = DryRunGrid(grid, 0).topology
     ranks = list(range(topology.size))
     if topology.size > PLAYED:
@@ -208,7 +211,11 @@ def predicted(
     machine: Machine,
     times: OperatorTimes,
 ) -> Prediction:
-    """Return the prediction of a step from recordings, with `times` of all their operators."""
+    """Return the prediction of a step from the recordings of some ranks.
+
+    `name` is the module's name and `samples` the size of the mini-batch, for the result; `times`
+    has the seconds of all recorded operators.
+    """
     line = play(recordings, machine, times)
     slowest = next(r for r in recordings if r.rank == line.slowest)
     memory = max((memory_of(r, times) for r in recordings), key=lambda m: sum(m.values()))
@@ -236,7 +243,10 @@ def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
 
 
 def in_words(grid: Mapping[str, int], between: str = ",") -> str:
-    """Return a grid as a command line spells it, such as "sample=2,height=4", without axes of 1."""
+    """Return a grid as a command line spells it, such as "sample=2,height=4", without axes of 1.
+
+    `between` is the text between two axes, by default a comma.
+    """
     return between.join(f"{axis}={n}" for axis, n in grid.items() if n > 1) or "1 rank"
 
 

@@ -97,7 +97,7 @@ def record_step(
     optimizer: a function of the parameters, or a name in `OPTIMIZERS`.
     autocast: the type of `torch.autocast` around the module and the loss; None without it.
     input_gradients: whether the inputs require gradients, too.
-    gpu: whether the ranks compute on GPUs, for which some operators are written otherwise.
+    gpu: whether the ranks compute on GPUs, where the library runs other code for some operators.
     serial: whether the plain module runs on plain tensors, as in the serial program.
     caller: the name of the calling function for errors.
     progress: called with each layer of the forward pass as it is reached.
@@ -184,8 +184,9 @@ _NO_ELEMENTS = (
 def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Turn autocast on in a `with` block, for a kind of device that this machine may lack.
 
-    torch has no autocast for meta tensors. So the backward pass runs within it as well, which
-    affects only layers that a checkpoint computes again.
+    torch has no autocast for meta tensors, so it is turned on for `device`, on which the ranks of
+    the grid compute. The block includes the backward pass, in which autocast affects only layers
+    that a checkpoint computes again. With `dtype` None nothing changes.
     """
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     if dtype is not None:
@@ -209,7 +210,10 @@ def shapes_of(given: Any) -> list[tuple[int, ...]]:
 
 
 def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
-    """Return `given`, or if it is a text, the entry of `known` with this name."""
+    """Return `given`, or if it is a text, the entry of `known` with this name.
+
+    `what` is the name of the argument for error messages. Raises ValueError for an unknown name.
+    """
     if not isinstance(given, str):
         return given
     if given not in known:
@@ -218,7 +222,10 @@ def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
 
 
 def _each_input(value: Any, count: int, what: str) -> list[Any]:
-    """Return a list of `count` values, from such a list or a single value for all inputs."""
+    """Return a list of `count` values, from such a list or a single value for all inputs.
+
+    `what` is the name of the argument for the error message.
+    """
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:

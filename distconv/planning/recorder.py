@@ -46,9 +46,10 @@ def is_layer(module: nn.Module) -> bool:
 
 
 class ModuleCalls:
-    """Hooks that follow the calls of a module and its submodules; subclasses override two methods.
+    """Hooks that follow the calls of a module and its submodules.
 
-    These are `entered` and `left`. `stack` has the names and modules of the active calls.
+    Subclasses override `entered`, called at the beginning of each call, and `left`, called at its
+    end. `stack` has the names and modules of the active calls.
     """
 
     def __init__(self, module: nn.Module):
@@ -122,7 +123,7 @@ def _first_of(result: Any) -> _Output:
 
 
 class Recorder(ModuleCalls, torch_private.DispatchMode):
-    """A context that records a step on one rank of a grid; `trace_movements` fills `movements`."""
+    """A context that records a step on one rank of a grid, while a module runs on it."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._starts = [origin.start for origin in self._origins]
 
     def watch_gradients(self, leaves: Iterable[Tensor]) -> None:
-        """Record the moment at which autograd has made each of these parameters' gradients."""
+        """Record, for each of these parameters, when autograd has made its gradient in the step."""
         name = "parameter across ranks" if self._grid.size > 1 else "parameter"
 
         def comes(gradients: Sequence[Tensor | None]) -> None:
@@ -308,7 +309,12 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         always: bool = False,
         refusal: str | None = None,
     ) -> None:
-        """Record the movements, sums and kept bytes since the last call, if any, as a layer."""
+        """Record everything since the last call as a layer: transfers, sums and kept bytes.
+
+        Nothing is recorded if there is none of these, unless `always`. `name` and `kind` are the
+        layer's, `parameters` the bytes of its parameters, and `refusal` the reason if it is
+        refused.
+        """
         reduced, kept, self._reduced, self._kept = self._reduced, self._kept, 0, 0
         moved = [m for m in self.movements if m.redistributes or not m.plan.identity]
         self.movements.clear()
@@ -366,9 +372,10 @@ def bytes_here(x: Tensor) -> int:
 
 
 def _way(events: Sequence[Event]) -> str:
-    """Return "" for a function that sends nothing, else a suffix for its name, from its events.
+    """Return a suffix for a function's name that says how it sends, from its events.
 
-    The suffix is " across ranks", or " overlapped across ranks" if it convolves meanwhile.
+    The suffix is empty for a function that sends nothing, " across ranks" for one that sends, and "
+    overlapped across ranks" for one that convolves while its messages are under way.
     """
     way = ""
     under_way = set[int]()

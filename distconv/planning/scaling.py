@@ -106,7 +106,11 @@ class Study:
 
     @property
     def predicted_base(self) -> Case | None:
-        """Return the reference case of predictions: the measured one, if it is predicted."""
+        """Return the reference case of predictions; None if no case is predicted.
+
+        It is the measured reference case, if that is predicted, or else the predicted case with the
+        fewest ranks, and of several the fastest.
+        """
         base = self.base
         if base is not None and base.predicted is not None:
             return base
@@ -114,10 +118,11 @@ class Study:
         return min(found, key=lambda c: (c.ranks, c.predicted), default=None)
 
     def efficiency(self, case: Case) -> Spread | None:
-        """Return the ideal seconds over a case's seconds, paired by rounds; None if not timed.
+        """Return the ideal seconds over a case's seconds: median and quartiles over the rounds.
 
-        The ideal step on r times the ranks takes 1/r of the time in strong scaling, and the same
-        time in weak scaling.
+        Both are taken from the same round. Returns None if the case was not timed. The ideal step
+        on r times the ranks takes 1/r of the time in strong scaling, and the same time in weak
+        scaling.
         """
         base = self.base
         if base is None or not case.seconds:
@@ -136,7 +141,10 @@ class Study:
         return base.ranks / ranks if self.kind == STRONG else 1.0
 
     def ideal(self, ranks: int) -> float | None:
-        """Return the seconds of the ideal step on `ranks` ranks, from measured ones if any."""
+        """Return the seconds of the ideal step on `ranks` ranks; None without any times.
+
+        They follow from the measured reference case, or without one from the predicted one.
+        """
         base = self.base or self.predicted_base
         seconds = base and (median(base.seconds) if base.seconds else base.predicted)
         return seconds * self._share(base, ranks) if base and seconds else None
@@ -228,9 +236,10 @@ def cases_of(
 ) -> list[Case]:
     """Return a case for each grid, with inputs of these shapes.
 
-    For weak scaling `shapes` are the shapes on one rank: each dimension is multiplied by the ranks
-    along the axis of its name. Raises ValueError for a grid that appears twice, an unknown axis,
-    and an axis whose dimension cannot grow.
+    `kind` is "strong" or "weak". For weak scaling `shapes` are the shapes on one rank: each
+    dimension is multiplied by the ranks along the axis of its name. `measured` says whether the
+    cases are to be timed, or only predicted. Raises ValueError for a grid that appears twice, an
+    unknown axis, and an axis whose dimension cannot grow.
     """
     found: dict[str, Case] = {}
     for grid in grids:
@@ -258,7 +267,7 @@ def _grown(shape: tuple[int, ...], extents: Mapping[str, int]) -> tuple[int, ...
 
 
 def usual_grid(kind: str, shape: Sequence[int], ranks: int) -> dict[str, int]:
-    """Return the default grid of `ranks` ranks for a study.
+    """Return the default grid of `ranks` ranks for a study of a `kind`, "strong" or "weak".
 
     In weak scaling every rank has samples of its own; in strong scaling all ranks cut each sample,
     into blocks as near to cubes as possible.
@@ -338,7 +347,11 @@ def training_step(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> Callable[[], None]:
-    """Return a function that runs a case's training step. All ranks of the case call both."""
+    """Return a function that runs a case's training step.
+
+    All ranks of the case call both this and the function. `make` makes the module; the other
+    arguments are options of the step, as for `record_step`.
+    """
     extents: dict[str, Any] = dict(case.grid)
     grid = ProcessGrid(tuple(range(case.ranks)), **extents)
     module = make()
@@ -378,7 +391,8 @@ def predict_all(
     """Predict all cases that have no prediction; one process calls it, while others sleep.
 
     On a measured machine, this times the local operators without times, so nothing else may run.
-    Raises as `predict` does, for the first case that cannot be predicted.
+    `step` has options of `predict`; `predicted` is called with each case that is done. Raises as
+    `predict` does, for the first case that cannot be predicted.
     """
     for case in study.cases:
         if case.predicted is None:

@@ -290,7 +290,10 @@ def _seconds(c: Candidate) -> float:
 
 @dataclass
 class _Search:
-    """A search by `plan`; no operators are timed after the moment `end`, by `time.perf_counter`."""
+    """A search by `plan`: the step, the machine, and the limits of memory and time.
+
+    No operators are timed after the moment `end`, on the clock of `time.perf_counter`.
+    """
 
     module: nn.Module
     shapes: list[tuple[int, ...]]
@@ -305,7 +308,11 @@ class _Search:
     def record(
         self, grid: Mapping[str, int], module: nn.Module | None = None, **more: Any
     ) -> Recording:
-        """Return the recording of one rank for all: the middle one, or one with a larger block."""
+        """Return the recording of a step on one rank, which stands for all ranks of the grid.
+
+        The rank is in the middle of every axis, or near it if the middle one has a smaller block.
+        `module` replaces the module of the search, and `more` adds options of the step.
+        """
         sizes = dict(zip(dimension_names(len(self.shapes[0])), self.shapes[0], strict=True))
         topology = DryRunGrid(grid).topology
         place = {}
@@ -339,9 +346,11 @@ class _Search:
     def ways_out(
         self, grid: dict[str, int], ranks: int, axes: Sequence[str] | None
     ) -> Iterator[WayOut]:
-        """Yield changes that reduce the memory of a step on `grid`, which needs the least of all.
+        """Yield changes that reduce the memory of a step, for when no grid fits.
 
-        They are checkpoints, bfloat16, sharded weights, and more ranks, until a grid fits.
+        The changes are checkpoints, bfloat16, and sharded weights, and then more ranks until a grid
+        fits. `grid` is the grid of `ranks` ranks that needs the least memory; `axes` is as for
+        `plan`.
         """
         ways: list[tuple[str, dict[str, int], nn.Module, dict[str, Any]]] = [
             ("checkpointing each block", grid, with_checkpoints(self.module), {}),
@@ -371,7 +380,10 @@ class _Search:
                     return
 
     def _judged_way(self, what: str, recording: Recording) -> WayOut:
-        """Return a change with its memory; times its convolutions to know their workspaces."""
+        """Return a change, described by `what`, with the memory that a step then needs.
+
+        The convolutions in `recording` are timed, to find the bytes that they allocate.
+        """
         convolutions = {o: n for o, n in recording.operators.items() if o.convolves}
         self.times.prepare_approximately([convolutions], seconds=SPACES_BUDGET)
         peak = sum(memory_of(recording, self.times).values())
@@ -381,7 +393,8 @@ class _Search:
 def with_checkpoints(module: nn.Module) -> nn.Module:
     """Return a copy of a module that recomputes its blocks by `torch.utils.checkpoint`.
 
-    Blocks are the modules of the first level with three or more; there may be no such level.
+    The blocks are the modules at the first level of nesting that has three or more modules. If
+    there is no such level, nothing is recomputed.
     """
     copied = copy.deepcopy(module)
     blocks = [copied]

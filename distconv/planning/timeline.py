@@ -82,7 +82,11 @@ class _Rank:
             self.segments.append(Segment(self.recording.rank, start, stop, what, place, follows))
 
     def all_here(self, machine: Machine) -> float:
-        """Return the time at which the slowest of the ranks with the same work gets here."""
+        """Return the time at which the slowest of the ranks with equal work reaches this point.
+
+        It is the time on the simulated rank's clock, plus the machine's skew for the time since
+        this rank last waited.
+        """
         return self.now + machine.skew.at(self.now - self.met)
 
 
@@ -97,7 +101,8 @@ class Timeline(NamedTuple):
     def critical_path(self) -> list[Segment]:
         """Return the segments that determine the seconds of the step, in order, over all ranks.
 
-        They are followed back from the end; a wait leads to the rank that was waited for.
+        The path is followed back from the end of the step; a wait leads to the rank that was waited
+        for.
         """
         path: list[Segment] = []
         rank, moment = self.slowest, self.seconds

@@ -148,7 +148,7 @@ def layout(text: str) -> Layout:
 
 
 def pattern_and_layout(text: str) -> tuple[str, Layout]:
-    """Parse `block5.*:channel=height,sample` into a pattern of module names and its `Layout`."""
+    """Parse `block5.*:channel=height,sample` into a glob pattern of module names and a `Layout`."""
     pattern, colon, cuts = text.rpartition(":")
     if not colon:
         raise argparse.ArgumentTypeError(

@@ -28,16 +28,17 @@ TRANSPORTS = ("mpi", "torch", "nccl")
 class Scheduler(NamedTuple):
     """The parts from which the batch script for one scheduler is made.
 
-    Lines name values of the job in braces; a line is left out if the job lacks one of them. Beside
-    the job's options there are `title`, `clock`, `ranks` of the whole job, and `gpus` of a node.
-    `on_gpus`, `own_gpus`, `shared_gpus`, `staged` and `unbound` are conditions: a line with one is
-    left out unless it holds.
+    A line may name values in braces, such as `{nodes}`, which are filled in for each job; a line is
+    left out if the job lacks one of its values. The values are the options of `launch`, and
+    `title`, `clock`, `ranks` of the whole job, and `gpus` of a node. The names `on_gpus`,
+    `own_gpus`, `shared_gpus`, `staged` and `unbound` are conditions: a line with one of them is
+    left out unless the condition holds.
 
     Attributes
     ----------
     submit: the command that reads a script.
     prefix: the beginning of a line that the scheduler reads.
-    directives: the options in such lines.
+    directives: the options in the lines that begin with `prefix`.
     launch: the command that starts the ranks, with its options; `$cores` is the cores of a rank.
     note: a comment that explains the options.
     setup: lines of shell before the job's own setup.

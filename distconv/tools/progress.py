@@ -13,8 +13,8 @@ _SOON, _SELDOM = 2.0, 10.0
 class StatusLine:
     """A command's progress on stderr of the first rank, in a `with` block: one line that changes.
 
-    In a file the text is printed every 10 seconds, with the seconds passed, so that in a log a long
-    computation differs from one that hangs.
+    If stderr is no terminal, the text is printed every 10 seconds with the seconds passed, so that
+    in a log a long computation differs from one that hangs.
     """
 
     def __init__(self, first: bool = True, begin: str = ""):
@@ -23,7 +23,7 @@ class StatusLine:
         self(begin)
 
     def __call__(self, text: str) -> None:
-        """Show a text in place of the last one; "" for none."""
+        """Set the text of the line, in place of the last one; "" to clear the line."""
         self._text = text
         if self._terminal:
             print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)

@@ -271,7 +271,12 @@ def _compare(
     seed: int,
     progress: Callable[[TensorComparison], object],
 ) -> tuple[list[TensorComparison], list[str], set[torch.dtype]]:
-    """Run a module serially and on the grid; return comparisons, notes, and types that occur."""
+    """Run a module serially and on the grid; return the comparison of all tensors.
+
+    Returns the rows of the result, notes on layers that draw random numbers, and the types of
+    tensors that occur. `of_inputs` are the layouts of the inputs, `layouts` those of submodules'
+    inputs.
+    """
     plain, model = copy.deepcopy(module).to(grid.device), copy.deepcopy(module)
     quiet = _without_dropout(plain)
     _without_dropout(model)
@@ -472,7 +477,10 @@ def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _shaken_input(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return `_shaken` of an input, with whole numbers, which may be indices, as they are."""
+    """Return a copy of an input whose numbers are changed in their last place at random.
+
+    Whole numbers stay as they are: they may be indices.
+    """
     shaken = _shaken(x, generator)
     return torch.where(x == x.round(), x, shaken) if x.is_floating_point() else shaken
 
@@ -514,9 +522,10 @@ def _largest(x: Tensor | None) -> float:
 def _comparison(
     name: str, kind: str, actual: Tensor, expected: Tensor, scale: float = 0.0
 ) -> TensorComparison:
-    """Compare a tensor with the serial one; `scale` is as for `_difference`.
+    """Compare a tensor with the serial one. All ranks call it for a DistTensor.
 
-    All ranks call it for a DistTensor.
+    `name` and `kind` are the layer and the kind of tensor, for the row of the result; `scale` is as
+    for `_difference`.
     """
     whole = actual.detach()
     if isinstance(whole, DistTensor):
@@ -531,9 +540,10 @@ def _comparison(
 
 
 def _difference(actual: Tensor, expected: Tensor, scale: float) -> float:
-    """Return the largest difference over the largest magnitude, or over `scale` if that is larger.
+    """Return the largest difference from `expected`, relative to its largest magnitude.
 
-    For integers it is the fraction of elements that differ.
+    It is relative to `scale` if that is larger. For integers, return the fraction of elements that
+    differ.
     """
     if not expected.numel():
         return 0.0

@@ -1,7 +1,8 @@
-"""Learning at scale: methods for many replicas that train one model together.
+"""Learning at scale: training algorithms for many replicas that train one model together.
 
-They count the P_N replicas of a grid, never its ranks: a worker is a replica, the P_S ranks that
-share a sample. Models, optimizers and training loops stay those of the program.
+Learning rates, batch sizes and numbers of workers count the P_N replicas of a grid, never its
+ranks: a worker is a replica, the P_S ranks that share a sample. Models, optimizers and training
+loops stay those of the program.
 """
 
 from distconv.training.advice import advise as advise

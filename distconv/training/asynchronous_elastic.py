@@ -21,9 +21,9 @@ from distconv.training.requests import Client, Connection, Kind
 class AsynchronousElastic:
     """Train workers apart, each tied by a spring to a center that a server holds.
 
-    In every `period`-th step of a worker with parameters x, the server moves the center by d =
-    alpha (x - center), and the worker moves by -d, before its optimizer's step. The center is the
-    result of the training.
+    In every `period`-th step of a worker with parameters x there is a pull: the server moves the
+    center by d = alpha (x - center), and the worker moves x by -d, before its optimizer's step. The
+    center is the result of the training.
 
     Raises ValueError if a value is out of its range.
 
@@ -93,7 +93,11 @@ class ElasticClient(Client):
 
 
 class ElasticRule:
-    """The server's part of `AsynchronousElastic`; `client` ties its center to another server's."""
+    """The server's part of `AsynchronousElastic`: it moves the center when a worker pulls.
+
+    `client` ties this center to the center of another server, of which this server is a client;
+    None if there is no other server.
+    """
 
     kinds: tuple[Kind, ...] = (Kind.PULL,)
     waits = False
@@ -104,7 +108,11 @@ class ElasticRule:
         self._parameters, self._alpha, self._client = parameters, alpha, client
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Move the center towards a client's parameters; return the move, for it to subtract."""
+        """Move the center towards a client's parameters; return the move, which the client takes.
+
+        `brought` has one entry: the client's parameters, and the samples since its last pull. The
+        client subtracts the move from its parameters.
+        """
         [(theirs, samples)] = brought
         pull: list[Tensor | None] = []
         for center, x in zip(self._parameters, theirs, strict=True):
@@ -117,6 +125,9 @@ class ElasticRule:
         return pull
 
     def finish(self) -> None:
-        """Pull at the center of the server above, unless nothing changed since the last pull."""
+        """Pull at the center of the server that this server is a client of, if there is one.
+
+        Nothing is sent if no client has pulled since the last pull.
+        """
         if self._client is not None:
             self._client.finish()

@@ -18,8 +18,8 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import shards_of
-from distconv.training.requests import Answer, Connection, Kind, ServerLost, Shards
-from distconv.training.serving import Method, described, shards_of_model
+from distconv.training.requests import Answer, Connection, Division, Kind, ServerLost
+from distconv.training.serving import Method, described, division_of_model
 from distconv.training.team import Team
 from distconv.transport.link import Link, Message
 
@@ -31,14 +31,14 @@ class Worker:
     worker tells the server that it has finished, or has failed. Workers may take different numbers
     of steps.
 
-    Raises ValueError if the model is not parallelized on `team.grid`, or this rank is a server.
-    Raises ServerLost on every rank of the worker if the server ends, here and in every call.
+    Raises ValueError if the model is not parallelized on `team.grid`, or this rank is a server. If
+    the server ends, this and every method raise ServerLost on every rank of the worker.
 
     Parameters
     ----------
     team: the team, in which this rank belongs to a worker.
-    model: parallelized on `team.grid`.
-    method: the same as the server's.
+    model: a module, parallelized on `team.grid`.
+    method: the training algorithm, a `Downpour` or `AsynchronousElastic` equal to the server's.
     optimizer: steps with this worker's own gradients: with Downpour between two fetches, with
         elastic averaging in every step.
 
@@ -61,8 +61,8 @@ class Worker:
                 f"Worker: the model is {where}; parallelize it on team.grid, which is {grid}"
             )
         tensors = [*model.parameters(), *model.buffers()]
-        shards, agreed = shards_of_model(model, team), described(model, method)
-        self._server = _Together(team.above, shards, agreed, grid, tensors)
+        division, agreed = division_of_model(model, team), described(model, method)
+        self._server = _Together(team.above, division, agreed, grid, tensors)
         self._team, self._model, self._optimizer = team, model, optimizer
         self._done = False
         leaves, buffers = (shards_of([*some]) for some in (model.parameters(), model.buffers()))
@@ -79,7 +79,7 @@ class Worker:
         return steps
 
     def step(self, samples: int = 1) -> None:
-        """Take a step of the method, after `backward()`; gradients are None afterwards.
+        """Take a step of the training algorithm, after `backward()`, and set gradients to None.
 
         All ranks of the worker call it together.
 
@@ -202,12 +202,12 @@ class _Together(Connection):
     def __init__(
         self,
         links: Sequence[Link],
-        shards: Shards,
+        division: Division,
         agreed: str,
         grid: ProcessGrid,
         like: Sequence[Any],
     ):
-        super().__init__(links, shards, agreed)
+        super().__init__(links, division, agreed)
         self._grid, self._like = grid, like
         self._comm = grid.communicator(AXES, "servers")
         self._lost: str | None = None
@@ -220,7 +220,16 @@ class _Together(Connection):
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
-        """Send a request for all ranks of the worker; return this rank's blocks of the answer."""
+        """Send a request for all ranks of the worker; return this rank's blocks of the answer.
+
+        Parameters
+        ----------
+        kind: the kind of the request.
+        tensors: this rank's blocks of the tensors to send, in the order of the model; None to send
+            none.
+        samples: the number of samples since this worker's last update.
+        steps: the number of this worker's steps.
+        """
         whole = None if tensors is None else self._whole(tensors)
         found: list[Message] = []
         if self._grid.rank == 0 and self._lost is None:

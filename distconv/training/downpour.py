@@ -70,7 +70,7 @@ class Downpour:
 
 @dataclass
 class DownpourClient(Client):
-    """The client's part of `Downpour`; without `optimizer` only fetches change parameters."""
+    """The client's part of `Downpour`; without an `optimizer` only fetches change parameters."""
 
     def __post_init__(self) -> None:
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
@@ -121,7 +121,11 @@ class DownpourClient(Client):
 
 
 class DownpourRule:
-    """The server's part of `Downpour`: it steps with gradients, or sends them to its own server."""
+    """The server's part of `Downpour`: it takes the optimizer's steps with workers' gradients.
+
+    A server that is itself a client of another server sends the gradients on, and fetches
+    parameters from it.
+    """
 
     kinds: tuple[Kind, ...] = (Kind.PUSH, Kind.PUSH_AND_FETCH)
     optimizer: Any
@@ -145,7 +149,11 @@ class DownpourRule:
         )
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Step with one client's gradients, or with the weighted mean of several clients'."""
+        """Step with one client's gradients, or with the weighted mean of several clients'.
+
+        `brought` has for each client its gradients, and the number of samples behind them: their
+        weight.
+        """
         for i, p in enumerate(self._parameters):
             p.grad = _mean([(tensors[i], samples) for tensors, samples in brought])
         samples = sum(samples for _, samples in brought)
@@ -160,7 +168,10 @@ class DownpourRule:
         return []
 
     def finish(self) -> None:
-        """Send the gradients summed since the last push to the server above, if there is one."""
+        """Send the gradients summed since the last push to another server.
+
+        Nothing is sent unless this server is a client of another one.
+        """
         if self._client is not None:
             self._client.finish()
 

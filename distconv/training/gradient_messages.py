@@ -31,7 +31,8 @@ class GradientMessage(NamedTuple):
 class GradientPacking:
     """Packs this rank's gradients of a parallelized module into messages, and unpacks their sums.
 
-    All ranks of the grid make it together. Each `purpose` has communicators of its own.
+    All ranks of the grid make it together. `purpose` names the communicators for the sums, so that
+    sums of different purposes do not share a communicator.
     """
 
     def __init__(self, module: nn.Module, grid: ProcessGrid, purpose: str):

@@ -58,8 +58,8 @@ class LARC(Optimizer):
     Parameters
     ----------
     optimizer: any of torch's, except those that compute gradients again within a step (LBFGS).
-    trust: the length of a layer's step over the norm of its weights; for "gradient", and to scale,
-        at a learning rate of 1.
+    trust: the norm of a layer's step over the norm of its weights: to clip, the upper limit; to
+        scale, the value at a learning rate of 1. With on="gradient" this holds for plain SGD.
     clip: True to clip, that is to limit the step; False to scale it, that is to set it.
     on: "gradient" or "update".
     """

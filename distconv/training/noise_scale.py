@@ -30,11 +30,12 @@ _PURPOSE = "noise scale"
 class NoiseScale:
     """Measure the gradient noise scale of a parallelized model as it trains.
 
-    A batch of `value` samples makes half the progress of a noise-free step, and takes twice the
-    samples of a very small batch for the same result. It grows as the loss falls. It is found from
-    the gradients of units: the replicas, micro-batches, or both. Samples must stay on their
-    replicas throughout the model; layers that mix samples, such as batch normalisation, are treated
-    as if they did not.
+    The noise scale, `value`, is a batch size: a batch of this size makes half the progress of a
+    noise-free step, and takes twice the samples of a very small batch for the same result. The
+    noise scale grows as the loss falls. It is computed from the gradients of units of samples: the
+    units are the replicas, the micro-batches, or both. Samples must stay on their replicas
+    throughout the model; layers that mix samples, such as batch normalisation, are treated as if
+    they did not.
 
     Raises ValueError if the model is not parallelized, or weights are cut over the replicas.
 
@@ -117,7 +118,10 @@ class NoiseScale:
         self._learn(squares, whole, samples, count * self._grid.shape["sample"])
 
     def _within_replica(self, message: GradientMessage) -> GradientMessage:
-        """Return a message summed over the ranks that share a sample; half types become float32."""
+        """Return a message summed over the ranks that share a sample.
+
+        Gradients of 16 bits become float32.
+        """
         flat = message.flat.to(SUM_TYPES.get(message.flat.dtype, message.flat.dtype))
         wide = message._replace(flat=flat)
         self._add_up(wide, _within(wide))
@@ -169,5 +173,5 @@ def estimates(small: float, large: float, unit: int, batch: int) -> tuple[float,
 
 
 def _within(message: GradientMessage) -> tuple[str, ...]:
-    """Return the axes of a message's sum within a replica: all except `sample`."""
+    """Return the axes, besides `sample`, over which a message's gradients are summed."""
     return tuple(axis for axis in message.axes if axis != "sample")

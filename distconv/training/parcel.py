@@ -12,7 +12,11 @@ _ALIGNMENT = 16
 
 
 class Packing:
-    """Packs tensors like the given ones, or None, into one message of bytes, and unpacks them."""
+    """Packs tensors into one message of bytes, some of which may be missing, and unpacks them.
+
+    `tensors` are examples of the shapes and types, in order; each message has a tensor, or None,
+    for each of them.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._kinds = [(t.shape, t.dtype, t.numel() * t.element_size()) for t in tensors]

@@ -32,7 +32,7 @@ _SCALINGS = {"linear": lambda k: k, "sqrt": sqrt, "none": lambda k: 1.0}
 def base_rate(optimizer: type[optim.Optimizer]) -> float:
     """Return a usual first learning rate for a class of torch's optimizers and a small batch.
 
-    Raises ValueError for a class without one here.
+    Raises ValueError for other classes of optimizers, for which the library has no usual rate.
     """
     for kind in optimizer.__mro__:
         if kind in _BASE_RATES:

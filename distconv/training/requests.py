@@ -1,4 +1,4 @@
-"""Requests of clients to a server, and the connection of a client to all shards of its server."""
+"""Requests of clients to a server, and the connection of a client to all ranks of its server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distconv.transport.link import Link, LinkLost, LinkSilent, Message, message
 
 
 class Kind(IntEnum):
-    """The kind of a message between client and server, the first of its numbers.
+    """The kind of a message between client and server, the first number in the message.
 
     Further numbers of a request: the version of the client's parameters, the samples since its last
     update, and its number of steps. Of an answer: the version of the parameters sent, the samples
@@ -79,11 +79,13 @@ class ServerLost(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """The answer of a server, joined from all its shards.
+    """The answer of a server, joined from the answers of all its ranks.
 
-    `tensors` are in the order of the model, parameters and then buffers, None for each one not
-    sent; `samples` the server has received in all; `steps` the client took in earlier runs, in
-    answer to HELLO.
+    Attributes
+    ----------
+    tensors: parameters and then buffers, in the order of the model; None for each one not sent.
+    samples: the number of samples that the server has received in all.
+    steps: the number of steps that the client took in earlier runs; in an answer to HELLO only.
     """
 
     tensors: list[Tensor | None]
@@ -91,35 +93,38 @@ class Answer(NamedTuple):
     steps: int
 
 
-class Shards:
-    """The division of a model's tensors over the shards of its server, the same on every rank.
+class Division:
+    """The division of a model's tensors over the ranks of a server, the same on every rank.
 
-    A parameter belongs to one shard as a whole, so that layers keep their norms; so does a buffer.
-    Shards hold about equal numbers of bytes. Raises ValueError if there are fewer parameters than
-    shards.
+    Each parameter and each buffer is held whole by one rank, so that optimizers find the norms of
+    layers. Ranks hold about equal numbers of bytes. Raises ValueError if there are fewer parameters
+    than ranks.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], shards: int):
-        if len(parameters) < shards:
+    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], ranks: int):
+        if len(parameters) < ranks:
             raise ValueError(
-                f"Team: servers={shards} are more than the {len(parameters)} parameters of the "
+                f"Team: servers={ranks} are more than the {len(parameters)} parameters of the "
                 "model, of which each holds some; choose fewer"
             )
         tensors = [*parameters, *buffers]
         self.tensors = len(tensors)
         own, others = (
-            dealt_out([t.numel() * t.element_size() for t in some], shards)
+            dealt_out([t.numel() * t.element_size() for t in some], ranks)
             for some in (parameters, buffers)
         )
         self.parts = [
             [*first, *(len(parameters) + i for i in second)]
             for first, second in zip(own, others, strict=True)
         ]
-        """For each shard, the indices of its tensors, parameters first."""
+        """For each rank of the server, the indices of its tensors, parameters first."""
         self.packings = [Packing([tensors[i] for i in part]) for part in self.parts]
 
     def joined(self, payloads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return all tensors in the order of the model; `payloads` has a message of each shard."""
+        """Return all tensors in the order of the model, None for each tensor that was not sent.
+
+        `payloads` has the message of each rank of the server.
+        """
         tensors: list[Tensor | None] = [None] * self.tensors
         for part, packing, payload in zip(self.parts, self.packings, payloads, strict=False):
             if payload.numel():
@@ -129,13 +134,20 @@ class Shards:
 
 
 class Connection:
-    """A client's links to the shards of its server; `agreed` is the text of `described`."""
+    """A client's links to the ranks of its server.
 
-    def __init__(self, links: Sequence[Link], shards: Shards, agreed: str):
-        self._links, self._shards, self._agreed = links, shards, agreed
+    Parameters
+    ----------
+    links: a link to each rank of the server.
+    division: the tensors that each of these ranks holds.
+    agreed: a text about model and method, from `described`, which the server compares with its own.
+    """
+
+    def __init__(self, links: Sequence[Link], division: Division, agreed: str):
+        self._links, self._division, self._agreed = links, division, agreed
         self._limit = time_limit()
         self._versions = [0] * len(links)
-        """For each shard, the version of the parameters that this client has."""
+        """For each rank of the server, the version of the parameters that this client has."""
 
     def ask(
         self,
@@ -144,7 +156,14 @@ class Connection:
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
-        """Send a request with tensors, in the order of the model, and return the answer.
+        """Send a request to the server and return its answer.
+
+        Parameters
+        ----------
+        kind: the kind of the request.
+        tensors: the tensors to send, in the order of the model; None to send none.
+        samples: the number of samples since this client's last update.
+        steps: the number of this client's steps, or for SAVE the number of the state.
 
         The answer to a PUSH, which has none, is empty. Raises ServerLost if the server has ended.
         """
@@ -153,7 +172,10 @@ class Connection:
     def answers(
         self, kind: Kind, tensors: Sequence[Tensor | None] | None, samples: int, steps: int
     ) -> list[Message]:
-        """Send a request to every shard and return their answers; [] for a PUSH, which has none."""
+        """Send a request to every rank of the server, and return their answers.
+
+        The arguments are those of `ask`. Returns [] for a PUSH, which has no answer.
+        """
         until = time.monotonic() + self._limit
         try:
             for j, link in enumerate(self._links):
@@ -179,11 +201,14 @@ class Connection:
         return found
 
     def joined(self, found: Sequence[Message]) -> Answer:
-        """Return the answers of all shards as one, with the smallest of their counts."""
+        """Return the answers of all ranks of the server as one, with the smallest of their counts.
+
+        `found` is empty, or has an answer of each rank.
+        """
         if not found:
-            return Answer([None] * self._shards.tensors, 0, 0)
+            return Answer([None] * self._division.tensors, 0, 0)
         samples, steps = (min(answer.numbers[i] for answer in found) for i in (2, 3))
-        return Answer(self._shards.joined([answer.payload for answer in found]), samples, steps)
+        return Answer(self._division.joined([answer.payload for answer in found]), samples, steps)
 
     def _silence(self, kind: Kind, error: LinkSilent) -> str:
         waits_for_workers = kind in (Kind.MEET, Kind.SAVE, Kind.PUSH_AND_FETCH)
@@ -199,15 +224,20 @@ class Connection:
             return in_bytes(self._agreed)
         if tensors is None:
             return in_bytes("")
-        return self._shards.packings[j].pack([tensors[i] for i in self._shards.parts[j]])
+        return self._division.packings[j].pack([tensors[i] for i in self._division.parts[j]])
 
 
 @dataclass
 class Client:
-    """Base class of the client's part of a method such as `Downpour`.
+    """Base class of the client's part of a training algorithm such as `Downpour`.
 
-    `optimizer` steps with the client's own gradients, if the method lets it; `steps` were taken in
-    earlier runs.
+    Attributes
+    ----------
+    method: the algorithm with its settings, such as a `Downpour`.
+    parameters, buffers: the tensors of the model on this rank.
+    optimizer: steps with the client's own gradients; None if only the server changes parameters.
+    server: the connection to the server.
+    steps: the steps that the client has taken, in earlier runs too.
     """
 
     method: Any

@@ -32,8 +32,8 @@ class Report:
     samples: the number of samples behind these updates.
     staleness: a histogram of the age of updates: how many were computed with parameters that n
         other updates had changed since, by n.
-    requests: the number of updates of each client, by its number at this server.
-    lost: the dropped clients, and the reason for each.
+    requests: the number of updates that each client has sent, by the client's number.
+    lost: the reason for dropping a client, by the client's number.
     """
 
     updates: int = 0
@@ -54,7 +54,7 @@ class Report:
 
 
 class Rule(Protocol):
-    """The server's part of a method such as `Downpour`: how updates change the parameters."""
+    """The server's part of a training algorithm, such as `Downpour`, that changes parameters."""
 
     kinds: tuple[Kind, ...]
     """The requests that carry updates."""
@@ -66,24 +66,30 @@ class Rule(Protocol):
     """Whether an update waits for requests of all active clients, or each request is one."""
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Change the parameters by updates: the tensors and the number of samples of each client.
+        """Change the parameters by updates from one or more clients.
 
-        Returns the tensors to send to a client that asked for a PULL, in place of the parameters.
+        `brought` has for each client its tensors, parameters or gradients and then buffers, and the
+        number of samples behind them. Returns the tensors to send to a client that asked for a
+        PULL, in place of the parameters.
         """
 
     def finish(self) -> None:
-        """Send outstanding updates to the server above, if there is one."""
+        """Send outstanding updates to the server of which this one is a client, if there is one."""
 
 
 class Server:
-    """One shard of a server: its tensors, and the decisions what to answer when.
+    """The state of one rank of a server: its tensors, and the requests that wait for an answer.
+
+    It decides when to answer a request; the caller sends the answers.
 
     Parameters
     ----------
+    parameters, buffers: the tensors that this rank holds.
+    rule: the server's part of the algorithm.
     clients: the number of clients, which are numbered from 0.
-    agreed: the text that each client must send in its HELLO.
-    above: the connection to the server of which this one is a client.
-    save: saves the state of this shard under a number that the clients choose.
+    agreed: the text about model and method that each client must send in its HELLO.
+    above: the connection to another server of which this server is a client; None if there is none.
+    save: saves the state of this rank under a number that the clients choose.
     """
 
     def __init__(
@@ -112,9 +118,10 @@ class Server:
         self.report = Report()
 
     def handle(self, client: int, request: Message) -> Due:
-        """Handle a client's request, and return the answers to send now, to it or to others.
+        """Handle a client's request. Return the answers to send now, each with its client's number.
 
-        Raises ValueError if clients train another model, or save under different numbers.
+        An answer may be for a client that has waited for this one. Raises ValueError if clients
+        train another model, or save under different numbers.
         """
         kind = Kind(request.numbers[0])
         if kind in self._rule.kinds:
@@ -136,7 +143,10 @@ class Server:
         raise ValueError(f"client {client} asks for {kind.name}, which this method does not know")
 
     def drop(self, client: int, why: str) -> Due:
-        """Go on without a client, and return the answers that waited for it alone."""
+        """Go on without a client that was lost, and return the answers that waited for it alone.
+
+        `why` is the reason, for the report.
+        """
         if client in self.active:
             self.active.discard(client)
             self.report.lost[client] = why
@@ -196,7 +206,10 @@ class Server:
         return due
 
     def _average_buffers(self, theirs: Sequence[Tensor | None]) -> None:
-        """Move buffers towards a client's by 1 / (active clients); of integers keep the larger."""
+        """Move the server's buffers towards those of a client by 1 / (number of active clients).
+
+        Of integers, the larger one of each pair is kept.
+        """
         for own, other in zip(self._buffers, theirs, strict=True):
             if other is None:
                 continue

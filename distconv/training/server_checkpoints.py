@@ -1,4 +1,4 @@
-"""The checkpoints of servers: each rank of a server saves its shard in a folder of its own."""
+"""The checkpoints of servers: each rank of a server saves its tensors in a folder of its own."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from distconv.training.team import SERVER_FOLDER
 
 @dataclass
 class ServerCheckpoints:
-    """The checkpoints of one rank of a server: of its shard, its optimizer, and its counts.
+    """The checkpoints of one rank of a server: of its tensors, its optimizer, and its counts.
 
-    They are in `folder`, if there is one: one every `save_every` updates, or when workers ask for
-    it.
+    They lie in `folder`; None to save nothing. The state is saved every `save_every` updates, or if
+    `save_every` is None, when workers ask for it.
     """
 
-    shard: nn.Module
+    part: nn.Module
     rule: Rule
     server: Server
     folder: Path | None
@@ -53,7 +53,7 @@ class ServerCheckpoints:
     def save_under(self, number: int) -> None:
         """Save the state under a number that the workers chose.
 
-        Raises ValueError if the server has no folder, or saves by its own count.
+        Raises ValueError if the server has no folder, or saves every `save_every` updates.
         """
         if self.folder is None or self.save_every:
             raise ValueError(
@@ -67,7 +67,7 @@ class ServerCheckpoints:
         report = self.server.report
         save_checkpoint(
             folder,
-            self.shard,
+            self.part,
             self.rule.optimizer,
             self.rule.scheduler,
             step=number,
@@ -82,7 +82,7 @@ class ServerCheckpoints:
         self._saved = report.updates
 
     def check_new(self) -> None:
-        """Raise `FileExistsError` if the folder holds checkpoints: they are another run's."""
+        """Raise `FileExistsError` if the folder holds checkpoints: another run has written them."""
         for newest in [] if self.folder is None else checkpoints_in(self.folder)[:1]:
             if step_of(newest) > 0:
                 raise FileExistsError(
@@ -91,7 +91,7 @@ class ServerCheckpoints:
                 )
 
     def load(self, chosen: Path | None) -> None:
-        """Load the checkpoint `chosen`, or the last in the folder, if there is one.
+        """Load the checkpoint `chosen`; if it is None, the last one in the folder, if there is one.
 
         Raises DataError if it cannot be read, or is of another model or optimizer.
         """
@@ -101,7 +101,7 @@ class ServerCheckpoints:
         rule, server = self.rule, self.server
         missing_ok = chosen is None
         found = load_checkpoint(
-            path, self.shard, rule.optimizer, rule.scheduler, missing_ok=missing_ok
+            path, self.part, rule.optimizer, rule.scheduler, missing_ok=missing_ok
         )
         if found is not None:
             server.report.updates = self._saved = found.extra["updates"]
@@ -110,16 +110,16 @@ class ServerCheckpoints:
             server.steps = Counter(found.extra["steps"])
 
     def take(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copy tensors, received from the server above, into this rank's shard."""
+        """Copy tensors, received from another server, into those that this rank holds."""
         with torch.no_grad():
-            own = (*self.shard.parameters(), *self.shard.buffers())
+            own = (*self.part.parameters(), *self.part.buffers())
             for tensor, value in zip(own, tensors, strict=True):
                 if value is not None:
                     tensor.copy_(value)
 
 
 def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the last state that a server saved, joined from all its shards, as a state_dict.
+    """Return the last state that a server saved, joined from all its ranks, as a state_dict.
 
     Raises FileNotFoundError if there is none.
     """

@@ -19,7 +19,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import time_limit
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
-from distconv.training.requests import Connection, Kind, ServerLost, Shards
+from distconv.training.requests import Connection, Division, Kind, ServerLost
 from distconv.training.server import Due, Report, Rule, Server
 from distconv.training.server_checkpoints import ServerCheckpoints
 from distconv.training.team import Team
@@ -27,7 +27,11 @@ from distconv.transport.link import Link, LinkLost, rest
 
 
 class Method(Protocol):
-    """The interface of methods of servers and workers: `Downpour` and `AsynchronousElastic`."""
+    """The interface of training algorithms with servers: `Downpour` and `AsynchronousElastic`.
+
+    An implementation makes the two parts of the algorithm: `rule` for every rank of a server, and
+    `client` for every worker.
+    """
 
     def rule(
         self,
@@ -36,10 +40,21 @@ class Method(Protocol):
         clients: int,
         above: Connection | None,
     ) -> Rule:
-        """Return the server's part; `above` is the connection to a server above it, if any."""
+        """Return the server's part of the algorithm, for one rank of a server.
+
+        Parameters
+        ----------
+        parameters, buffers: the tensors that this rank holds.
+        clients: the number of clients of the server.
+        above: the connection to another server of which this server is a client; None if there is
+            none.
+        """
 
     def client(self, *given: Any) -> Any:
-        """Return the client's part, with `step` and `finish`; `given` are as for `Client`."""
+        """Return the client's part of the algorithm, an object of a class derived from `Client`.
+
+        `given` are the arguments of `Client` after the first, which is this object.
+        """
 
 
 class AllWorkersLost(RuntimeError):
@@ -63,15 +78,15 @@ def serve(
     instead. A lost server ends the job.
 
     Raises AllWorkersLost if all workers are gone and none has finished; the state is saved first.
-    Raises ServerLost if the server above has ended. Raises ValueError if the ranks have different
-    models or methods, and FileExistsError if `folder` holds the state of another run and `resume`
-    is not given; after these two, clients raise ServerLost with the same words.
+    With several groups, raises ServerLost if the first server has ended. Raises ValueError if the
+    ranks have different models or methods, and FileExistsError if `folder` holds the state of
+    another run and `resume` is not given; clients then raise ServerLost with the same message.
 
     Parameters
     ----------
     model: the same as the workers', which start with its parameters; it is not changed.
-    folder: the folder in which each rank saves its shard, in a subfolder; read by `server_state`.
-        None to save nothing.
+    folder: the folder in which each rank saves the parameters and buffers that it holds, in a
+        subfolder; `server_state` reads it. None to save nothing.
     save_every: the number of updates between checkpoints; one more is made at the end. None to save
         only when the workers do, by `Worker.save`.
     keep: the largest number of checkpoints.
@@ -84,14 +99,14 @@ def serve(
         )
     if save_every is not None:
         check_count("serve", "save_every", save_every, 1)
-    parts = shards_of_model(model, team).parts
+    parts = division_of_model(model, team).parts
     own = _only(model, parts[team.rank % len(parts)])
-    shard = parallelize(own, ProcessGrid([team.rank], device="cpu"))
-    parameters, buffers = list(shard.parameters()), list(shard.buffers())
+    part = parallelize(own, ProcessGrid([team.rank], device="cpu"))
+    parameters, buffers = list(part.parameters()), list(part.buffers())
     agreed = described(model, method)
     above = None
     if team.above:
-        above = Connection(team.above, Shards(parameters, buffers, 1), agreed)
+        above = Connection(team.above, Division(parameters, buffers, 1), agreed)
     links = dict(enumerate(team.below))
     rule = method.rule(parameters, buffers, len(links), above)
     server = Server(
@@ -104,7 +119,7 @@ def serve(
         save=lambda number: state.save_under(number),  # `state` below needs the server
     )
     place = None if folder is None else team.folder(folder)
-    state = ServerCheckpoints(shard, rule, server, place, save_every, keep)
+    state = ServerCheckpoints(part, rule, server, place, save_every, keep)
     try:
         if resume:
             state.load(None if resume is True else Path(resume))
@@ -128,18 +143,18 @@ def serve(
     return server.report
 
 
-def shards_of_model(model: nn.Module, team: Team) -> Shards:
-    """Return the division over a server's shards of a model, which may be parallelized."""
+def division_of_model(model: nn.Module, team: Team) -> Division:
+    """Return the division of a model over the ranks of a server; the model may be parallelized."""
     # Tensors without elements stand for whole ones, also of sharded parameters.
     like = [
         [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in some]
         for some in (model.parameters(), model.buffers())
     ]
-    return Shards(like[0], like[1], team.arrangement.shards)
+    return Division(like[0], like[1], team.arrangement.of_server)
 
 
 def described(model: nn.Module, method: object) -> str:
-    """Return a text about model and method, which must be equal on server and clients."""
+    """Return a text about the model's tensors and the method, which server and clients compare."""
     named = (*model.named_parameters(), *model.named_buffers())
     sizes = [f"{name} {tuple(t.shape)} {t.dtype}".replace("torch.", "") for name, t in named]
     return f"{method}, {', '.join(sizes)}"
@@ -200,17 +215,17 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
 def _only(model: nn.Module, part: Sequence[int]) -> nn.Module:
     """Return a copy of a model on the CPU, with only the parameters and buffers in `part`.
 
-    `part` has their indices, parameters first, in the order of the model.
+    `part` has their indices, which count all parameters first and then all buffers.
     """
     kept = {
         name
         for i, (name, _) in enumerate((*model.named_parameters(), *model.named_buffers()))
         if i in set(part)
     }
-    shard = copy.deepcopy(model).cpu()
-    for prefix, module in shard.named_modules():
+    copied = copy.deepcopy(model).cpu()
+    for prefix, module in copied.named_modules():
         for table in (module._parameters, module._buffers):
             for name in table:
                 if f"{prefix}.{name}".lstrip(".") not in kept:
                     table[name] = None
-    return shard
+    return copied

@@ -35,12 +35,19 @@ SERVER_FOLDER = "server-{rank}"
 class Arrangement:
     """The roles of a job's ranks: servers first, then workers, group by group. No communication.
 
-    A server has `shards` ranks, and a worker `of_worker` ranks. With several groups, each has a
-    server of its own, behind the first one. Raises ValueError if the ranks do not fit.
+    With several groups, each has a server of its own, and these servers are clients of the first
+    server. Raises ValueError if the number of ranks does not fit.
+
+    Attributes
+    ----------
+    ranks: the number of ranks of the job.
+    of_server: the number of ranks of each server.
+    groups: the number of groups of workers.
+    of_worker: the number of ranks of each worker.
     """
 
     ranks: int
-    shards: int
+    of_server: int
     groups: int
     of_worker: int
 
@@ -57,7 +64,7 @@ class Arrangement:
     @property
     def servers(self) -> int:
         """Return the number of ranks that are servers."""
-        return self.shards * (self.groups + 1 if self.groups > 1 else 1)
+        return self.of_server * (self.groups + 1 if self.groups > 1 else 1)
 
     @property
     def workers(self) -> int:
@@ -65,9 +72,9 @@ class Arrangement:
         return (self.ranks - self.servers) // self.of_worker
 
     def server_of(self, group: int) -> list[int]:
-        """Return the ranks of the server of a group of workers, shard by shard."""
-        first = self.shards * (group + 1 if self.groups > 1 else 0)
-        return list(range(first, first + self.shards))
+        """Return the ranks of the server of a group of workers, in the order of its `Division`."""
+        first = self.of_server * (group + 1 if self.groups > 1 else 0)
+        return list(range(first, first + self.of_server))
 
     def group_of(self, worker: int) -> int:
         """Return the group of a worker; groups differ in size by one worker at most."""
@@ -88,7 +95,7 @@ class Arrangement:
             worker = self.worker_of(rank)
             first = rank == self.ranks_of(worker)[0]
             return self.server_of(self.group_of(worker)) if first else []
-        return [rank % self.shards] if rank >= self.shards else []
+        return [rank % self.of_server] if rank >= self.of_server else []
 
     def below(self, rank: int) -> list[int]:
         """Return the ranks that are clients of a rank; [] for a rank of a worker."""
@@ -210,7 +217,10 @@ class Team:
 
 @contextmanager
 def _watched(rank: int, size: int) -> Iterator[None]:
-    """Report ranks that wait too long for each other in a `with` block; `rank` is this rank."""
+    """Report ranks that wait too long for each other within a `with` block.
+
+    `rank` is the number of this rank, `size` the number of ranks of the job.
+    """
     waiting = Waiting()
     watch = Watch(rank, size, waiting)
     try:

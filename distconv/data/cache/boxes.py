@@ -39,7 +39,8 @@ class _Slot:
 class BoxesInFolder:
     """A store of arrays in one unnamed file, which the system removes when the process ends.
 
-    `add` returns the key of an array. Any thread may call the methods.
+    `add` stores an array and returns its key, by which `get` returns the array. Any thread may call
+    the methods.
 
     `folder` is a folder on a disk of this node; it is made if it is missing. Raises OSError if it
     cannot be written to.
@@ -74,6 +75,6 @@ class BoxesInFolder:
         return flat.reshape(place.shape)
 
     def drop(self, place: _Slot) -> None:
-        """Remove the array with the key `place`; a later one of equal size may take its room."""
+        """Remove the array with the key `place`; later arrays of equal size may use its space."""
         with self._lock:
             self._free.setdefault(place.bytes, []).append(place.offset)

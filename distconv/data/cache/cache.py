@@ -68,8 +68,9 @@ class Cache:
     def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
         """Return for each mini-batch the samples that no rank keeps yet. No communication.
 
-        `others` are further samples, which are read with the last mini-batch. Raises ValueError if
-        this rank would keep more than the limit.
+        `others` are samples beyond these mini-batches, to be read as well; those that no rank keeps
+        are added to the last entry. Raises ValueError if this rank would keep more bytes than the
+        limit.
         """
         arrivals = self._homes.plan(batches, others)
         if self._limit is not None:
@@ -88,7 +89,10 @@ class Cache:
         return arrivals
 
     def load(self, arrivals: Arrivals) -> Loaded:
-        """Read this rank's boxes of new samples that it is to keep. No communication."""
+        """Read the boxes of new samples that this rank is to keep. No communication.
+
+        `arrivals` are the new samples, from `plan`.
+        """
         loaded = {}
         # Sample by sample, as fields of one sample may have to be fetched together.
         samples = dict.fromkeys(s for new in arrivals.parts.values() for s, _ in new)
@@ -115,8 +119,9 @@ class Cache:
     def start(self, values: Values) -> Arriving:
         """Start to send the kept boxes of a mini-batch to the ranks that need them.
 
-        All ranks call it for the same mini-batch, after `settle`. Returns a function that waits for
-        the messages, and returns `values` with its arrays filled.
+        All ranks call it for the same mini-batch, after `settle`. `values` says which elements this
+        rank needs, and has the arrays to fill. Returns a function that waits for the messages,
+        fills the arrays, and returns `values`.
         """
         grid, topology = self._grid, self._grid.topology
         incoming: dict[int, list[CachedBox]] = defaultdict(list)

@@ -21,16 +21,18 @@ class Arrivals:
 
     Attributes
     ----------
-    parts: pairs of a sample and the part that is to keep it, by the grid axes that cut samples.
+    parts: for each choice of grid axes that cut samples, pairs of a sample's number and the number
+        of the part of the grid, along these axes, that is to keep it.
     """
 
     parts: dict[Axes, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 class Homes:
-    """The part of the grid that keeps each sample: the one that holds it in its first mini-batch.
+    """A record of which part of the grid, along the axes that cut samples, keeps each sample.
 
-    All ranks plan and settle the same mini-batches in the same order.
+    A sample is kept by the part that holds it in its first mini-batch. All ranks plan and settle
+    the same mini-batches in the same order.
 
     Parameters
     ----------
@@ -72,7 +74,10 @@ class Homes:
         return arrivals
 
     def settle(self, arrivals: Arrivals) -> set[tuple[Axes, int]]:
-        """Record that planned samples are kept; return the new ones, pairs of axes and sample."""
+        """Record that the samples in `arrivals` are kept; return the new ones as (axes, sample).
+
+        `axes` are the grid axes that cut samples.
+        """
         new = set()
         for axes, samples in arrivals.parts.items():
             for sample, part in samples:
@@ -141,7 +146,10 @@ def receivers(
     topology: Topology,
     rank: int,
 ) -> list[int]:
-    """Return the other ranks that may need boxes that `rank` keeps for a mini-batch."""
+    """Return the other ranks that may need boxes that `rank` keeps for a mini-batch.
+
+    `samples` are the numbers of the samples of the mini-batch.
+    """
     here = topology.coordinates(rank)
     found: set[int] = set()
     for own in fields:
@@ -162,7 +170,12 @@ def receivers(
 def _owners(
     own: FieldOnGrid, topology: Topology, rank: int, home: int, piece: Piece
 ) -> Iterator[int]:
-    """Yield the ranks, in part `home` of the grid, whose boxes of a sample intersect `piece`."""
+    """Yield the ranks in one part of the grid whose boxes of a sample intersect `piece`.
+
+    `own` is the field, and `home` the number of the part, along the axes that cut samples. Along
+    axes that cut no dimension of the field these ranks have the coordinates of `rank`, the
+    receiver.
+    """
     here = topology.coordinates(rank) | topology.unravel(home, own.cuts[0])
     meeting = [
         range(owning_part(n, parts, a), owning_part(n, parts, b - 1) + 1)

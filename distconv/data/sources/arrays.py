@@ -145,7 +145,11 @@ def only_name(path: Path, name: str | None, names: list[str]) -> str:
 
 
 def check_file(path: Path, kind: str) -> None:
-    """Raise `OSError` unless `path` is a file; for a folder, tell the user to name `kind` in it."""
+    """Raise `OSError` unless `path` is a file.
+
+    `kind` is a kind of file, such as "a .npy file": if `path` is a folder, the message asks the
+    user to name such a file in it.
+    """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name {kind} in it")
     if not path.is_file():

@@ -24,7 +24,8 @@ class FilesSource(Source):
     Parameters
     ----------
     paths: the files.
-    open_file: returns the source on a file; of one sample, unless `stacked`.
+    open_file: takes the path of a file, and returns a source on it: of one sample, unless
+        `stacked`.
     stacked: whether each file holds any number of samples. All are opened at once, to count them.
 
     Opening a file raises ValueError if its samples have another shape or type than the first

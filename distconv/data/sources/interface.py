@@ -53,7 +53,10 @@ class Source(ABC):
         }
 
     def fetched(self, box: Box) -> int:
-        """Return the bytes of the chunks that a box of one sample touches, or of the box itself."""
+        """Return the bytes that a read of a box of one sample fetches.
+
+        They are the bytes of all chunks that the box touches; without chunks, of the box.
+        """
         if self.chunks is None:
             return box.size * self.dtype.itemsize
         if not box.size:

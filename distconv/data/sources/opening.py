@@ -49,7 +49,7 @@ def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = Fa
 
     Parameters
     ----------
-    pattern: a shell's pattern such as "train/*.h5"; `**` stands for folders in folders.
+    pattern: a glob pattern such as "train/*.h5"; `**` stands for folders in folders.
     field: the dataset in each file, for files that have datasets.
     stacked: whether a file holds samples along its first dimension; otherwise it is one sample.
     """
@@ -60,7 +60,10 @@ def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = Fa
 
 
 def _of_object(source: Any, field: Field, name: str) -> Source:
-    """Return the source of one field of a user's path, pattern, array or `Source`."""
+    """Return the source of one field of a user's path, pattern, array or `Source`.
+
+    `name` is the name of an array, for error messages.
+    """
     if isinstance(source, str | os.PathLike):
         text = os.fspath(source)
         path = Path(text)
@@ -111,7 +114,10 @@ def _is_zarr(path: Path) -> bool:
 
 
 def _only_kind_in(folder: Path) -> str:
-    """Return a pattern of all readable files in a folder; raise ValueError unless of one suffix."""
+    """Return a glob pattern of all readable files in a folder, such as "*.h5".
+
+    Raises ValueError if there are no such files, or if they have several suffixes.
+    """
     suffixes = sorted({path.suffix for path in folder.iterdir()} & KINDS.keys())
     if len(suffixes) != 1:
         raise ValueError(

@@ -92,9 +92,10 @@ class ScaleAndOffset:
 
 
 def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
-    """Copy `values` into `out`, of the same shape. Raises ValueError for types `out` cannot hold.
+    """Copy `values` into `out`. Raises ValueError for other shapes, and numbers `out` cannot hold.
 
     `casting` is numpy's name for the allowed conversions; integers must be in range in any case.
+    `name` is the name of the source, for error messages.
     """
     values = np.asarray(values)
     if values.shape != out.shape or not np.can_cast(values.dtype, out.dtype, casting):
@@ -107,7 +108,10 @@ def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
 
 
 def check_range(values: NDArray[Any], dtype: DTypeLike, name: str) -> None:
-    """Raise `ValueError` for integers outside the range of `dtype`, if that is an integer type."""
+    """Raise `ValueError` for integers outside the range of `dtype`, if that is an integer type.
+
+    `name` is the name of the source, for error messages.
+    """
     if values.dtype.kind not in "iu" or np.dtype(dtype).kind not in "iu" or not values.size:
         return
     if not np.can_cast(values.dtype, dtype):
@@ -126,7 +130,10 @@ _KEYS = (
 
 
 def _numbers(attributes: Mapping[str, Any], key: str, name: str) -> NDArray[Any]:
-    """Return the value or values of an attribute; raise ValueError if they are no numbers."""
+    """Return the value or values of the attribute `key`; raise ValueError if they are no numbers.
+
+    `name` is the name of the array, for error messages.
+    """
     value = attributes[key]
     if isinstance(value, str):
         # xarray writes values of floating-point arrays into zarr's JSON like this.

@@ -35,10 +35,10 @@ def default_chunks(
 def turns(
     shape: tuple[int, ...], cuts: Cuts, topology: Topology, chunks: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return for each dimension the number of turns in which its parts write.
+    """Return for each dimension the number of turns in which the blocks along it are written.
 
-    Parts whose numbers are equal modulo the number of turns share no chunk, and write in one turn.
-    One turn is enough if all parts begin at the start of a chunk.
+    Blocks whose numbers are equal modulo the number of turns share no chunk, and are written in one
+    turn. One turn is enough if all blocks begin at the start of a chunk.
     """
     return tuple(
         _turns_along(n, topology.parts(axes), chunk)
@@ -47,7 +47,10 @@ def turns(
 
 
 def turn_of(rank: int, cuts: Cuts, topology: Topology, turns: tuple[int, ...]) -> int:
-    """Return the turn in which a rank writes, from 0; `turns` are the turns of each dimension."""
+    """Return the turn, from 0, in which a rank writes its box.
+
+    `turns` is the number of turns of each dimension, from the function `turns`.
+    """
     coordinates = topology.coordinates(rank)
     turn = 0
     for axes, count in zip(cuts, turns, strict=True):

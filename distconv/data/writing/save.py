@@ -118,7 +118,11 @@ def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
 
 
 def _describe(name: Any, x: DistTensor, kind: str, chunks: Any) -> Description:
-    """Return the shape, type and chunks of the array in which a tensor is stored."""
+    """Return the shape, type and chunks of the array in which a tensor is stored.
+
+    `name` is the tensor's name in the file; `kind` is the format, such as "zarr"; `chunks` is the
+    user's argument of `save`.
+    """
     label = "the tensor" if name is None else f"{name!r}"
     if not isinstance(name, str | None) or (name is not None and (not name or "/" in name)):
         raise ValueError(f"save: {name!r} is no name of a tensor; use a text without slashes")
@@ -151,7 +155,10 @@ def _describe(name: Any, x: DistTensor, kind: str, chunks: Any) -> Description:
 
 
 def _check_place(path: Path, kind: str) -> None:
-    """Raise `OSError` if `path` exists and is not a file, or zarr folder, to be replaced."""
+    """Raise `OSError` if `path` exists and is not a file, or zarr folder, to be replaced.
+
+    `kind` is the format to be written, such as "zarr".
+    """
     if kind != "zarr" and path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, and would be replaced; choose another name")
     if kind == "zarr" and path.exists():
@@ -161,7 +168,10 @@ def _check_place(path: Path, kind: str) -> None:
 
 
 def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict[Any, int]:
-    """Make the file or folder for all arrays; return the offset of each, {} for zarr."""
+    """Make the file or folder for all arrays; return the offset of each, {} for zarr.
+
+    `kind` is the format, such as "zarr".
+    """
     if kind == "zarr":
         chunked.create_zarr(partial, arrays)
         return {}
@@ -174,7 +184,12 @@ def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict
 def _write(
     partial: Path, name: str | None, x: DistTensor, array: Description, offset: int | None
 ) -> None:
-    """Write this rank's block, in its turn, unless a replica writes it. Collective."""
+    """Write this rank's block of a tensor to a file or zarr folder. Collective.
+
+    Of several ranks that hold replicas of a block, one writes it. Ranks that share a chunk of a
+    zarr array write in turns. `offset` is where the array begins in the file, in bytes; None for
+    zarr.
+    """
     grid, topology = x.grid, x.grid.topology
     box = rank_box(array.shape, x.cuts, topology, grid.rank)
     replica = any(grid.coords[axis] for axis in replicating_axes(x.cuts, topology))

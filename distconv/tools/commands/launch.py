@@ -102,10 +102,11 @@ def _minutes(text: str) -> int:
 
 
 def _complete(job: argparse.Namespace) -> None:
-    """Fill in options that the command line lacks, from the machine's file.
+    """Fill in the options that the command line lacks from the machine's file, if one is named.
 
-    The machine's cores and GPUs of a rank apply only with its own number of ranks on a node. Its
-    options and setup come before the command line's.
+    The machine's numbers of cores for each rank and of GPUs for each node are used only if the job
+    has the machine's number of ranks on a node. The machine's scheduler options and setup come
+    before those of the command line.
     """
     job.variables, job.options = {}, ()
     if job.machine is not None:

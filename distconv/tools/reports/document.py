@@ -165,7 +165,7 @@ _NUMBER, _MARKED, _LONG = ' class="number"', ' class="marked"', ' class="long"'
 
 
 def _value(cell: Cell) -> float:
-    """Return the number of a cell, to sort by; -1 for a cell without."""
+    """Return the number of a cell, to sort by; -1 for a cell that is a text."""
     return -1 if isinstance(cell, str) else cell[1]
 
 

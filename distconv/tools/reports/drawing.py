@@ -43,7 +43,10 @@ def _rect(x: float, width: float, colour: str, title: str, height: float) -> str
 
 
 def strip(colours: Sequence[str], titles: Sequence[str], heights: Sequence[float]) -> str:
-    """Return coloured cells in a row, one for each call of a layer, above columns of `heights`."""
+    """Return an SVG row of coloured cells, one for each call of a layer, with columns below.
+
+    Each cell has a colour and a title; the column below it has the height in `heights`.
+    """
     width, most = 100 / max(len(colours), 1), max(heights, default=0.0) or 1.0
     cells = "".join(
         _rect(i * width, width, colour, title, 26)

@@ -34,9 +34,10 @@ class PassedMessages(NamedTuple):
 
 
 class Kinds(list[Movement]):
-    """A list for `trace_movements`: it finds the kind of each exchange, "halo" say, by its tag.
+    """A list to pass to `trace_movements`, which finds the kind of each exchange by its tag.
 
-    The adjoint of a movement has the same tag, and so the same kind.
+    A kind is a halo, a redistribution, or another message. The adjoint of a transfer has the tag of
+    the transfer, and so the same kind.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,10 @@ class Kinds(list[Movement]):
         self._of_tag: dict[int, str] = {}
 
     def append(self, movement: Movement) -> None:
-        """Note whether the next exchange is a halo or a redistribution, given its movement."""
+        """Find the kind of the next exchange, a halo or a redistribution, from its movement.
+
+        `trace_movements` calls it before each exchange.
+        """
         if not movement.plan.identity:
             self._next = REDISTRIBUTION if movement.redistributes else HALO
 
@@ -104,9 +108,10 @@ class RecordedTransport(WrappedTransport):
         waited(0)
 
     def _started(self, kind: str, received: int) -> Callable[[int], object]:
-        """Return a function to call when a wait ends; it records messages that start now.
+        """Return a function to call when the wait for messages that start now has ended.
 
-        It takes the time at which the wait began.
+        The function takes the time at which the wait began, and records the messages: their `kind`,
+        the bytes `received`, and the times of their start and of the wait.
         """
         start, (function, _, _) = time_ns(), CURRENT.call
         operator = "" if function is None else operator_name(function)

@@ -41,9 +41,9 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     """Record the activities of all ranks in a `with` block, and write them to a file.
 
     All ranks enter and leave it together; torch.profiler records. At the end rank 0 writes the
-    file, whole or not at all. After an error within it nothing is written. Open it in Perfetto
-    (https://ui.perfetto.dev) or chrome://tracing, or let `python -m distconv timeline FILE` add it
-    up.
+    file, whole or not at all. After an error within the block nothing is written. Open the file in
+    Perfetto (https://ui.perfetto.dev) or chrome://tracing, or print the sums of its times by
+    `python -m distconv timeline FILE`.
 
     Each rank has the rows `compute`, torch's outermost operators, `wait`, and on a GPU `device`.
     Halos, redistributions, reductions and messages are shown from their start to the end of the
@@ -182,9 +182,10 @@ def on_clock_of_rank_0(
 
 
 def _round_trip(grid: ProcessGrid, other: int, now: Callable[[], int]) -> tuple[float, float]:
-    """Send a message from rank 0 to rank `other` and back; return two numbers, valid on `other`.
+    """Send a message from rank 0 to rank `other` and back. All ranks call it.
 
-    They are its clock's difference from rank 0's, and the time of the trip. All ranks call it.
+    Returns two numbers in nanoseconds, valid on rank `other`: the difference of its clock from rank
+    0's, and the duration of the round trip. `now` returns the time of this rank's clock.
     """
     sent, there = _message(now()), torch.zeros(1, dtype=torch.int64)
     _send(grid, 0, other, sent, torch.zeros(1, dtype=torch.int64))
