@@ -18,8 +18,8 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import shards_of
-from distconv.training.requests import Answer, Connection, Division, Kind, ServerLost
-from distconv.training.serving import Method, described, division_of_model
+from distconv.training.requests import Answer, Connection, Kind, ServerLost, ServerParts
+from distconv.training.serving import Method, described, server_parts_of
 from distconv.training.team import Team
 from distconv.transport.link import Link, Message
 
@@ -61,8 +61,8 @@ class Worker:
                 f"Worker: the model is {where}; parallelize it on team.grid, which is {grid}"
             )
         tensors = [*model.parameters(), *model.buffers()]
-        division, agreed = division_of_model(model, team), described(model, method)
-        self._server = _Together(team.above, division, agreed, grid, tensors)
+        server_parts, agreed = server_parts_of(model, team), described(model, method)
+        self._server = _Together(team.above, server_parts, agreed, grid, tensors)
         self._team, self._model, self._optimizer = team, model, optimizer
         self._done = False
         leaves, buffers = (shards_of([*some]) for some in (model.parameters(), model.buffers()))
@@ -202,12 +202,12 @@ class _Together(Connection):
     def __init__(
         self,
         links: Sequence[Link],
-        division: Division,
+        server_parts: ServerParts,
         agreed: str,
         grid: ProcessGrid,
         like: Sequence[Any],
     ):
-        super().__init__(links, division, agreed)
+        super().__init__(links, server_parts, agreed)
         self._grid, self._like = grid, like
         self._comm = grid.communicator(AXES, "servers")
         self._lost: str | None = None

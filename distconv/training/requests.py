@@ -93,7 +93,7 @@ class Answer(NamedTuple):
     steps: int
 
 
-class Division:
+class ServerParts:
     """The division of a model's tensors over the ranks of a server, the same on every rank.
 
     Each parameter and each buffer is held whole by one rank, so that optimizers find the norms of
@@ -139,12 +139,12 @@ class Connection:
     Parameters
     ----------
     links: a link to each rank of the server.
-    division: the tensors that each of these ranks holds.
+    server_parts: the tensors that each of these ranks holds.
     agreed: a text about model and method, from `described`, which the server compares with its own.
     """
 
-    def __init__(self, links: Sequence[Link], division: Division, agreed: str):
-        self._links, self._division, self._agreed = links, division, agreed
+    def __init__(self, links: Sequence[Link], server_parts: ServerParts, agreed: str):
+        self._links, self._parts, self._agreed = links, server_parts, agreed
         self._limit = time_limit()
         self._versions = [0] * len(links)
         """For each rank of the server, the version of the parameters that this client has."""
@@ -206,9 +206,9 @@ class Connection:
         `found` is empty, or has an answer of each rank.
         """
         if not found:
-            return Answer([None] * self._division.tensors, 0, 0)
+            return Answer([None] * self._parts.tensors, 0, 0)
         samples, steps = (min(answer.numbers[i] for answer in found) for i in (2, 3))
-        return Answer(self._division.joined([answer.payload for answer in found]), samples, steps)
+        return Answer(self._parts.joined([answer.payload for answer in found]), samples, steps)
 
     def _silence(self, kind: Kind, error: LinkSilent) -> str:
         waits_for_workers = kind in (Kind.MEET, Kind.SAVE, Kind.PUSH_AND_FETCH)
@@ -224,7 +224,7 @@ class Connection:
             return in_bytes(self._agreed)
         if tensors is None:
             return in_bytes("")
-        return self._division.packings[j].pack([tensors[i] for i in self._division.parts[j]])
+        return self._parts.packings[j].pack([tensors[i] for i in self._parts.parts[j]])
 
 
 @dataclass

@@ -19,7 +19,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import time_limit
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
-from distconv.training.requests import Connection, Division, Kind, ServerLost
+from distconv.training.requests import Connection, Kind, ServerLost, ServerParts
 from distconv.training.server import Due, Report, Rule, Server
 from distconv.training.server_checkpoints import ServerCheckpoints
 from distconv.training.team import Team
@@ -99,14 +99,14 @@ def serve(
         )
     if save_every is not None:
         check_count("serve", "save_every", save_every, 1)
-    parts = division_of_model(model, team).parts
+    parts = server_parts_of(model, team).parts
     own = _only(model, parts[team.rank % len(parts)])
     part = parallelize(own, ProcessGrid([team.rank], device="cpu"))
     parameters, buffers = list(part.parameters()), list(part.buffers())
     agreed = described(model, method)
     above = None
     if team.above:
-        above = Connection(team.above, Division(parameters, buffers, 1), agreed)
+        above = Connection(team.above, ServerParts(parameters, buffers, 1), agreed)
     links = dict(enumerate(team.below))
     rule = method.rule(parameters, buffers, len(links), above)
     server = Server(
@@ -143,14 +143,14 @@ def serve(
     return server.report
 
 
-def division_of_model(model: nn.Module, team: Team) -> Division:
-    """Return the division of a model over the ranks of a server; the model may be parallelized."""
+def server_parts_of(model: nn.Module, team: Team) -> ServerParts:
+    """Return how a model, parallelized or not, is divided over the ranks of a server."""
     # Tensors without elements stand for whole ones, also of sharded parameters.
     like = [
         [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in some]
         for some in (model.parameters(), model.buffers())
     ]
-    return Division(like[0], like[1], team.arrangement.of_server)
+    return ServerParts(like[0], like[1], team.arrangement.of_server)
 
 
 def described(model: nn.Module, method: object) -> str:

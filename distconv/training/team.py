@@ -72,7 +72,7 @@ class Arrangement:
         return (self.ranks - self.servers) // self.of_worker
 
     def server_of(self, group: int) -> list[int]:
-        """Return the ranks of the server of a group of workers, in the order of its `Division`."""
+        """Return the ranks of the server of a group of workers, in the order of `ServerParts`."""
         first = self.of_server * (group + 1 if self.groups > 1 else 0)
         return list(range(first, first + self.of_server))
 

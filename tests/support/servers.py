@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distconv.training.requests import Connection, Division, Kind
+from distconv.training.requests import Connection, Kind, ServerParts
 from distconv.training.server import Server
 from distconv.transport.link import Message
 
@@ -76,7 +76,7 @@ class InProcess:
         link: Any = Direct(len(self._links), self)
         self._links.append(link)
         tensors = list(self.model.parameters()), list(self.model.buffers())
-        return Connection([link], Division(*tensors, 1), "")
+        return Connection([link], ServerParts(*tensors, 1), "")
 
     def client(self, optimizer: Callable[[Any], Any] | None = None) -> tuple[nn.Module, Any]:
         """Return the model of the next client, with the server's parameters, and its steps."""
