@@ -174,7 +174,10 @@ def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
 
 
 def _obstacle(each: Sequence[str | None]) -> str | None:
-    """Return the first reason that a rank reports, with its rank; None if all report None."""
+    """Return the first rank's reason in `each` that is not None, with the rank; else None.
+
+    `each` has for every rank the reason why it cannot use a transport, or None.
+    """
     return next((f"{one} (rank {rank})" for rank, one in enumerate(each) if one), None)
 
 

@@ -96,7 +96,8 @@ class Journal:
     Parameters
     ----------
     comm: a `Communicator` that nothing else uses; None for a single rank, which compares nothing.
-    waiting: the place where waits are shown to the watching thread.
+    waiting: the list of this rank's waits, which the watching thread reads; the journal enters its
+        own waits.
     """
 
     def __init__(self, comm: Any, waiting: Waiting):

@@ -34,7 +34,7 @@ def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) ->
 
 
 def check_carrier(carrier: Transport, comm: Communicator, device: torch.device) -> None:
-    """Test a carrier, and raise RuntimeError on all ranks if one gets wrong values. Collective."""
+    """Test a carrier; raise RuntimeError on all ranks if any rank gets wrong values. Collective."""
     wrong = found_wrong(carrier, comm, device)
     if not wrong:
         return

@@ -57,7 +57,7 @@ def time_limit() -> float:
 class Board:
     """Short texts and counters by which the watching threads of all ranks inform each other.
 
-    They lie in a store of torch.distributed, which the first rank keeps.
+    The board keeps them in a store of torch.distributed on the first rank.
     """
 
     def __init__(self, store: Store = None):

@@ -14,8 +14,9 @@ from distconv.device.streams import record_event
 class Wait:
     """A context during which the host waits for other ranks.
 
-    `peers` returns the awaited ranks, None stands for all. `seen` is the time, of `time.monotonic`
-    in seconds, at which the watching thread first saw the wait; 0 before.
+    `peers()` returns the numbers of the awaited ranks; `peers` is None if all ranks are awaited.
+    `seen` is the time, of `time.monotonic` in seconds, at which the watching thread first saw the
+    wait; 0 before.
     """
 
     __slots__ = ("_before", "_waiting", "peers", "seen")

@@ -1,4 +1,4 @@
-"""The owner of each parameter: it decides who sums the gradient, so that it is the serial one.
+"""Which parameters a parallelized module owns: it sums their gradients, operators all others.
 
 A parameter of a parallelized module gets this rank's part of its gradient from every operator on
 distributed tensors, and the module sums the parts. Any other leaf gets the serial gradient: an

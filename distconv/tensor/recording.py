@@ -1,4 +1,4 @@
-"""Checks that autograd records operations on DistTensors right, and gradients that start a pass."""
+"""Checks of operands before autograd records an operator; the first gradient of a backward pass."""
 
 from __future__ import annotations
 
@@ -195,10 +195,10 @@ def _check_plain(
 
 
 def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> Tensor:
-    """Return this rank's share of the gradient with which a backward pass starts at `x`.
+    """Return this rank's summand of the gradient with which a backward pass starts at `x`.
 
-    Ranks that hold the same block share its gradient equally, as autograd sums their parts. All
-    ranks call it.
+    It is the block of `gradient` (1 by default), divided by the number of ranks that hold the
+    block, as the gradient is the sum over these ranks. All ranks call it; errors name `operator`.
     """
     check_recorded(operator, x)
     check_untraced(operator, x)
@@ -213,10 +213,10 @@ def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> 
 
 
 def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -> Tensor:
-    """Return this rank's share of a gradient of global shape `shape`, as a block cut by `cuts`.
+    """Return this rank's summand of a gradient of global shape `shape`, as a block cut by `cuts`.
 
-    `gradient` is a DistTensor, or a plain tensor equal on all ranks. Ranks that hold the same block
-    share it equally. All ranks call it.
+    `gradient` is a DistTensor, or a plain tensor equal on all ranks. The result is its block,
+    divided by the number of ranks that hold the block. All ranks call it; errors name `operator`.
     """
     check_recorded(operator, gradient)
     if gradient.shape != shape:

@@ -58,9 +58,10 @@ def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid
 
 
 def set_weight_formats(module: nn.Module, grid: Grid) -> None:
-    """Store the weights of convolutions in the format of samples; by default of planes on CPUs.
+    """Store the weights of convolutions with channels last, like the samples.
 
-    Each parameter stays the same object, with the same values.
+    By default these are the weights for which oneDNN gains by it, on CPUs only;
+    DISTCONV_CHANNELS_LAST chooses all or none. Each parameter stays the same object.
     """
     chosen = asks_for_channels_last()
     if chosen is False or (chosen is None and (grid.computes_on_gpu or not onednn_is_on())):

@@ -28,7 +28,7 @@ class Request(Protocol):
 
 
 class ChainedRequest:
-    """Several requests as one; when they are complete, `wait` calls `then`."""
+    """Several requests as one: `wait` waits for all of them, and then calls `then`."""
 
     def __init__(
         self, requests: Sequence[Request] = (), then: Callable[[], object] = lambda: None
@@ -81,9 +81,9 @@ class Transport(Protocol):
 
 
 class StreamTransport(Transport, Protocol):
-    """A carrier whose messages a stream of an accelerator waits for, while the host goes on.
+    """A carrier between accelerators: a stream waits for its messages, while the host goes on.
 
-    Only such carriers are `ordered`. In a batch of messages sends come first.
+    These carriers alone have `ordered` True. An exchange queues its sends before its receives.
     """
 
     device: torch.device
@@ -144,7 +144,7 @@ class ObjectCommunicator(Protocol):
 
 
 class Communicator(ObjectCommunicator, Protocol):
-    """A communicator of distconv itself, for small messages on the host, for one purpose."""
+    """A communicator for distconv's own small messages between hosts, all of one purpose."""
 
     ranks: tuple[int, ...]
     """The job's numbers of its ranks, in their order."""

@@ -182,7 +182,7 @@ def takes_device_memory(comm: Communicator, kind: str) -> bool:
     """Return whether MPI takes pointers to memory of a kind of accelerator, on all ranks.
 
     All ranks of `comm` call it. DISTCONV_GPU_AWARE_MPI=1 or 0 decides; if it is not set, MPI is
-    asked. Raises ValueError on all ranks for another value.
+    asked. Raises ValueError on all ranks if a rank sets the variable to another value.
     """
     answers = comm.allgather(os.environ.get(_VARIABLE) or _asked(kind))
     for rank, answer in enumerate(answers):

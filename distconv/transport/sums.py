@@ -41,7 +41,7 @@ class Summand(NamedTuple):
         )
 
     def arriving(self, request: Request) -> Request:
-        """Return a request for the tensor's sum, given the request for the sum of `numbers`."""
+        """Return a request for the sum of the tensor; `request` is the running sum of `numbers`."""
         if self.into is None:
             return request
         return ChainedRequest([request], partial(self.into.copy_, self.numbers))

@@ -63,7 +63,7 @@ class TorchRequest:
 
 
 def _outlive(request: TorchRequest) -> None:
-    """Wait for an abandoned request, in a thread, so that its memory is kept until then."""
+    """Wait for an abandoned request, in a thread, to keep its memory until it is complete."""
     with suppress(RuntimeError):
         request.wait()
     request.works = []
