@@ -43,7 +43,7 @@ class ErrorFeedback:
             padded += self._left_out
 
     def keep(self, left_out: Tensor, elements: int) -> None:
-        """Keep the rounding errors of a padded vector; without padding it has `elements` elements."""
+        """Keep the rounding errors of a padded vector, of which `elements` are not padding."""
         left_out[elements - self._exact :] = 0.0
         # A value too large for the halves is lost: as a rounding error it would be infinite.
         self._left_out = left_out.nan_to_num_(0.0, 0.0, 0.0)

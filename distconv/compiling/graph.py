@@ -172,7 +172,7 @@ _INDUCTOR = {"fallback_random": True, "size_asserts": False}
 
 
 def compiled(step: TracedStep, backend: str) -> TracedStep:
-    """Return the step with one compiled function in place of each run of calls between optimizers.
+    """Return the step with each sequence of calls between optimizers' steps compiled as a function.
 
     Each rank compiles a function for itself when it first runs. `backend` is one of torch.compile.
     """
@@ -184,8 +184,8 @@ def compiled(step: TracedStep, backend: str) -> TracedStep:
 def _apart(calls: Sequence[TracedCall]) -> set[int]:
     """Return the ids of the calls that stay in Python, between compiled functions.
 
-    They set gradients of leaves, let optimizers step, or are unknown to compilers: calls of
-    oneDNN's convolution, and computations in its memory layout.
+    These calls set gradients of leaves, let optimizers step, or are unknown to compilers: oneDNN's
+    convolution, and computations in its memory layout.
     """
     apart: set[int] = set()
     in_onednn: set[Value | Existing] = set()

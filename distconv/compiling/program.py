@@ -36,7 +36,8 @@ class TracedCall:
 
     Attributes
     ----------
-    function: a function of torch's dispatcher, or one of `tracing` that sends, waits or steps.
+    function: a function of torch's dispatcher, or one of the module `tracing`: it sends, waits,
+        sets a gradient, or lets an optimizer step.
     arguments, options: its arguments, with `Value` and `Existing` in place of tensors.
     results: the number of its result, or those of its several results; None for a result that is no
         new tensor.
@@ -60,7 +61,7 @@ class TracedCall:
 
     @property
     def is_pure(self) -> bool:
-        """Return whether the call only makes values, the same each time."""
+        """Return whether the call writes to no tensor, and makes the same values each time."""
         if not isinstance(self.function, Operator):
             return False
         random = torch.Tag.nondeterministic_seeded in self.function.tags
@@ -124,12 +125,13 @@ def in_pieces(
     apart: Container[int],
     taken: Callable[[Sequence[TracedCall], Sequence[Value]], TracedCall],
 ) -> TracedStep:
-    """Return a step in which one call stands for each run of calls between the calls `apart`.
+    """Return a step in which single calls replace the sequences of calls between the calls `apart`.
 
     Parameters
     ----------
     apart: the ids of calls that stay as they are.
-    taken: `taken(calls, results)` returns the call for a run, which makes the values `results`.
+    taken: `taken(calls, results)` returns the call that replaces the sequence `calls`; `results`
+        are the values that it has to make.
     """
     pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
     calls: list[TracedCall] = []

@@ -55,7 +55,7 @@ class _Same:
 
 
 def told(x: Any, tensors: bool = False, depth: int = _DEEP) -> Any:
-    """Return a hashable key of a value, equal for values with which a program does the same.
+    """Return a hashable key of the value `x`; with equal keys a step computes the same.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def told(x: Any, tensors: bool = False, depth: int = _DEEP) -> Any:
 
 
 def unknown_kind(argument: Any) -> type | None:
-    """Return the type of an object in `argument` that can change without a change of its `told`.
+    """Return the type of an object in `argument` that may change while its key by `told` does not.
 
     None if there is no such object.
     """
@@ -115,7 +115,7 @@ def _names_in(code: CodeType) -> tuple[frozenset[str], ...]:
 
 
 class Variables:
-    """The variables that a function mentions, and functions of the program that it calls.
+    """The variables that a function mentions, and those that functions mention which it calls.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class Variables:
         return found
 
     def _find(self) -> None:
-        """Find all variables, from the function on, until no more functions are found."""
+        """Find the variables of the function, and of the program's functions that it calls."""
         self._places, self._functions, self._roots = {}, set(), [self._function]
         self._attributes, self._methods = set(), set()
         self._number, number = len(self._modules), -1

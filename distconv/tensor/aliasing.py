@@ -63,7 +63,7 @@ def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -
 
 
 def is_of_parameter(x: DistTensorBase) -> bool:
-    """Return whether `x` is a sharded parameter, a view of one, or `empty_like` of one.
+    """Return whether `x` is a sharded parameter, a view of one, or made by `empty_like` of one.
 
     Random numbers that fill such a tensor are those of serial torch.
     """
