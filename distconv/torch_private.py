@@ -131,7 +131,7 @@ def replace_saved_inputs(
 def keeps_inputs(function: Any) -> bool:
     """Return whether `function` is the autograd Function by which checkpoints keep inputs.
 
-    It works with DistTensors, in torch 2.11 and 2.12, and must not be refused.
+    This Function, of torch 2.11 and 2.12, works with DistTensors, and must not be refused.
     """
     kept = (function.__module__, function.__name__) == (checkpoint.__name__, "_NoopSaveInputs")
     return kept and torch.__version__ >= "2.11"
@@ -523,7 +523,7 @@ hooks, but not their handles, and could not be made ordinary without it."""
 def versions_in_state(state: Mapping[str, Any]) -> Any:
     """Return the modules' versions in a `state_dict()`, or None if it has none.
 
-    They tell modules how to read states of earlier torch versions.
+    By these versions modules know how to read states of earlier torch versions.
     """
     return getattr(state, "_metadata", None)
 
@@ -536,7 +536,8 @@ def set_versions_in_state(state: Any, versions: Any) -> None:
 def in_data_parallel() -> bool:
     """Return whether the forward pass of a DistributedDataParallel is running.
 
-    It would divide the gradients of a parallelized part by the number of ranks.
+    DistributedDataParallel would divide the gradients of a parallelized part by the number of
+    ranks.
     """
     return DistributedDataParallel._active_ddp_module is not None
 
@@ -574,7 +575,7 @@ def set_limit(options: Any, limit: Any) -> None:
 def end_group(group: Any, abort: bool) -> None:
     """End a process group between accelerators: at once for `abort`, else when its work is done.
 
-    Otherwise its threads outlive the interpreter. The names have no underscore since torch 2.7.
+    Its threads would else outlive the interpreter. Since torch 2.7 the methods have public names.
     """
     name = "abort" if abort else "shutdown"
     end = getattr(group, name, None) or getattr(group, f"_{name}", None)

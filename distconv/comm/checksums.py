@@ -108,7 +108,7 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
 
 
 def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple[str, str] | None:
-    """Return the name of the first tensor that differs between ranks, and a text on the ranks.
+    """Return the name of the first tensor that differs between ranks, and a text that names them.
 
     None if all are equal. All ranks of the grid call it, with tensors of the same names in the same
     order. With `full` every element of large tensors is read.

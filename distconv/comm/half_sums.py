@@ -21,7 +21,11 @@ WIDE = (torch.float32, torch.float64)
 
 
 def wire_type(owner: str, wire: str) -> torch.dtype:
-    """Return the torch type called `wire`, or raise a ValueError that names `owner`."""
+    """Return the torch type called `wire`, "bfloat16" or "float16".
+
+    Raises ValueError for another name; its message begins with `owner`, the function to which the
+    user has passed `wire`.
+    """
     if wire not in WIRES:
         raise ValueError(f"{owner}: wire={wire!r} is unknown; choose {' or '.join(WIRES)}")
     return WIRES[wire]

@@ -22,7 +22,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """A placeholder in a traced step for a tensor from before it, such as a parameter.
+    """A placeholder in a traced step for a tensor that existed before the step, as parameters do.
 
     Calls may write to the tensor.
     """

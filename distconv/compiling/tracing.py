@@ -179,7 +179,7 @@ class Trace:
             self.paused = before
 
     def hinder(self, why: str) -> None:
-        """Note why the step cannot be replayed, with the program's line; a first reason stays."""
+        """Note `why` the step cannot be replayed, with the program's line; a first note stays."""
         self.obstacle = self.obstacle or f"{why}, at {user_line()}"
 
     def note(

@@ -72,7 +72,7 @@ class Entries(NamedTuple):
 def first_difference(ranks: Sequence[Entries]) -> int | None:
     """Return the number of the first entry that differs between ranks.
 
-    None if no known entry differs, so the ranks parted before.
+    None if all kept entries agree: an earlier entry, no longer kept, differed.
     """
     begin = max(entries.first for entries in ranks)
     end = max(entries.first + len(entries.texts) for entries in ranks)
@@ -157,8 +157,8 @@ class Journal:
     def take(self, kind: str, tag: int = 0) -> None:
         """Begin a collective step of this kind, such as "exchange", and compare ranks if it is due.
 
-        Raises DivergenceError on every rank if ranks differ, and RuntimeError if two threads use
-        the grid at once.
+        `tag` is the tag of an exchange, which must be equal on all ranks. Raises DivergenceError on
+        every rank if ranks differ, and RuntimeError if two threads use the grid at once.
         """
         self._begin_step()
         function = CURRENT.call[0]
@@ -308,7 +308,11 @@ class Journal:
         )
 
     def _change_thread(self) -> None:
-        """Let the calling thread communicate from now on; raise if the former one still might."""
+        """Let only the calling thread communicate from now on.
+
+        Raises RuntimeError unless the thread that did so before has ended, or waits for a lock or a
+        queue.
+        """
         if backward_pass() != -1:
             return  # autograd computes on behalf of the thread that called backward()
         if not is_parked(self.thread):

@@ -59,7 +59,10 @@ class Waiting:
         self.checks: list[Callable[[], None]] = []
 
     def oldest_of_streams(self) -> StreamWait | None:
-        """Return the first stream's wait that is not over; only the watching thread may call."""
+        """Return the earliest queued wait of a stream that is not over, or None.
+
+        Only the watching thread may call it.
+        """
         given = self.of_streams
         while given and given[0].event.query():
             given.popleft()

@@ -20,7 +20,7 @@ Peers = Callable[[], Iterable[int]]
 
 
 class WrappedTransport:
-    """A transport around another carrier, to which the methods of a subclass pass messages."""
+    """A transport around another one, `carrier`, to which subclasses pass the messages on."""
 
     def __init__(self, carrier: Transport):
         self.name, self.ordered, self.next_tag = carrier.name, carrier.ordered, carrier.next_tag

@@ -204,9 +204,9 @@ class GradientReduction:
         self.prepare()
 
     def hold(self) -> None:
-        """From now on neither start sums at the end of backward passes nor wait for them.
+        """From now on leave sums running after backward passes; `settle` waits for them.
 
-        `start_held` starts these sums, and `settle` waits for all.
+        If `_starts_at_the_end`, sums are not started either, until `start_held`, which ends this.
         """
         self.settle()
         self._held, self._started = True, 0

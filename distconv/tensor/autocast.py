@@ -1,9 +1,9 @@
 """Autocast: the types in which torch computes a function, observed in torch's own dispatcher.
 
-torch converts operands below the functions that have rules. To find the types, the function is run
-once on tensors without elements. The operands are then converted before the rule is called, and the
-rule computes without autocast. If torch also converts tensors that it makes inside the function,
-autocast stays on in the rule.
+torch converts operands in its dispatcher, below the functions that have rules. To find the types,
+the function is run once on tensors without elements. The operands are then converted before the
+rule is called, and the rule computes without autocast. If torch also converts tensors that it makes
+inside the function, autocast stays on in the rule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The base class of DistTensor: shard, cuts, grid and metadata, without any operator.
 
-Modules that DistTensor itself imports use this base; `type(x)` then makes results of the full
-class.
+Modules that DistTensor itself imports use this base. They make results by `type(x)(...)`, so that
+these are DistTensors.
 """
 
 from __future__ import annotations

@@ -124,7 +124,10 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
 
 
 def recorded(operator: Callable[..., Any] | str, arguments: Any) -> Any:
-    """Return arguments after `check_recorded`, for operators that torch does not dispatch on."""
+    """Run `check_recorded`, and return `arguments` with its replacements.
+
+    Operators call it that torch does not pass to DistTensor's rules.
+    """
     entered = check_recorded(operator, *tensors_in(arguments))
     return replaced(arguments, entered) if entered else arguments
 
@@ -172,8 +175,9 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
 def _check_plain(
     operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensorBase]
 ) -> None:
-    """In some calls, compare plain operands between ranks; raise on every rank if they differ.
+    """Compare plain operands between ranks; raise on every rank if they differ.
 
+    They are compared in the first 16 calls of an operator, and in every 64th later.
     Parameters of parallelized modules are left out; `ModuleGuard` compares them. Collective.
     """
     x = next(iter(distributed), None)

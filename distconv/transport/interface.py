@@ -102,8 +102,8 @@ class StreamTransport(Transport, Protocol):
 class Comparison:
     """A running all-reduce that compares numbers between ranks.
 
-    `most` is the result of `with_opposites` for this rank's numbers; `wait` returns when the
-    all-reduce has overwritten it by the maxima.
+    The argument `most` is the result of `with_opposites` for this rank's numbers. The argument
+    `wait` is a function that returns when the all-reduce has overwritten `most` by the maxima.
     """
 
     def __init__(self, wait: Callable[[], object], most: array[int]):
