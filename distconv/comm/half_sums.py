@@ -93,7 +93,7 @@ class HalfSum:
         )
 
     def wait(self) -> None:
-        """Wait, and overwrite the vector by the sum."""
+        """Wait for the messages, and overwrite the vector `flat` by the sum."""
         self._request.wait()
         arriving, own, flat = self._arriving, self._own, self._flat
         arriving[own] = self._leaving[own]

@@ -175,7 +175,8 @@ _INDUCTOR = {"fallback_random": True, "size_asserts": False}
 def compiled(step: TracedStep, backend: str) -> TracedStep:
     """Return the step with each sequence of calls between optimizers' steps compiled as a function.
 
-    Each rank compiles a function for itself when it first runs. `backend` is one of torch.compile.
+    Each rank compiles a function for itself before the function's first run. `backend` is one of
+    torch.compile.
     """
     apart = _apart(step.calls)
     messages = {call.results: _Posted(call) for call in step.calls if call.function in _STARTS}

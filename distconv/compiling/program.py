@@ -84,7 +84,7 @@ class TracedStep:
 
     Attributes
     ----------
-    inputs: the numbers of the input values.
+    inputs: the numbers of the `Value`s that are the step's inputs.
     constants: the tensors that `Existing` stands for, by number.
     gradients: leaves, each with its gradient at the end of the step.
     """

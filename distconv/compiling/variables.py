@@ -115,13 +115,13 @@ def _names_in(code: CodeType) -> tuple[frozenset[str], ...]:
 
 
 class Variables:
-    """The variables that a function mentions, and those that functions mention which it calls.
+    """The variables that a function, or a function of the program that it calls, mentions.
 
     Parameters
     ----------
     function: the step, or a module.
-    modules: the modules that it has called, which may become more; their settings are compared by
-        `key_of_modules`.
+    modules: the modules that the function has called; more may be added later. Their settings are
+        compared by `key_of_modules`.
 
     Attributes
     ----------
@@ -185,7 +185,10 @@ class Variables:
         return x
 
     def _look_at(self, x: Any, depth: int) -> None:
-        """Add the variables among an object's attributes, or those that a function mentions."""
+        """Add the variables among the attributes of `x`; if it is a function, those it mentions.
+
+        `depth` is the number of further objects within objects that are looked at.
+        """
         if isinstance(x, partial):
             for y in (x.func, *x.args, *x.keywords.values()):
                 self._look_at(y, depth)

@@ -194,7 +194,7 @@ def _sharing(gpus: Sequence[str]) -> str | None:
 
 
 def _numbers(offers: Sequence[Offer]) -> list[int]:
-    """Return for each rank the number of its GPU, among the GPUs that this rank sees."""
+    """Return each rank's GPU, as its number among the GPUs that the rank itself sees."""
     given = [(o.device or "").partition(":")[2] for o in offers]
     for rank, (o, number) in enumerate(zip(offers, given, strict=True)):
         if len(o.gpus) <= int(number or 0):

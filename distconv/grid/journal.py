@@ -90,7 +90,8 @@ class Journal:
     thread: the id of the thread that may communicate.
     debug: whether every call and step is compared, as with DISTCONV_DEBUG=1.
     number: the number of steps of this rank, reductions of gradients included.
-    place: the number of the latest entry if its text has arguments, else None.
+    place: the number of the latest entry if its text has arguments, else None; a tensor made next
+        is named by it in later entries.
     written: the number of entries.
 
     Parameters
@@ -231,7 +232,7 @@ class Journal:
         return number_alike
 
     def latest(self) -> int | None:
-        """Return the latest entry's number, to mark a tensor made now; None on other threads."""
+        """Return `place`, to mark a tensor made now; None on a thread that must not communicate."""
         return self.place if threading.get_ident() == self.thread else None
 
     def compare(self) -> None:

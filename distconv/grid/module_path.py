@@ -30,7 +30,7 @@ def module_calls() -> list[nn.Module]:
 def on_behalf_of(modules: list[nn.Module]) -> Iterator[None]:
     """Let `module_path` name these modules, innermost first, within the context.
 
-    For work that was put off until after their calls.
+    It is for work of these modules that is done only after their calls.
     """
     token = _BEHALF.set(modules)
     try:

@@ -56,8 +56,8 @@ class Bucket:
 
         Parameters
         ----------
-        parts: for each gradient, whether it is this rank's part; otherwise it is equal on all
-            ranks, and only the first rank adds it.
+        parts: for each gradient, whether it is this rank's summand; otherwise it is the sum
+            already, equal on all ranks, and only the first rank adds it.
         made: for each gradient, whether autograd has made it in this pass, not added to an earlier
             one.
         """

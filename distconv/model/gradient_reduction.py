@@ -45,7 +45,10 @@ def reduction_of(module: nn.Module) -> GradientReduction | None:
 
 
 def reductions_noted_in(modules: Iterable[nn.Module]) -> list[GradientReduction]:
-    """Return the distinct reductions that modules refer to, also those of copied modules."""
+    """Return the `GradientReduction`s of modules, each once.
+
+    A copy of a parallelized module refers to the reduction of the original.
+    """
     noted = (m.__dict__.get(REDUCTION_ATTRIBUTE) for m in modules)
     return list(dict.fromkeys(r for r in noted if r is not None))
 
@@ -73,7 +76,8 @@ class GradientReduction:
     leaves: the parameters as autograd knows them; for a sharded one, this rank's block.
     parts: for each parameter, True while its gradient is this rank's summand only, not yet the sum.
     enabled: False within `no_sync`, where gradients are not summed.
-    layout: a checksum of the buckets, which all ranks must share.
+    layout: a checksum of the parameters' types, strides and trainability, from which the buckets
+        follow; it must be equal on all ranks.
     """
 
     def __init__(
@@ -180,7 +184,7 @@ class GradientReduction:
         self.parts = [False] * len(self.leaves)
 
     def average(self, factor: float) -> None:
-        """From now on divide each rank's part of a gradient by `factor`.
+        """From now on divide each rank's part of a gradient by `factor`, for `DistConvDDP`.
 
         Inputs may then live on smaller grids of some of the ranks, each with samples of its own.
         """

@@ -79,9 +79,9 @@ def parallelize(
         made before this call stays valid if it has no state yet. Weights that are parametrized stay
         whole.
     bucket_bytes: the bytes of gradients in one message.
-    wire: "bfloat16" or "float16" to send gradients as halves, and sum them in float32. They are
-        then the serial ones within two roundings to halves, and are sent after the backward pass.
-        float16 has more bits, and is infinite beyond 65504.
+    wire: "bfloat16" or "float16" to send gradients in half precision, and sum them in float32. They
+        are then the serial ones within two roundings to this type, and are sent after the backward
+        pass. float16 has more bits of mantissa, and is infinite beyond 65504.
     error_feedback: whether a rank keeps the rounding errors of `wire`, and adds them in the next
         step. This takes the memory of one gradient, which is not part of any checkpoint.
 

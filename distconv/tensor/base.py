@@ -150,8 +150,8 @@ class DistTensorBase(torch.Tensor):
     ) -> Distributed:
         """Return a merged tensor, a reshape of `unmerged` whose blocks lie on other ranks.
 
-        It shares memory and autograd node of `unmerged` until its blocks are needed; then `make`
-        brings them. `make` and `write` are those of a `ViewRecipe`. No communication.
+        The result shares memory and autograd node of `unmerged` until an operator needs its blocks;
+        then `make` brings them. `make` and `write` are those of a `ViewRecipe`. No communication.
         """
         self = cls(unmerged.shard, shape, cuts, unmerged.grid)
         self.unmerged, self._memory = unmerged, unmerged._memory

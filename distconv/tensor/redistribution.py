@@ -43,9 +43,10 @@ def plan_to_gather(
     needs: Sequence[IndexMap],
     target: Cuts,
 ) -> Plan | None:
-    """Return the plan of `gather_inputs`, from a tensor cut by `source` to an output by `target`.
+    """Return this rank's plan of `gather_inputs`, for a tensor of `shape` cut by `source`.
 
-    None if every rank's block is already all that it needs.
+    The output is cut by `target`; `needs` has an index map for each dimension. None if every rank's
+    own block holds all inputs that it needs.
     """
     if target == source and all(isinstance(need, Same) for need in needs):
         return None
@@ -119,7 +120,10 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 
 
 def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distributed:
-    """Return a view of `x` that has the block `shard` and is cut by `cuts`."""
+    """Return a view of `x` that is cut by `cuts`, and has the block `shard`, brought already.
+
+    Writes to the view redistribute it back; the ledger then names `operator`.
+    """
 
     def write(base: DistTensorBase, view: DistTensorBase) -> None:
         overwrite(base, view, operator)

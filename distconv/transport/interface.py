@@ -46,9 +46,9 @@ class Transport(Protocol):
 
     All ranks start exchanges in the order of the program. So an exchange has the same tag on all
     ranks, and its messages are told apart from others in flight. On a GPU, the carrier reads a
-    tensor after the work that is queued on the current stream when the exchange starts. A group is
-    a result of `ProcessGrid.communicator`; all its ranks call a collective together. Tensors are
-    contiguous.
+    tensor after the work that is queued on the current stream when the exchange starts. The
+    argument `group` is a communicator that `ProcessGrid.communicator` returned; all its ranks call
+    a collective together. Tensors are contiguous.
     """
 
     name: str

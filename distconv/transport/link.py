@@ -112,9 +112,9 @@ class Link:
         return arrived
 
     def flush(self, until: float) -> None:
-        """Wait until all messages are sent. No message may be arriving. Raises LinkLost.
+        """Wait until all messages are sent. Raises LinkLost, also if a message arrives meanwhile.
 
-        Raises LinkSilent if the other end has not taken them by `until`, a time of
+        Raises LinkSilent if the other end has not taken the messages by `until`, a time of
         `time.monotonic`.
         """
         while self._leaving:

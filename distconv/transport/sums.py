@@ -1,4 +1,4 @@
-"""Sums of types that NCCL, gloo or MPI does not sum, by types that it does."""
+"""Sums of tensors whose type NCCL, gloo or MPI cannot sum, by conversion to one that it can."""
 
 from __future__ import annotations
 

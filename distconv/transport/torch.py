@@ -150,8 +150,8 @@ class TorchTransport:
 class TorchStreamTransport(TorchTransport):
     """A carrier between accelerators that each belong to one rank; see `StreamTransport`.
 
-    torch gives up on a message after `limit`. All messages of the process start on the stream
-    `side`.
+    A message that takes longer than `limit` is an error. All messages of the process start on the
+    stream `side`.
     """
 
     ordered = True
