@@ -1,9 +1,9 @@
 """Traced steps as graphs of torch.fx, for the compilers of torch.compile.
 
-Messages are functions of torch's dispatcher there. Each takes a token that the message before has
-made, so that no compiler changes their order. None writes to its arguments: the function that waits
-returns the received or summed tensors. The sent tensors are arguments of the wait, too, which keeps
-them alive.
+In such a graph messages are functions of torch's dispatcher. Each takes a token that the message
+before has made, so that no compiler changes their order. None writes to its arguments: the function
+that waits returns the received or summed tensors. The sent tensors are arguments of the wait, too,
+which keeps them alive.
 """
 
 from __future__ import annotations

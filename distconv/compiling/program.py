@@ -39,8 +39,8 @@ class TracedCall:
     function: a function of torch's dispatcher, or one of the module `tracing`: it sends, waits,
         sets a gradient, or lets an optimizer step.
     arguments, options: its arguments, with `Value` and `Existing` in place of tensors.
-    results: the number of its result, or those of its several results; None for a result that is no
-        new tensor.
+    results: the number of the `Value` that is its result, or a tuple of numbers for several
+        results; None stands for a result that is no new tensor.
     """
 
     function: Callable[..., Any]

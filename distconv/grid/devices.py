@@ -32,7 +32,7 @@ _SHARE = "DISTCONV_SHARE_GPUS"
 
 
 class Offer(NamedTuple):
-    """The devices and transports that a rank wants and can use, as it tells the other ranks."""
+    """The devices and transports that a rank wants and can use; every rank gets all offers."""
 
     device: str | None
     """The device that the program asks for, a kind or one device; None for any."""

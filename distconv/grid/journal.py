@@ -1,4 +1,4 @@
-"""The calls and messages of this rank, compared with the other ranks, which must make the same.
+"""The calls and messages of this rank, compared with those of the other ranks: all must be equal.
 
 An entry is the text of a call with its arguments, or of a collective *step*: an exchange, or a
 reduction outside a backward pass. The ranks compare a running checksum of their entries: before

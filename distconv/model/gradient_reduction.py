@@ -192,7 +192,7 @@ class GradientReduction:
         self._hooks.share = 1 / factor
 
     def takes(self, grid: Any) -> bool:
-        """Return whether inputs may live on `grid`, which has some of the ranks; see `average`."""
+        """Return whether inputs may live on `grid`, a grid of some of the ranks; see `average`."""
         return self._averages and set(grid.ranks) <= set(self.grid.ranks)
 
     def travel_apart(self, number: int) -> None:

@@ -149,8 +149,8 @@ def _refuse_script() -> NoReturn:
 def unparallelize(module: Module) -> Module:
     """Make a parallelized module, or a copy of one, an ordinary module again, and return it.
 
-    Its structure may change then, and `parallelize` accepts it again, on any grid. Parameters stay
-    the same objects with the same values and gradients. Sharded parameters become whole, while
+    The program may then change its structure, and `parallelize` it again, on any grid. Parameters
+    stay the same objects with the same values and gradients. Sharded parameters become whole, while
     their optimizer state stays cut. All ranks of the grid call it together, outside of `no_sync`.
     An ordinary module is left as it is.
 

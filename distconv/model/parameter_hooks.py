@@ -71,7 +71,10 @@ class ParameterHooks:
         """By which each rank's part of a gradient is multiplied."""
 
     def watch(self, trainable: Sequence[int]) -> None:
-        """Put hooks on the parameters with these numbers, and on nodes that torch has made anew."""
+        """Put hooks on the parameters with the numbers `trainable`, unless they have hooks.
+
+        A parameter whose autograd node torch has replaced gets them again.
+        """
         stream = number_of_stream(self._grid.device)
         if stream != self._stream:
             # A node that is held here accumulates on the stream on which it was made. A capture on

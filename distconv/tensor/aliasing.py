@@ -130,7 +130,8 @@ def finish_write(x: DistTensorBase) -> None:
     """After a write to `x`, update all tensors that share its memory in serial torch.
 
     Views of `x` on other ranks are made anew when they are read. If `x` is itself a view of
-    elements on other ranks, this writes them to its base, and all ranks call it together.
+    elements on other ranks, the elements of `x` are sent to its base, and all ranks call it
+    together.
     """
     if x.held.requires_grad:
         x.sync_requires_grad()

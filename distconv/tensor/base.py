@@ -189,7 +189,8 @@ class DistTensorBase(torch.Tensor):
     def held(self) -> Tensor:
         """Return this rank's block, or the base's block if the own one has yet to be brought.
 
-        The base's block has other elements, but their type, device and gradient. No communication.
+        The base's block then shows type, device and `requires_grad`, but holds other elements. No
+        communication.
         """
         if self.unmerged is not None:
             return self.unmerged.held
@@ -252,7 +253,7 @@ class DistTensorBase(torch.Tensor):
     def become(self, view: DistTensorBase) -> None:
         """Turn this tensor object into `view`, a view of it, as `t_()` and `unsqueeze_()` do.
 
-        A new tensor takes its former place as the base of its other views.
+        A new tensor takes the place of this one as the base of the views made earlier.
         """
         memory = self._memory
         before = type(self)(self.held, self.shape, self.cuts, self.grid)

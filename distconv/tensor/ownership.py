@@ -1,4 +1,4 @@
-"""Which parameters a parallelized module owns: it sums their gradients, operators all others.
+"""The parameters that a parallelized module owns: the module sums their gradients over ranks.
 
 A parameter of a parallelized module gets this rank's part of its gradient from every operator on
 distributed tensors, and the module sums the parts. Any other leaf gets the serial gradient: an

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LaunchQueue:
-    """Messages and reductions of a process that are not passed to MPI yet, on all its grids.
+    """The messages and reductions of a process, on all its grids, that wait to be passed to MPI.
 
     A wait for one of them starts all, in order. So ranks may wait in different orders: every
     message that another rank waits for is started, and collectives start in the same order on all

@@ -126,7 +126,10 @@ class TorchTransport:
     def _to_others(
         self, arriving: Sequence[Message], leaving: Sequence[Message]
     ) -> tuple[list[Message], list[Message]]:
-        """Return the messages to other ranks, as bytes, and copy those to this rank itself."""
+        """Copy the messages of this rank to itself; return all others, as bytes.
+
+        The result has the messages that arrive from other ranks, and those that leave for them.
+        """
         _copy_own(self._rank, arriving, leaving)
         arriving, leaving = (
             [(r, _bytes(t)) for r, t in messages if r != self._rank and t.numel()]
