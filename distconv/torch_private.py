@@ -79,8 +79,8 @@ class _Data:
 def replace_data_setter(assign: Callable[[Tensor, Any], None]) -> None:
     """Let `assign(x, value)` set `.data` of any tensor.
 
-    torch itself, given a DistTensor for a plain tensor, copies metadata without memory, and
-    crashes.
+    torch's own setter crashes if a program sets `.data` of a plain tensor to a DistTensor: it
+    copies the metadata, but no memory.
     """
     torch.Tensor.data = _Data(assign)  # type: ignore[assignment]
 

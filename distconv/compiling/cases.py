@@ -145,7 +145,7 @@ class Results:
         """The structure as a text, to compare."""
 
     def of(self, blocks: Iterable[Tensor]) -> Any:
-        """Return the result of a call, with new blocks for its tensors."""
+        """Return a new result of this structure, whose tensors have the given blocks."""
         made = (rebuilt(x) for rebuilt, x in zip(self._rebuilders, blocks, strict=True))
         return replaced(self._structure, dict(zip(map(id, self._places), made, strict=True)))
 

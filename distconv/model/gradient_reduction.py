@@ -369,7 +369,10 @@ class GradientReduction:
             self._start_next()
 
     def _end(self, failed: bool) -> None:
-        """End a backward pass: start the sums that have not started, and set sums as gradients."""
+        """End a backward pass: start the sums that have not started, and set sums as gradients.
+
+        If the pass has `failed`, no further sum is started.
+        """
         # Held sums that start at the end would start in another order on other ranks.
         if not failed and not (self._held and self._starts_at_the_end):
             self._start_rest()
@@ -402,10 +405,10 @@ class GradientReduction:
 
 
 class _EndOfBackward:
-    """A callback at the end of a backward pass, also of one that fails.
+    """A callback that calls `end(failed)` once, at the end of a backward pass or when it fails.
 
-    Autograd calls it at the end of the pass, or drops it if the pass fails; both call
-    `end(failed)`.
+    Autograd calls the callback at the end of the pass, and deletes it without a call if the pass
+    fails.
     """
 
     __slots__ = ("_end", "_over")

@@ -56,7 +56,10 @@ def plan_to_gather(
 def gather_by(
     plan: Plan | None, x: DistTensorBase, cuts: Cuts, operator: str, fill: float = 0.0
 ) -> Tensor:
-    """Return the buffer of `gather_inputs`, given its plan. All ranks call it."""
+    """Return the buffer of `gather_inputs`, given its plan; if `plan` is None, the block of `x`.
+
+    The other arguments are those of `gather_inputs`. All ranks call it.
+    """
     if plan is None:
         return x.shard
     record_gather(x, plan, cuts, operator)

@@ -144,7 +144,7 @@ class ObjectCommunicator(Protocol):
 
 
 class Communicator(ObjectCommunicator, Protocol):
-    """A communicator for distconv's own small messages between hosts, all of one purpose."""
+    """A communicator for distconv's own small messages in host memory, all of one purpose."""
 
     ranks: tuple[int, ...]
     """The job's numbers of its ranks, in their order."""

@@ -78,7 +78,10 @@ class Link:
         self._push()
 
     def poll(self) -> Message | None:
-        """Return the next message if it has arrived, else None; go on sending. Raises LinkLost."""
+        """Return the next message if it has arrived, else None. Raises LinkLost.
+
+        Also sends as many waiting bytes as the connection takes.
+        """
         self._push()
         while self._missing:
             try:
