@@ -174,7 +174,7 @@ node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call `call()` when the current backward pass has gone through its whole graph.
 
-    Then sums of gradients are finished, before `backward()` returns.
+    distconv finishes the sums of gradients in `call`, before `backward()` returns.
     """
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 

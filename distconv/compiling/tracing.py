@@ -325,7 +325,7 @@ class _TracedRequest:
 
 
 class _TracedCarrier(WrappedTransport):
-    """A carrier that records its messages in the trace, as calls of the watched `transport`."""
+    """A carrier that records its messages in `trace`, as calls of `transport`, which it serves."""
 
     def __init__(self, transport: WatchedTransport, trace: Trace) -> None:
         super().__init__(transport.carrier)

@@ -188,7 +188,10 @@ def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Trans
 
 
 def store_of(comm: Communicator) -> Store:
-    """Return a store of torch.distributed for the ranks of `comm`, which all call it."""
+    """Return a store of torch.distributed for the ranks of `comm`, which all call it.
+
+    It is None for a single rank.
+    """
     if isinstance(comm, TorchCommunicator):
         return comm.store
     return common_store(comm) if comm.size > 1 else None

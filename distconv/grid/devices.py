@@ -140,7 +140,8 @@ def _transport(
 ) -> str:
     """Return the transport `asked` for, or the first of `names` that all ranks can use.
 
-    `sharing` is a message about ranks that share a GPU, which NCCL refuses. Raises ValueError.
+    `sharing` is a message about ranks that share a GPU, which NCCL refuses. Raises ValueError if
+    some rank cannot use the transport asked for, or if none of `names` is possible.
     """
     obstacles = {
         name: _obstacle([o.missing.get(name) for o in offers])
@@ -182,7 +183,7 @@ def _obstacle(each: Sequence[str | None]) -> str | None:
 
 
 def _sharing(gpus: Sequence[str]) -> str | None:
-    """Return a message that names two ranks with the same GPU, or None."""
+    """Return a message that names two ranks with the same identity in `gpus`; None without any."""
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if first < rank:

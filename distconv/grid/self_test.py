@@ -23,7 +23,7 @@ _SUMMED = torch.float32, torch.bfloat16
 
 
 def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) -> list[str]:
-    """Return a text for each wrong result of a carrier; all ranks of `comm` call it together.
+    """Test a carrier, and return a text for each wrong result. All ranks of `comm` call it.
 
     The texts are the same on all ranks. Nothing is tested if DISTCONV_SELFTEST=0 on a rank.
     """

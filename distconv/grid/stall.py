@@ -64,7 +64,10 @@ class Board:
         self._store = store
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a method of the store; None if the store cannot be reached."""
+        """Call the store's method of the name `method`, and return its result.
+
+        Returns None if the store cannot be reached.
+        """
         try:
             return None if self._store is None else getattr(self._store, method)(*arguments)
         except RuntimeError:

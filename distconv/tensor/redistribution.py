@@ -137,7 +137,10 @@ def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distribu
 
 
 def overwrite(x: DistTensorBase, value: DistTensorBase, operator: str) -> None:
-    """Overwrite `x`, and its base if `x` is a view, by `value`. All ranks call it."""
+    """Overwrite `x`, and its base if `x` is a view, by `value`, for the function `operator`.
+
+    `value` has the shape of `x`, and may have other cuts. All ranks call it.
+    """
     own = redistribute(value, x.cuts, operator).shard
     prepare_write(x, operator)
     if not is_view_of(own, x.shard):

@@ -154,7 +154,7 @@ class Communicator(ObjectCommunicator, Protocol):
         """Start to compare numbers of fewer than 64 bits between all ranks."""
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> Communicator:
-        """Return a communicator of `ranks`, numbers in the job, which all call it."""
+        """Return a communicator for one purpose; `ranks`, numbers in the job, all call it."""
 
     def for_program(self) -> Any:
         """Return the communicator that a program gets as `ProcessGrid.comm`."""
