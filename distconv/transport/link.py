@@ -132,7 +132,7 @@ class Link:
         self._connection.close()
 
     def register(self, waiting: select.poll) -> None:
-        """Let the poll object `waiting` wait for data on this link, or for room to send the rest."""
+        """Let the poll object `waiting` wait for data on this link, or for room to send."""
         waiting.register(self._connection, select.POLLIN | bool(self._leaving) * select.POLLOUT)
 
     def _push(self) -> None:
