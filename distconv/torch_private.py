@@ -42,8 +42,8 @@ _patches: list[Callable[[], None]] | None = []
 def at_first_grid(install: Callable[[], None]) -> None:
     """Call `install`, which patches torch, when this process makes its first grid.
 
-    It is called at once if there is a grid. A program that imports distconv and makes no grid
-    leaves torch as it is.
+    `install` is called at once if there is a grid already. A program that imports distconv and
+    makes no grid leaves torch as it is.
     """
     if _patches is None:
         install()
@@ -63,7 +63,7 @@ def install_patches() -> None:
 class _Data:
     """The descriptor `torch.Tensor.data` with distconv's setter, and torch's own getter.
 
-    Read from the class, it is torch's own descriptor, for which distconv has rules.
+    `torch.Tensor.data` itself is still torch's descriptor, for which distconv has rules.
     """
 
     def __init__(self, assign: Callable[[Tensor, Any], None]) -> None:
@@ -79,26 +79,26 @@ class _Data:
 def replace_data_setter(assign: Callable[[Tensor, Any], None]) -> None:
     """Let `assign(x, value)` set `.data` of any tensor.
 
-    torch itself, given a DistTensor for a plain tensor, copies metadata without memory, and
-    crashes.
+    torch's own setter crashes if a program sets `.data` of a plain tensor to a DistTensor: it
+    copies the metadata, but no memory.
     """
     torch.Tensor.data = _Data(assign)  # type: ignore[assignment]
 
 
 def replace_apply(apply: Callable[..., Any]) -> None:
-    """Let `apply(cls, *arguments, **keywords)` apply every `torch.autograd.Function`.
+    """Let `apply(cls, *arguments, **keywords)` run when a program calls `Function.apply`.
 
-    torch itself records a Function on DistTensors below its functions, and their gradients are
-    lost. Up to torch 2.13 the replacement lies beneath `Function.apply`, which programs may keep
-    under another name. From 2.14 on it is torch's compiled `apply` itself; a copy from before is
-    refused.
+    `Function` is any `torch.autograd.Function`; with torch's own `apply` the gradients of
+    DistTensors are lost. Up to torch 2.13 the replacement lies beneath `Function.apply`, so it also
+    serves references to `Function.apply` that the program took earlier. From 2.14 on it replaces
+    `Function.apply` itself, and calls by earlier references are refused.
     """
     beneath: Any = Function if vars(Function)["apply"] is compiled_apply else _SingleLevelFunction
     beneath.apply = classmethod(apply)
 
 
 def apply_of_torch(function: Any) -> Callable[..., Any]:
-    """Return torch's own `Function.apply` of an autograd Function, without `replace_apply`."""
+    """Return torch's own `apply` of the autograd Function `function`, which no patch replaces."""
     found: Callable[..., Any] = super(_SingleLevelFunction, function).apply
     return found
 
@@ -107,11 +107,11 @@ def replace_saved_inputs(
     save: Callable[[tuple[Any, ...]], tuple[list[Any], Any]],
     restore: Callable[[list[Any], Any], list[Any]],
 ) -> None:
-    """Let non-reentrant checkpoints keep `save(inputs)`, tensors and a note, not their inputs.
+    """Let non-reentrant checkpoints keep `save(inputs)` in place of their inputs.
 
-    At recomputation the inputs are `restore(tensors, note)`. torch 2.13 and later save inputs on
-    the enclosing graph, where an enclosing checkpoint finds no DistTensor at recomputation, and
-    raises. Earlier versions hold inputs as they are.
+    `save` returns tensors and a note; at recomputation `restore(tensors, note)` returns the inputs.
+    torch 2.13 and later save inputs on the enclosing graph, where an enclosing checkpoint finds no
+    DistTensor at recomputation, and raises. Earlier versions hold inputs as they are.
     """
     frame: Any = checkpoint._CheckpointFrame
     if not hasattr(frame, "save_inputs"):
@@ -131,7 +131,7 @@ def replace_saved_inputs(
 def keeps_inputs(function: Any) -> bool:
     """Return whether `function` is the autograd Function by which checkpoints keep inputs.
 
-    It works with DistTensors, in torch 2.11 and 2.12, and must not be refused.
+    This Function, of torch 2.11 and 2.12, works with DistTensors, and must not be refused.
     """
     kept = (function.__module__, function.__name__) == (checkpoint.__name__, "_NoopSaveInputs")
     return kept and torch.__version__ >= "2.11"
@@ -174,7 +174,7 @@ node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call `call()` when the current backward pass has gone through its whole graph.
 
-    Then sums of gradients are finished, before `backward()` returns.
+    distconv finishes the sums of gradients in `call`, before `backward()` returns.
     """
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
@@ -187,10 +187,10 @@ torch.func each time that distconv applies one of its own functions."""
 def roots_of_backward() -> list[Tensor]:
     """Return the tensors at which the current backward pass started; [] if unknown.
 
-    Autograd does not expose them. They are read from the frame of torch's own function that runs
-    the pass; on GPUs that is another thread than the nodes'. They tell whether a plain penalty
-    reaches a parallelized module's parameters, whose gradients would be too large by the number of
-    ranks.
+    Autograd does not expose these tensors. They are read from the frame of torch's own function
+    that runs the pass; on GPUs another thread runs the nodes. From them distconv sees whether a
+    plain penalty reaches a parallelized module's parameters, whose gradients would be too large by
+    the number of ranks.
     """
     found = _started_below(sys._getframe(1))
     if found is None:
@@ -241,9 +241,9 @@ accumulation_hooks_of: Callable[[Tensor], Any] = _TENSOR["_post_accumulate_grad_
 
 
 def address_of_memory(x: Tensor) -> int:
-    """Return a number that tells the memory of a tensor, even of one without elements.
+    """Return a number that identifies the memory of a tensor, even of one without elements.
 
-    By it planning counts tensors that share memory once.
+    Dry runs use it to count the memory of tensors that share it only once.
     """
     number: int = x.untyped_storage()._cdata
     return number
@@ -363,7 +363,8 @@ recordings share results that are written to."""
 def signature_of(operator: Any) -> str:
     """Return the schema of an operator of `torch.ops`, from "(" on: arguments and results.
 
-    By it compilers get torch's own kernels, where their loops would be slower.
+    distconv registers some operators anew under this schema: compilers then call torch's kernel,
+    where the loops that they would generate are slower.
     """
     return "(" + str(operator._schema).partition("(")[2]
 
@@ -371,7 +372,7 @@ def signature_of(operator: Any) -> str:
 def returns_views(operator: Any) -> bool:
     """Return whether results of an operator of `torch.ops` may lie in its arguments' memory.
 
-    By it captured steps keep what is written to a view of an input.
+    With it captured steps find the inputs that are written to through a view.
     """
     return any(result.alias_info is not None for result in operator._schema.returns)
 
@@ -411,7 +412,7 @@ _UPSAMPLING = {
 def upsampling(mode: str, antialias: bool, spatial: int) -> Callable[..., Tensor]:
     """Return the kernel of `torch.nn.functional.interpolate` for a mode and spatial dimensions.
 
-    It takes both sizes and scales, as the scale of a block is the whole tensor's.
+    The kernel takes both sizes and scales: a block of a tensor needs the scales of the whole.
     """
     kernel: Callable[..., Tensor] = getattr(_KERNELS, _UPSAMPLING[mode][antialias].format(spatial))
     return kernel
@@ -426,9 +427,10 @@ rule."""
 
 
 def of_lists(name: str) -> Callable[..., Any]:
-    """Return the function of lists of tensors for a function such as "add_".
+    """Return torch's private function that applies one such as "add_" to lists of tensors.
 
-    torch's optimizers, averages of weights and clipping of gradients call it.
+    For "add_" it is `torch._foreach_add_`. torch's optimizers, averages of weights and clipping of
+    gradients call it.
     """
     function: Callable[..., Any] = getattr(torch, f"_foreach_{name}")
     return function
@@ -483,10 +485,10 @@ def dropped_weight(loss: Callable[..., Any]) -> Any:
 
 
 def composition(function: Any) -> Callable[..., Any]:
-    """Return a function of torch that is written in Python, without its own dispatch.
+    """Return a copy of a Python function of torch that never hands itself to a tensor subclass.
 
-    torch passes `multi_head_attention_forward` as a whole to a subclass; the result passes each
-    function that it calls, so distconv needs no copy of torch's 300 lines.
+    torch hands `multi_head_attention_forward` to DistTensor as a whole. The copy runs, and hands
+    over each function that it calls, so distconv needs no version of torch's 300 lines.
     """
     names = {**function.__globals__, "has_torch_function": lambda *_: False}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
@@ -521,7 +523,7 @@ hooks, but not their handles, and could not be made ordinary without it."""
 def versions_in_state(state: Mapping[str, Any]) -> Any:
     """Return the modules' versions in a `state_dict()`, or None if it has none.
 
-    They tell modules how to read states of earlier torch versions.
+    By these versions modules know how to read states of earlier torch versions.
     """
     return getattr(state, "_metadata", None)
 
@@ -534,7 +536,8 @@ def set_versions_in_state(state: Any, versions: Any) -> None:
 def in_data_parallel() -> bool:
     """Return whether the forward pass of a DistributedDataParallel is running.
 
-    It would divide the gradients of a parallelized part by the number of ranks.
+    DistributedDataParallel would divide the gradients of a parallelized part by the number of
+    ranks.
     """
     return DistributedDataParallel._active_ddp_module is not None
 
@@ -572,7 +575,7 @@ def set_limit(options: Any, limit: Any) -> None:
 def end_group(group: Any, abort: bool) -> None:
     """End a process group between accelerators: at once for `abort`, else when its work is done.
 
-    Otherwise its threads outlive the interpreter. The names have no underscore since torch 2.7.
+    Its threads would else outlive the interpreter. Since torch 2.7 the methods have public names.
     """
     name = "abort" if abort else "shutdown"
     end = getattr(group, name, None) or getattr(group, f"_{name}", None)

@@ -52,14 +52,14 @@ class Checked(NamedTuple):
 
 
 def possible(grid: Grid) -> bool:
-    """Return whether the grid has several ranks, and the host may read tensors at present."""
+    """Return whether tensors can be compared now: on several ranks, and not during a capture."""
     if not grid.journal.compares:
         return False
     return not (is_accelerator(grid.device) and is_capturing(grid.device))
 
 
 def due(use: Hashable, grid: Grid) -> bool:
-    """Return whether to compare this use of a kind, by the rule of the grid's journal."""
+    """Count a use of kind `use`, and return whether to compare its tensors: `Journal.is_due`."""
     return possible(grid) and grid.journal.is_due(use)
 
 
@@ -108,7 +108,7 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
 
 
 def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple[str, str] | None:
-    """Return the name of the first tensor that differs between ranks, and a text on the ranks.
+    """Return the name of the first tensor that differs between ranks, and a text that names them.
 
     None if all are equal. All ranks of the grid call it, with tensors of the same names in the same
     order. With `full` every element of large tensors is read.
@@ -162,7 +162,10 @@ def _spread(flat: Tensor) -> Tensor:
 
 
 def _values(x: Tensor) -> tuple[float, Any]:
-    """Return a tolerance for rounding, 0 for other types than floats, and some elements of `x`."""
+    """Return the tolerance for rounding, and about 1024 elements of `x` as an array of numpy.
+
+    The tolerance is 0 unless `x` is float32 or float64; elements of other types come as bytes.
+    """
     some = _spread(x.detach().resolve_conj().reshape(-1)).cpu()
     if some.dtype not in (torch.float32, torch.float64):
         return 0.0, np.from_dlpack(some.contiguous().view(torch.uint8))
@@ -171,7 +174,10 @@ def _values(x: Tensor) -> tuple[float, Any]:
 
 
 def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
-    """Return whether two results of `_values` differ, but by no more than the tolerance."""
+    """Return whether the elements in two results of `_values` differ by rounding only.
+
+    False if they are equal, and if they differ by more than the tolerance of `mine`.
+    """
     (tolerance, a), (_, b) = mine, other
     if not tolerance or a.shape != b.shape or np.array_equal(a, b, equal_nan=True):
         return False

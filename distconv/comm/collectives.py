@@ -16,12 +16,12 @@ from distconv.grid.interface import Grid
 
 
 def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the sum of `local` over the ranks along `axes`, differentiable. They all call it."""
+    """Return the sum of `local` over the ranks along `axes`, which all call it; differentiable."""
     return apply_along_axes(_AllReduce, local, grid, axes)
 
 
 def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Stack `local` of all ranks along `axes`, in rank order, differentiable. They all call it."""
+    """Stack `local` of all ranks along `axes`, which all call it, in rank order; differentiable."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local.unsqueeze(0)
@@ -40,7 +40,7 @@ def apply_along_axes(
 
 
 def all_reduce(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the sum of `local` over the ranks along `axes`, without gradient. They all call it."""
+    """Return the sum of `local` over the ranks along `axes`, which all call it; no gradient."""
     total = resolved_contiguous(local.detach()).clone(memory_format=torch.contiguous_format)
     all_reduce_(total, grid, axes)
     return total
@@ -56,8 +56,8 @@ def all_reduce_coalesced(
 ) -> list[Tensor]:
     """Return the sum of each tensor over the ranks along `axes`, without gradient.
 
-    They all call it. One message carries all tensors of a type. For one rank the tensors themselves
-    are returned.
+    These ranks all call it. One message carries all tensors of a type. With one rank along `axes`
+    the tensors themselves are returned.
     """
     sums, axes = list(tensors), tuple(axes)
     if grid.topology.parts(axes) == 1:
@@ -75,12 +75,12 @@ def all_reduce_coalesced(
 
 
 def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Stack `local` of all ranks along `axes`, in rank order, without gradient. All call it."""
+    """Stack `local` of all ranks along `axes`, which all call it, in rank order; no gradient."""
     return grid.transport.all_gather(resolved_contiguous(local.detach()), grid.communicator(axes))
 
 
 def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
-    """Overwrite `tensor` by the first rank's along `axes`. All these ranks call it."""
+    """Overwrite `tensor` by that of the first of the ranks along `axes`, which all call it."""
     axes = tuple(axes)
     if not tensor.numel() or grid.topology.parts(axes) == 1:
         return

@@ -21,16 +21,20 @@ WIDE = (torch.float32, torch.float64)
 
 
 def wire_type(owner: str, wire: str) -> torch.dtype:
-    """Return the torch type called `wire`, or raise a ValueError that names `owner`."""
+    """Return the torch type called `wire`, "bfloat16" or "float16".
+
+    Raises ValueError for another name; its message begins with `owner`, the function to which the
+    user has passed `wire`.
+    """
     if wire not in WIRES:
         raise ValueError(f"{owner}: wire={wire!r} is unknown; choose {' or '.join(WIRES)}")
     return WIRES[wire]
 
 
 class ErrorFeedback:
-    """The rounding errors of this rank in the last sum of a vector, to be added to the next one.
+    """The rounding errors that this rank made in one sum of a vector, to add to the next vector.
 
-    The last `exact` elements of the vector are counts, which have no rounding errors.
+    The last `exact` elements of a vector are counts, for which no rounding errors are kept.
     """
 
     def __init__(self, exact: int = 0):
@@ -38,12 +42,12 @@ class ErrorFeedback:
         self._left_out: Tensor | None = None
 
     def add_to(self, padded: Tensor) -> None:
-        """Add the last rounding errors to the next vector, which ends with padding."""
+        """Add the kept rounding errors to the next vector, `padded`, which ends with padding."""
         if self._left_out is not None:
             padded += self._left_out
 
     def keep(self, left_out: Tensor, elements: int) -> None:
-        """Keep the rounding errors `left_out` of a vector of `elements` elements and padding."""
+        """Keep the rounding errors of a padded vector, of which `elements` are not padding."""
         left_out[elements - self._exact :] = 0.0
         # A value too large for the halves is lost: as a rounding error it would be infinite.
         self._left_out = left_out.nan_to_num_(0.0, 0.0, 0.0)
@@ -53,8 +57,9 @@ class HalfSum:
     """A running all-reduce of the vector `flat` in place, over the ranks along `axes`.
 
     These ranks make it, and wait for it, together and in the order of all exchanges. All get the
-    same sum. Each rank sums one piece of the vector, so it sends and receives two halves for each
-    element. `feedback` carries rounding errors from one sum of a vector to the next.
+    same sum. Each rank sums one piece of the vector, so for each element of the vector it sends and
+    receives two numbers of half precision, of type `wire`. `feedback` carries rounding errors from
+    one sum to the next. Sums that run at the same time need different purposes.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class HalfSum:
         )
 
     def wait(self) -> None:
-        """Wait, and overwrite the vector by the sum."""
+        """Wait for the messages, and overwrite the vector `flat` by the sum."""
         self._request.wait()
         arriving, own, flat = self._arriving, self._own, self._flat
         arriving[own] = self._leaving[own]

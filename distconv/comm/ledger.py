@@ -15,7 +15,10 @@ from distconv.grid.module_path import module_path
 
 @dataclass
 class Redistribution:
-    """All redistributions of one operator in one module between two layouts, on this rank."""
+    """A count of the redistributions of one operator in one module, from one layout to another.
+
+    Each rank counts its own.
+    """
 
     operator: str
     source: Layout

@@ -67,9 +67,10 @@ def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: Grid) -> list[M
 def receive_buffers(
     routes: Iterable[Route], like: Tensor, grid: Grid, into: Tensor | None = None
 ) -> list[Message]:
-    """Return, for each route, its rank and uninitialised memory for its message, like `like`.
+    """Return, for each route, its rank and uninitialised memory for its message.
 
-    The memory is the route's box of `into`, if that is given, and the box contiguous there.
+    If the route has a single box, and this box of `into` is contiguous, the memory is this box.
+    Otherwise it is new memory, of the type and device of `like`.
     """
     arriving = []
     for route in routes:

@@ -29,13 +29,19 @@ def _marked(x: Tensor, mark: str) -> Tensor:
 
 
 def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return a value replicated along `axes` as a plain tensor; its gradient is shared equally."""
+    """Return a value replicated along `axes` as a plain tensor.
+
+    In the backward pass each of n ranks along `axes` passes on 1/n of the gradient that it gets.
+    """
     shared = apply_along_axes(_Unreplicate, local, grid, axes)
     return mark_handed_out(shared) if grid.size > 1 else shared
 
 
 def mark_handed_out(plain: Tensor) -> Tensor:
-    """Mark the autograd node of a plain tensor that leaves the distributed program; return it."""
+    """Return `plain`, a result of `to_local` or its like, with a mark on its autograd node.
+
+    By the mark operators refuse it as a plain operand (see `ownership.origins`).
+    """
     return _marked(plain, HANDED_OUT)
 
 

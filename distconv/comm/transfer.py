@@ -73,7 +73,7 @@ class Transfer:
         self._tag = grid.transport.next_tag()
 
     def start_forward(self, block: Tensor, buffer: Tensor | None = None) -> InFlight:
-        """Start to send this rank's boxes of `block`, and to receive its halos.
+        """Start to send the boxes of `block` that other ranks need, and to receive the halos.
 
         Halos arrive in `buffer` itself where they are contiguous there, else in memory of their
         own.
@@ -103,7 +103,10 @@ class Transfer:
     def _joined(
         self, block: Tensor, fill: float, along: int, pieces: Sequence[int | tuple[int, ...]]
     ) -> Tensor:
-        """Return the plan's buffer, joined from `Plan.pieces` along one dimension."""
+        """Return the plan's buffer for `block`: `pieces`, concatenated along dimension `along`.
+
+        `Plan.pieces` gives both; `fill` is the value of padding.
+        """
         arrived = self.start_forward(block).finish()
         source = self.plan.own[0][0]
         own = block if source == self.plan.whole_block else block[source]
@@ -118,10 +121,10 @@ class Transfer:
         return torch.cat(parts, along)
 
     def start_backward(self, gradients: Sequence[Tensor], like: Tensor) -> InFlight:
-        """Start to send gradients of halos to their owners, and to receive those of this block.
+        """Start to send gradients of halos to their owners, and receive gradients of the own block.
 
-        `gradients` has a contiguous tensor for each of the plan's receives. Messages arrive in
-        memory of the type and device of `like`.
+        `gradients` has for each route of `plan.receives` the gradient of its halo, contiguous.
+        Messages arrive in memory of the type and device of `like`.
         """
         plan, grid = self.plan, self.grid
         leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]

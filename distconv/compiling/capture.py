@@ -55,9 +55,9 @@ def why_not(step: TracedStep, grid: Grid) -> str:
 
 
 def captured(step: TracedStep, grid: Grid) -> TracedStep:
-    """Return the step with a graph of the device in place of each run of calls between optimizers.
+    """Return the step with each sequence of calls between optimizers' steps replaced by one graph.
 
-    All ranks of the grid run it together.
+    The graph starts them on the device by one call. All ranks of the grid run it together.
     """
     apart = {id(call) for call in step.calls if call.function in _PYTHON}
 
@@ -162,7 +162,7 @@ def _copies(tensors: Iterable[Tensor], constants: Iterable[Tensor]) -> Iterator[
 
 
 def _unwatched(call: TracedCall) -> TracedCall:
-    """Return `call`, sending by the carrier itself in place of the watched one around it."""
+    """Return `call`, changed to send by the bare carrier, without the watched one around it."""
     if call.function not in _MESSAGES or not isinstance(call.arguments[0], WrappedTransport):
         return call
     carrier, *rest = call.arguments[0].carrier, *call.arguments[1:]
@@ -170,7 +170,7 @@ def _unwatched(call: TracedCall) -> TracedCall:
 
 
 def _written(calls: Sequence[TracedCall], given: Sequence[int]) -> set[int]:
-    """Return the numbers in `given` of values that calls may write to, also through views."""
+    """Return the numbers among `given` of values that `calls` may write to, also through views."""
     memory = {n: {n} for n in given}
     """The given values in whose memory each value may lie."""
     written: set[int] = set()

@@ -145,7 +145,7 @@ class Results:
         """The structure as a text, to compare."""
 
     def of(self, blocks: Iterable[Tensor]) -> Any:
-        """Return the result of a call, with new blocks for its tensors."""
+        """Return a new result of this structure, whose tensors have the given blocks."""
         made = (rebuilt(x) for rebuilt, x in zip(self._rebuilders, blocks, strict=True))
         return replaced(self._structure, dict(zip(map(id, self._places), made, strict=True)))
 
@@ -157,7 +157,10 @@ def _holds_fractions(x: Any) -> bool:
 
 
 def _rebuilder(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that makes a tensor like `x` of a new block, or of a new plain tensor."""
+    """Return a function that makes a tensor like `x` from a new block.
+
+    For a plain `x` the function returns its argument.
+    """
     if not isinstance(x, DistTensor):
         return lambda block: block
     y, shape = x if x.unmerged is None else x.unmerged, x.shape
@@ -214,9 +217,10 @@ def grid_of(tensors: Iterable[Tensor]) -> Grid:
 class Calls:
     """The calls of a compiled step or module, which a rank traces or replays only if all ranks do.
 
-    A call has a number: of the case to be replayed, from 0 in the order in which all ranks have
-    made them; `AS_IT_IS`; `TRACED` for the first trace of a case, and lower numbers for later
-    traces.
+    Each call has a number, which the ranks compare. A replayed call has the number of its case: 0,
+    1, ... in the order in which cases became ready for replay. A traced call has the number
+    `TRACED` for the first trace of its case, and lower numbers for later traces. Any other has
+    `AS_IT_IS`.
 
     Parameters
     ----------
@@ -246,9 +250,10 @@ class Calls:
         return False
 
     def take_another(self, known: int, changed: str = "") -> bool:
-        """Return whether one more case may be traced beside `known` ones; warn once if not.
+        """Return whether one more case may be traced; warn once if there are too many.
 
-        `changed` is the name of a variable that distinguishes it from the case before, or "".
+        `known` is the number of cases so far. `changed` is the name of a variable by which the new
+        case differs from the one before, or ""; the warning names it.
         """
         if known < MOST_CASES:
             return True

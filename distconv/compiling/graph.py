@@ -1,8 +1,9 @@
 """Traced steps as graphs of torch.fx, for the compilers of torch.compile.
 
-Messages are functions of torch's dispatcher there. Each takes a token that the message before has
-made, so that no compiler changes their order. None writes to its arguments: the wait returns the
-received or summed tensors. It gets the sent tensors again, to keep them alive till then.
+In such a graph messages are functions of torch's dispatcher. Each takes a token that the message
+before has made, so that no compiler changes their order. None writes to its arguments: the function
+that waits returns the received or summed tensors. The sent tensors are arguments of the wait, too,
+which keeps them alive.
 """
 
 from __future__ import annotations
@@ -172,9 +173,10 @@ _INDUCTOR = {"fallback_random": True, "size_asserts": False}
 
 
 def compiled(step: TracedStep, backend: str) -> TracedStep:
-    """Return the step with one compiled function in place of each run of calls between optimizers.
+    """Return the step with each sequence of calls between optimizers' steps compiled as a function.
 
-    Each rank compiles a function for itself when it first runs. `backend` is one of torch.compile.
+    Each rank compiles a function for itself before the function's first run. `backend` is one of
+    torch.compile.
     """
     apart = _apart(step.calls)
     messages = {call.results: _Posted(call) for call in step.calls if call.function in _STARTS}
@@ -184,8 +186,8 @@ def compiled(step: TracedStep, backend: str) -> TracedStep:
 def _apart(calls: Sequence[TracedCall]) -> set[int]:
     """Return the ids of the calls that stay in Python, between compiled functions.
 
-    They set gradients of leaves, let optimizers step, or are unknown to compilers: calls of
-    oneDNN's convolution, and computations in its memory layout.
+    These calls set gradients of leaves, let optimizers step, or are unknown to compilers: oneDNN's
+    convolution, and computations in its memory layout.
     """
     apart: set[int] = set()
     in_onednn: set[Value | Existing] = set()

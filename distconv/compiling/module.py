@@ -102,7 +102,7 @@ class CompiledModule:
         )
 
     def _number(self, key: Any) -> int:
-        """Return the number of a call with this key, which ranks compare; see `Calls`."""
+        """Return the number, as in `Calls`, of a call whose case has this key."""
         case = self._cases.get(key)
         if case is not None:
             return case.number
@@ -111,7 +111,7 @@ class CompiledModule:
         return cases.TRACED - len(self._traces[key])
 
     def _decide(self, key: Any, why: str, grid: Grid) -> None:
-        """Decide with all ranks whether a case is replayed, once two of its calls are traced.
+        """Decide with all ranks whether the case `key` is replayed, once two calls are traced.
 
         `why` is the reason not to replay that the arguments give; "" if there is none.
         """
@@ -172,7 +172,8 @@ class CompiledModule:
 class _Apart(ShardFunction):
     """The autograd function that stands for a whole module, in traced and in replayed calls.
 
-    Its inputs are the blocks and leaves that require gradients; `passes` computes.
+    Its inputs are the blocks and leaves that require gradients. The first argument, a `_Live` or
+    `_Once`, computes both passes.
     """
 
     @staticmethod
@@ -234,7 +235,11 @@ class _Traced:
         trace.calls.append(TracedCall(tracing.turn, ()))
 
     def finish_backward(self, gradients: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-        """Note the traced backward pass: its inputs `gradients`, and its results `found`."""
+        """Note the end of the traced backward pass.
+
+        `gradients`, of the module's results, were its inputs. `found`, of the module's inputs and
+        of leaves, are its results; None for a tensor without a gradient.
+        """
         trace = self.trace
         if any(
             isinstance(x, Value) and x.number in trace.found for c in trace.calls for x in c.used

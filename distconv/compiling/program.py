@@ -22,7 +22,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """A placeholder in a traced step for a tensor from before it, such as a parameter.
+    """A placeholder in a traced step for a tensor that existed before the step, as parameters do.
 
     Calls may write to the tensor.
     """
@@ -36,10 +36,11 @@ class TracedCall:
 
     Attributes
     ----------
-    function: a function of torch's dispatcher, or one of `tracing` that sends, waits or steps.
+    function: a function of torch's dispatcher, or one of the module `tracing`: it sends, waits,
+        sets a gradient, or lets an optimizer step.
     arguments, options: its arguments, with `Value` and `Existing` in place of tensors.
-    results: the number of its result, or those of its several results; None for a result that is no
-        new tensor.
+    results: the number of the `Value` that is its result, or a tuple of numbers for several
+        results; None stands for a result that is no new tensor.
     """
 
     function: Callable[..., Any]
@@ -60,7 +61,7 @@ class TracedCall:
 
     @property
     def is_pure(self) -> bool:
-        """Return whether the call only makes values, the same each time."""
+        """Return whether the call writes to no tensor, and makes the same values each time."""
         if not isinstance(self.function, Operator):
             return False
         random = torch.Tag.nondeterministic_seeded in self.function.tags
@@ -83,7 +84,7 @@ class TracedStep:
 
     Attributes
     ----------
-    inputs: the numbers of the input values.
+    inputs: the numbers of the `Value`s that are the step's inputs.
     constants: the tensors that `Existing` stands for, by number.
     gradients: leaves, each with its gradient at the end of the step.
     """
@@ -124,12 +125,13 @@ def in_pieces(
     apart: Container[int],
     taken: Callable[[Sequence[TracedCall], Sequence[Value]], TracedCall],
 ) -> TracedStep:
-    """Return a step in which one call stands for each run of calls between the calls `apart`.
+    """Return a step in which single calls replace the sequences of calls between the calls `apart`.
 
     Parameters
     ----------
     apart: the ids of calls that stay as they are.
-    taken: `taken(calls, results)` returns the call for a run, which makes the values `results`.
+    taken: `taken(calls, results)` returns the call that replaces the sequence `calls`; `results`
+        are the values that it has to make.
     """
     pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
     calls: list[TracedCall] = []

@@ -180,7 +180,7 @@ class CompiledStep(Generic[Given, Result]):
         return "\n\n".join(case.source for cases in self._cases.values() for case in cases)
 
     def _number(self, key: Any) -> int:
-        """Return the number of a call with this key that is not replayed, which ranks compare."""
+        """Return the number, as in `Calls`, of a call with this key that is not replayed."""
         if key in self._eager or key[:2] not in self._seen or self._changes_variables:
             return cases.AS_IT_IS
         if key not in self._last and len(self._last) + self._calls.made >= 2 * MOST_CASES:
@@ -237,7 +237,7 @@ def _captured(step: TracedStep, grid: Grid) -> TracedStep:
 def _circumstances(modules: Iterable[nn.Module]) -> Any:
     """Return two parts of a case's key: the state of modules, and the state of gradients.
 
-    The latter says which gradients exist, and which are parts of sums.
+    The state of gradients says which exist, and which have not been summed over the ranks yet.
     """
     parameters = cases.parameters_of(modules)
     leaves = shards_of(parameters)
@@ -259,7 +259,8 @@ class _TracedCase:
     Parameters
     ----------
     tensors: the tensors among the arguments.
-    leaves: parameters whose gradients the step may set, also without a call of torch.
+    leaves: parameters whose `.grad` the step may set, also by an assignment that torch does not
+        see.
     optimizers: optimizers that stepped in an earlier trace.
     """
 
@@ -356,8 +357,9 @@ class _ReplayedStep:
     def fits(self, outside: Sequence[Tensor]) -> bool:
         """Return whether the program may be replayed with the present tensors `outside`.
 
-        Gradients must be like those in the trace, variables the same tensors, and optimizers must
-        have no other parameters.
+        `outside` are the tensors among the variables that the step's code mentions. They must be
+        those of the trace, or small and equal; leaves must have gradients like those in the trace,
+        and optimizers as many parameters.
         """
         return (
             all(cases.is_equal(*shards_of((x, outside[i]))) for i, x in self._outside)

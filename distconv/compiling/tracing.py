@@ -58,7 +58,7 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def _calling(method: str, name: str) -> Callable[..., Any]:
-    """Return a function, named in traced steps, that calls this method of its first argument."""
+    """Return a function, called `name` in traced steps, that calls `method` of its argument 0."""
 
     def call(owner: Any, *arguments: Any) -> Any:
         return getattr(owner, method)(*arguments)
@@ -75,17 +75,17 @@ broadcast = _calling("broadcast", "broadcast")
 def start_exchange(
     transport: Transport, arriving: Sequence[Message], leaving: Sequence[Message]
 ) -> Request:
-    """Start the messages of one exchange; a call in traced steps."""
+    """Start the messages of one exchange; a traced step contains it as a call."""
     return transport.exchange(arriving, leaving, transport.next_tag())
 
 
 def give(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Set the gradient of a leaf; a call in traced steps."""
+    """Set the gradient of a leaf; a traced step contains it as a call."""
     leaf.grad = gradient
 
 
 def step(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Let an optimizer step with its present settings; a call in traced steps."""
+    """Let an optimizer step with its present settings; a traced step contains it as a call."""
     optimizer.step(*arguments, **options)
 
 
@@ -107,7 +107,8 @@ class Trace:
     constants: tensors from before the step, by the numbers of their `Existing`.
     leaves: the constants whose gradients autograd makes, each with its gradient when the step first
         used it.
-    found: leaves whose gradients are further inputs, by the numbers of these gradients' `Value`.
+    found: leaves whose earlier gradients the step reads, as further inputs; by the number of the
+        `Value` that stands for the gradient.
     optimizers: the optimizers that stepped, each with its settings then.
     obstacle: the reason why the step cannot be replayed; "" if it can.
     notes: weak mappings from tensors to their stand-ins, and from tensors made during a pause.
@@ -142,7 +143,10 @@ class Trace:
         return self._count
 
     def go_on(self, gradients: Sequence[Tensor]) -> None:
-        """Continue with a backward pass from `gradients`; calls since the last one are ignored."""
+        """Continue the trace with a backward pass, whose inputs are `gradients`.
+
+        Calls and random numbers since the forward pass do not count.
+        """
         self.inputs += [self.new(x) for x in gradients]
         self._random = random_states()
 
@@ -175,7 +179,7 @@ class Trace:
             self.paused = before
 
     def hinder(self, why: str) -> None:
-        """Note why the step cannot be replayed, with the program's line; a first reason stays."""
+        """Note `why` the step cannot be replayed, with the program's line; a first note stays."""
         self.obstacle = self.obstacle or f"{why}, at {user_line()}"
 
     def note(
@@ -191,7 +195,8 @@ class Trace:
         Parameters
         ----------
         args, options: its arguments, with `Value` and `Existing` in place of tensors.
-        by_positions: True for an indexing whose result's shape follows from shapes alone.
+        by_positions: True if it indexes a tensor by positions, not by a mask: the shape of the
+            result then does not depend on elements.
         """
         if function.namespace in _COLLECTIVES:
             self.hinder(f"it sends by torch.distributed itself ({function})")
@@ -223,12 +228,12 @@ class Trace:
                 self._apart[x] = True
 
     def check_random(self) -> None:
-        """Hinder the trace if the program has set the state of torch's random generators."""
+        """Note an obstacle if the program has set the state of torch's random generators."""
         if not all(map(torch.equal, self._random, random_states())):
             self.hinder("it sets the state of random numbers, as torch.utils.checkpoint does")
 
     def end(self) -> None:
-        """Hinder the trace if Python's or numpy's random state, or an optimizer, has changed."""
+        """Note an obstacle if Python's or numpy's random state, or an optimizer, has changed."""
         if _states_outside() != self._outside:
             self.hinder("it draws random numbers of Python or numpy; pass them as arguments")
         for optimizer, before in self.optimizers.items():
@@ -236,7 +241,7 @@ class Trace:
                 self.hinder(_SCHEDULES)
 
     def gradients(self) -> list[tuple[Existing, Any]]:
-        """Return the stand-ins of leaves whose gradients have changed, and of these gradients."""
+        """Return pairs for leaves whose gradients have changed: stand-ins of leaf and gradient."""
         given = {call.arguments[0].number for call in self.calls if call.function is give}
         leaves = list(self.leaves.items())
         changed = (x for n, (x, first) in leaves if n in given or x.grad is not first)
@@ -320,7 +325,7 @@ class _TracedRequest:
 
 
 class _TracedCarrier(WrappedTransport):
-    """A carrier that records its messages in the trace, as calls of the watched `transport`."""
+    """A carrier that records its messages in `trace`, as calls of `transport`, which it serves."""
 
     def __init__(self, transport: WatchedTransport, trace: Trace) -> None:
         super().__init__(transport.carrier)

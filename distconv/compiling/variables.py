@@ -55,7 +55,7 @@ class _Same:
 
 
 def told(x: Any, tensors: bool = False, depth: int = _DEEP) -> Any:
-    """Return a hashable key of a value, equal for values with which a program does the same.
+    """Return a hashable key of the value `x`; with equal keys a step computes the same.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def told(x: Any, tensors: bool = False, depth: int = _DEEP) -> Any:
 
 
 def unknown_kind(argument: Any) -> type | None:
-    """Return the type of an object in `argument` that can change without a change of its `told`.
+    """Return the type of an object in `argument` that may change while its key by `told` does not.
 
     None if there is no such object.
     """
@@ -115,13 +115,13 @@ def _names_in(code: CodeType) -> tuple[frozenset[str], ...]:
 
 
 class Variables:
-    """The variables that a function mentions, and functions of the program that it calls.
+    """The variables that a function, or a function of the program that it calls, mentions.
 
     Parameters
     ----------
     function: the step, or a module.
-    modules: the modules that it has called, which may become more; their settings are compared by
-        `key_of_modules`.
+    modules: the modules that the function has called; more may be added later. Their settings are
+        compared by `key_of_modules`.
 
     Attributes
     ----------
@@ -154,7 +154,7 @@ class Variables:
         return found
 
     def _find(self) -> None:
-        """Find all variables, from the function on, until no more functions are found."""
+        """Find the variables of the function, and of the program's functions that it calls."""
         self._places, self._functions, self._roots = {}, set(), [self._function]
         self._attributes, self._methods = set(), set()
         self._number, number = len(self._modules), -1
@@ -185,7 +185,10 @@ class Variables:
         return x
 
     def _look_at(self, x: Any, depth: int) -> None:
-        """Add the variables among an object's attributes, or those that a function mentions."""
+        """Add the variables among the attributes of `x`; if it is a function, those it mentions.
+
+        `depth` is the number of further objects within objects that are looked at.
+        """
         if isinstance(x, partial):
             for y in (x.func, *x.args, *x.keywords.values()):
                 self._look_at(y, depth)

@@ -43,7 +43,7 @@ def warn_where_errors_stay_unknown(kind: str) -> None:
 def make_group(store: Any, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
     """Return a process group between accelerators, for `size` ranks, which all call it.
 
-    They find each other over `store`. torch gives up on a message after `limit`.
+    These ranks find each other over `store`. A message that takes longer than `limit` is an error.
     """
     backend = backend_of(device.type)
     assert backend is not None

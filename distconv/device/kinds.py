@@ -78,7 +78,10 @@ def version_of_library(kind: str) -> str:
 
 
 def identities() -> tuple[str, ...]:
-    """Return a text for each accelerator that this process sees, the same in all processes."""
+    """Return a text for each accelerator that this process sees.
+
+    All processes have the same text for the same one, so ranks notice that they share it.
+    """
     kind = accelerator()
     if kind is None:
         return ()
@@ -88,7 +91,10 @@ def identities() -> tuple[str, ...]:
 
 
 def _identity(number: int, properties: Any) -> str:
-    """Return the unique id of an accelerator, or else host, masks and its number."""
+    """Return the unique id of an accelerator.
+
+    Without one, return the name of the host, the variables that hide accelerators, and `number`.
+    """
     unique = getattr(properties, "uuid", None)
     if unique:
         return str(unique)

@@ -20,9 +20,10 @@ FEWEST_IN_DOUBT = 2**30
 
 
 def in_doubt(elements: int) -> bool:
-    """Return whether convolutions of a block of `elements` halves may be wrong without an error.
+    """Return whether a convolution in half precision may compute wrong numbers without an error.
 
-    Libraries count with 32 bits, which end at 2**31.
+    `elements` is the number of elements of the block. Libraries count with 32 bits, which end at
+    2**31; some versions of cuDNN have been wrong below.
     """
     version = torch.backends.cudnn.version()
     return elements > (FEWEST_IN_DOUBT if version in _WRONG_VOLUMES else 2**31)
@@ -57,7 +58,7 @@ def settings() -> dict[str, Any]:
 
 @contextmanager
 def ieee_float32() -> Iterator[None]:
-    """Let GPUs compute with full float32 within the context, not with TF32, which has 10 bits."""
+    """Let GPUs compute in full float32 within the context, not in TF32 with its 10-bit mantissa."""
     switched = []
     for place in (torch.backends.cudnn, torch.backends.cuda.matmul):
         switch = _switch_of_tf32(place)
@@ -77,8 +78,8 @@ def _takes_tf32(place: Any) -> bool:
 def _switch_of_tf32(place: Any) -> tuple[Any, str]:
     """Return the object and the attribute name by which torch switches TF32 on or off.
 
-    From torch 2.9 on the attribute has a new name; once a program used it, reading the old one
-    raises.
+    `place` is `torch.backends.cudnn` or `torch.backends.cuda.matmul`. From torch 2.9 on the
+    attribute has a new name; once a program has used the new one, reading the old one raises.
     """
     try:
         _ = place.allow_tf32

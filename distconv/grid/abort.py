@@ -35,9 +35,9 @@ _FORWARDING = 0.5
 def abort_when_a_rank_raises() -> None:
     """Let an uncaught exception print its traceback and end all ranks of the job.
 
-    If all ranks raise together, the first rank whose grace period ends reports the error: rank 0 if
-    it is among them. Processes started by a rank, such as workers, behave as before. `sys.exit` is
-    no uncaught exception to Python, and does not end the other ranks.
+    If several ranks raise, one of them reports its error: rank 0 at once, any other after some
+    seconds in which the job has not ended. Processes started by a rank, such as workers, behave as
+    before. `sys.exit` is no uncaught exception to Python, and does not end the other ranks.
     """
     if not isinstance(sys.excepthook, _Abort):
         sys.excepthook = _Abort(sys.excepthook)

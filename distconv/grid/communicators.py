@@ -68,8 +68,9 @@ def _store() -> _Store:
 
 
 def communicator(ranks: tuple[int, ...], purpose: str) -> Communicator:
-    """Return the communicator of `ranks`, numbers in the job, for one purpose.
+    """Return the communicator of `ranks`, given by their numbers in the job, for one purpose.
 
+    Each purpose, such as "reductions", has a communicator of its own, so that messages do not mix.
     All these ranks make it together at the first call; later calls look it up.
     """
     made = _store().communicators
@@ -102,10 +103,11 @@ def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tr
 
 @contextmanager
 def carried_by(wrap: Callable[[WatchedTransport], Transport]) -> Iterator[None]:
-    """Let the carriers that `wrap` returns carry this rank's messages, within the context.
+    """Send this rank's messages through the carriers that `wrap` returns, within the context.
 
-    `wrap` gets each transport, also one made within the context, and returns a carrier that records
-    messages and passes them to `transport.carrier`. No communication.
+    `wrap(transport)` is called for each transport of this process, also for those made within the
+    context. It returns a carrier that records messages and passes them to `transport.carrier`. No
+    communication.
     """
     store = _store()
     store.wraps.append(wrap)
@@ -186,7 +188,10 @@ def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Trans
 
 
 def store_of(comm: Communicator) -> Store:
-    """Return a store of torch.distributed for the ranks of `comm`, which all call it."""
+    """Return a store of torch.distributed for the ranks of `comm`, which all call it.
+
+    It is None for a single rank.
+    """
     if isinstance(comm, TorchCommunicator):
         return comm.store
     return common_store(comm) if comm.size > 1 else None

@@ -32,7 +32,7 @@ _SHARE = "DISTCONV_SHARE_GPUS"
 
 
 class Offer(NamedTuple):
-    """The devices and transports that a rank wants and can use, as it tells the other ranks."""
+    """The devices and transports that a rank wants and can use; every rank gets all offers."""
 
     device: str | None
     """The device that the program asks for, a kind or one device; None for any."""
@@ -140,7 +140,8 @@ def _transport(
 ) -> str:
     """Return the transport `asked` for, or the first of `names` that all ranks can use.
 
-    `sharing` is a message about ranks that share a GPU, which NCCL refuses. Raises ValueError.
+    `sharing` is a message about ranks that share a GPU, which NCCL refuses. Raises ValueError if
+    some rank cannot use the transport asked for, or if none of `names` is possible.
     """
     obstacles = {
         name: _obstacle([o.missing.get(name) for o in offers])
@@ -174,12 +175,15 @@ def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
 
 
 def _obstacle(each: Sequence[str | None]) -> str | None:
-    """Return the first reason that a rank reports, with its rank; None if all report None."""
+    """Return the first rank's reason in `each` that is not None, with the rank; else None.
+
+    `each` has for every rank the reason why it cannot use a transport, or None.
+    """
     return next((f"{one} (rank {rank})" for rank, one in enumerate(each) if one), None)
 
 
 def _sharing(gpus: Sequence[str]) -> str | None:
-    """Return a message that names two ranks with the same GPU, or None."""
+    """Return a message that names two ranks with the same identity in `gpus`; None without any."""
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if first < rank:
@@ -191,7 +195,7 @@ def _sharing(gpus: Sequence[str]) -> str | None:
 
 
 def _numbers(offers: Sequence[Offer]) -> list[int]:
-    """Return for each rank the number of its GPU, among the GPUs that this rank sees."""
+    """Return each rank's GPU, as its number among the GPUs that the rank itself sees."""
     given = [(o.device or "").partition(":")[2] for o in offers]
     for rank, (o, number) in enumerate(zip(offers, given, strict=True)):
         if len(o.gpus) <= int(number or 0):

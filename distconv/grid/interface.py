@@ -84,7 +84,10 @@ class Grid(ABC):
         """Return the values of all ranks in rank order. All ranks of the grid call it together."""
 
     def waiting(self) -> Wait:
-        """Return a context that shows this rank as waiting for other ranks, to `grid/stall.py`."""
+        """Return a context for code that waits for other ranks.
+
+        The watching thread of `grid/stall.py` sees the wait, and reports it if it lasts too long.
+        """
         return Wait(self.journal.waiting)
 
     def __copy__(self) -> Grid:

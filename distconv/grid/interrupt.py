@@ -105,8 +105,8 @@ def _leave_signals_to_the_rank() -> None:
 def _end_with_the_rank(_: object) -> None:
     """In a worker process of multiprocessing, start a thread that ends it with its rank.
 
-    Workers of a DataLoader do so themselves, but watch their parent, which is no rank under
-    `forkserver`; other workers do not.
+    Without the thread, workers of a DataLoader end with their parent only, which is no rank under
+    `forkserver`, and other workers do not end.
     """
     rank = multiprocessing.parent_process()
     if rank is None or not launched():

@@ -1,4 +1,4 @@
-"""The calls and messages of this rank, compared with the other ranks, which must make the same.
+"""The calls and messages of this rank, compared with those of the other ranks: all must be equal.
 
 An entry is the text of a call with its arguments, or of a collective *step*: an exchange, or a
 reduction outside a backward pass. The ranks compare a running checksum of their entries: before
@@ -72,7 +72,7 @@ class Entries(NamedTuple):
 def first_difference(ranks: Sequence[Entries]) -> int | None:
     """Return the number of the first entry that differs between ranks.
 
-    None if no known entry differs, so the ranks parted before.
+    None if all kept entries agree: an earlier entry, no longer kept, differed.
     """
     begin = max(entries.first for entries in ranks)
     end = max(entries.first + len(entries.texts) for entries in ranks)
@@ -90,13 +90,15 @@ class Journal:
     thread: the id of the thread that may communicate.
     debug: whether every call and step is compared, as with DISTCONV_DEBUG=1.
     number: the number of steps of this rank, reductions of gradients included.
-    place: the number of the latest entry if its text has arguments, else None.
+    place: the number of the latest entry if its text has arguments, else None; a tensor made next
+        is named by it in later entries.
     written: the number of entries.
 
     Parameters
     ----------
     comm: a `Communicator` that nothing else uses; None for a single rank, which compares nothing.
-    waiting: the place where waits are shown to the watching thread.
+    waiting: the list of this rank's waits, which the watching thread reads; the journal enters its
+        own waits.
     """
 
     def __init__(self, comm: Any, waiting: Waiting):
@@ -156,8 +158,8 @@ class Journal:
     def take(self, kind: str, tag: int = 0) -> None:
         """Begin a collective step of this kind, such as "exchange", and compare ranks if it is due.
 
-        Raises DivergenceError on every rank if ranks differ, and RuntimeError if two threads use
-        the grid at once.
+        `tag` is the tag of an exchange, which must be equal on all ranks. Raises DivergenceError on
+        every rank if ranks differ, and RuntimeError if two threads use the grid at once.
         """
         self._begin_step()
         function = CURRENT.call[0]
@@ -230,7 +232,7 @@ class Journal:
         return number_alike
 
     def latest(self) -> int | None:
-        """Return the latest entry's number, to mark a tensor made now; None on other threads."""
+        """Return `place`, to mark a tensor made now; None on a thread that must not communicate."""
         return self.place if threading.get_ident() == self.thread else None
 
     def compare(self) -> None:
@@ -307,7 +309,11 @@ class Journal:
         )
 
     def _change_thread(self) -> None:
-        """Let the calling thread communicate from now on; raise if the former one still might."""
+        """Let only the calling thread communicate from now on.
+
+        Raises RuntimeError unless the thread that did so before has ended, or waits for a lock or a
+        queue.
+        """
         if backward_pass() != -1:
             return  # autograd computes on behalf of the thread that called backward()
         if not is_parked(self.thread):

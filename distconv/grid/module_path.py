@@ -30,7 +30,7 @@ def module_calls() -> list[nn.Module]:
 def on_behalf_of(modules: list[nn.Module]) -> Iterator[None]:
     """Let `module_path` name these modules, innermost first, within the context.
 
-    For work that was put off until after their calls.
+    It is for work of these modules that is done only after their calls.
     """
     token = _BEHALF.set(modules)
     try:
@@ -51,7 +51,7 @@ def module_path() -> str:
 
 
 def _name_within(outer: nn.Module, inner: nn.Module) -> str:
-    """Return the name of `inner` among the modules of `outer`; its class name if it is none."""
+    """Return the name of `inner` within `outer`; its class name if `outer` does not contain it."""
     for modules in (outer.named_children(), outer.named_modules()):
         for name, part in modules:
             if part is inner:

@@ -18,8 +18,8 @@ def world() -> Communicator:
     """Return the communicator of all ranks of the job.
 
     It is for grids; a program uses `ProcessGrid.comm`. The first call starts MPI, or connects to
-    the store of torchrun or of torch.distributed's default group. Without any, this process is the
-    only rank. Raises RuntimeError in a worker process, which is no rank.
+    the store of torchrun or of torch.distributed's default group. A process that none of these
+    has started is the only rank. Raises RuntimeError in a worker process, which is no rank.
     """
     launch.check_is_rank()
     return _world()

@@ -23,7 +23,7 @@ _SUMMED = torch.float32, torch.bfloat16
 
 
 def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) -> list[str]:
-    """Return a text for each wrong result of a carrier; all ranks of `comm` call it together.
+    """Test a carrier, and return a text for each wrong result. All ranks of `comm` call it.
 
     The texts are the same on all ranks. Nothing is tested if DISTCONV_SELFTEST=0 on a rank.
     """
@@ -34,7 +34,7 @@ def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) ->
 
 
 def check_carrier(carrier: Transport, comm: Communicator, device: torch.device) -> None:
-    """Test a carrier, and raise RuntimeError on all ranks if one gets wrong values. Collective."""
+    """Test a carrier; raise RuntimeError on all ranks if any rank gets wrong values. Collective."""
     wrong = found_wrong(carrier, comm, device)
     if not wrong:
         return

@@ -57,14 +57,17 @@ def time_limit() -> float:
 class Board:
     """Short texts and counters by which the watching threads of all ranks inform each other.
 
-    They lie in a store of torch.distributed, which the first rank keeps.
+    The board keeps them in a store of torch.distributed on the first rank.
     """
 
     def __init__(self, store: Store = None):
         self._store = store
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a method of the store; None if the store cannot be reached."""
+        """Call the store's method of the name `method`, and return its result.
+
+        Returns None if the store cannot be reached.
+        """
         try:
             return None if self._store is None else getattr(self._store, method)(*arguments)
         except RuntimeError:

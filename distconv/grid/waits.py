@@ -14,8 +14,9 @@ from distconv.device.streams import record_event
 class Wait:
     """A context during which the host waits for other ranks.
 
-    `peers` returns the awaited ranks, None stands for all. `seen` is the time, of `time.monotonic`
-    in seconds, at which the watching thread first saw the wait; 0 before.
+    `peers()` returns the numbers of the awaited ranks; `peers` is None if all ranks are awaited.
+    `seen` is the time, of `time.monotonic` in seconds, at which the watching thread first saw the
+    wait; 0 before.
     """
 
     __slots__ = ("_before", "_waiting", "peers", "seen")
@@ -58,7 +59,10 @@ class Waiting:
         self.checks: list[Callable[[], None]] = []
 
     def oldest_of_streams(self) -> StreamWait | None:
-        """Return the first stream's wait that is not over; only the watching thread may call."""
+        """Return the earliest queued wait of a stream that is not over, or None.
+
+        Only the watching thread may call it.
+        """
         given = self.of_streams
         while given and given[0].event.query():
             given.popleft()

@@ -20,7 +20,7 @@ Peers = Callable[[], Iterable[int]]
 
 
 class WrappedTransport:
-    """A transport around another carrier, to which the methods of a subclass pass messages."""
+    """A transport around another one, `carrier`, to which subclasses pass the messages on."""
 
     def __init__(self, carrier: Transport):
         self.name, self.ordered, self.next_tag = carrier.name, carrier.ordered, carrier.next_tag
@@ -33,7 +33,7 @@ class WrappedTransport:
 
 
 class _WatchedRequest:
-    """A request that waits within the context `wait()`, which shows the wait to a thread."""
+    """A request whose `wait` runs within the context `wait()`, which the watching thread sees."""
 
     __slots__ = ("_request", "_wait")
 
@@ -48,7 +48,7 @@ class _WatchedRequest:
 class WatchedTransport(WrappedTransport):
     """A carrier that shows its waits to the watching thread, and enters its steps in the journal.
 
-    `members` returns the ranks of a communicator, as numbers in the grid.
+    `members(group)` returns the ranks of the communicator `group`, as numbers in the grid.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class WatchedTransport(WrappedTransport):
 
     @contextmanager
     def _on_stream(self, device: Any, peers: Peers) -> Iterator[None]:
-        """Show a wait of the host within the context, and then a wait of the current stream.
+        """Let the watching thread see that the host waits, within the context, for `peers()`.
 
-        The host may wait while ranks connect. In a captured graph a wait happens at each replay,
-        and is not shown.
+        The host may wait while ranks connect. After the context the thread sees a wait of the
+        current stream, unless the stream is being captured: that wait happens at each replay.
         """
         with Wait(self._waiting, peers):
             yield

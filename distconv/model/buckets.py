@@ -56,8 +56,8 @@ class Bucket:
 
         Parameters
         ----------
-        parts: for each gradient, whether it is this rank's part; otherwise it is equal on all
-            ranks, and only the first rank adds it.
+        parts: for each gradient, whether it is this rank's summand; otherwise it is the sum
+            already, equal on all ranks, and only the first rank adds it.
         made: for each gradient, whether autograd has made it in this pass, not added to an earlier
             one.
         """
@@ -112,8 +112,9 @@ def fill_buckets(
 ) -> list[tuple[tuple[str, ...], list[Tensor]]]:
     """Return each bucket's axes and parameters, in the order in which backward passes fill buckets.
 
-    Each of `parameters` comes with the grid axes over which its gradient is summed. The last ones
-    come first. Parameters of a bucket have equal axes and types; it is full at `bucket_bytes`.
+    Each of `parameters` comes with the grid axes over which its gradient is summed. The last
+    parameters come first, as backward passes reach them first. Parameters of a bucket have equal
+    axes and types; the bucket is full at `bucket_bytes`.
     """
     buckets = []
     filling: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}

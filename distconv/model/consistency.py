@@ -73,7 +73,10 @@ def _of_optimizer(optimizer: Optimizer | None, model: nn.Module) -> Iterator[Che
 
 
 def _of_value(name: str, value: Any) -> Iterator[Checked]:
-    """Yield the tensors in a value of an optimizer's state, or its text, for comparison."""
+    """Yield for comparison the tensors in a value of an optimizer's state.
+
+    A plain value, such as a number, is compared by its `repr`, which becomes part of the name.
+    """
     tensors = tensors_in(value)
     for tensor in tensors:
         yield checked(name, tensor)
@@ -82,7 +85,7 @@ def _of_value(name: str, value: Any) -> Iterator[Checked]:
 
 
 def checked(name: str, tensor: Tensor) -> Checked:
-    """Return a tensor for comparison among the ranks that hold the same block of it."""
+    """Return `tensor`, called `name`, for comparison among the ranks that hold the same block."""
     if isinstance(tensor, DistTensor):
         return Checked(name, tensor.shard, cutting_axes(tensor.cuts))
     return Checked(name, tensor)

@@ -45,7 +45,10 @@ def reduction_of(module: nn.Module) -> GradientReduction | None:
 
 
 def reductions_noted_in(modules: Iterable[nn.Module]) -> list[GradientReduction]:
-    """Return the distinct reductions that modules refer to, also those of copied modules."""
+    """Return the `GradientReduction`s of modules, each once.
+
+    A copy of a parallelized module refers to the reduction of the original.
+    """
     noted = (m.__dict__.get(REDUCTION_ATTRIBUTE) for m in modules)
     return list(dict.fromkeys(r for r in noted if r is not None))
 
@@ -69,11 +72,12 @@ class GradientReduction:
     Attributes
     ----------
     grid: the grid over which gradients are summed.
-    whole: a weak reference to the module.
+    whole: a weak reference to the parallelized module.
     leaves: the parameters as autograd knows them; for a sharded one, this rank's block.
-    parts: for each parameter, whether its gradient is this rank's part of a sum, not a sum.
-    enabled: False within `no_sync`, where gradients stay parts.
-    layout: a checksum of the buckets, which all ranks must share.
+    parts: for each parameter, True while its gradient is this rank's summand only, not yet the sum.
+    enabled: False within `no_sync`, where gradients are not summed.
+    layout: a checksum of the parameters' types, strides and trainability, from which the buckets
+        follow; it must be equal on all ranks.
     """
 
     def __init__(
@@ -139,7 +143,10 @@ class GradientReduction:
         return whole is not None and any(part is module for part in whole.modules())
 
     def keep_for(self, blocks: Iterable[Tensor]) -> None:
-        """Keep this reduction alive for backward passes of `blocks`, also without its module."""
+        """Keep this reduction alive as long as the autograd graph of `blocks`.
+
+        A backward pass then works even if the program has deleted the module.
+        """
         for node in {x.grad_fn for x in blocks}:
             if node is not None:
                 notes: Any = node.metadata
@@ -148,7 +155,7 @@ class GradientReduction:
     def release(self) -> None:
         """Remove all hooks and marks from the parameters.
 
-        Raises RuntimeError if a gradient is still a part, after `no_sync`.
+        Raises RuntimeError if a gradient has not been summed over the ranks yet, after `no_sync`.
         """
         self.settle()
         self._check_sums("the parameters leave their module", [True] * len(self.leaves))
@@ -159,9 +166,9 @@ class GradientReduction:
             PARAMETERS.pop(x, None)
 
     def reduce(self) -> None:
-        """Sum the gradients that backward passes within `no_sync` left as parts. Collective.
+        """Sum the gradients that backward passes within `no_sync` have not summed. Collective.
 
-        Gradients that are sums already stay as they are.
+        Gradients that have been summed stay as they are.
         """
         if self.grid.size == 1:
             return
@@ -177,7 +184,7 @@ class GradientReduction:
         self.parts = [False] * len(self.leaves)
 
     def average(self, factor: float) -> None:
-        """From now on divide each rank's part of a gradient by `factor`.
+        """From now on divide each rank's part of a gradient by `factor`, for `DistConvDDP`.
 
         Inputs may then live on smaller grids of some of the ranks, each with samples of its own.
         """
@@ -185,12 +192,13 @@ class GradientReduction:
         self._hooks.share = 1 / factor
 
     def takes(self, grid: Any) -> bool:
-        """Return whether inputs may live on `grid`, which has some of the ranks; see `average`."""
+        """Return whether inputs may live on `grid`, a grid of some of the ranks; see `average`."""
         return self._averages and set(grid.ranks) <= set(self.grid.ranks)
 
     def travel_apart(self, number: int) -> None:
-        """From now on sum gradients over communicators of this reduction alone, named by `number`.
+        """From now on sum gradients over communicators that no other reduction uses.
 
+        `number` distinguishes them from those of other reductions, and is the same on all ranks.
         All ranks of the grid call it together, between steps.
         """
         self._purpose = f"gradients {number}"
@@ -200,7 +208,10 @@ class GradientReduction:
         self.prepare()
 
     def hold(self) -> None:
-        """Do not wait for sums at the end of backward passes, until `start_held` and `settle`."""
+        """From now on leave sums running after backward passes; `settle` waits for them.
+
+        If `_starts_at_the_end`, sums are not started either, until `start_held`, which ends this.
+        """
         self.settle()
         self._held, self._started = True, 0
 
@@ -264,9 +275,9 @@ class GradientReduction:
         self._bucket_of = {n: b for b, members in enumerate(self._members) for n in members}
 
     def _check_sums(self, event: str, concerned: Iterable[bool]) -> None:
-        """Raise RuntimeError if the gradient of a `concerned` parameter is still a part.
+        """Raise RuntimeError if a gradient that has to be summed over the ranks by now is not.
 
-        `event` begins the message.
+        `concerned` says for each parameter whether to check it; `event` begins the message.
         """
         if any(
             x and part and p.grad is not None
@@ -286,7 +297,10 @@ class GradientReduction:
     def _sum_over(
         self, axes: tuple[str, ...], parameters: Sequence[Tensor]
     ) -> Callable[[Tensor], Request] | None:
-        """Return a function that sums a bucket in half precision; None for an all-reduce."""
+        """Return a function that starts to sum a bucket in half precision over `axes`.
+
+        None if the bucket of `parameters` is to be summed by an ordinary all-reduce.
+        """
         grid, wire = self.grid, self._wire
         if wire is None or parameters[0].dtype not in WIDE or grid.topology.parts(axes) == 1:
             return None
@@ -299,7 +313,7 @@ class GradientReduction:
     def expect_part(self, n: int) -> bool:
         """Note that autograd is about to add this rank's part to the gradient of parameter `n`.
 
-        Return whether this rank is the first of the ranks that sum the gradient.
+        Return whether this rank is the first of the ranks over which the gradient is summed.
         """
         first: bool = self._buckets[self._bucket_of[n]].comm.rank == 0
         gradient = self.leaves[n].grad
@@ -310,9 +324,10 @@ class GradientReduction:
         return first
 
     def take_part(self, n: int, new: bool) -> None:
-        """Note that autograd has added this rank's part, and start the sum of a full bucket.
+        """Note that autograd has added this rank's part to the gradient of parameter `n`.
 
-        `new` is True if autograd has made the gradient in this pass, not added to an earlier one.
+        Starts the sums of buckets that are full by it. `new` is True if autograd has made the
+        gradient in this pass, and has not added the part to an earlier gradient.
         """
         backward_pass = torch_private.backward_pass()
         if backward_pass != self._pass:
@@ -354,7 +369,10 @@ class GradientReduction:
             self._start_next()
 
     def _end(self, failed: bool) -> None:
-        """End a backward pass: start the sums that have not started, and set sums as gradients."""
+        """End a backward pass: start the sums that have not started, and set sums as gradients.
+
+        If the pass has `failed`, no further sum is started.
+        """
         # Held sums that start at the end would start in another order on other ranks.
         if not failed and not (self._held and self._starts_at_the_end):
             self._start_rest()
@@ -387,10 +405,10 @@ class GradientReduction:
 
 
 class _EndOfBackward:
-    """A callback at the end of a backward pass, also of one that fails.
+    """A callback that calls `end(failed)` once, at the end of a backward pass or when it fails.
 
-    Autograd calls it at the end of the pass, or drops it if the pass fails; both call
-    `end(failed)`.
+    Autograd calls the callback at the end of the pass, and deletes it without a call if the pass
+    fails.
     """
 
     __slots__ = ("_end", "_over")

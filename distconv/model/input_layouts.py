@@ -16,10 +16,11 @@ from distconv.torch_private import run_eagerly
 
 
 def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layout of each module that a pattern of names matches; the last pattern decides.
+    """Return the layout of each module whose name matches a key of `layouts`, by module name.
 
-    Raises ValueError for a pattern that matches nothing. Raises TypeError for a pattern that is no
-    string, or a value that is no layout.
+    Keys are shell patterns as in Python's `fnmatch`; the last one that matches decides. Raises
+    ValueError for a pattern that matches nothing. Raises TypeError for a pattern that is no string,
+    or a value that is no layout.
     """
     if not isinstance(layouts, Mapping):
         raise TypeError(

@@ -131,7 +131,10 @@ class ModuleGuard:
                 )
 
     def _check_equal(self, module: nn.Module) -> None:
-        """In some calls, raise on every rank if parameters or buffers differ between ranks."""
+        """Raise on every rank if parameters or buffers differ between ranks.
+
+        They are compared in the first 16 calls of the module, and in every 64th later.
+        """
         if not due(self._calls, self._grid):
             return
         found = unequal(checked_state(module), self._grid)

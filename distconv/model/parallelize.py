@@ -70,18 +70,18 @@ def parallelize(
     Parameters
     ----------
     module: any torch.nn.Module; its inputs are then DistTensors.
-    layouts: for patterns of module names, such as "block5.*" ("" is the module itself), the layout
-        of these modules' inputs; the last pattern that matches decides. A tensor with another
-        layout is redistributed, once for all modules that take it in the same layout. Other modules
-        take their inputs as they come.
+    layouts: for shell patterns of module names, such as "block5.*" ("" is the module itself), the
+        layout of these modules' inputs; the last pattern that matches decides. A tensor with
+        another layout is redistributed, once for all modules that take it in the same layout. Other
+        modules take their inputs as they come.
     shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
         fully connected layers whose layout cuts channels. They become DistTensors; an optimizer
         made before this call stays valid if it has no state yet. Weights that are parametrized stay
         whole.
     bucket_bytes: the bytes of gradients in one message.
-    wire: "bfloat16" or "float16" to send gradients as halves, and sum them in float32. They are
-        then the serial ones within two roundings to halves, and are sent after the backward pass.
-        float16 has more bits, and is infinite beyond 65504.
+    wire: "bfloat16" or "float16" to send gradients in half precision, and sum them in float32. They
+        are then the serial ones within two roundings to this type, and are sent after the backward
+        pass. float16 has more bits of mantissa, and is infinite beyond 65504.
     error_feedback: whether a rank keeps the rounding errors of `wire`, and adds them in the next
         step. This takes the memory of one gradient, which is not part of any checkpoint.
 
@@ -149,8 +149,8 @@ def _refuse_script() -> NoReturn:
 def unparallelize(module: Module) -> Module:
     """Make a parallelized module, or a copy of one, an ordinary module again, and return it.
 
-    Its structure may change then, and `parallelize` accepts it again, on any grid. Parameters stay
-    the same objects with the same values and gradients. Sharded parameters become whole, while
+    The program may then change its structure, and `parallelize` it again, on any grid. Parameters
+    stay the same objects with the same values and gradients. Sharded parameters become whole, while
     their optimizer state stays cut. All ranks of the grid call it together, outside of `no_sync`.
     An ordinary module is left as it is.
 
@@ -159,7 +159,7 @@ def unparallelize(module: Module) -> Module:
     ValueError
         Where the module is a part of a larger one, which was parallelized as a whole.
     RuntimeError
-        Where gradients are still parts of sums, after `no_sync`.
+        If gradients have not been summed over the ranks yet, after `no_sync`.
     """
     parts = list(module.modules())
     found = {part: part.__dict__.get(REDUCTION_ATTRIBUTE) for part in parts}
@@ -193,8 +193,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Keep each rank's part of the gradients on that rank within the context, without a sum.
 
     The next backward pass outside sums all parts: accumulation over several mini-batches for the
-    price of one reduction. Until then a gradient that the program sets is a part, too. All ranks
-    enter it together. A `module` that is not parallelized raises `ValueError`.
+    price of one reduction. A gradient that the program itself sets before that pass is summed, too.
+    All ranks enter the context together. A `module` that is not parallelized raises `ValueError`.
     """
     reduction = required_reduction("no_sync", module)
     before, reduction.enabled = reduction.enabled, False
@@ -205,7 +205,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def _compare(mine: dict[str, Any], grid: ProcessGrid, way_out: str) -> list[dict[str, Any]]:
-    """Return `mine` of all ranks; raise ValueError on every rank if they differ. Collective."""
+    """Return the values `mine` of all ranks; raise ValueError on every rank if they differ.
+
+    `way_out` is advice for the error message. Collective.
+    """
     everyone: list[dict[str, Any]] = grid.all_gather_object(mine)
     for found in differences(everyone):
         raise ValueError(f"parallelize: {found}; {way_out}")

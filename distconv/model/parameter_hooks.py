@@ -35,12 +35,12 @@ class ParameterHooks:
     """Hooks that autograd calls before and after it accumulates a parameter's gradient.
 
     Parameters and autograd's nodes hold the hooks, unseen by Python's garbage collector. A hook
-    that referred to `parts` would keep the module alive for ever, so hooks hold weak references. As
-    they run for every parameter in every step, they are not wrapped.
+    that referred to `reduction` would keep the module alive for ever, so they hold weak references.
+    As they run for every parameter in every step, they are not wrapped.
 
     Parameters
     ----------
-    parts: the `GradientReduction` to which every gradient is reported.
+    reduction: the `GradientReduction` to which every gradient is reported.
     parameters: the parameters of the module; their positions are their numbers.
     leaves: the same parameters as autograd knows them: for a sharded one, this rank's block.
     axes: for each parameter, the grid axes over which its gradient is summed.
@@ -48,13 +48,13 @@ class ParameterHooks:
 
     def __init__(
         self,
-        parts: Any,
+        reduction: Any,
         parameters: Sequence[Tensor],
         leaves: Sequence[Tensor],
         grid: ProcessGrid,
         axes: Sequence[tuple[str, ...]],
     ):
-        self._parts = ref(parts)
+        self._reduction = ref(reduction)
         self._parameters, self._leaves = parameters, leaves
         self._grid, self._axes = grid, axes
         self._nodes: dict[int, Node | None] = {}
@@ -71,7 +71,10 @@ class ParameterHooks:
         """By which each rank's part of a gradient is multiplied."""
 
     def watch(self, trainable: Sequence[int]) -> None:
-        """Put hooks on the parameters with these numbers, and on nodes that torch has made anew."""
+        """Put hooks on the parameters with the numbers `trainable`, unless they have hooks.
+
+        A parameter whose autograd node torch has replaced gets them again.
+        """
         stream = number_of_stream(self._grid.device)
         if stream != self._stream:
             # A node that is held here accumulates on the stream on which it was made. A capture on
@@ -92,7 +95,11 @@ class ParameterHooks:
             handle.remove()
 
     def _hook(self, n: int, p: Tensor, node: Node) -> None:
-        """Put hooks on parameter `n`, or on its new node after a change of type or stream."""
+        """Put hooks on `p`, parameter `n`, and on `node`, which accumulates its gradient.
+
+        A parameter that has hooks gets none; torch makes a new node when its type or stream
+        changes.
+        """
         if n not in self._nodes:
             after = partial(self._after_accumulation, ref(self), n)
             self._handles.append(p.register_post_accumulate_grad_hook(after))
@@ -102,7 +109,10 @@ class ParameterHooks:
         self._handles.append(node.register_prehook(before))
 
     def _sum_for_hooks(self, n: int, p: Tensor) -> None:
-        """Let the program's own hooks on a parameter get the summed gradient, not a part."""
+        """Let the program's own hooks on `p`, parameter `n`, get the gradient summed over ranks.
+
+        A hook that sums comes before them, and is removed when the program has none any more.
+        """
         hooks = torch_private.hooks_of(p)
         if isinstance(self._parameters[n], DistTensor) or self._grid.size == 1:
             return  # the hooks of a DistTensor sum by themselves
@@ -151,7 +161,7 @@ class ParameterHooks:
             self._checked = backward_pass
         p = self._leaves[n]
         self._new = p.grad is None
-        first = _alive(self._parts).expect_part(n)
+        first = _alive(self._reduction).expect_part(n)
         _check_alone(p)
         if not torch_private.hooks_of(p) or isinstance(self._parameters[n], DistTensor):
             return part
@@ -167,7 +177,7 @@ class ParameterHooks:
     def _after_accumulation(reference: ref[ParameterHooks], n: int, _: Tensor) -> None:
         self = _alive(reference)  # and with it the node with the other hook
         if self._grid.size > 1:
-            _alive(self._parts).take_part(n, self._new)
+            _alive(self._reduction).take_part(n, self._new)
 
 
 _Owner = TypeVar("_Owner")

@@ -28,7 +28,7 @@ _WAY_OUT = (
 
 
 def check_unwrapped(module: nn.Module) -> None:
-    """Raise TypeError if a submodule or parameter of `module` belongs to a wrapper of torch."""
+    """Raise TypeError if torch's data parallelism or sharding wraps a part of `module`."""
     for name, part in module.named_modules():
         wrapper = _among(type(part), _WRAPPERS)
         if wrapper:
@@ -57,9 +57,9 @@ def check_no_active_wrapper() -> None:
 
 @cache
 def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
-    """Raise TypeError, from now on, if a wrapper takes a module with a parallelized submodule.
+    """Let torch's wrappers raise TypeError if they get a module with a parallelized submodule.
 
-    `parallelized` tells whether a module is parallelized.
+    `parallelized(module)` is true for a parallelized module.
     """
 
     def check(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:

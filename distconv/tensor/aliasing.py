@@ -37,7 +37,7 @@ def make_view(
     write: `write(base, view)` copies the elements of a view into its base. None only if `shard`
         shares the memory of `x` on every rank.
     writable: False if several elements of the view are one element of `x`, as after `expand`.
-    place: the indices by which the view was taken from `x`, if it was indexed.
+    place: for `x[indices]` the indices, by which `x[i] += y` recognises its own view; else None.
     """
     view = type(x)(shard, shape, cuts, x.grid)
     if write is None and writable and x.recipe is None:
@@ -63,7 +63,10 @@ def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -
 
 
 def is_of_parameter(x: DistTensorBase) -> bool:
-    """Return whether `x` is a sharded parameter, a view of one, or an empty tensor like one."""
+    """Return whether `x` is a sharded parameter, a view of one, or made by `empty_like` of one.
+
+    Random numbers that fill such a tensor are those of serial torch.
+    """
     memory = x.__dict__.get("_memory")
     return memory is not None and memory.of_parameter
 
@@ -97,7 +100,10 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
 
 
 def _check_bases(x: DistTensorBase, operator: str) -> None:
-    """Raise if the view `x` cannot be written to because of its base, or of that tensor's base."""
+    """Raise if serial torch forbids `operator` to write to the view `x` because of a base.
+
+    Bases are the tensor that `x` is a view of, the tensor that this one is a view of, and so on.
+    """
     recorded, view = torch.is_grad_enabled(), x
     while (recipe := view.recipe) is not None:
         if not recipe.writable:
@@ -124,7 +130,8 @@ def finish_write(x: DistTensorBase) -> None:
     """After a write to `x`, update all tensors that share its memory in serial torch.
 
     Views of `x` on other ranks are made anew when they are read. If `x` is itself a view of
-    elements on other ranks, this writes them to its base, and all ranks call it together.
+    elements on other ranks, the elements of `x` are sent to its base, and all ranks call it
+    together.
     """
     if x.held.requires_grad:
         x.sync_requires_grad()

@@ -1,9 +1,9 @@
 """Autocast: the types in which torch computes a function, observed in torch's own dispatcher.
 
-torch converts operands below the functions that have rules. To find the types, the function is run
-once on tensors without elements. The operands are then converted before the rule is called, and the
-rule computes without autocast. If torch also converts tensors that it makes inside the function,
-autocast stays on in the rule.
+torch converts operands in its dispatcher, below the functions that have rules. To find the types,
+the function is run once on tensors without elements. The operands are then converted before the
+rule is called, and the rule computes without autocast. If torch also converts tensors that it makes
+inside the function, autocast stays on in the rule.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _KNOWN: dict[Any, _Types | None] = {}
 def _types(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> _Types | None:
-    """Return the types for a call of `func`, cached; None if torch's dispatcher does not tell."""
+    """Return the result of `_seen`, cached: the types for a call of `func`, or None."""
     key = func, device, torch.get_autocast_dtype(device), _kind(args), _kind(kwargs)
     try:
         return _KNOWN[key]
@@ -83,7 +83,7 @@ def _types(
 
 
 def _kind(x: Any) -> Any:
-    """Return the cache key of an argument: types and dimensions of tensors, and plain values."""
+    """Return a cache key of an argument: tensors by type and number of dimensions, plain values."""
     if isinstance(x, Tensor):
         return x.dtype, x.dim()
     if isinstance(x, (list, tuple)):
@@ -97,7 +97,7 @@ _BY_VALUE = {bool, str, torch.dtype}
 
 
 def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested arguments with `change` applied to each tensor, always in the same order."""
+    """Return nested arguments with `change` applied to each tensor, in the order of arguments."""
     if isinstance(x, Tensor):
         return change(x)
     if isinstance(x, dict):
@@ -108,7 +108,10 @@ def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _in_type(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return `x` in `dtype`, or `x` itself for None. A copy of a parameter keeps its owner."""
+    """Return `x` converted to `dtype`, or `x` itself if `dtype` is None.
+
+    A converted copy of a parameter still belongs to the parameter's module.
+    """
     if dtype is None or x.dtype == dtype:
         return x
     if isinstance(x, DistTensorBase):
@@ -176,7 +179,10 @@ _COMPOSED = {
 def _seen(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> _Types | None:
-    """Return the types for a call of `func`, from a run on tensors without elements, or None."""
+    """Run `func` on tensors without elements, and return the types that autocast chose.
+
+    Return None if the run fails, or if `func` is no function of torch.
+    """
     if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
         return None
     family: list[StandIn] = []

@@ -1,7 +1,7 @@
 """The base class of DistTensor: shard, cuts, grid and metadata, without any operator.
 
-Modules that DistTensor itself imports use this base; `type(x)` then makes results of the full
-class.
+Modules that DistTensor itself imports use this base. They make results by `type(x)(...)`, so that
+these are DistTensors.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class ViewRecipe(NamedTuple):
     write: `write(base, view)` copies the elements of a separate tensor `view` into the base; all
         ranks call it together. None if view and base share memory.
     writable: False if several elements of the view are one element of the base.
-    place: the indices by which the view was taken from the base, if it was indexed.
-    recorded, inference: the modes of autograd in which the view was first made.
-    modules: the calls of modules that were active when the view was first made.
+    place: for `base[indices]` the indices, by which `x[i] += y` recognises its own view; else None.
+    recorded, inference: whether autograd recorded, and whether inference mode was on, when the view
+        was first made.
+    modules: for a merged tensor, the modules that were being called when it was made: the ledger
+        counts the later movement for them.
     """
 
     base: DistTensorBase
@@ -61,7 +63,7 @@ class ViewRecipe(NamedTuple):
         writable: bool = True,
         place: Any = None,
     ) -> ViewRecipe:
-        """Return a recipe that keeps autograd's present modes, for later calls of `make`."""
+        """Return a recipe with autograd's present modes, in which it will call `make`."""
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return cls(base, make, write, writable, place, *modes)
 
@@ -130,9 +132,10 @@ class DistTensorBase(torch.Tensor):
 
     @cached_property
     def _redistributed(self) -> dict[Cuts, tuple[Any, Any]]:
-        """Return the blocks that `redistribute_once` made in the current call of a module, by cuts.
+        """Return the cache of `redistribute_once`: for cuts, a pair of a state and a block.
 
-        Each comes with the state of this tensor from which it was made.
+        The state holds the call of a module, autograd's modes and the version of this tensor; the
+        block is used again only while they are the same.
         """
         return {}
 
@@ -147,8 +150,8 @@ class DistTensorBase(torch.Tensor):
     ) -> Distributed:
         """Return a merged tensor, a reshape of `unmerged` whose blocks lie on other ranks.
 
-        It shares memory and autograd node of `unmerged` until its blocks are needed; then `make`
-        brings them. `make` and `write` are those of a `ViewRecipe`. No communication.
+        The result shares memory and autograd node of `unmerged` until an operator needs its blocks;
+        then `make` brings them. `make` and `write` are those of a `ViewRecipe`. No communication.
         """
         self = cls(unmerged.shard, shape, cuts, unmerged.grid)
         self.unmerged, self._memory = unmerged, unmerged._memory
@@ -184,7 +187,11 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def held(self) -> Tensor:
-        """Return the elements on this rank, without communication: the own block, or the base's."""
+        """Return this rank's block, or the base's block if the own one has yet to be brought.
+
+        The base's block then shows type, device and `requires_grad`, but holds other elements. No
+        communication.
+        """
         if self.unmerged is not None:
             return self.unmerged.held
         block: Tensor | None = self.__dict__.get("shard")
@@ -246,7 +253,7 @@ class DistTensorBase(torch.Tensor):
     def become(self, view: DistTensorBase) -> None:
         """Turn this tensor object into `view`, a view of it, as `t_()` and `unsqueeze_()` do.
 
-        A new tensor takes its former place as the base of its other views.
+        A new tensor takes the place of this one as the base of the views made earlier.
         """
         memory = self._memory
         before = type(self)(self.held, self.shape, self.cuts, self.grid)

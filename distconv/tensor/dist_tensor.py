@@ -211,10 +211,10 @@ class DistTensor(DistTensorBase):
     def to_local(self) -> Tensor:
         """Return this rank's block as a plain tensor that shares its memory.
 
-        Its channels may be last in memory. If several ranks hold the block, its gradient is divided
-        equally among them. No communication, except for a merged reshape and for a view of elements
-        on other ranks: all ranks bring a copy of the block together, at the first call and after
-        each write to the base; an earlier copy keeps its values.
+        Its channels may be last in memory. If n ranks hold the block, each rank passes 1/n of its
+        result's gradient on to the tensor. No communication, except for a merged reshape and for a
+        view of elements on other ranks: all ranks bring a copy of the block together, at the first
+        call and after each write to the base; an earlier copy keeps its values.
         """
         check_untraced("to_local", self)
         if self.replicas > 1:
@@ -240,7 +240,10 @@ class DistTensor(DistTensorBase):
             return (whole if x is self else whole.reshape(self.shape)).contiguous()
 
     def _stay_distributed(self, operator: str) -> None:
-        """Refuse to make a replicated value a plain tensor within a parallelized module."""
+        """Refuse to return a replicated value as a plain tensor within a parallelized module.
+
+        `operator` is the name of the calling method, for the error message.
+        """
         if torch.is_grad_enabled() and innermost_call() is not None:
             refuse(
                 operator,
@@ -297,7 +300,10 @@ class DistTensor(DistTensorBase):
         return self
 
     def mark_summed_when_accumulated(self) -> None:
-        """Note that a parallelized module, not a hook, sums the gradients of this parameter."""
+        """Note that a parallelized module sums this parameter's gradients over the ranks.
+
+        Without the note, `requires_grad_` adds a hook that sums them.
+        """
         self.summed_when_accumulated = True
 
     @property

@@ -116,7 +116,8 @@ def _odd_dimensions(
 def _chunk(size: int, places: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """Return start and stop of one rank's piece of a dimension, as torch cuts `size` elements.
 
-    `places` has a pair for each mesh dimension that cuts it: the number of pieces, and which one.
+    `places` has a pair for each mesh dimension that cuts the dimension: the number of pieces, and
+    the number of this rank's piece.
     """
     start = 0
     for parts, index in places:

@@ -1,6 +1,7 @@
 """Keep torch's compilers, tracers and transforms out of distconv's computations.
 
-They cannot follow messages. `torch.compile` breaks its graph there; all others are refused.
+These tools cannot follow messages. `torch.compile` breaks its graph at functions of distconv; all
+others are refused.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
     """Raise UnsupportedOperation while a tool traces or transforms the program.
 
     A traced graph would hold this rank's blocks without the messages. All ranks raise, as all run
-    the same program.
+    the same program. `operator` and the tensors in `arguments` are named in the error.
     """
     tool = "torch.jit.trace" if torch.jit.is_tracing() else ""
     if innermost_transform() is not None:

@@ -1,4 +1,4 @@
-"""The owner of each parameter: it decides who sums the gradient, so that it is the serial one.
+"""The parameters that a parallelized module owns: the module sums their gradients over ranks.
 
 A parameter of a parallelized module gets this rank's part of its gradient from every operator on
 distributed tensors, and the module sums the parts. Any other leaf gets the serial gradient: an
@@ -65,12 +65,12 @@ def own_alike(y: Tensor, x: Tensor) -> None:
 
 
 def mark_summed(p: Tensor, summed: bool) -> None:
-    """Note whether hooks of a parameter get its summed gradient, or only this rank's part."""
+    """Note whether hooks on `p` get its gradient summed over the ranks, or this rank's summand."""
     p.__dict__[_SUMMED] = summed
 
 
 def is_summed(p: Tensor) -> bool:
-    """Return whether hooks of a parameter get its summed gradient; see `mark_summed`."""
+    """Return whether hooks on `p` get its gradient summed over the ranks; see `mark_summed`."""
     return p.__dict__.get(_SUMMED, False)
 
 
@@ -148,9 +148,10 @@ def reaches(
 
 
 def enter(plain: Tensor, grid: Grid) -> Tensor:
-    """Return `plain` as an operand on a grid: its gradient is summed over the ranks.
+    """Return `plain`, equal on all ranks, as an operand whose gradient is summed over the ranks.
 
-    `plain` depends on leaves of no parallelized module. All ranks call it.
+    `plain` must not depend on parameters of parallelized modules, whose gradients are summed
+    otherwise; the backward pass checks this. All ranks call it.
     """
     operand = replication.as_replicated(plain, grid)
     operand.register_hook(partial(_check_not_owned, get_gradient_edge(plain).node))

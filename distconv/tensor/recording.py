@@ -1,4 +1,4 @@
-"""Checks that autograd records operations on DistTensors right, and gradients that start a pass."""
+"""Checks of operands before autograd records an operator; the first gradient of a backward pass."""
 
 from __future__ import annotations
 
@@ -124,7 +124,10 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
 
 
 def recorded(operator: Callable[..., Any] | str, arguments: Any) -> Any:
-    """Return arguments after `check_recorded`, for operators that torch does not dispatch on."""
+    """Run `check_recorded`, and return `arguments` with its replacements.
+
+    Operators call it that torch does not pass to DistTensor's rules.
+    """
     entered = check_recorded(operator, *tensors_in(arguments))
     return replaced(arguments, entered) if entered else arguments
 
@@ -172,8 +175,9 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
 def _check_plain(
     operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensorBase]
 ) -> None:
-    """In some calls, compare plain operands between ranks; raise on every rank if they differ.
+    """Compare plain operands between ranks; raise on every rank if they differ.
 
+    They are compared in the first 16 calls of an operator, and in every 64th later.
     Parameters of parallelized modules are left out; `ModuleGuard` compares them. Collective.
     """
     x = next(iter(distributed), None)
@@ -195,10 +199,10 @@ def _check_plain(
 
 
 def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> Tensor:
-    """Return this rank's share of the gradient with which a backward pass starts at `x`.
+    """Return this rank's summand of the gradient with which a backward pass starts at `x`.
 
-    Ranks that hold the same block share its gradient equally, as autograd sums their parts. All
-    ranks call it.
+    It is the block of `gradient` (1 by default), divided by the number of ranks that hold the
+    block, as the gradient is the sum over these ranks. All ranks call it; errors name `operator`.
     """
     check_recorded(operator, x)
     check_untraced(operator, x)
@@ -213,10 +217,10 @@ def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> 
 
 
 def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -> Tensor:
-    """Return this rank's share of a gradient of global shape `shape`, as a block cut by `cuts`.
+    """Return this rank's summand of a gradient of global shape `shape`, as a block cut by `cuts`.
 
-    `gradient` is a DistTensor, or a plain tensor equal on all ranks. Ranks that hold the same block
-    share it equally. All ranks call it.
+    `gradient` is a DistTensor, or a plain tensor equal on all ranks. The result is its block,
+    divided by the number of ranks that hold the block. All ranks call it; errors name `operator`.
     """
     check_recorded(operator, gradient)
     if gradient.shape != shape:

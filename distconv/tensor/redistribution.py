@@ -43,9 +43,10 @@ def plan_to_gather(
     needs: Sequence[IndexMap],
     target: Cuts,
 ) -> Plan | None:
-    """Return the plan of `gather_inputs`, from a tensor cut by `source` to an output by `target`.
+    """Return this rank's plan of `gather_inputs`, for a tensor of `shape` cut by `source`.
 
-    None if every rank's block is already all that it needs.
+    The output is cut by `target`; `needs` has an index map for each dimension. None if every rank's
+    own block holds all inputs that it needs.
     """
     if target == source and all(isinstance(need, Same) for need in needs):
         return None
@@ -55,7 +56,10 @@ def plan_to_gather(
 def gather_by(
     plan: Plan | None, x: DistTensorBase, cuts: Cuts, operator: str, fill: float = 0.0
 ) -> Tensor:
-    """Return the buffer of `gather_inputs`, given its plan. All ranks call it."""
+    """Return the buffer of `gather_inputs`, given its plan; if `plan` is None, the block of `x`.
+
+    The other arguments are those of `gather_inputs`. All ranks call it.
+    """
     if plan is None:
         return x.shard
     record_gather(x, plan, cuts, operator)
@@ -119,7 +123,10 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 
 
 def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distributed:
-    """Return a view of `x` that has the block `shard` and is cut by `cuts`."""
+    """Return a view of `x` that is cut by `cuts`, and has the block `shard`, brought already.
+
+    Writes to the view redistribute it back; the ledger then names `operator`.
+    """
 
     def write(base: DistTensorBase, view: DistTensorBase) -> None:
         overwrite(base, view, operator)
@@ -130,7 +137,10 @@ def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distribu
 
 
 def overwrite(x: DistTensorBase, value: DistTensorBase, operator: str) -> None:
-    """Overwrite `x`, and its base if `x` is a view, by `value`. All ranks call it."""
+    """Overwrite `x`, and its base if `x` is a view, by `value`, for the function `operator`.
+
+    `value` has the shape of `x`, and may have other cuts. All ranks call it.
+    """
     own = redistribute(value, x.cuts, operator).shard
     prepare_write(x, operator)
     if not is_view_of(own, x.shard):

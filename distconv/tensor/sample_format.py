@@ -5,8 +5,8 @@ in every call. Distributing and loading copy the samples anyway, and so put them
 If the sample or the weight has channels last, so has the result of torch's convolutions, and later
 functions keep the format.
 
-The faster format of an accelerator has to be measured there; DISTCONV_CHANNELS_LAST sets it, for
-planes and volumes.
+Which format is faster on an accelerator has to be measured on it. DISTCONV_CHANNELS_LAST=1 or 0
+chooses the format, for planes and volumes.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid
 
 
 def set_weight_formats(module: nn.Module, grid: Grid) -> None:
-    """Store the weights of convolutions in the format of samples; by default of planes on CPUs.
+    """Store the weights of convolutions with channels last, like the samples.
 
-    Each parameter stays the same object, with the same values.
+    By default these are the weights for which oneDNN gains by it, on CPUs only;
+    DISTCONV_CHANNELS_LAST chooses all or none. Each parameter stays the same object.
     """
     chosen = asks_for_channels_last()
     if chosen is False or (chosen is None and (grid.computes_on_gpu or not onednn_is_on())):
@@ -73,7 +74,7 @@ def set_weight_formats(module: nn.Module, grid: Grid) -> None:
 
 
 def _gains(part: nn.Module, weight: Tensor) -> bool:
-    """Return whether oneDNN convolves with this weight in channels last on CPUs."""
+    """Return whether oneDNN convolves faster if `weight`, of layer `part`, has channels last."""
     # A kernel of one element is a product of matrices, which keeps the format of the input.
     one = prod(weight.shape[2:]) == 1
     planes = isinstance(part, nn.Conv2d) and part.groups == 1

@@ -8,12 +8,14 @@ from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
 
 
 class SharedMemory:
-    """The memory of a DistTensor and its views, and copies of it that are views in serial torch.
+    """The memory of a DistTensor and its views, or a copy for a view of elements on other ranks.
+
+    In serial torch the copy and its source are one memory.
 
     Attributes
     ----------
     newest: whether this copy was written to, and the write has not reached its source yet.
-    of_parameter: whether this is the memory of a sharded parameter, or of an empty tensor like one.
+    of_parameter: whether it belongs to a sharded parameter, or to `empty_like` of one.
     """
 
     newest = False
@@ -37,7 +39,10 @@ class SharedMemory:
         return twin
 
     def copy(self, view: Any) -> SharedMemory:
-        """Return memory for a view on other ranks, which follows writes to this memory."""
+        """Return memory for `view`, whose elements come from other ranks.
+
+        A write to this memory outdates `view`.
+        """
         twin = self.fork()
         twin._source, twin._view = self, ref(view)
         return twin
@@ -51,7 +56,10 @@ class SharedMemory:
 
     @property
     def alone(self) -> bool:
-        """Return whether no fork of this memory is in use, so that a write has one meaning."""
+        """Return whether no fork of this memory is in use.
+
+        Otherwise it is unknown whether serial torch would change the fork, too, in a write.
+        """
         origin = self._origin()
         return all(memory._origin() is origin for memory in self._family or ())
 

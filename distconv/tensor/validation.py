@@ -29,9 +29,9 @@ def global_shape(
     """Return the global shape of the tensor of which each rank passes its block. Collective.
 
     `cuts` are the cuts of the tensor. `layout` is compared between ranks, as each may pass another;
-    `operator` is named in errors. In some calls the contents are compared, too: ranks that hold the
-    same block must pass equal ones. Raises `ValueError` on every rank, naming the rank whose block
-    does not fit.
+    `operator` is named in errors. In the first 16 calls, and in every 64th later, the contents are
+    compared, too: ranks that hold the same block must pass equal ones. Raises `ValueError` on every
+    rank, naming the rank whose block does not fit.
     """
     # A tensor on the CPU moves to the grid's device.
     device = "cpu" if local.device == grid.device else str(local.device)

@@ -9,7 +9,10 @@ _INTEGERS = frozenset({int})
 
 
 def whole_number(value: Any, what: str) -> int:
-    """Return `value` as an int; TypeError, which names `what`, for other types, even for 2.0."""
+    """Return `value` as an int.
+
+    Raises TypeError, which names `what`, for a value that is no integer, also for the float 2.0.
+    """
     try:
         return index(value)
     except TypeError:
@@ -17,7 +20,10 @@ def whole_number(value: Any, what: str) -> int:
 
 
 def whole_numbers(value: Any, what: str) -> tuple[int, ...]:
-    """Return an integer, or several, as a tuple; TypeError, which names `what`, for others."""
+    """Return one integer, or several, as a tuple of ints.
+
+    Raises TypeError, which names `what`, for other values.
+    """
     if type(value) is tuple and _INTEGERS.issuperset(map(type, value)):
         return value
     if isinstance(value, int):

@@ -28,7 +28,7 @@ class Request(Protocol):
 
 
 class ChainedRequest:
-    """Several requests as one; when they are complete, `wait` calls `then`."""
+    """Several requests as one: `wait` waits for all of them, and then calls `then`."""
 
     def __init__(
         self, requests: Sequence[Request] = (), then: Callable[[], object] = lambda: None
@@ -46,9 +46,9 @@ class Transport(Protocol):
 
     All ranks start exchanges in the order of the program. So an exchange has the same tag on all
     ranks, and its messages are told apart from others in flight. On a GPU, the carrier reads a
-    tensor after the work that is queued on the current stream when the exchange starts. A group is
-    a result of `ProcessGrid.communicator`; all its ranks call a collective together. Tensors are
-    contiguous.
+    tensor after the work that is queued on the current stream when the exchange starts. The
+    argument `group` is a communicator that `ProcessGrid.communicator` returned; all its ranks call
+    a collective together. Tensors are contiguous.
     """
 
     name: str
@@ -81,9 +81,9 @@ class Transport(Protocol):
 
 
 class StreamTransport(Transport, Protocol):
-    """A carrier whose messages a stream of an accelerator waits for, while the host goes on.
+    """A carrier between accelerators: a stream waits for its messages, while the host goes on.
 
-    Only such carriers are `ordered`. In a batch of messages sends come first.
+    These carriers alone have `ordered` True. An exchange queues its sends before its receives.
     """
 
     device: torch.device
@@ -102,8 +102,8 @@ class StreamTransport(Transport, Protocol):
 class Comparison:
     """A running all-reduce that compares numbers between ranks.
 
-    `most` is the result of `with_opposites` for this rank's numbers; `wait` returns when the
-    all-reduce has overwritten it by the maxima.
+    The argument `most` is the result of `with_opposites` for this rank's numbers. The argument
+    `wait` is a function that returns when the all-reduce has overwritten `most` by the maxima.
     """
 
     def __init__(self, wait: Callable[[], object], most: array[int]):
@@ -144,7 +144,7 @@ class ObjectCommunicator(Protocol):
 
 
 class Communicator(ObjectCommunicator, Protocol):
-    """A communicator of distconv itself, for small messages on the host, for one purpose."""
+    """A communicator for distconv's own small messages in host memory, all of one purpose."""
 
     ranks: tuple[int, ...]
     """The job's numbers of its ranks, in their order."""
@@ -154,7 +154,7 @@ class Communicator(ObjectCommunicator, Protocol):
         """Start to compare numbers of fewer than 64 bits between all ranks."""
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> Communicator:
-        """Return a communicator of `ranks`, numbers in the job, which all call it."""
+        """Return a communicator for one purpose; `ranks`, numbers in the job, all call it."""
 
     def for_program(self) -> Any:
         """Return the communicator that a program gets as `ProcessGrid.comm`."""

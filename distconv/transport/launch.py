@@ -78,7 +78,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def is_copy() -> bool:
-    """Return whether this process was forked from a rank that had met the other ranks."""
+    """Return whether this process was forked from a rank after the rank had met the other ranks."""
     return _copied_from is not None
 
 
@@ -123,7 +123,7 @@ def _imported_mpi() -> ModuleType:
 def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
     """Print a warning if a node has too little shared memory for the ranks of MPICH.
 
-    A rank that gets none ends by a bus error, without any message.
+    A rank for which no shared memory is left ends by a bus error, without any message.
     """
     ranks = int(environment.get("MPI_LOCALNRANKS", 0))
     if environment.get("MPI_LOCALRANKID") != "0" or not os.path.isdir(_SHARED):
@@ -187,7 +187,7 @@ def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """Return the variables in which launchers tell the number of processes, with the numbers.
+    """Return the launchers' variables that hold the number of processes, with the numbers.
 
     A variable of Slurm is included if srun has started this process, and no launcher of MPI.
     """

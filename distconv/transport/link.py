@@ -78,7 +78,10 @@ class Link:
         self._push()
 
     def poll(self) -> Message | None:
-        """Return the next message if it has arrived, else None; go on sending. Raises LinkLost."""
+        """Return the next message if it has arrived, else None. Raises LinkLost.
+
+        Also sends as many waiting bytes as the connection takes.
+        """
         self._push()
         while self._missing:
             try:
@@ -112,9 +115,9 @@ class Link:
         return arrived
 
     def flush(self, until: float) -> None:
-        """Wait until all messages are sent. No message may be arriving. Raises LinkLost.
+        """Wait until all messages are sent. Raises LinkLost, also if a message arrives meanwhile.
 
-        Raises LinkSilent if the other end has not taken them by `until`, a time of
+        Raises LinkSilent if the other end has not taken the messages by `until`, a time of
         `time.monotonic`.
         """
         while self._leaving:
@@ -129,7 +132,7 @@ class Link:
         self._connection.close()
 
     def register(self, waiting: select.poll) -> None:
-        """Let `waiting` notice when this link can receive, or send its rest."""
+        """Let the poll object `waiting` wait for data on this link, or for room to send."""
         waiting.register(self._connection, select.POLLIN | bool(self._leaving) * select.POLLOUT)
 
     def _push(self) -> None:

@@ -1,8 +1,8 @@
 """A carrier over NCCL, by cupy: to the host, an exchange is one kernel that it starts.
 
-All communicators of a process work on one side stream. It waits for the current stream before it
-sends or sums. In `wait` the current stream waits for it, and the host never does. Messages have no
-tags: they are matched by the order in which ranks start them, the same on all.
+All communicators of a process send and sum on one side stream, which first waits for the current
+stream. A request's `wait` lets the current stream wait for the side stream; the host never waits.
+Messages have no tags: they are matched by the order in which ranks start them, the same on all.
 """
 
 from __future__ import annotations

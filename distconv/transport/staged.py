@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LaunchQueue:
-    """Messages and reductions of a process that are not passed to MPI yet, on all its grids.
+    """The messages and reductions of a process, on all its grids, that wait to be passed to MPI.
 
     A wait for one of them starts all, in order. So ranks may wait in different orders: every
     message that another rank waits for is started, and collectives start in the same order on all
@@ -182,7 +182,7 @@ def takes_device_memory(comm: Communicator, kind: str) -> bool:
     """Return whether MPI takes pointers to memory of a kind of accelerator, on all ranks.
 
     All ranks of `comm` call it. DISTCONV_GPU_AWARE_MPI=1 or 0 decides; if it is not set, MPI is
-    asked. Raises ValueError on all ranks for another value.
+    asked. Raises ValueError on all ranks if a rank sets the variable to another value.
     """
     answers = comm.allgather(os.environ.get(_VARIABLE) or _asked(kind))
     for rank, answer in enumerate(answers):

@@ -1,4 +1,4 @@
-"""Sums of types that NCCL, gloo or MPI does not sum, by types that it does."""
+"""Sums of tensors whose type NCCL, gloo or MPI cannot sum, by conversion to one that it can."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Summand(NamedTuple):
         )
 
     def arriving(self, request: Request) -> Request:
-        """Return a request for the tensor's sum, given the request for the sum of `numbers`."""
+        """Return a request for the sum of the tensor; `request` is the running sum of `numbers`."""
         if self.into is None:
             return request
         return ChainedRequest([request], partial(self.into.copy_, self.numbers))

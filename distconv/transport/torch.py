@@ -63,7 +63,7 @@ class TorchRequest:
 
 
 def _outlive(request: TorchRequest) -> None:
-    """Wait for an abandoned request, in a thread, so that its memory is kept until then."""
+    """Wait for an abandoned request, in a thread, to keep its memory until it is complete."""
     with suppress(RuntimeError):
         request.wait()
     request.works = []
@@ -126,7 +126,10 @@ class TorchTransport:
     def _to_others(
         self, arriving: Sequence[Message], leaving: Sequence[Message]
     ) -> tuple[list[Message], list[Message]]:
-        """Return the messages to other ranks, as bytes, and copy those to this rank itself."""
+        """Copy the messages of this rank to itself; return all others, as bytes.
+
+        The result has the messages that arrive from other ranks, and those that leave for them.
+        """
         _copy_own(self._rank, arriving, leaving)
         arriving, leaving = (
             [(r, _bytes(t)) for r, t in messages if r != self._rank and t.numel()]
@@ -150,8 +153,8 @@ class TorchTransport:
 class TorchStreamTransport(TorchTransport):
     """A carrier between accelerators that each belong to one rank; see `StreamTransport`.
 
-    torch gives up on a message after `limit`. All messages of the process start on the stream
-    `side`.
+    A message that takes longer than `limit` is an error. All messages of the process start on the
+    stream `side`.
     """
 
     ordered = True
