@@ -144,7 +144,7 @@ def serve(
 
 
 def server_parts_of(model: nn.Module, team: Team) -> ServerParts:
-    """Return how a model, parallelized or not, is divided over the ranks of a server."""
+    """Divide the tensors of a model, parallelized or not, over the ranks of a server."""
     # Tensors without elements stand for whole ones, also of sharded parameters.
     like = [
         [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in some]
