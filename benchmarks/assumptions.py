@@ -11,10 +11,11 @@ from distconv.planning.machine import LinkTimes, Machine, Table
 
 
 class Assumption(NamedTuple):
-    """A number of the machine that is assumed: how it is changed, from its least to its most."""
+    """A number of a machine that nobody has measured, with the range in which it should lie."""
 
     name: str
     changed: Callable[[Machine, float], Machine]
+    """Returns the machine with another value of the number."""
     low: float
     high: float
     unit: str
@@ -66,11 +67,12 @@ def efficiency(kernels: str, operator: str, low: float, high: float) -> Assumpti
 def assumptions(
     *efficiencies: Assumption, within: tuple[float, float], between: tuple[float, float]
 ) -> tuple[Assumption, ...]:
-    """Return what is assumed of kernels, links and host; every machine has the same latencies.
+    """Return the assumptions about a machine: `efficiencies`, its smallest kernel, links and host.
 
     Parameters
     ----------
-    within, between: least and most bandwidth in a node and between nodes, in bytes per second.
+    within, between: least and most bandwidth in a node and between nodes, in bytes per second;
+        the latencies are the same for all machines.
     """
     links = []
     for where, name, most, bandwidth in (

@@ -89,7 +89,7 @@ def step_of(case: str, grid: dc.ProcessGrid) -> Callable[[], None]:
 
 
 def _seconds_of(step: Callable[[], None], count: int, block: int) -> float:
-    """Return the seconds of some steps, among other holes of the size of a block each time."""
+    """Return the seconds of `count` steps, with new heap holes of `block` bytes in each call."""
     walls = _leave_holes(block)
     step()
     begin = time.perf_counter()
@@ -101,8 +101,8 @@ def _seconds_of(step: Callable[[], None], count: int, block: int) -> float:
 
 
 def main() -> None:
-    """Connect to a port, read from it a case and a number of steps, take them, tell the seconds,
-    and so on.
+    """Connect to the port in the command line; take the steps of each line `CASE COUNT` read from
+    it, and write back their seconds.
     """
     torch.set_num_threads(1)
     grid = dc.ProcessGrid(height=-1)

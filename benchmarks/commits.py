@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.commit_steps import CASES
+from examples.trainer.arguments import positive
+from examples.trainer.launch import mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = Path(__file__).with_name("commit_steps.py")
@@ -39,11 +41,10 @@ class Launch:
     def __init__(self, tree: Path, ranks: int, said: Path) -> None:
         self._tree, self._said = tree, said
         self._ranks: list[IO[str]] = []
-        mpiexec = Path(sys.executable).with_name("mpiexec")
         with socket.create_server(("localhost", 0)) as server, said.open("w") as output:
             port = str(server.getsockname()[1])
             self._process = subprocess.Popen(
-                [str(mpiexec), "-n", str(ranks), sys.executable, str(STEPS), port],
+                [mpiexec(), "-n", str(ranks), sys.executable, str(STEPS), port],
                 cwd=tree,
                 env={**os.environ, "PYTHONPATH": str(tree)},
                 stdin=subprocess.DEVNULL,
@@ -139,13 +140,6 @@ def known_commit(text: str) -> str:
     return text
 
 
-def positive(text: str) -> int:
-    """Return a whole number above zero."""
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def known_cases(text: str) -> list[str]:
     """Return the cases of a list with commas; refuse others."""
     cases = text.split(",")
@@ -162,12 +156,12 @@ def main() -> None:
     parser.add_argument(
         "--new", type=known_commit, default=str(ROOT), help="default: this checkout"
     )
-    parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--launches", type=positive, default=5)
+    parser.add_argument("--ranks", type=positive(int), default=2)
+    parser.add_argument("--launches", type=positive(int), default=5)
     parser.add_argument("--seconds", type=float, default=6.0, help="for a case in one launch")
     parser.add_argument(
         "--warm-up",
-        type=positive,
+        type=positive(int),
         default=20,
         help="steps that are not timed: ranks compare the first 16 calls of a function",
     )

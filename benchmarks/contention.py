@@ -44,7 +44,7 @@ Away: TypeAlias = tuple[tuple[int, ...], int]
 
 
 class Event(NamedTuple):
-    """An exchange, or a collective, of one kind of ranks."""
+    """An exchange or collective as a recorded rank starts it, its peers by their distances."""
 
     collective: str | None
     """`all_reduce` or `all_gather`; None for an exchange."""
@@ -53,7 +53,7 @@ class Event(NamedTuple):
 
 
 class Movement(NamedTuple):
-    """One exchange or collective of a step, of all ranks."""
+    """An exchange or collective of a step, with the messages of all ranks."""
 
     name: str
     times: int
@@ -64,12 +64,11 @@ class Movement(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The messages of a step.
+    """The messages of a step on all ranks of a grid, from the records of a few.
 
-    Ranks at like places of a grid do alike: there are records of each kind of place (first, last,
-    and between, along each axis), with other ranks told by how far away they are. The middle of an
-    axis is that of all but its ends, and the first samples those of all, so that uneven blocks
-    count so.
+    Along each axis the first, the middle and the last rank are recorded, along `sample` the first
+    alone. A recorded rank stands for all ranks of its kind: all between the ends of an axis, and
+    all samples, so uneven blocks are treated as even.
     """
 
     name: str
@@ -80,7 +79,7 @@ class Trace(NamedTuple):
     """By kind, the exchanges and collectives by their numbers."""
 
     def movements(self, machine: Machine) -> Iterator[Movement]:
-        """Yield what is different among the exchanges and collectives of a step."""
+        """Yield the exchanges and collectives of a step, equal ones once, with their number."""
         found: dict[tuple[Event | None, ...], int] = Counter()
         for number in sorted(set().union(*self.starts)):
             found[tuple(of.get(number) for of in self.starts)] += 1
@@ -169,7 +168,7 @@ def _rank_at(topology: Topology, place: Sequence[int]) -> int:
 
 
 def _stands_for(topology: Topology, rank: int) -> tuple[int, ...]:
-    """Return the coordinates of the rank that stands for this one; samples have no neighbours."""
+    """Return the coordinates of the recorded rank that stands for `rank`."""
     places = zip(AXES, _coordinates(topology, rank), topology.extents, strict=True)
     return tuple(
         0 if axis == "sample" else n // 2 if 0 < index < n - 1 else index
@@ -178,7 +177,7 @@ def _stands_for(topology: Topology, rank: int) -> tuple[int, ...]:
 
 
 def all_reduce(group: Sequence[int], size: float, per_node: int) -> list[Step]:
-    """Return the messages of a sum: within nodes, then between them, each rank with its share.
+    """Return the steps of an all-reduce of `size` bytes: within nodes, then between, by shares.
 
     Each level scatters the sums by recursive halving and gathers them by doubling, as Thakur,
     Rabenseifner and Gropp have it (2005).
@@ -195,9 +194,9 @@ def all_reduce(group: Sequence[int], size: float, per_node: int) -> list[Step]:
 
 
 def all_gather(group: Sequence[int], size: float, per_node: int) -> list[Step]:
-    """Return the messages by which all get what each has: between nodes, then within them.
+    """Return the steps of an all-gather of `size` bytes a rank: between nodes, then within.
 
-    In every step of a level, what a rank has doubles.
+    Each step of a level doubles the data of a rank.
 
     Raises
     ------
@@ -220,7 +219,7 @@ def _levels(group: Sequence[int], per_node: int) -> tuple[list[list[int]], list[
 
 
 def _halving(groups: Sequence[Sequence[int]], size: float) -> list[Step]:
-    """Return the steps of groups that scatter their sums by halves, all at the same time."""
+    """Return the steps of a reduce-scatter by recursive halving, of all groups at once."""
     count = len(groups[0])
     if count & (count - 1):
         raise ValueError(f"{count} ranks are no power of two; choose a grid of such extents")

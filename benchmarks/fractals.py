@@ -69,7 +69,7 @@ SHARDED = 3
 
 
 class Run(NamedTuple):
-    """A step at a scale, on a cube of ranks, as activations and weights are kept."""
+    """A predicted step of one sample of (2^scale)^3 voxels on ways^3 ranks."""
 
     scale: int
     ways: int
@@ -108,7 +108,7 @@ def play(machine: Machine, scale: int, ways: int, recordings: list[Recording]) -
 def convolution_times(
     machine: Machine, channels: tuple[int, int], block: tuple[int, ...]
 ) -> tuple[float, float]:
-    """Return the milliseconds of a convolution, forward and both gradients, as planning has it."""
+    """Return the predicted milliseconds of a convolution: forward, and of both gradients."""
     convolution = nn.Conv3d(*channels, 3, padding=1, bias=False, dtype=torch.bfloat16)
     step = record_step(convolution, [(1, channels[0], *block)], {}, gpu=True, input_gradients=True)
     times = OperatorTimes(machine, 1)
@@ -194,10 +194,7 @@ def _convolutions(machine: Machine) -> Iterator[str]:
 def _table(machine: Machine, runs: Sequence[Run], first: str) -> str:
     heads = ["ranks", "step", "compute", "exposed messages", "memory a rank", "fits"]
     heads += ["recomputed: step", "memory a rank", "fits"]
-    return markdown([[first, *heads] if first else heads, *_rows(machine, runs, first)])
-
-
-def _rows(machine: Machine, runs: Sequence[Run], first: str) -> Iterator[tuple[str, ...]]:
+    rows = [[first, *heads] if first else heads]
     for run in runs:
         if run.recompute:
             continue
@@ -206,7 +203,8 @@ def _rows(machine: Machine, runs: Sequence[Run], first: str) -> Iterator[tuple[s
         cells = [f"{run.ways**3:,}"]
         cells += [f"{1e3 * s:.1f} ms" for s in (p.seconds, p.compute, p.exposed)]
         cells += [*_memory(machine, p), f"{1e3 * q.seconds:.1f} ms", *_memory(machine, q)]
-        yield tuple([str(run.scale), *cells] if first else cells)
+        rows.append([str(run.scale), *cells] if first else cells)
+    return markdown(rows)
 
 
 def _memory(machine: Machine, prediction: Prediction) -> tuple[str, str]:
@@ -216,7 +214,7 @@ def _memory(machine: Machine, prediction: Prediction) -> tuple[str, str]:
 
 
 def bands_of(machine: Machine, runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return a table: milliseconds of these steps with each number at its least and most."""
+    """Return a table: milliseconds of each run with each assumed number at its least and most."""
     ranks = [f"scale {run.scale}, {run.ways**3:,}" for run in runs]
     rows: list[tuple[str, ...]] = [("assumed", "from", "to", *ranks)]
     for number in ASSUMPTIONS:

@@ -45,26 +45,22 @@ def halos(settings: Settings, cases: Sequence[tuple[str, int, int]] = CASES) -> 
     """Yield two rows for each case, on chains of ranks whatever the settings; all ranks call it."""
     for axis, channels, extent in cases:
         grid = chain(axis)
-        cut = THICKNESS * grid.size
-        plane = (cut, extent) if axis == "height" else (extent, cut)
-        x = DistTensor.from_local(torch.randn(block_of(axis, channels, extent)), grid)
+        block, plane = (
+            (1, channels, *((n, extent) if axis == "height" else (extent, n)))
+            for n in (THICKNESS, THICKNESS * grid.size)
+        )
+        x = DistTensor.from_local(torch.randn(block), grid)
         plan = plan_of(x)
         runs = exchange(x, plan), sendrecv(plan, grid), sendrecv(plan, grid, written=False)
         sides = [Contender(run, settings.threads) for run in runs]
         times = alternate(grid.comm, sides, settings.seconds)
         elements = channels * extent
         case = f"{byte_size(4 * elements)} each way, {axis} cut"
-        configuration = settings.configuration(grid, f"{by((1, channels, *plane))}, 3x3")
+        configuration = settings.configuration(grid, f"{by(plane)}, 3x3")
         target = 1.3 if elements >= ROW else None
         row = "halo", case, configuration
         yield over(row, "over Sendrecv of bytes just written", times[0], times[1], target)
         yield over(row, "over Sendrecv of the same bytes again", times[0], times[2], None)
-
-
-def block_of(axis: str, channels: int, extent: int) -> tuple[int, ...]:
-    """Return the shape of a rank's block in a case."""
-    plane = (THICKNESS, extent) if axis == "height" else (extent, THICKNESS)
-    return 1, channels, *plane
 
 
 def plan_of(x: DistTensor) -> Plan:
@@ -90,7 +86,7 @@ def sendrecv(plan: Plan, grid: ProcessGrid, *, written: bool = True) -> Callable
 
     Parameters
     ----------
-    written: whether they are written, as they lie in a contiguous tensor, each time before.
+    written: whether to write the bytes anew before each call, as packing does.
     """
     sends = {r.peer: r.size for r in plan.sends}
     receives = {r.peer: r.size for r in plan.receives}

@@ -41,7 +41,7 @@ SIZE = 1 << 19
 
 
 class Case(NamedTuple):
-    """Something that a rank in the middle of the grid does, ready to be called."""
+    """A call that a rank in the middle of a grid makes, which is timed."""
 
     name: str
     run: Callable[[], object]
@@ -99,7 +99,7 @@ def geometry(extents: dict[str, int]) -> Iterator[Case]:
 
 
 def tensors(extents: dict[str, int]) -> Iterator[Case]:
-    """Yield what a program does with tensors on a grid, without elements."""
+    """Yield a program's calls that make and convolve tensors without elements on a grid."""
     grid: Any = DryRunGrid(extents)
     shape = 1, 8, SIZE, SIZE
     box = local_box(shape, grid)
@@ -112,7 +112,7 @@ def tensors(extents: dict[str, int]) -> Iterator[Case]:
 
 
 def cases(extents: dict[str, int]) -> Iterator[Case]:
-    """Yield everything that is measured on a grid."""
+    """Yield all calls that are measured on a grid."""
     yield from geometry(extents)
     yield from tensors(extents)
 
@@ -161,7 +161,7 @@ def cost(run: Callable[[], object], rounds: int = 15) -> Cost:
 
 
 def agreement(ranks: int) -> float:
-    """Return the seconds of deciding on devices, once the offers of all ranks have arrived."""
+    """Return the seconds in which a rank chooses devices from the gathered offers of all ranks."""
     offers = [make_offer("cpu", "mpi", None, True)] * ranks
     start = time.perf_counter()
     choose(offers)

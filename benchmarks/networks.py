@@ -158,11 +158,6 @@ _unet2d = partial(UNet, 2, 3, 2, 16, 3, nn.BatchNorm2d)
 _grouped2d = partial(UNet, 2, 3, 2, 16, 3, _group_norm, nn.SiLU, True)
 
 
-def _fractal(scale: int, width: int) -> Callable[[], nn.Module]:
-    """Return the maker of the U-Net of the fractal benchmark for volumes of (2^scale)^3."""
-    return partial(UNet, 3, 3, 6, width, scale - 2, _group_norm)
-
-
 def _whatever_the_size(make: Callable[[], nn.Module]) -> Callable[[Sequence[int]], nn.Module]:
     return lambda spatial: make()
 
@@ -207,7 +202,7 @@ NETWORKS = (
     *(
         Network(
             f"3-D U-Net, group norm, {width} channels, {2**scale}^3",
-            _whatever_the_size(_fractal(scale, width)),
+            _whatever_the_size(partial(UNet, 3, 3, 6, width, scale - 2, _group_norm)),
             (1, 3, 2**scale, 2**scale, 2**scale),
             *(classes, F.cross_entropy),
             over_plain=1.06,

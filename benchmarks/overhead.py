@@ -105,7 +105,7 @@ def cut_convolution(x: DistTensor, weight: Tensor, dy: Tensor) -> Callable[[], N
 def kernels(
     x: DistTensor, weight: Tensor, dy: Tensor, messages: Callable[[], None]
 ) -> Callable[[], None]:
-    """Return all that an overlapped 3x3 convolution of `x`, cut in height, computes and sends."""
+    """Return a function that runs the kernels and messages of `cut_convolution` alone."""
     local = x.shard.detach()
     sides = [(slice(0, 1), slice(0, 1))] if x.grid.rank > 0 else []
     sides += [(slice(-1, None), slice(2, 3))] if x.grid.rank < x.grid.size - 1 else []
@@ -129,7 +129,7 @@ def kernels(
 
 
 def plan(samples: int = 100) -> Row:
-    """Return the row of a plan of a 3^3 convolution, each time for another of 16^3 ranks."""
+    """Return the row of the time to plan a 3^3 convolution, for one after another of 16^3 ranks."""
     topology = Topology((1, 1, 1, 16, 16, 16))
     shape, cuts = (1, 16, 512, 512, 512), ((), (), ("depth",), ("height",), ("width",))
     needs = (Same(), Same(), *(Window(3, padding=(1, 1)),) * 3)

@@ -31,6 +31,7 @@ from benchmarks.measuring.network import (
     target_cuts,
 )
 from benchmarks.measuring.settings import by
+from benchmarks.measuring.turns import alternate
 from benchmarks.networks import COSMOFLOW, MESH, UNET3D, cosmoflow, resnet50
 from benchmarks.record import machine as describe_machine
 from distconv.geometry.layout import Layout
@@ -39,7 +40,7 @@ from distconv.model.parallelize import parallelize
 from distconv.planning import Machine, calibrate, predict
 from distconv.planning.prediction import in_words
 from distconv.planning.table import byte_size, table
-from distconv.planning.timing import sleep_until_all_are_here, spread
+from distconv.planning.timing import Contender, sleep_until_all_are_here, spread
 from examples.mesh_tangling.network import mesh_tangling_2k
 
 MACHINE = "predictions-machine.json"
@@ -47,8 +48,6 @@ MACHINE = "predictions-machine.json"
 
 SECONDS = 1.0
 """About how long the steps of one case are timed before it is predicted, and again afterwards."""
-FEWEST, MOST = 5, 40
-"""The fewest and the most steps that are timed."""
 
 MEDIAN_ERROR, WORST_ERROR, MEMORY_ERROR, CHOICE = 0.10, 0.25, 0.05, 1.05
 """What the errors should be at most; and the time on the planner's grid over that on the best."""
@@ -119,7 +118,7 @@ class Result(NamedTuple):
 
     @property
     def memory_error(self) -> float:
-        """Return the same of memory."""
+        """Return by how much the predicted memory is too large, as a share of the measured one."""
         return self.peak_predicted / self.peak_measured - 1
 
 
@@ -131,7 +130,7 @@ Make = Callable[[], Callable[[], None]]
 def on_grid(
     network: Network, extents: dict[str, int], measure: Callable[[Make, MPI.Intracomm], T]
 ) -> T | None:
-    """Return what a function of a step and of the ranks of a grid measures there.
+    """Return `measure(make, comm)` on the ranks of a grid, the first ones of MPI.
 
     All ranks call it; those that are not on the grid sleep, and get None.
     """
@@ -161,24 +160,11 @@ def peak(make: Make, comm: MPI.Intracomm) -> int:
 
 def times(make: Make, comm: MPI.Intracomm) -> list[float]:
     """Return the seconds of steps on the slowest rank."""
-    step = make()
-    clock = time.perf_counter
-    for _ in range(3):
-        comm.Barrier()
-        start = clock()
-        step()
-        once = comm.allreduce(clock() - start, MPI.MAX)
-    taken = []
-    for _ in range(min(max(int(SECONDS / once), FEWEST), MOST)):
-        comm.Barrier()
-        start = clock()
-        step()
-        taken.append(comm.allreduce(clock() - start, MPI.MAX))
-    return taken
+    return alternate(comm, [Contender(make())], SECONDS)[0]
 
 
 def loss_of(network: Network) -> Callable[[Any], Tensor]:
-    """Return the loss for a prediction, whose target has no elements."""
+    """Return the loss of a network for `predict`, with a target without elements."""
     target = network.target(tuple(result_on_meta(network, network.shape).shape))
 
     def loss(output: Any) -> Tensor:
@@ -194,7 +180,8 @@ def run(folder: Path, cases: Sequence[Case] = CASES) -> None:
     world = MPI.COMM_WORLD
     torch.set_num_threads(1)
     path, file = folder / "predictions.jsonl", folder / MACHINE
-    done = world.bcast(read(path))
+    lines = path.read_text().splitlines() if path.exists() else []
+    done = world.bcast([Result(**json.loads(line)) for line in lines])
     if not file.exists():
         machine = calibrate()
         if world.rank == 0:
@@ -227,20 +214,14 @@ def run(folder: Path, cases: Sequence[Case] = CASES) -> None:
                         *(p.seconds, bytes_of_step, p.peak),
                     )
                 )
-                with path.open("a") as lines:
-                    print(json.dumps(done[-1]._asdict()), file=lines)
+                with path.open("a") as kept:
+                    print(json.dumps(done[-1]._asdict()), file=kept)
                 machine.save(file)
                 took = time.perf_counter() - start
                 print(f"{told(done[-1])}  ({took:.1f} s)", file=sys.stderr, flush=True)
             sleep_until_all_are_here(world)
     if world.rank == 0:
         (folder / "predictions.md").write_text(page(done))
-
-
-def read(path: Path) -> list[Result]:
-    """Return the results of earlier runs."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Result(**json.loads(line)) for line in lines]
 
 
 def told(r: Result) -> str:
@@ -253,7 +234,7 @@ def told(r: Result) -> str:
 
 
 def errors(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """Return the quartiles of errors as rows, and whether they are what they should be."""
+    """Return the quartiles of errors as rows, with their targets and verdicts."""
     rows: list[tuple[str, ...]] = [
         ("", "lower quartile", "median", "upper quartile", "worst", "target", "verdict")
     ]

@@ -27,7 +27,7 @@ from distconv.planning.timing import Contender
 
 
 class WholeSamples(torch.utils.data.Dataset[Any]):
-    """What a program without boxes does: every rank reads all of each sample that it needs."""
+    """A dataset of whole samples, as programs without boxes read them on every rank."""
 
     def __init__(self, path: Path) -> None:
         self._samples = h5py.File(path, "r")["x"]

@@ -34,7 +34,9 @@ def record(path: Path, settings: Settings, names: Iterable[str]) -> None:
     for name in names:
         rows = list(BENCHMARKS[name](settings))
         sections.append(f"## {name}\n\n```\n{as_table(rows)}\n```\n")
-        _say(f"{name}: {len(rows)} rows after {time.perf_counter() - start:.0f} s")
+        if MPI.COMM_WORLD.rank == 0:
+            taken = f"{len(rows)} rows after {time.perf_counter() - start:.0f} s"
+            print(f"{name}: {taken}", file=sys.stderr, flush=True)
     if MPI.COMM_WORLD.rank == 0:
         title = f"# Benchmarks on {MPI.COMM_WORLD.size} ranks, CPU\n"
         note = "Written by `make bench`; what the columns mean is in `benchmarks/README.md`.\n"
@@ -48,8 +50,11 @@ def machine() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
     facts = {
-        "distconv": f"{version('distconv')}, commit {_commit()}",
+        "distconv": f"{version('distconv')}, commit {described.stdout.strip() or 'unknown'}",
         "torch": torch.__version__,
         "MPI": MPI.Get_library_version().splitlines()[0].strip(),
         "Python": platform.python_version(),
@@ -61,17 +66,6 @@ def machine() -> str:
         "date": datetime.date.today().isoformat(),
     }
     return "\n".join(f"{name:<9} {fact}" for name, fact in facts.items())
-
-
-def _commit() -> str:
-    """Return the commit that is measured, marked where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
-
-
-def _say(text: str) -> None:
-    if MPI.COMM_WORLD.rank == 0:
-        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

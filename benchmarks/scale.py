@@ -32,24 +32,21 @@ from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 MACHINE = Path(__file__).parents[1] / "machines" / "lassen.json"
 
 STYLE: Any = {
-    "font.size": 8,
-    "axes.labelsize": 8,
+    "font.size": 7,
+    "axes.labelsize": 7,
     "axes.titlesize": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.linewidth": 0.4,
     "grid.alpha": 0.5,
-    "legend.fontsize": 7,
     "legend.frameon": False,
     "lines.linewidth": 1.2,
     "lines.markersize": 4,
-    "pdf.fonttype": 42,
-    "savefig.dpi": 300,
+    "savefig.dpi": 130,
 }
-"""One column of a journal: small letters that stay letters in PDF."""
 
-COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+BLUE, VERMILION = "#0072B2", "#D55E00"
 """Told apart by all readers: Okabe and Ito, "Color Universal Design" (2008)."""
 
 
@@ -241,9 +238,8 @@ def picture(found: Outcome, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style: Any = STYLE | {"font.size": 7, "axes.labelsize": 7, "savefig.dpi": 130}
     columns = 4
-    with rc_context(style):
+    with rc_context(STYLE):
         figure = Figure(figsize=(7.2, 1.9 * ceil(len(ASSUMPTIONS) / columns)), layout="constrained")
         axes = figure.subplots(-(-len(ASSUMPTIONS) // columns), columns, sharex=True, sharey=True)
         for ax, number in zip(axes.flat, ASSUMPTIONS, strict=False):
@@ -254,33 +250,25 @@ def picture(found: Outcome, path: Path) -> None:
         figure.savefig(path)
 
 
-def _axis_of_ranks(ax: Any, ranks: Sequence[int]) -> None:
-    """Let the horizontal axis be that of ranks, with a mark for each number, as far as they fit."""
-    ax.set_xscale("log", base=2)
-    step = -(-len(ranks) // 12)
-    ax.set_xticks(ranks[::step], [f"{n:,}" for n in ranks[::step]])
-    ax.minorticks_off()
-    ax.set_xlabel("ranks")
-
-
 def _panel(ax: Any, found: Outcome, number: Assumption) -> None:
     e, places = found.experiment, found.places
     low, high = found.bands[number.name]
     ideal = [n / places[0] if e.measure == "speed-up" else 1.0 for n in places]
     ax.plot(places, ideal, color="0.6", linestyle=":", label="ideal")
-    ax.fill_between(places, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="band")
-    ax.plot(places, found.values, color=COLOURS[0], label="predicted")
+    ax.fill_between(places, low, high, color=BLUE, alpha=0.25, linewidth=0, label="band")
+    ax.plot(places, found.values, color=BLUE, label="predicted")
     if e.published:
         points = list(zip(*e.published.items(), strict=True))
-        ax.plot(*points, "o", color=COLOURS[1], label="published")
-    _axis_of_ranks(ax, places)
+        ax.plot(*points, "o", color=VERMILION, label="published")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(places, [f"{n:,}" for n in places])
     ax.set_xlabel(e.per)
     if e.measure == "speed-up":
         ax.set_yscale("log", base=2)
         ax.set_yticks(ideal, [f"{value:g}" for value in ideal])
-        ax.minorticks_off()
     else:
         ax.set_ylim(bottom=0)
+    ax.minorticks_off()
     ax.set_title(f"{number.name}\n{number.low:.3g} to {number.high:.3g} {number.unit}", fontsize=6)
 
 

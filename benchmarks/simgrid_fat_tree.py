@@ -51,7 +51,7 @@ def platform(given: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Simulate what is asked for."""
+    """Simulate the phases on standard input, and write their seconds on standard output."""
     given = json.load(sys.stdin)
     options = ["network/model:CM02", "network/TCP-gamma:0", "network/crosstraffic:0"]
     arguments = [f"--cfg={option}" for option in options]

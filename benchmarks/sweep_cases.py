@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,31 +17,17 @@ X, TARGET = object(), object()
 """Stand for the input among the arguments of a call, and for a constant of its shape."""
 
 
-class Function(nn.Module):
-    """A call of a torch function by name, in which {} stands for the number of dimensions."""
+class Call(nn.Module):
+    """A module without parameters that returns the first tensor of a function's result."""
 
-    def __init__(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any], n: int):
-        super().__init__()
-        name = name.format(n)
-        homes = (F, torch, torch.special, torch.linalg, torch.Tensor)
-        self._function = next(f for home in homes if callable(f := getattr(home, name, None)))
-        self._arguments, self._options = arguments, options
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the first tensor of the result."""
-        return _first(self._function(*(_given(a, x) for a in self._arguments), **self._options))
-
-
-class Expression(nn.Module):
-    """A function of the input, written out."""
-
-    def __init__(self, function: Callable[[Tensor], Any], n: int):
+    def __init__(self, function: Callable[[Tensor], Any]):
         super().__init__()
         self._function = function
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the first tensor of the result."""
-        return _first(self._function(x))
+        result = self._function(x)
+        return result if isinstance(result, Tensor) else result[0]
 
 
 def _given(argument: Any, x: Tensor) -> Any:
@@ -52,16 +38,28 @@ def _given(argument: Any, x: Tensor) -> Any:
     return x if argument is X else argument
 
 
-def _first(result: Any) -> Tensor:
-    return result if isinstance(result, Tensor) else result[0]
-
-
 Case = Callable[[int], nn.Module]
 """Makes the module for tensors with so many spatial dimensions."""
 
 
+def _of(function: Callable[[Tensor], Any]) -> Case:
+    return lambda n: Call(function)
+
+
+def _call(name: str, *arguments: Any, **options: Any) -> Case:
+    """Return the case of a torch function, in whose name {} stands for the number of dimensions."""
+    homes = (F, torch, torch.special, torch.linalg, torch.Tensor)
+
+    def make(n: int) -> nn.Module:
+        found = (getattr(home, name.format(n), None) for home in homes)
+        function = next(f for f in found if callable(f))
+        return Call(lambda x: function(*(_given(a, x) for a in arguments), **options))
+
+    return make
+
+
 def _each(words: str, *arguments: Any, **options: Any) -> dict[str, Case]:
-    return {name: partial(Function, name, arguments, options) for name in words.split()}
+    return {name: _call(name, *arguments, **options) for name in words.split()}
 
 
 def _layer(name: str, *arguments: Any, **options: Any) -> Case:
@@ -73,10 +71,6 @@ def _layer(name: str, *arguments: Any, **options: Any) -> Case:
         return layer
 
     return make
-
-
-def _of(function: Callable[[Tensor], Any]) -> Case:
-    return partial(Expression, function)
 
 
 def _pooled(name: str, numerator: int, denominator: int) -> Case:
@@ -145,7 +139,7 @@ CASES: dict[str, dict[str, Case]] = {
         "argmax of height": _of(lambda x: x.argmax(2)),
         "var of height": _of(lambda x: x.var(2)),
         **{
-            f"{name} of {where}": partial(Function, name, (X, dim), {})
+            f"{name} of {where}": _call(name, X, dim)
             for name in ("softmax", "log_softmax", "cumsum")
             for where, dim in (("channels", 1), ("height", 2))
         },
@@ -165,17 +159,17 @@ CASES: dict[str, dict[str, Case]] = {
         "linear": _of(lambda x: F.linear(x.movedim(1, -1), x.new_ones(8, x.shape[1]))),
     },
     "Pooling": {
-        "max_pool{}d, 2": _each("max_pool{}d", X, 2)["max_pool{}d"],
-        "max_pool{}d, 3, stride 2": _each("max_pool{}d", X, 3, 2, 1)["max_pool{}d"],
-        "avg_pool{}d, 2": _each("avg_pool{}d", X, 2)["avg_pool{}d"],
-        "avg_pool{}d, 3, stride 1": _each("avg_pool{}d", X, 3, 1, 1)["avg_pool{}d"],
-        "lp_pool{}d, 2": _each("lp_pool{}d", X, 2, 2)["lp_pool{}d"],
+        "max_pool{}d, 2": _call("max_pool{}d", X, 2),
+        "max_pool{}d, 3, stride 2": _call("max_pool{}d", X, 3, 2, 1),
+        "avg_pool{}d, 2": _call("avg_pool{}d", X, 2),
+        "avg_pool{}d, 3, stride 1": _call("avg_pool{}d", X, 3, 1, 1),
+        "lp_pool{}d, 2": _call("lp_pool{}d", X, 2, 2),
         **{
             f"{name}, {words}": _pooled(name, *ratio)
             for name in ("adaptive_avg_pool{}d", "adaptive_max_pool{}d")
             for words, ratio in (("a quarter", (1, 4)), ("3 of 8", (3, 8)))
         },
-        "adaptive_avg_pool{}d, 1": _each("adaptive_avg_pool{}d", X, 1)["adaptive_avg_pool{}d"],
+        "adaptive_avg_pool{}d, 1": _call("adaptive_avg_pool{}d", X, 1),
         "max_unpool{}d": _of(_unpooled),
     },
     "Norms": {

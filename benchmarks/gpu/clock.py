@@ -45,7 +45,7 @@ def alternate(device: torch.device, runs: Sequence[Run], seconds: float) -> list
 
 
 def timed(device: torch.device, run: Run, repeats: int) -> tuple[float, float]:
-    """Return the seconds of one of `repeats` calls, on the device and on the host."""
+    """Return the mean seconds of `repeats` calls, on the device and on the host."""
     if device.type == "cpu":
         elapsed = _on_host(run, repeats)
         return elapsed, elapsed
@@ -66,7 +66,7 @@ def _on_host(run: Run, repeats: int) -> float:
 
 
 def peak_of(device: torch.device, make: Callable[[], Run]) -> int:
-    """Return the peak of bytes in the second call of the step that `make` makes, all included."""
+    """Return the peak bytes in the second call of the step that `make` makes, parameters too."""
     if device.type == "cpu":
         return peak_on_cpu(make).whole
     gc.collect()

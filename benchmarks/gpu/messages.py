@@ -1,6 +1,6 @@
 """Messages between two processes, which may share a GPU, by each transport; time against size.
 
-All is timed by the host, from one call to where the GPU has done what several have given it to do.
+The host times several calls and the wait for the GPU behind them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALLS = 10
 def by_transport(
     name: str, device: str | None, measure: Callable[[ProcessGrid], Iterator[Row | str]]
 ) -> Iterator[Row | str]:
-    """Measure on a grid of two ranks, or yield why they cannot have the transport."""
+    """Yield the measurements on a grid of two ranks, or why they cannot have the transport."""
     try:
         grid = ProcessGrid(height=2, device=device, transport=name)
     except ValueError as error:

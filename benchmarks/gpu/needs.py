@@ -77,7 +77,7 @@ def left_out(kind: str, count: int) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print all of it, and return the exit status."""
+    """Print the accelerators and the checks that they cannot do, and return the exit status."""
     lines = missing()
     for line in lines:
         print(f"make gpu: {line}", file=sys.stderr)

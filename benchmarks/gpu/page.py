@@ -1,4 +1,4 @@
-"""The page of results: all that is known whenever the run ends, and what has failed."""
+"""The page of results, written anew after every measurement, with the failures."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Page:
 
     Parameters
     ----------
-    path: of the file.
-    text: what it begins with.
+    path: the path of the file.
+    text: its first lines.
     """
 
     def __init__(self, path: Path, text: str):
@@ -40,8 +40,8 @@ class Page:
     def add(self, name: str, parts: Iterable[Part], end: float) -> None:
         """Add a section with the results of all parts that begin before `end` on the clock.
 
-        On one rank a part that raises is told as failed. On several the others would wait for it,
-        so the job ends.
+        On one rank, an exception of a part is written into the page. On several, it ends the job,
+        as the other ranks would wait.
         """
         rows: list[Row] = []
         notes: list[str] = []

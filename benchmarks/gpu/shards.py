@@ -65,7 +65,7 @@ def shards(
 ) -> Iterator[Row | str]:
     """Yield rows for the shards of each cut, and predictions from them.
 
-    Where the first cut leaves the input whole, memory is told over the share of that.
+    If the first cut is of one rank, later ones have their peak memory over the share of its peak.
     """
     known: list[Shard] = []
     serial = 0
@@ -140,7 +140,7 @@ def _forced(name: str, step: Step) -> None:
 
 
 def packing(step: Step, grid: DryRunGrid, device: torch.device) -> Run:
-    """Return a function that packs all that leaves the rank in the forward pass of a step."""
+    """Return a function that packs the messages that a rank sends in the forward pass of a step."""
     with trace_movements() as movements, without_counting():
         _forced("overlapped", step)
     leaving = [_leaving(movement) for movement in movements]

@@ -72,8 +72,10 @@ def _serial(network: Network) -> Callable[[], None]:
 
 
 def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
-    """Return the most memory in the second step that `make` makes; all its tensors are counted,
-    also those of messages, none of which have memory of earlier ones."""
+    """Return the peak memory of the second call of the step that `make` makes.
+
+    Buffers of messages count, as idle ones of earlier steps are released first.
+    """
     gc.collect()
     release_idle()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:

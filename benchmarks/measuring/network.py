@@ -54,7 +54,7 @@ def result_on_meta(network: Network, shape: tuple[int, ...]) -> Any:
 
 
 def cut_sample(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTensor]:
-    """Return input and target as DistTensors in memory as a loader leaves them."""
+    """Return a random input and its target as DistTensors in the memory format of a loader's."""
     made = result_on_meta(network, network.shape).shape
     x, y = (
         DistTensor(in_sample_format(t.shard, t.shape, t.cuts, grid), t.shape, t.cuts, grid)
@@ -69,8 +69,9 @@ def cut_blocks(
     target: Callable[[tuple[int, ...]], Tensor],
     grid: Grid,
 ) -> tuple[DistTensor, DistTensor]:
-    """Return a random input of a shape, and a target for what is made of it; a rank makes no more
-    than its blocks.
+    """Return a random input of the global shape `shape`, and a target for the network's output.
+
+    Each rank makes its own blocks alone.
 
     Parameters
     ----------
@@ -91,8 +92,8 @@ def cut_blocks(
 
 
 def target_cuts(ndim: int, made: int, grid: Grid) -> Cuts:
-    """Return how a target of `ndim` dimensions is cut, as an output of `made` dimensions is; labels
-    have no channels."""
+    """Return the cuts of a target of `ndim` dimensions: those of an output of `made` dimensions,
+    without the channels for labels."""
     cuts = default_cuts(made, grid.topology)
     return cuts if ndim == made else (cuts[0], *cuts[2:])
 

@@ -73,7 +73,7 @@ def step_rows(name: str, network: Network, settings: Settings) -> Iterator[Row]:
         plain_forms(
             partial(with_fixed_statistics, shaped),
             sample(network, shaped.shape),
-            partial(unchanging_step, network),
+            partial(sgd_step, network, rate=0.0),
         ).values()
         for shaped in (on_block, network)
     )
@@ -97,9 +97,13 @@ def step_rows(name: str, network: Network, settings: Settings) -> Iterator[Row]:
 
 
 def distributed(network: Network, grid: ProcessGrid, compiled: bool = False) -> Step:
-    """Return the step of a network on a grid, whose ranks all call it."""
+    """Return a step of a network on a grid that computes everything and changes no parameter.
+
+    All ranks of the grid call it. Without sums, ranks that change would drift apart, which a
+    parallelized module treats as an error.
+    """
     module = parallelize(with_fixed_statistics(network), grid)
-    return unchanging_step(network, module, *cut_sample(network, grid), compiled=compiled)
+    return sgd_step(network, module, *cut_sample(network, grid), rate=0.0, compiled=compiled)
 
 
 def with_fixed_statistics(network: Network) -> nn.Module:
@@ -109,14 +113,6 @@ def with_fixed_statistics(network: Network) -> nn.Module:
         if isinstance(part, nn.BatchNorm2d | nn.BatchNorm3d):
             part.momentum = 0.0
     return module
-
-
-def unchanging_step(
-    network: Network, module: nn.Module, x: Tensor, y: Tensor, compiled: bool = False
-) -> Step:
-    """Return a step that computes everything and changes nothing: without sums, ranks would drift
-    apart, which a parallelized module takes for an error."""
-    return sgd_step(network, module, x, y, rate=0.0, compiled=compiled)
 
 
 class _Nothing:

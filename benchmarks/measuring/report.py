@@ -13,7 +13,7 @@ from distconv.tools.json_lines import as_json
 
 @dataclass(frozen=True)
 class Row:
-    """One case against one bound, or one quantity of it."""
+    """A row of results: a subject compared with a bound, or one measured quantity of it."""
 
     benchmark: str
     case: str
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Return the target's fate in words."""
+        """Return in words whether the target is met, or by how much it is missed."""
         if self.target is None or self.met is None:
             return ""
         return "met" if self.met else f"missed by {abs(self.value / self.target - 1):.1%}"

@@ -53,7 +53,7 @@ def rows(name: str, seconds: float, cases: Sequence[Network] = CASES) -> Iterato
         return
     _default_group()
     for network in cases:
-        start = f"| {peer.NAME} {peer.version()} | {network.name} |"
+        start = f"| {peer.NAME} | {network.name} |"
         outcomes = mpi().COMM_WORLD.allgather(_outcome(peer, network, seconds))
         failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if not failures:

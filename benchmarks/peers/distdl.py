@@ -17,15 +17,10 @@ from torch import Tensor, nn
 from benchmarks.peers.peer import Step, Task, torch_step
 from distconv.transport.launch import mpi
 
-NAME = "DistDL"
+NAME = f"DistDL {metadata.version('distdl')}"
 
 _NORMS = {"weight": "gamma", "bias": "beta"}
 """Names of a batch norm's parameters, by torch's."""
-
-
-def version() -> str:
-    """Return the version of DistDL."""
-    return metadata.version("distdl")
 
 
 def step(task: Task, ranks: int) -> Step:
@@ -66,7 +61,7 @@ def _translate(module: nn.Module, parts: Any) -> None:
 
 
 def _layer(part: Any, parts: Any) -> nn.Module:
-    """Return the layer that does on a partition what a layer of torch does."""
+    """Return DistDL's layer in place of a layer of torch, on a partition."""
     name = type(part).__name__
     if isinstance(part, (nn.Conv2d, nn.Conv3d)):
         makes = getattr(layers, f"DistributedFeature{name}")

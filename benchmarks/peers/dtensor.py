@@ -8,12 +8,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 from benchmarks.peers.peer import Step, Task, torch_step, with_whole_gradients
 
-NAME = "torch DTensor"
-
-
-def version() -> str:
-    """Return the version of torch."""
-    return torch.__version__
+NAME = f"torch DTensor {torch.__version__}"
 
 
 def step(task: Task, ranks: int) -> Step:

@@ -28,12 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_platforms", "cpu")
 
-NAME = "JAX"
-
-
-def version() -> str:
-    """Return the version of JAX."""
-    return str(jax.__version__)
+NAME = f"JAX {jax.__version__}"
 
 
 def compared(network: Network) -> Network:

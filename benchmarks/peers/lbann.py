@@ -15,8 +15,6 @@ from torch import Tensor
 
 from benchmarks.peers.peer import Step, Task, torch_step
 
-NAME = "LBANN/DistConv"
-
 
 def _theirs() -> ModuleType:
     """Import the package beside this library, which has its name; raise ImportError for none."""
@@ -37,11 +35,7 @@ def _theirs() -> ModuleType:
 
 
 package = _theirs()
-
-
-def version() -> str:
-    """Return what the package says of itself."""
-    return str(getattr(package, "__version__", "of unknown version"))
+NAME = f"LBANN/DistConv {getattr(package, '__version__', 'of unknown version')}"
 
 
 def step(task: Task, ranks: int) -> Step:

@@ -1,4 +1,4 @@
-"""What a peer's script offers, and the gradients with which all of them are compared."""
+"""The interface of a peer's script, and the gradients with which all peers are compared."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Task(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of somebody: forward, loss, backward and the sum of gradients."""
+    """A training step of one system: forward, loss, backward and the sum of gradients."""
 
     run: Callable[[], object]
     gradients: Callable[[], Sequence[Tensor | None]]
-    """Returns those of the last run, whole, in the order of the network's parameters."""
+    """Returns the whole gradients of the last run, in the order of the network's parameters."""
     ranks: int | None = None
     """How many ranks run it, from rank 0 on, where that is not all."""
 
@@ -51,9 +51,7 @@ class Peer(Protocol):
     """A module with a peer's script; its import fails where the peer is not installed."""
 
     NAME: str
-
-    def version(self) -> str:
-        """Return the version that is installed."""
+    """The name of the peer, with its version."""
 
     def step(self, task: Task, ranks: int) -> Step:
         """Return the step of a task on all ranks, which call it together."""
@@ -72,7 +70,7 @@ def torch_step(
 
 
 def with_whole_gradients(step: Step) -> Step:
-    """Return a step whose gradients are DTensors with whole ones; all ranks ask for them."""
+    """Return the step with its DTensors of gradients gathered; all ranks ask for them."""
 
     def gradients() -> list[Tensor | None]:
         found: list[Any] = list(step.gradients())

@@ -30,12 +30,7 @@ from physicsnemo.domain_parallel import ShardTensor, register_custom_ops  # noqa
 
 register_custom_ops()  # by itself only where torch finds a GPU
 
-NAME = "ShardTensor"
-
-
-def version() -> str:
-    """Return the version of PhysicsNeMo."""
-    return metadata.version("nvidia-physicsnemo")
+NAME = f"ShardTensor {metadata.version('nvidia-physicsnemo')}"
 
 
 def step(task: Task, ranks: int) -> Step:

@@ -10,7 +10,10 @@ Positions and displacements are in cells.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -132,28 +135,24 @@ def displaced_density(psi: Sequence[dc.DistTensor], growth: Sequence[float]) -> 
     parts, own = grid.shape["depth"], grid.coords["depth"]
     thickest = block(width, parts, 0)[1]
     # The planes for the rank `parts` further on, for each universe of this rank.
-    outgoing: dict[int, Tensor] = {}
     blocks = [field.to_local()[:, 0] for field in psi]
+    blank = partial(torch.zeros, box.shape[0], 1, thickest, width, width, dtype=blocks[0].dtype)
+    outgoing: defaultdict[int, Tensor] = defaultdict(blank)
     for place, sample in enumerate(range(box.start[0], box.stop[0])):
         first, planes = _assign([growth[sample] * b[place] for b in blocks], box.start[2], width)
         for row, plane in enumerate(planes):
             home = (first + row) % width
             owner = owning_part(width, parts, home)
-            target = outgoing.setdefault(
-                (owner - own) % parts,
-                torch.zeros(box.shape[0], 1, thickest, width, width, dtype=planes.dtype),
-            )
-            target[place, 0, home - block(width, parts, owner)[0]] += plane
+            within = home - block(width, parts, owner)[0]
+            outgoing[(owner - own) % parts][place, 0, within] += plane
     total = torch.zeros(box.shape, dtype=blocks[0].dtype)
     cuts = cuts_of_layout(dc.Layout(sample="sample", channel="depth"), grid, 5)
     of_all = (shape[0], parts, thickest, width, width)
     for distance in sorted(set().union(*grid.all_gather_object(set(outgoing)))):
-        mine = outgoing.pop(distance, None)
-        if mine is None:
-            mine = torch.zeros(box.shape[0], 1, thickest, width, width, dtype=total.dtype)
+        mine = outgoing.pop(distance) if distance in outgoing else blank()
         if distance:
-            sent = dc.DistTensor(mine, of_all, cuts, grid)
-            mine = _block(torch.roll(sent, distance, 1))
+            rolled: Any = torch.roll(dc.DistTensor(mine, of_all, cuts, grid), distance, 1)
+            mine = rolled.to_local()
         total += mine[:, :, : box.shape[2]]
     return dc.DistTensor(total, shape, psi[0].cuts, grid)
 
@@ -197,11 +196,5 @@ def _assign(psi: Sequence[Tensor], start: int, width: int) -> tuple[int, Tensor]
 
 
 def _like(modes: dc.DistTensor, local: Tensor) -> dc.DistTensor:
-    """Return a DistTensor with the layout of `modes` and this block on this rank."""
+    """Return a DistTensor with the layout of `modes`, whose block on this rank is `local`."""
     return dc.DistTensor(local, modes.shape, modes.cuts, modes.grid)
-
-
-def _block(x: Tensor) -> Tensor:
-    """Return this rank's block of a tensor that must be a DistTensor."""
-    assert isinstance(x, dc.DistTensor)
-    return x.to_local()

@@ -1,7 +1,4 @@
-"""Pictures: a volume of fractals in three dimensions, beside its mask, the prediction, and the
-ranks;
-and the course of training.
-"""
+"""Pictures of the course of training, and of a volume of fractals in three dimensions."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,13 +61,9 @@ class MeshTanglingData(dc.data.Dataset):
             transform={"state": self.normalize},
         )
 
-    def batches(self, samples_of_batches: Iterable[Sequence[int]]) -> dc.data.Loader:
-        """Return a mini-batch for each sequence of sample numbers. Collective."""
-        return dc.data.Loader(self, batch_sampler=samples_of_batches)
-
     def channel(self, sample: int, name: str) -> np.ndarray:
         """Return one channel of one state, whole and in its own units: (S, S). Not collective."""
-        channel = [channel.name for channel in store.CHANNELS].index(name)
+        channel = list(store.CHANNELS).index(name)
         state = self.fields["state"]
         values = np.empty((1, self.size, self.size), state.dtype)
         state.read_into(values, sample, dc.Box((channel, 0, 0), (channel + 1, *values.shape[1:])))

@@ -54,15 +54,15 @@ def plot_prediction(
     """
     figure = Figure(figsize=(17, 8), layout="constrained")
     axes = figure.subplots(2, 4, sharex=True, sharey=True)
-    units = {channel.name: channel.unit for channel in CHANNELS}
     for place, (name, values) in zip(axes[0][:3], inputs.items(), strict=True):
-        unit = "" if units[name] == "1" else f" ({units[name]})"
+        unit = "" if CHANNELS[name] == "1" else f" ({CHANNELS[name]})"
         # The extremes belong to a few zones; without them the rest would be one colour.
         low, high = np.percentile(values, (1, 99))
         image = _map(place, f"{name}{unit}", values, "viridis", low, high)
         figure.colorbar(image, ax=place, extend="both")
 
-    _map(axes[1, 0], f"truth: {truth.mean():.1%} of the zones tangle", truth, _colours(PALE, BLUE))
+    title = f"truth: {truth.mean():.1%} of the zones tangle"
+    _map(axes[1, 0], title, truth, ListedColormap([PALE, BLUE]))
     image = _map(axes[1, 1], "predicted probability", probability, "magma")
     figure.colorbar(image, ax=axes[1, 1])
     _plot_outcome(axes[1, 2], truth > 0.5, probability > 0.5)
@@ -90,7 +90,7 @@ def _plot_outcome(axes: Axes, truth: np.ndarray, called: np.ndarray) -> None:
     iou = np.count_nonzero(truth & called) / union if union else 1.0
     outcome = np.select([truth & called, truth, called], [1, 2, 3])
     title = f"outcome: intersection over union {iou:.2f}"
-    _map(axes, title, outcome, _colours(PALE, GREEN, BLUE, RED), high=3)
+    _map(axes, title, outcome, ListedColormap([PALE, GREEN, BLUE, RED]), high=3)
     for name, colour in (("found", GREEN), ("missed", BLUE), ("false alarm", RED)):
         axes.plot([], [], "s", color=colour, label=name)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False)
@@ -109,7 +109,3 @@ def _map(
     return axes.imshow(
         values, origin="lower", cmap=colours, vmin=low, vmax=high, interpolation="nearest"
     )
-
-
-def _colours(*names: str) -> ListedColormap:
-    return ListedColormap(list(names))

@@ -16,8 +16,6 @@ there: beyond it a zone is as good as tangled, and a float32 network has no use 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,67 +56,27 @@ def corner_jacobians(corners: Array) -> Array:
     return np.roll(x, 1, axis=0) * y - np.roll(y, 1, axis=0) * x
 
 
-@dataclass(frozen=True)
 class Quadrilaterals:
-    """Zones by their `corners`, of shape (2, 4, *zones), with quantities that metrics share."""
+    """Zones, with the quantities that several metrics share; all have the zones' shape last.
 
-    corners: Array
+    Args:
+        corners: the nodes P_k of the zones, (2, 4, *zones).
+    """
 
-    @cached_property
-    def edges(self) -> Array:
-        """Return L_k, of shape (2, 4, *zones)."""
-        return edges_of(self.corners)
-
-    @cached_property
-    def corner_jacobians(self) -> Array:
-        """Return a_k, of shape (4, *zones)."""
-        return corner_jacobians(self.corners)
-
-    @cached_property
-    def corner_dots(self) -> Array:
-        """Return -L_{k-1} . L_k, the dot product of corner k's edges, of shape (4, *zones)."""
-        return -_dot(np.roll(self.edges, 1, axis=1), self.edges)
-
-    @cached_property
-    def squared_lengths(self) -> Array:
-        """Return |L_k|^2, of shape (4, *zones)."""
-        return _dot(self.edges, self.edges)
-
-    @cached_property
-    def lengths(self) -> Array:
-        """Return |L_k|, of shape (4, *zones)."""
-        return np.sqrt(self.squared_lengths)
-
-    @cached_property
-    def length_products(self) -> Array:
-        """Return |L_{k-1}| |L_k|, of shape (4, *zones)."""
-        return np.roll(self.lengths, 1, axis=0) * self.lengths
-
-    @cached_property
-    def length_square_sums(self) -> Array:
-        """Return |L_{k-1}|^2 + |L_k|^2, of shape (4, *zones)."""
-        return np.roll(self.squared_lengths, 1, axis=0) + self.squared_lengths
-
-    @cached_property
-    def corner_cosines(self) -> Array:
-        """Return the cosine of the angle included at corner k, of shape (4, *zones)."""
+    def __init__(self, corners: Array) -> None:
+        edges = edges_of(corners)
+        self.corners, self.edges = corners, edges  # P_k and L_k
+        self.corner_jacobians = corner_jacobians(corners)  # a_k
+        self.corner_dots = -_dot(np.roll(edges, 1, axis=1), edges)  # -L_{k-1} . L_k
+        self.squared_lengths = _dot(edges, edges)  # |L_k|^2
+        self.lengths = np.sqrt(self.squared_lengths)
+        self.length_products = np.roll(self.lengths, 1, axis=0) * self.lengths  # |L_{k-1}| |L_k|
+        self.length_square_sums = np.roll(self.squared_lengths, 1, axis=0) + self.squared_lengths
         cosines = _ratio(self.corner_dots, self.length_products, if_zero=0.0)
-        return np.clip(cosines, -1.0, 1.0)
-
-    @cached_property
-    def principal_axes(self) -> Array:
-        """Return X1 and X2, of shape (2, 2, *zones)."""
-        return self.edges[:, :2] - self.edges[:, 2:]
-
-    @cached_property
-    def principal_lengths(self) -> Array:
-        """Return |X1| and |X2|, of shape (2, *zones)."""
-        return np.sqrt(_dot(self.principal_axes, self.principal_axes))
-
-    @cached_property
-    def has_zero_edge(self) -> NDArray[np.bool_]:
-        """Return where two neighbouring nodes coincide, of shape (*zones)."""
-        return self.squared_lengths.min(axis=0) <= TINY
+        self.corner_cosines = np.clip(cosines, -1.0, 1.0)  # of the included angles
+        self.principal_axes = edges[:, :2] - edges[:, 2:]  # X1 and X2, the second index
+        self.principal_lengths = np.sqrt(_dot(self.principal_axes, self.principal_axes))
+        self.has_zero_edge = self.squared_lengths.min(axis=0) <= TINY  # two nodes coincide
 
 
 def area(zones: Quadrilaterals) -> Array:

@@ -94,7 +94,7 @@ class Shock:
         return speed * (self.focus[0] - x), speed * (self.focus[1] - y)
 
     def compression(self, x: Array, y: Array) -> Array:
-        """Return the density over that at rest at time zero, by conservation of mass."""
+        """Return the density at time zero over the density at rest, by conservation of mass."""
         behind = self._behind(self._distance(x, y), 0.0)
         return self.speed / (self.speed - self._velocity_towards_focus(behind))
 

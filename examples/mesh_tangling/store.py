@@ -12,8 +12,8 @@ may use (state - channel_mean) / channel_deviation.
 A chunk holds all channels of a tile of at most 32 x 32 zones of one sample, so a rank that owns a
 box of a sample reads that box and little more. There is no compression: it saves little on
 floating point fields and would make every reader unpack whole chunks. Chunks have checksums
-(fletcher32), and so has what says where they are, in the format of HDF5 1.10: a file that has been
-damaged is an error where the damage is read.
+(fletcher32), and in the format of HDF5 1.10 so has the index of chunks: reading a damaged part of
+the file is an error.
 """
 
 from __future__ import annotations
@@ -45,35 +45,27 @@ TILE = 32
 """Longest side of a chunk, in zones."""
 
 
-@dataclass(frozen=True)
-class Channel:
-    """One field of the state: its name, and its unit ("1" if it has no dimension)."""
-
-    name: str
-    unit: str
-
-
-CHANNELS = (
-    Channel("density", "kg/m^3"),
-    Channel("pressure", "Pa"),
-    Channel("radial velocity", "m/s"),
-    Channel("bubble volume fraction", "1"),
-    Channel("aspect ratio", "1"),
-    Channel("condition number", "1"),
-    Channel("distortion", "1"),
-    Channel("Jacobian", "m^2"),
-    Channel("largest angle", "degree"),
-    Channel("oddy", "1"),
-    Channel("scaled Jacobian", "1"),
-    Channel("shape", "1"),
-    Channel("shear", "1"),
-    Channel("skew", "1"),
-    Channel("smallest angle", "degree"),
-    Channel("stretch", "1"),
-    Channel("taper", "1"),
-    Channel("volume", "m^2"),
-)
-"""The channels of `state`, in order."""
+CHANNELS = {
+    "density": "kg/m^3",
+    "pressure": "Pa",
+    "radial velocity": "m/s",
+    "bubble volume fraction": "1",
+    "aspect ratio": "1",
+    "condition number": "1",
+    "distortion": "1",
+    "Jacobian": "m^2",
+    "largest angle": "degree",
+    "oddy": "1",
+    "scaled Jacobian": "1",
+    "shape": "1",
+    "shear": "1",
+    "skew": "1",
+    "smallest angle": "degree",
+    "stretch": "1",
+    "taper": "1",
+    "volume": "m^2",
+}
+"""The channels of `state` in order, and their units; "1" for a number without dimension."""
 
 _CHECKSUM = 4
 """Bytes of the checksum behind each chunk."""
@@ -143,7 +135,7 @@ class Writer:
 
     def write(self, index: int, fields: Mapping[str, Field], tangled: NDArray[np.bool_]) -> None:
         """Store sample `index`: its fields by channel name and its label, each of shape (S, S)."""
-        own = [fields[channel.name] for channel in CHANNELS]
+        own = [fields[name] for name in CHANNELS]
         self.moments[index] = np.array([f.mean() for f in own]), np.array([f.var() for f in own])
         # All channels at once: a chunk holds them all, and its checksum is computed at every write.
         sample = {"state": np.stack(own, dtype=np.float32), "tangled": tangled[np.newaxis]}
@@ -225,8 +217,8 @@ def _create_datasets(file: h5py.File, samples: int, size: int) -> None:
         chunks=(1, channels, tile, tile),
         fletcher32=True,
     )
-    state.attrs["names"] = [channel.name for channel in CHANNELS]
-    state.attrs["units"] = [channel.unit for channel in CHANNELS]
+    state.attrs["names"] = list(CHANNELS)
+    state.attrs["units"] = list(CHANNELS.values())
     file.create_dataset(
         "tangled",
         shape=(samples, 1, size, size),
@@ -295,7 +287,7 @@ def _check_attributes(file: h5py.File, path: Path) -> None:
         raise ValueError(
             f"{path}: format_version is {version}, expected {FORMAT_VERSION}; generate it again"
         )
-    names = [channel.name for channel in CHANNELS]
+    names = list(CHANNELS)
     found = file["state"].attrs.get("names", names)
     if list(found) != names:
         raise ValueError(f"{path}: the channels of 'state' are {list(found)}, expected {names}")

@@ -104,10 +104,8 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
     ) -> None:
         """Write loss.png and prediction.png."""
         x, truth, probability = predict(model, validation, sample=0)
-        boxes, alone = (
-            boxes_of(x, validation.grid),
-            on_one_rank(lambda: self.build_model(args), model, x),
-        )
+        boxes = boxes_of(x, validation.grid)
+        alone = on_one_rank(lambda: self.build_model(args), model, x)
 
         def write() -> None:
             plot_loss(args.output / "loss.png", history)
@@ -125,7 +123,7 @@ def predict(
     """Return a sample, its truth and its predicted probability, (S, S) each. Collective."""
     model.eval()
     with torch.no_grad():
-        [(x, y)] = data.batches([[sample]])
+        x, y = data.batch([sample])
         truth, probability = y.full_tensor(), model(x).full_tensor()
     return x, truth[0, 0].cpu().numpy(), probability[0, 0].cpu().numpy()
 

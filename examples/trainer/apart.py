@@ -40,9 +40,6 @@ from .methods import DECISIVE_APART, recipe_of
 from .output import KEPT, is_restart, prepare_output
 from .progress import Progress
 
-_ELASTIC_FOLDER = "worker-{worker}"
-"""The name of the folder of an elastic-averaging worker, as for servers."""
-
 
 class Share(Sampler):
     """The part of each mini-batch for one worker; see `Sampler`."""
@@ -85,7 +82,7 @@ def _by_elastic_averaging(
     grid = make_grid(args, comm)
     own = worker_grid(grid)
     worker, workers = grid.coords["sample"], grid.shape["sample"]
-    folder = _ELASTIC_FOLDER.format(worker=worker)
+    folder = f"worker-{worker}"
     saved = _saved_before(
         args, lambda run: last_in_common(run / folder, grid.comm, looks=own.rank == 0)
     )

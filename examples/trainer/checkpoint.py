@@ -33,7 +33,7 @@ def checkpoint_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # torch's optimizers keep two tensors of its size for each parameter, or fewer.
     tensors = [*model.state_dict().values(), *2 * parameters]
-    return sum(t.numel() * t.element_size() for t in tensors) + _OVERHEAD
+    return sum(t.nbytes for t in tensors) + _OVERHEAD
 
 
 def check_checkpoint(found: Checkpoint, settings: dict[str, Any], scores: Sequence[str]) -> None:

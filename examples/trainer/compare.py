@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count, islice
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import distconv as dc
+from distconv.data import Loader, Sampler, on_rank_zero
+
+from .building import build_model, build_optimizer
+from .example import Example
 
 Course = tuple[list[float], list[nn.Parameter]]
 """The loss of every step, and the parameters after the last."""
@@ -31,71 +37,59 @@ class Difference:
         return f"{self.loss:.2g} of the loss, {self.parameters:.2g} of the parameters"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The difference of a distributed run from the serial one, and the effect of rounding alone.
+def compare_serial(
+    example: Example[Any, Any], args: argparse.Namespace, grid: dc.ProcessGrid
+) -> dict[str, Any]:
+    """Take the first `args.compare_serial` steps of a run on `grid` and on its rank 0 alone, and
+    print and return the differences. Collective.
 
-    Attributes:
-        grid: the distributed run against the serial one.
-        rounding: a serial run with the samples of every mini-batch in reverse order, against the
-            serial run. The order has no meaning, so this is the noise of the arithmetic, as many
-            steps of a deep network amplify it.
+    `rounding` compares two serial runs, one with the samples of every mini-batch in reverse order.
+    The order has no meaning, so this is the noise of the arithmetic, as many steps of a deep
+    network amplify it. Rank 0 must have the memory for whole samples.
     """
-
-    grid: Difference
-    rounding: Difference
-
-
-Loss = Callable[[nn.Module, Sequence[Tensor]], Tensor]
-"""A function from a model and the fields of one mini-batch to the loss."""
-
-
-def compare_with_serial(
-    build_model: Callable[[], nn.Module],
-    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    loss: Loss,
-    open_data: Callable[[dc.ProcessGrid], dc.data.Dataset],
-    grid: dc.ProcessGrid,
-    batches: list[list[int]],
-) -> Comparison:
-    """Take one step for each of `batches`, on `grid` and on its rank 0 alone.
-
-    Collective. The serial runs have models and optimizers of their own, and read whole samples
-    into plain tensors; rank 0 must have the memory for it.
-    """
-    model = dc.parallelize(build_model(), grid)
-    loader = dc.data.Loader(open_data(grid), batch_sampler=batches)
-    distributed = _steps(model, build_optimizer(model), loss, loader)
+    data = example.open(args, grid)[0]
+    sampler = Sampler(data.samples, args.batch_size, shuffle=True, drop_last=True, seed=args.seed)
+    every_batch = (batch for epoch in count() for batch in sampler.batches(epoch))
+    batches = list(islice(every_batch, args.compare_serial))
+    model = dc.parallelize(build_model(example, args), grid)
+    distributed = _steps(example, args, model, Loader(data, batch_sampler=batches))
 
     def serial(batches: list[list[int]]) -> Course:
-        whole = open_data(dc.ProcessGrid(grid.ranks[:1]))
-        model = build_model().to(whole.grid.device)
-        loader = dc.data.Loader(whole, batch_sampler=batches)
+        whole = example.open(args, dc.ProcessGrid(grid.ranks[:1]))[0]
+        loader = Loader(whole, batch_sampler=batches)
         plain = ([field.to_local() for field in batch] for batch in loader)
-        return _steps(model, build_optimizer(model), loss, plain)
+        return _steps(example, args, build_model(example, args).to(whole.grid.device), plain)
 
-    def compare() -> Comparison:
+    def compare() -> dict[str, Any]:
         reference = serial(batches)
-        reordered = serial([batch[::-1] for batch in batches])
-        return Comparison(_difference(distributed, reference), _difference(reordered, reference))
+        of_grid = _difference(distributed, reference)
+        rounding = _difference(serial([batch[::-1] for batch in batches]), reference)
+        print(
+            f"largest relative difference over the first {args.compare_serial} steps:\n"
+            f"  {grid} and one rank: {of_grid}\n"
+            f"  one rank, mini-batches as they are and reversed: {rounding}",
+            flush=True,
+        )
+        return {"grid": asdict(of_grid), "rounding": asdict(rounding)}
 
-    return dc.data.on_rank_zero(grid, compare)
+    return on_rank_zero(grid, compare)
 
 
 def _steps(
+    example: Example[Any, Any],
+    args: argparse.Namespace,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Loss,
     batches: Iterable[Sequence[Tensor]],
 ) -> Course:
-    """Train on every mini-batch once."""
+    """Take one step of a new optimizer for each mini-batch."""
+    optimizer = build_optimizer(args, model)
     losses = []
     for batch in batches:
-        value = loss(model, batch)
-        value.backward()
+        loss = example.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(value.item())
+        losses.append(loss.item())
     return losses, list(model.parameters())
 
 

@@ -19,7 +19,7 @@ RANKS = 4
 
 
 def demo(name: str, description: str, run: Callable[[Path], None]) -> None:
-    """Run a demo on its ranks, by which a process that is started alone is replaced.
+    """Run a demo on its ranks; a process that is started alone is replaced by `mpiexec`.
 
     Args:
         name: the example's folder.

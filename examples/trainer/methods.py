@@ -110,7 +110,7 @@ def recipe_of(args: argparse.Namespace, batch_size: int, epoch: int) -> Recipe |
 
 
 class Steps:
-    """The steps of a synchronous run.
+    """The optimizer steps of a run in step, with its learning rates and late gradients.
 
     Args:
         epoch: the number of steps in an epoch.

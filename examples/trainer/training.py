@@ -9,14 +9,14 @@ import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 import distconv as dc
-from distconv.data import DataError, Loader, Sampler, on_rank_zero, together
+from distconv.data import DataError, Loader, on_rank_zero, together
 from distconv.grid.ranks import world
 from distconv.transport.interface import ObjectCommunicator
 
@@ -31,7 +31,7 @@ from .building import (
     make_grid,
 )
 from .checkpoint import DECISIVE, check_checkpoint, check_finite_state, checkpoint_size
-from .compare import compare_with_serial
+from .compare import compare_serial
 from .example import Example, check_batch_size
 from .logs import TensorBoard, write_json, write_table
 from .methods import Steps, check_method
@@ -87,7 +87,10 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
     steps = Steps(args, model, optimizer, len(loader))
     history = resume(example, args, model, optimizer, steps, loader, settings)
     on_rank_zero(grid, lambda: make_room(args, checkpoint_size(model, optimizer), len(history)))
-    board = open_board(args, grid, history)
+    board = None
+    if args.tensorboard:
+        folder = args.output / "tensorboard"
+        board = together(grid, lambda: None if grid.rank else TensorBoard(folder, history))
     metrics: dict[str, Any] = {"grid": grid.shape, "method": args.method, **settings}
     if args.compare_serial:
         metrics["compare_serial"] = compare_serial(example, args, grid)
@@ -202,45 +205,6 @@ def resume(
     steps.load_state_dict(found.extra.get("late", {}))
     history: list[dict[str, Any]] = found.extra["history"]
     return history
-
-
-def open_board(
-    args: argparse.Namespace, grid: dc.ProcessGrid, history: list[dict[str, Any]]
-) -> TensorBoard | None:
-    """Return the log for TensorBoard on rank 0, if it is asked for; else None. Collective."""
-    if not args.tensorboard:
-        return None
-    folder = args.output / "tensorboard"
-    return together(grid, lambda: None if grid.rank else TensorBoard(folder, history))
-
-
-def compare_serial(
-    example: Example[Any, Any], args: argparse.Namespace, grid: dc.ProcessGrid
-) -> dict[str, Any]:
-    """Take the first steps of the run on the grid and on one rank, and print the differences."""
-
-    def training(grid: dc.ProcessGrid) -> dc.data.Dataset:
-        return example.open(args, grid)[0]
-
-    samples = training(grid).samples
-    sampler = Sampler(samples, args.batch_size, shuffle=True, drop_last=True, seed=args.seed)
-    every_batch = (batch for epoch in count() for batch in sampler.batches(epoch))
-    comparison = compare_with_serial(
-        partial(build_model, example, args),
-        partial(build_optimizer, args),
-        example.loss,
-        training,
-        grid,
-        list(islice(every_batch, args.compare_serial)),
-    )
-    if grid.rank == 0:
-        print(
-            f"largest relative difference over the first {args.compare_serial} steps:\n"
-            f"  {grid} and one rank: {comparison.grid}\n"
-            f"  one rank, mini-batches as they are and reversed: {comparison.rounding}",
-            flush=True,
-        )
-    return asdict(comparison)
 
 
 def write_metrics(args: argparse.Namespace, metrics: dict[str, Any]) -> None:

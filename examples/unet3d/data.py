@@ -11,7 +11,7 @@ import torch
 import distconv as dc
 from distconv.data import Dataset, Flip, Function
 
-from .tomography import Scene, draw_scene
+from .tomography import draw_scene
 
 
 class Volumes(Dataset):
@@ -60,27 +60,15 @@ def made_volume(
 ) -> Dataset:
     """Return one synthetic volume that is stored nowhere: each rank makes its box. Collective."""
     scene = draw_scene(seed, index, shape)
-    image = Function(_Image(scene), 1, (1, *scene.shape), "float32")
-    labels = Function(_Labels(scene), 1, scene.shape, "uint8")
-    types = {"image": dtype, "labels": torch.int64}
-    return Dataset({"image": image, "labels": labels}, grid, dtype=types)
 
+    def image(sample: int, box: dc.Box) -> np.ndarray:
+        return scene.image(dc.Box(box.start[1:], box.stop[1:]))[None]
 
-class _Image:
-    __name__ = "image"
+    def labels(sample: int, box: dc.Box) -> np.ndarray:
+        return scene.labels(box)
 
-    def __init__(self, scene: Scene) -> None:
-        self._scene = scene
-
-    def __call__(self, sample: int, box: dc.Box) -> np.ndarray:
-        return self._scene.image(dc.Box(box.start[1:], box.stop[1:]))[None]
-
-
-class _Labels:
-    __name__ = "labels"
-
-    def __init__(self, scene: Scene) -> None:
-        self._scene = scene
-
-    def __call__(self, sample: int, box: dc.Box) -> np.ndarray:
-        return self._scene.labels(box)
+    fields = {
+        "image": Function(image, 1, (1, *scene.shape), "float32"),
+        "labels": Function(labels, 1, scene.shape, "uint8"),
+    }
+    return Dataset(fields, grid, dtype={"image": dtype, "labels": torch.int64})

@@ -115,7 +115,7 @@ def _tiled(autoencoder: Autoencoder, size: int, latents: Tensor) -> Way:
 
 
 def _taken(run: Callable[[], Tensor]) -> Way:
-    """Return the time of the second of two calls, and the bytes of tensors in the first."""
+    """Return a way without a name: seconds of the second of two calls, bytes of the first."""
     gc.collect()
     most, _ = tensor_bytes(run)
     start = time.perf_counter()

@@ -60,7 +60,7 @@ def decoded(network: Any, latents: Tensor) -> Tensor:
 
 
 def encoded(network: Any, images: Tensor) -> Tensor:
-    """Return the latents of images; of a distribution of them, its mode."""
+    """Return the latents of images; the mode, where the network returns a distribution."""
     found = network.encode(images)
     made: Tensor = found.latent if hasattr(found, "latent") else found.latent_dist.mode()
     return made
@@ -69,19 +69,17 @@ def encoded(network: Any, images: Tensor) -> Tensor:
 def tile(network: Any, autoencoder: Autoencoder, size: int) -> None:
     """Let diffusers decode in tiles of `size` x `size` pixels, overlapping by a quarter."""
     network.enable_tiling()
-    side, stride, share = size // autoencoder.pixels, size * 3 // 4, 0.25
-    kinds = {"sample_min": size, "sample_stride": stride, "latent_min": side}
-    for kind, value in kinds.items():
-        for way in ("size", "height", "width"):
-            _change(network, f"tile_{kind}_{way}", value)
-    for name in ("tile_overlap_factor", *(f"tile_overlap_factor_{w}" for w in ("height", "width"))):
-        _change(network, name, share)
-
-
-def _change(network: nn.Module, name: str, value: float) -> None:
-    """Set an attribute for tiles; its name differs from class to class."""
-    if hasattr(network, name):
-        setattr(network, name, value)
+    kinds: dict[str, float] = {
+        "sample_min": size,
+        "sample_stride": size * 3 // 4,
+        "latent_min": size // autoencoder.pixels,
+    }
+    ways = ("size", "height", "width")
+    options = {f"tile_{kind}_{way}": value for kind, value in kinds.items() for way in ways}
+    options |= {f"tile_overlap_factor{way}": 0.25 for way in ("", "_height", "_width")}
+    for name, value in options.items():
+        if hasattr(network, name):  # the names differ from class to class
+            setattr(network, name, value)
 
 
 def _seeded() -> torch.Generator:

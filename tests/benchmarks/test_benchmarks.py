@@ -19,14 +19,13 @@ from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.halo import exchange, halos, plan_of, sendrecv
 from benchmarks.layer import Case, layers
 from benchmarks.measuring.memory import peak_of
-from benchmarks.measuring.network import Network, cut_sample
+from benchmarks.measuring.network import Network, cut_sample, sgd_step
 from benchmarks.measuring.own_step import (
     OVER_DEFAULT,
     OVER_PLAIN,
     PARTS,
     own_step,
     silenced,
-    unchanging_step,
     with_fixed_statistics,
 )
 from benchmarks.measuring.plain import ONEDNN, best, plain_forms
@@ -222,7 +221,7 @@ def test_a_silent_step_sends_nothing_and_changes_nothing(
     network = NETWORKS[0]._replace(shape=(1, 3, 16, 16))
     grid = QUICK.grid(4)
     model = dc.parallelize(with_fixed_statistics(network), grid)
-    step = unchanging_step(network, model, *cut_sample(network, grid))
+    step = sgd_step(network, model, *cut_sample(network, grid), rate=0.0)
     step()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     carrier = type(grid.transport.carrier)

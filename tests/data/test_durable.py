@@ -135,7 +135,7 @@ def test_the_room_for_samples_is_made_sure_of_before_the_first(
     path = tmp_path / "data.h5"
     shape = size, size
     grid = dc.ProcessGrid(MPI.COMM_SELF, device="cpu")
-    fields = {channel.name: np.ones(shape) for channel in store.CHANNELS}
+    fields = {name: np.ones(shape) for name in store.CHANNELS}
 
     def write_all() -> None:
         with store.create(grid, path, samples, size, seed=0, horizon=1.0) as writer:

@@ -58,7 +58,8 @@ def test_a_rank_reads_its_own_box_and_nothing_else(file, monkeypatch):
         requests = [[3, 0], [4, 1, 2], [2]]  # even, uneven, and too few for all of sample=2
         selected.clear()
         expected_bytes = 0
-        for samples, (x, y) in zip(requests, data.batches(requests), strict=True):
+        loader = dc.data.Loader(data, batch_sampler=requests)
+        for samples, (x, y) in zip(requests, loader, strict=True):
             assert x.shape == (len(samples), 18, SIZE, SIZE)
             assert y.shape == (len(samples), 1, SIZE, SIZE)
             mine = dc.local_box(x.shape, grid, x.layout).slices
