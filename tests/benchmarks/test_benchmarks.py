@@ -337,10 +337,7 @@ def test_results_are_recorded_with_the_versions_they_hold_for(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["halo"], "one rank has no halos"),
-        (["layer", "--grid", "height=2"], "--grid: "),
-    ],
+    [(["halo"], "one rank has no halos"), (["layer", "--grid", "height=2"], "--grid: ")],
 )
 def test_halos_of_one_rank_and_grids_that_do_not_fit_are_refused(
     arguments: list[str], message: str, capsys

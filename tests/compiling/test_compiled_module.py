@@ -162,11 +162,7 @@ def test_a_replayed_module_of_volumes_has_the_same_bits() -> None:
 
 
 @pytest.mark.parallel(4)
-@pytest.mark.parametrize(
-    "axes",
-    [{"height": 2, "width": 2}, {"height": 2, "filter": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("axes", [{"height": 2, "width": 2}, {"height": 2, "filter": 2}], ids=str)
 def test_a_module_is_replayed_on_any_grid(axes: Mapping[str, int]) -> None:
     assert compared(plain, **axes).replays == CALLS - 3
 

@@ -17,11 +17,7 @@ from tests.support.mesh_runs import REPOSITORY, SIZE, arguments, write_file
 
 WORLD = MPI.COMM_WORLD
 
-GRIDS = {
-    1: [{}],
-    2: [{"sample": 2}, {"height": 2}],
-    4: [{"sample": 2, "height": 2}],
-}
+GRIDS = {1: [{}], 2: [{"sample": 2}, {"height": 2}], 4: [{"sample": 2, "height": 2}]}
 every_size = pytest.mark.parallel([1, 2, 4])
 
 

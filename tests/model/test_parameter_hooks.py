@@ -42,11 +42,7 @@ HOOKS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize(
-    "axes, options",
-    [
-        ({"sample": -1}, {}),
-        ({"height": -1}, {"bucket_bytes": 8}),
-    ],
+    "axes, options", [({"sample": -1}, {}), ({"height": -1}, {"bucket_bytes": 8})]
 )
 def test_hooks_on_parameters_get_the_serial_gradient(name: str, axes: Any, options: Any) -> None:
     grid = dc.ProcessGrid(**axes)

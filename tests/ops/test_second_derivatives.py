@@ -112,10 +112,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[int, ...] | None]] = {
         normalized(lambda x, **k: F.batch_norm(x, None, None, training=True, **k)),
         (4,),
     ),
-    "evaluated": (
-        lambda x, w, b: F.batch_norm(x, w.detach(), b.detach().exp(), w, b),
-        (4,),
-    ),
+    "evaluated": (lambda x, w, b: F.batch_norm(x, w.detach(), b.detach().exp(), w, b), (4,)),
     "instance norm": (normalized(F.instance_norm), (4,)),
     "group norm": (normalized(partial(F.group_norm, num_groups=2)), (4,)),
     "layer norm": (normalized(lambda x, **k: F.layer_norm(x, x.shape[1:], **k)), (4, 3, 5)),

@@ -67,11 +67,7 @@ def test_all_commands_run_under_torchrun_without_mpi(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("machine.json", "study.json")]
     end = end_of(started([*torchrun(2), *forked(path), *files]))
     assert (end.returncode, end.stdout.count("done")) == (0, 2), end.stderr
-    for words in (
-        "kept for backward",
-        "all agree",
-        "strong scaling of torch.nn:Tanh, 2 rounds",
-    ):
+    for words in ("kept for backward", "all agree", "strong scaling of torch.nn:Tanh, 2 rounds"):
         assert end.stdout.count(words) == 1, end.stdout
 
 

@@ -15,13 +15,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import distconv as dc
 from distconv.ops.conv import convolution
-from tests.support.serial import (
-    TOLERANCE,
-    agrees,
-    deviation,
-    random_grid,
-    random_tensor,
-)
+from tests.support.serial import TOLERANCE, agrees, deviation, random_grid, random_tensor
 
 
 def bytes_saved(x: dc.DistTensor, w: Tensor) -> int:

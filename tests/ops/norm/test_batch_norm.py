@@ -49,13 +49,7 @@ def buffers_agree(actual: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("make", [TORCH, DISTCONV], ids=["torch.nn", "distconv.layers"])
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {},
-        {"momentum": None},
-        {"affine": False},
-        {"track_running_stats": False},
-        {"eps": 0.1},
-    ],
+    [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.1}],
     ids=str,
 )
 def test_modules_train_and_evaluate_as_serial(make: Any, arguments: dict[str, Any]) -> None:
