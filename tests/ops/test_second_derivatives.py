@@ -118,6 +118,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[int, ...] | None]] = {
     "layer norm": (normalized(lambda x, **k: F.layer_norm(x, x.shape[1:], **k)), (4, 3, 5)),
     "rms norm": (lambda x, w, _: F.rms_norm(x, x.shape[1:], w), (4, 3, 5)),
     "convolution": (lambda x, w, _: F.conv2d(x, w, stride=2), (6, 4, 2, 2)),
+    "softmax": (lambda x: x.softmax(2).pow(3), None),
     "amax": (lambda x: x.amax((1, 2)), None),
     "max": (lambda x: (x.max(), x.max(2).values, x.min(3).values), None),
     "range": (lambda x: tuple(torch.aminmax(x, dim=2)), None),
