@@ -17,6 +17,7 @@ from distconv.tools.command_line import COMMANDS as ALL
 from distconv.tools.command_line import main
 from distconv.tools.progress import StatusLine
 from tests.planning.machines import described
+from tests.support.everywhere import ended_with_one_line
 from tests.support.jobs import end_of, forked, started, torchrun
 
 WORLD = MPI.COMM_WORLD
@@ -173,7 +174,4 @@ def test_progress_is_told_again_and_again_where_stderr_is_no_terminal(
     ],
 )
 def test_bad_arguments_are_named_with_the_way_out(arguments, message, capsys) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([*arguments, "--shape", "1,2,8,8"])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    ended_with_one_line(lambda: main([*arguments, "--shape", "1,2,8,8"]), message, capsys)
