@@ -144,6 +144,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
+def in_double() -> Iterator[None]:
+    """Let a test make parameters and tensors in double precision."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
 def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the modules that a test imports, which other tests write under the same names."""
     monkeypatch.setattr(sys, "path", sys.path.copy())

@@ -36,7 +36,7 @@ from benchmarks.networks import NETWORKS
 from benchmarks.overhead import cut_convolution, kernels, overheads
 from benchmarks.record import record
 from distconv.planning.timing import Contender
-from tests.support.everywhere import on_rank_zero
+from tests.support.everywhere import ended_with_one_line, on_rank_zero
 
 QUICK = Settings(seconds=0.0)
 
@@ -336,14 +336,9 @@ def test_results_are_recorded_with_the_versions_they_hold_for(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["halo"], "one rank has no halos"),
-        (["layer", "--grid", "height=2"], "--grid: "),
-    ],
+    [(["halo"], "one rank has no halos"), (["layer", "--grid", "height=2"], "--grid: ")],
 )
 def test_halos_of_one_rank_and_grids_that_do_not_fit_are_refused(
     arguments: list[str], message: str, capsys
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2 and message in capsys.readouterr().err
+    ended_with_one_line(lambda: main(arguments), message, capsys)

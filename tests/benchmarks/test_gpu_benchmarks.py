@@ -50,7 +50,7 @@ LAYER = Case("layer", (1, 4, 16, 16), lambda: Launching(4, 4, 3, padding=1), ste
 PUBLISHED = LAYER._replace(published="much")
 VOLUMES = Case("volumes", (1, 2, 8, 8, 8), lambda: nn.Conv3d(2, 2, 3, padding=1), step_of)
 MESH = Case(
-    *("mesh", (1, 18, 64, 64), partial(mesh_tangling_1k, 1 / 32, 64), SQUARES, torch.rand, 1.02),
+    *("mesh", (1, 18, 64, 64), partial(mesh_tangling_1k, 1 / 32, 64), SQUARES, torch.rand, 1.02)
 )
 
 
@@ -97,10 +97,7 @@ def test_both_sides_compute_the_same(case: Case, loss, grid) -> None:
 
 @pytest.mark.parametrize(
     ("case", "cuts"),
-    [
-        *((case, PLANE) for case in (cases.MESH_2K, cases.LAYERS[0])),
-        (cases.UNET, VOLUME[3:]),
-    ],
+    [*((case, PLANE) for case in (cases.MESH_2K, cases.LAYERS[0])), (cases.UNET, VOLUME[3:])],
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_plain_torch_makes_of_a_block_what_its_rank_makes(case: Case, cuts) -> None:
@@ -113,10 +110,7 @@ def test_plain_torch_makes_of_a_block_what_its_rank_makes(case: Case, cuts) -> N
         assert made.shape == network(torch.empty(case.shape, device=meta)).shape
 
 
-@pytest.mark.parametrize(
-    ("case", "cuts"),
-    [(PUBLISHED, PLANE), (FEATURES, VOLUME[3:4])],
-)
+@pytest.mark.parametrize(("case", "cuts"), [(PUBLISHED, PLANE), (FEATURES, VOLUME[3:4])])
 def test_shards_are_told_with_what_follows_from_them(case: Case, cuts) -> None:
     found = list(shards(case, cuts, CPU, 0.0))
     rows = [row for row in found if isinstance(row, Row)]

@@ -6,7 +6,6 @@ Nothing of this has run on a GPU. `tests/gpu/test_gpu_graphs.py` does the same t
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -23,10 +22,19 @@ from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
 from distconv.device import graphs
 from distconv.device.streams import SideStream, StreamRequest
 from distconv.grid import communicators
-from tests.compiling.test_compile import CALLS, STEPS, batches, classifier, identical, trained
+from tests.compiling.test_compile import (
+    CALLS,
+    STEPS,
+    batches,
+    check,
+    classifier,
+    identical,
+    trained,
+)
 from tests.support.nccl import ProcessGroup
 from tests.support.recorded import RecordedCarrier, RecordedGraph
 from tests.support.sanitizer import Sanitizer
+from tests.support.serial import told_once
 
 CPU = torch.device("cpu")
 
@@ -73,11 +81,8 @@ def sanitizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
 @pytest.mark.parametrize("name", ["plain", "with_accumulation", "with_average"])
 @pytest.mark.filterwarnings("error:compile")
 def test_a_captured_step_has_the_same_bits(sanitizer: Sanitizer, name: str) -> None:
-    grid = dc.ProcessGrid(height=-1, transport="mpi")
-    expected = trained(STEPS[name], False, grid, network)
-    actual = trained(STEPS[name], True, grid, network, "graph")
-    assert identical(actual[0], expected[0]) and identical(actual[1], expected[1])
-    assert actual[2].replays == CALLS - 3 and "graph" in actual[2].source
+    step = check(STEPS[name], network, "graph", height=-1, transport="mpi")
+    assert step.replays == CALLS - 3 and "graph" in step.source
 
 
 @pytest.mark.parallel([2])
@@ -101,13 +106,10 @@ def test_a_captured_step_waits_for_all_that_it_uses(
 
 def warned(grid: dc.ProcessGrid, make_network: Any = network) -> str:
     """Return what a rank says of a step that cannot be captured, and is replayed."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        made = trained(STEPS["plain"], True, grid, make_network, "graph")[2]
+    with told_once("compile:") as said:
+        made = trained(STEPS["plain"], True, grid, make_network, "graph")[1]
     assert made.replays == CALLS - 3
-    told = grid.comm.allgather([str(w.message) for w in caught if "compile:" in str(w.message)])
-    (message,) = sum(told, [])
-    return str(message)
+    return said[0]
 
 
 @pytest.mark.parallel([2])

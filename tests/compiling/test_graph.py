@@ -10,27 +10,14 @@ from torch import Tensor, nn
 
 import distconv as dc
 from distconv.ops.conv import volumes
-from tests.compiling.test_compile import (
-    CALLS,
-    STEPS,
-    Step,
-    classifier,
-    identical,
-    of_volumes,
-    trained,
-    volume,
-)
+from tests.compiling.test_compile import CALLS, STEPS, Step, check, of_volumes, trained, volume
 from tests.support.serial import deviation
 
 
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", ["with_accumulation", "of_halves"])
 def test_a_graph_of_the_same_calls_has_the_same_bits(name: str) -> None:
-    grid = dc.ProcessGrid(height=-1)
-    expected = trained(STEPS[name], False, grid, classifier)
-    actual = trained(STEPS[name], True, grid, classifier, "eager")
-    assert identical([*actual[:2]], [*expected[:2]])
-    assert actual[2].replays == CALLS - 3
+    assert check(STEPS[name], backend="eager").replays == CALLS - 3
 
 
 def few_layers() -> nn.Module:
@@ -60,11 +47,11 @@ def in_double(model: nn.Module, grid: dc.ProcessGrid) -> Step:
 @pytest.mark.parallel(2)
 def test_compilers_compute_the_same_to_rounding(capsys: pytest.CaptureFixture[str]) -> None:
     grid = dc.ProcessGrid(height=2)
-    expected = trained(in_double, False, grid, few_layers)
-    actual = trained(in_double, True, grid, few_layers, "inductor")
-    assert actual[2].replays == CALLS - 3
+    expected, _ = trained(in_double, False, grid, few_layers)
+    actual, step = trained(in_double, True, grid, few_layers, "inductor")
+    assert step.replays == CALLS - 3
     assert ("inductor compiles" in capsys.readouterr().err) == (grid.rank == 0)
-    for mine, theirs in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         assert mine.dtype == theirs.dtype
         if mine.dtype == torch.float64:
             assert deviation(mine, theirs) < 1e-9
@@ -77,11 +64,11 @@ def test_layouts_of_onednn_stay_out_of_graphs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(volumes, "_FEWEST_PRODUCTS", 0)
     volumes._pays.cache_clear()
     grid = dc.ProcessGrid(depth=2)
-    expected = trained(of_volumes, False, grid, volume)
-    actual = trained(of_volumes, True, grid, volume, "aot_eager")
+    expected, _ = trained(of_volumes, False, grid, volume)
+    actual, step = trained(of_volumes, True, grid, volume, "aot_eager")
     volumes._pays.cache_clear()
-    assert "mkldnn" in actual[2].source
-    for mine, theirs in zip(actual[1], expected[1], strict=True):
+    assert "mkldnn" in step.source
+    for mine, theirs in zip(actual, expected, strict=True):
         assert deviation(mine, theirs) < 1e-4
 
 

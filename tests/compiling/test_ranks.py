@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 import distconv as dc
 from distconv.grid.journal import DivergenceError
-from tests.compiling.test_compile import CALLS, batches, identical
-from tests.support.serial import raised_everywhere
+from tests.compiling.test_compile import CALLS, batches, identical, same_bits
+from tests.support.serial import raised_everywhere, told_once
 
 LAST = MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
 GRIDS = {"samples": {"sample": -1}, "rows": {"height": -1}}
@@ -80,7 +79,7 @@ ODD = {
 }
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("axes", GRIDS)
 @pytest.mark.parametrize("odd", ODD, ids=lambda f: f.__name__)
 def test_ranks_that_trace_different_steps_all_raise_and_go_on(odd: Any, axes: str) -> None:
@@ -128,7 +127,7 @@ def logs(grid: dc.ProcessGrid, i: int) -> bool:
     return grid.rank == 0 and i % 3 == 0
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("whole", [True, False])
 def test_ranks_in_different_cases_run_them_as_they_are(whole: bool) -> None:
     class Logs(nn.Conv2d):
@@ -157,10 +156,5 @@ def test_ranks_in_different_cases_run_them_as_they_are(whole: bool) -> None:
                 found += [y.detach(), model.weight.grad]
         return found, f
 
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        actual, f = run(True)
-    assert identical(actual, run(False)[0])
-    assert f.replays >= 4
-    everyone = MPI.COMM_WORLD.allgather([str(w.message) for w in told])
-    assert sum("in different cases" in m for each in everyone for m in each) == 1
+    with told_once("in different cases"):
+        assert same_bits(run).replays >= 4

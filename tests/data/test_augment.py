@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import distconv as dc
-from distconv.data import (
-    ChannelJitter,
-    Crop,
-    Dataset,
-    Flip,
-    HaloBlock,
-    Noise,
-    Rotate90,
-    Translate,
-)
+from distconv.data import ChannelJitter, Crop, Dataset, Flip, HaloBlock, Noise, Rotate90, Translate
 from distconv.data.views import OUTSIDE, View
 from distconv.geometry.layout import Box
 from tests.support.everywhere import WORLD, fails_everywhere

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ from distconv.grid.journal import DivergenceError
 from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.mesh_runs import files_up_to
 from tests.support.sample_files import X, Y
-from tests.support.serial import raised_everywhere
+from tests.support.serial import raised_everywhere, told_on_one_rank
 
 every_size = pytest.mark.parallel([1, 2, 4])
 both = pytest.mark.parallel([1, 2])
@@ -132,11 +131,9 @@ def test_a_damaged_or_missing_shard_gives_way_to_the_checkpoint_before(folder: P
     fails_everywhere(
         lambda: dc.load_checkpoint(paths[2], run.model), "0003.*.shard is damaged: its content"
     )
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with told_on_one_rank("0003"):
         found = dc.load_checkpoint(folder, run.model)
     assert found is not None and found.step == 2
-    assert len(told) == (WORLD.rank == 0) and all("0003" in str(w.message) for w in told)
     on_rank_zero(lambda: min(folder.glob("checkpoint-0000000002.*.shard")).unlink())
     fails_everywhere(lambda: dc.load_checkpoint(folder, run.model), "shard: no such file; there is")
 
@@ -216,10 +213,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: Path) -> None:
         assert found is not None
         return found.step
 
-    if WORLD.rank == 0:
-        with pytest.warns(UserWarning, match="0002.pt is damaged.*continuing from .*0001.pt"):
-            assert load() == 1
-    else:
+    with told_on_one_rank("0002.pt is damaged.*continuing from .*0001.pt"):
         assert load() == 1
     assert load() == 1
     assert (folder / "checkpoint-0000000002.damaged.pt").exists()
@@ -477,10 +471,7 @@ def test_a_shard_of_another_step_or_rank_is_not_taken(folder: Path, source: str)
     shards = sorted(folder.glob("*.shard"))
     wrong = shards[0] if source == "another step" else shards[-2]
     on_rank_zero(lambda: shards[-1].write_bytes(wrong.read_bytes()))
-    if WORLD.rank == 0:
-        with pytest.warns(UserWarning, match="another file than was written.*continuing"):
-            found = dc.load_checkpoint(folder, run.model)
-    else:
+    with told_on_one_rank("another file than was written.*continuing"):
         found = dc.load_checkpoint(folder, run.model)
     assert found is not None and found.step == 1
 
@@ -579,11 +570,9 @@ def test_a_checkpoint_that_cannot_be_loaded_safely_gives_way_to_the_one_before(
     stored = {**torch.load(path, weights_only=True), "step": 2, "extra": {"a": Point(1, 2)}}
     on_rank_zero(lambda: write_checksummed(newer, lambda file: torch.save(stored, file)))
     fails_everywhere(lambda: dc.load_checkpoint(newer, run.model), "loaded safely")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with told_on_one_rank("continuing from"):
         found = dc.load_checkpoint(folder, run.model)
     assert found is not None and found.step == 1 and names(folder) == [path.name]
-    assert any("continuing from" in str(w.message) for w in told) == (WORLD.rank == 0)
     assert newer.with_name("checkpoint-0000000002.damaged.pt").exists()
 
 

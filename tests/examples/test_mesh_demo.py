@@ -61,11 +61,7 @@ def ranks_train(folder: Path) -> bool:
 
 @pytest.mark.timeout(3 * LIMIT)
 @pytest.mark.parametrize(
-    ("moment", "sent"),
-    [
-        (ranks_import, signal.SIGKILL),
-        (ranks_train, signal.SIGINT),
-    ],
+    ("moment", "sent"), [(ranks_import, signal.SIGKILL), (ranks_train, signal.SIGINT)]
 )
 def test_what_ends_the_demo_ends_its_ranks_and_leaves_a_whole_checkpoint(
     tmp_path: Path, moment: Callable[[Path], bool], sent: signal.Signals

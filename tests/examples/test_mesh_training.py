@@ -12,25 +12,20 @@ import distconv as dc
 from distconv.data.checkpoint import checkpoints_in
 from examples.mesh_tangling.data import LIMIT, MeshTanglingData
 from examples.mesh_tangling.train import main
+from tests.support.everywhere import ended_with_one_line, on_rank_zero
 from tests.support.jobs import end_of, start
 from tests.support.mesh_runs import REPOSITORY, SIZE, arguments, write_file
 
 WORLD = MPI.COMM_WORLD
 
-GRIDS = {
-    1: [{}],
-    2: [{"sample": 2}, {"height": 2}],
-    4: [{"sample": 2, "height": 2}],
-}
+GRIDS = {1: [{}], 2: [{"sample": 2}, {"height": 2}], 4: [{"sample": 2, "height": 2}]}
 every_size = pytest.mark.parallel([1, 2, 4])
 
 
 @pytest.fixture
 def file(folder):
     path = folder / "data.h5"
-    if WORLD.rank == 0:
-        write_file(path)
-    WORLD.barrier()
+    on_rank_zero(lambda: write_file(path))
     return path
 
 
@@ -77,9 +72,7 @@ def test_a_rank_reads_its_own_box_and_nothing_else(file, monkeypatch):
 
 def serial(*command_line):
     """Train on this rank alone, whatever the number of ranks."""
-    if WORLD.rank == 0:
-        main(arguments(*command_line), comm=MPI.COMM_SELF)
-    WORLD.barrier()
+    on_rank_zero(lambda: main(arguments(*command_line), comm=MPI.COMM_SELF))
 
 
 def assert_same_run(output, reference):
@@ -130,19 +123,15 @@ def test_a_run_continues_on_another_grid_with_the_same_result(file, folder):
     ],
 )
 def test_a_wrong_argument_is_reported_once(file, folder, wrong, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments(file, folder / "run", {"sample": WORLD.size}, 1, *wrong))
-    assert caught.value.code == 2
-    reported = capsys.readouterr().err
-    assert (message in reported) if WORLD.rank == 0 else not reported
+    words = arguments(file, folder / "run", {"sample": WORLD.size}, 1, *wrong)
+    ended_with_one_line(lambda: main(words), message, capsys)
 
 
 @pytest.mark.parallel(1)
 def test_the_checkpoint_of_another_run_is_not_overwritten(file, folder, capsys):
     main(arguments(file, folder, {}, 1))
-    with pytest.raises(SystemExit):
-        main(arguments(file, folder, {}, 1))
-    assert "checkpoint-0000000001.pt exists; continue it with --resume" in capsys.readouterr().err
+    message = "checkpoint-0000000001.pt exists; continue it with --resume"
+    ended_with_one_line(lambda: main(arguments(file, folder, {}, 1)), message, capsys)
 
 
 INTERRUPTED = """

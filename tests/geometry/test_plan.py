@@ -185,9 +185,7 @@ def test_every_buffer_is_exactly_what_its_outputs_need(movement: Movement) -> No
 
 
 @given(movements())
-def test_every_send_has_its_receive_of_the_same_boxes_in_the_same_order(
-    movement: Movement,
-) -> None:
+def test_every_send_has_its_receive_of_the_same_boxes_in_the_same_order(movement: Movement) -> None:
     def extents(boxes: tuple) -> list:
         return [tuple(s.stop - s.start for s in box) for box in boxes]
 

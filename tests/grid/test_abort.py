@@ -101,11 +101,7 @@ exchange()
 
 
 @pytest.mark.parametrize(
-    ("end", "waits", "ranks"),
-    [
-        ("raise ValueError", True, 4),
-        ("time.sleep(1000)", False, 2),
-    ],
+    ("end", "waits", "ranks"), [("raise ValueError", True, 4), ("time.sleep(1000)", False, 2)]
 )
 def test_a_rank_that_ends_the_job_saves_its_files_and_calls_what_is_registered(
     tmp_path: Path, ranks: int, waits: bool, end: str

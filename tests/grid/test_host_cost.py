@@ -96,9 +96,7 @@ def _counting(counted: Counter[str], name: str, call: Any) -> Any:
 
 
 @pytest.mark.parallel([2, 3, 4])
-def test_a_grid_takes_as_many_collectives_on_any_number_of_ranks(
-    collectives: Counter[str],
-) -> None:
+def test_a_grid_takes_as_many_collectives_on_any_number_of_ranks(collectives: Counter[str]) -> None:
     grid = dc.ProcessGrid(height=-1)
     # Over MPI, the ranks tell each other once where torch's process groups meet.
     meeting = Counter(allgather=2, bcast=1) if grid.transport.name == "torch" else Counter[str]()

@@ -85,9 +85,7 @@ print(dc.ProcessGrid())
 """
 
 
-def test_the_grid_of_a_wrong_launch_is_an_error_and_that_of_one_rank_is_not(
-    tmp_path: Path,
-) -> None:
+def test_the_grid_of_a_wrong_launch_is_an_error_and_that_of_one_rank_is_not(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
     end = end_of(start(script, fresh=False, WORLD_SIZE="2"))

@@ -100,10 +100,7 @@ def test_a_grid_that_does_not_fit_says_so_on_all_ranks(extents: dict, message: s
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (
-            {"height": 5},
-            f"needs 5 ranks, {WORLD.size} were started: mpiexec -n 5 ... .on rank 1.",
-        ),
+        ({"height": 5}, f"needs 5 ranks, {WORLD.size} were started: mpiexec -n 5 ... .on rank 1."),
         (
             {"width": -1},
             f"width={WORLD.size} on rank 1 and height={WORLD.size} on rank 0; pass the",

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from torch.utils.data.distributed import DistributedSampler
 
 import distconv.horovod as hvd
+from tests.support.everywhere import on_rank_zero
 from tests.support.jobs import end_of, forked, start, started, torchrun
 
 WORLD = MPI.COMM_WORLD
@@ -21,10 +22,8 @@ SCRIPTS = Path(__file__).with_name("scripts")
 
 
 @pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
+def shut_down(in_double: None) -> Iterator[None]:
     yield
-    torch.set_default_dtype(torch.float32)
     hvd.shutdown()
 
 
@@ -109,9 +108,7 @@ def test_the_imagenet_script_trains_as_the_serial_program_and_resumes(folder: Pa
             optimizer.step()
     compare(found["model"], model)
     WORLD.barrier()
-    if WORLD.rank == 0:
-        (folder / "2.pth").unlink()
-    WORLD.barrier()
+    on_rank_zero((folder / "2.pth").unlink)
     again = run("imagenet", *form)
     assert again["resume_from_epoch"] == 1
     compare(again["model"], model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,26 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from distconv.lbann import DCTensor, DistConvDDP, ParallelStrategy
+from tests.support.serial import same_gradients
 
 WORLD = MPI.COMM_WORLD
 close = torch.testing.assert_close
-
-
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(8)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 def strategy(shards: int = WORLD.size) -> ParallelStrategy:
     return ParallelStrategy(num_shards=shards, device_type="cpu")
-
-
-def same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        close(p.grad, q.grad)
 
 
 @pytest.mark.parallel([1, 2, 4])

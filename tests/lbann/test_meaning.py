@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,16 +13,11 @@ from torch import Tensor, nn
 
 from distconv import UnsupportedOperation
 from distconv.lbann import DCTensor, DistConvDDP, ParallelStrategy
+from tests.support.serial import same_gradients
 
 WORLD = MPI.COMM_WORLD
 close = torch.testing.assert_close
-
-
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 def strategy(
@@ -45,11 +40,6 @@ def gradients_of(
     for x in samples(ps):
         (loss(plain(x)) / ps.ddp_ranks).backward()
     return plain
-
-
-def same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        close(p.grad, q.grad)
 
 
 class Classifier(nn.Module):
@@ -84,7 +74,7 @@ def test_layers_on_whole_samples_within_a_model_count_their_gradients_once(way: 
 def test_batch_norm_is_exact_over_a_replica_and_keeps_the_statistics_of_the_first() -> None:
     ps = strategy()
     torch.manual_seed(4)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
     first = copy.deepcopy(net)
     plain = gradients_of(ps, net, lambda y: y.square().sum() + y[:, 0].sum())
     model = DistConvDDP(net, parallel_strategy=ps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import runpy
-from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,13 @@ from tests.support.jobs import end_of, forked, started, torchrun
 WORLD = MPI.COMM_WORLD
 SCRIPTS = Path(__file__).with_name("scripts")
 close = torch.testing.assert_close
+pytestmark = pytest.mark.usefixtures("in_double")
 
 STRATEGIES = {
     1: [((1,), (2,))],
     2: [((2,), (2,)), ((2,), (3,)), ((1,), (2,))],
     4: [((4,), (2,)), ((2, 2), (2, 3)), ((2, 1), (3, 2)), ((1,), (2,))],
 }[max(1, min(WORLD.size, 4))]
-
-
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def run(name: str, *arguments: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import distconv as dc
 from tests.model.test_parallelize import Branching, Twins, batch, grids, loss_of, net
-from tests.support.serial import deviation, raised_everywhere, random_tensor
+from tests.support.serial import raised_everywhere, random_tensor, same_gradients
 
 WORLD = MPI.COMM_WORLD
 WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -149,9 +149,7 @@ def test_sharded_parameters_are_summed_over_those_that_hold_their_block() -> Non
     x = torch.randn(4, 4, 6, 5)
     serial(x).square().mean().backward()
     model(dc.distribute_tensor(x, grid)).square().mean().backward()
-    for p, q in zip(serial.parameters(), model.parameters(), strict=True):
-        whole = q.grad.full_tensor() if isinstance(q.grad, dc.DistTensor) else q.grad
-        assert deviation(whole, p.grad) <= 0.02
+    same_gradients(model, serial, 0.02)
 
 
 @pytest.mark.parallel([1, 2])

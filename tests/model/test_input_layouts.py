@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import distconv as dc
 from distconv.comm.ledger import trace_movements
 from distconv.layers import Redistribute
-from tests.support.serial import deviation, random_tensor
+from tests.support.serial import deviation, random_tensor, same_gradients, same_state
 
 WORLD = MPI.COMM_WORLD
 CHANNELS = dc.Layout(channel="height")
@@ -63,12 +63,6 @@ def trained(model: nn.Module, x: Tensor, steps: int = 2) -> Tensor:
     return output.detach()
 
 
-def alike(model: nn.Module, serial: nn.Module) -> None:
-    state = dc.full_state_dict(model)
-    for name, value in serial.state_dict().items():
-        assert deviation(state[name], value) <= 1e-10, name
-
-
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize(
     "layouts",
@@ -89,7 +83,7 @@ def test_a_model_with_layouts_of_its_layers_trains_as_serially(
     grid = dc.ProcessGrid(height=-1)
     model = dc.parallelize(made(), grid, layouts=layouts, shard_parameters=shard)
     assert deviation(trained(model, dc.distribute_tensor(x, grid)).full_tensor(), expected) <= 1e-10
-    alike(model, serial)
+    same_state(model, serial)
 
 
 @pytest.mark.parallel([2, 3])
@@ -162,8 +156,7 @@ def test_a_shared_redistribution_follows_its_tensor() -> None:
     output = model(dc.distribute_tensor(x, grid))
     output.sum().backward()
     assert deviation(output.detach().full_tensor(), expected.detach()) <= 1e-10
-    for p, q in zip(model.parameters(), serial.parameters(), strict=True):
-        assert deviation(p.grad, q.grad) <= 1e-10
+    same_gradients(model, serial)
 
 
 @pytest.mark.parallel([2, 3])
@@ -234,7 +227,7 @@ def test_an_axis_of_one_rank_cuts_nothing_so_that_scripts_run_on_any_grid() -> N
     layouts = {"first": named, "second": dc.Layout(channel=("channel", "height"))}
     model = dc.parallelize(made(), grid, layouts=layouts, shard_parameters=True)
     assert deviation(trained(model, cut).full_tensor(), expected) <= 1e-10
-    alike(model, serial)
+    same_state(model, serial)
 
 
 @pytest.mark.parallel([1, 2, 4])

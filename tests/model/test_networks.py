@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import distconv as dc
 from tests.support.published import NETWORKS, some_of
-from tests.support.serial import deviation, noted, random_tensor
+from tests.support.serial import deviation, noted, random_tensor, same_state
 
 GRIDS = {
     1: [{}],
@@ -81,9 +81,7 @@ def test_training_steps_give_the_serial_parameters(name: str) -> None:
             assert train(model, cut) == pytest.approx(expected, rel=1e-9)
             for got, wanted in zip(cut, batches, strict=True):
                 assert deviation(got.grad.full_tensor(), wanted.grad) <= 1e-9
-            trained = dc.full_state_dict(model)
-            for key, wanted in serial.state_dict().items():
-                assert deviation(trained[key], wanted) <= 1e-9, key
+            same_state(model, serial, 1e-9)
             x = batches[0]
             y = model.eval()(dc.distribute_tensor(x.detach(), grid)).full_tensor()
             assert deviation(y.detach(), serial.eval()(x).detach()) <= 1e-9

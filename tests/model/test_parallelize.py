@@ -25,6 +25,8 @@ from tests.support.serial import (
     random_grid,
     random_layout,
     random_tensor,
+    same_gradients,
+    same_state,
 )
 
 RANKS = [1, 2, 4]
@@ -100,16 +102,8 @@ class Twins:
 
     def check(self, tolerance: float = 1e-10) -> None:
         """Assert that parameters, buffers and gradients are the serial ones on every rank."""
-        serial, parallel = self.serial.state_dict(), self.parallel.state_dict()
-        assert serial.keys() == parallel.keys()
-        for name, value in serial.items():
-            assert deviation(parallel[name], value) <= tolerance, name
-        pairs = zip(self.serial.named_parameters(), self.parallel.named_parameters(), strict=True)
-        for (name, p), (_, q) in pairs:
-            assert (p.grad is None) == (q.grad is None), name
-            if p.grad is not None:
-                assert q.grad.dtype == p.grad.dtype
-                assert deviation(q.grad, p.grad) <= tolerance, name
+        same_state(self.parallel, self.serial, tolerance)
+        same_gradients(self.parallel, self.serial, tolerance)
 
 
 def grids(seed: int, n: int = 3) -> list[dc.ProcessGrid]:
@@ -426,10 +420,7 @@ def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
             assert made_before() == {not renewed}
             loss.backward()
             del loss
-    for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None)
-        if mine.grad is not None and theirs.grad is not None:
-            assert deviation(mine.grad, theirs.grad) < 1e-10
+    same_gradients(model, serial)
 
 
 # Another structure, or another grid

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 import distconv as dc
-from tests.support.serial import deviation, raised_everywhere
+from tests.support.serial import deviation, raised_everywhere, same_gradients
 
 
 def net() -> Any:
@@ -42,11 +42,7 @@ HOOKS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize(
-    "axes, options",
-    [
-        ({"sample": -1}, {}),
-        ({"height": -1}, {"bucket_bytes": 8}),
-    ],
+    "axes, options", [({"sample": -1}, {}), ({"height": -1}, {"bucket_bytes": 8})]
 )
 def test_hooks_on_parameters_get_the_serial_gradient(name: str, axes: Any, options: Any) -> None:
     grid = dc.ProcessGrid(**axes)
@@ -63,8 +59,7 @@ def test_hooks_on_parameters_get_the_serial_gradient(name: str, axes: Any, optio
             continue
         loss = model(dc.distribute_tensor(x, grid)).square().sum()
         loss.backward()
-        for p, q in zip(model.parameters(), serial.parameters(), strict=True):
-            assert deviation(p.grad, q.grad) < 1e-10
+        same_gradients(model, serial)
     if name != "several":  # torch takes those in backward() alone
         distributed = dc.distribute_tensor(x, grid)
         again = [

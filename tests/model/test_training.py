@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import distconv as dc
-from tests.support.serial import deviation, noted
+from tests.support.serial import deviation, noted, same_gradients
 
 RANKS = [1, 2, 4]
 
@@ -139,8 +139,7 @@ def test_hooks_of_modules_see_and_replace_distributed_tensors() -> None:
     for expected, actual in zip(*seen, strict=True):
         assert isinstance(actual, dc.DistTensor)
         assert deviation(actual.full_tensor(), expected) <= 1e-9
-    for expected, actual in zip(serial.parameters(), model.parameters(), strict=True):
-        assert deviation(actual.grad, expected.grad) <= 1e-9
+    same_gradients(model, serial, 1e-9)
 
 
 @pytest.mark.parallel(RANKS)

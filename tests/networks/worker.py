@@ -110,10 +110,7 @@ CALLS = 5
 
 
 def difference_of_replays(
-    module: nn.Module,
-    inputs: list[Tensor],
-    arranged: list[dc.Layout | None],
-    grid: dc.ProcessGrid,
+    module: nn.Module, inputs: list[Tensor], arranged: list[dc.Layout | None], grid: dc.ProcessGrid
 ) -> str:
     """Return the name of a tensor of which a compiled network does not make the same bits as the
     network itself, in training mode; "" if there is none. Collective.
@@ -147,10 +144,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def moved(
-    module: nn.Module,
-    inputs: list[Tensor],
-    arranged: list[dc.Layout | None],
-    grid: dc.ProcessGrid,
+    module: nn.Module, inputs: list[Tensor], arranged: list[dc.Layout | None], grid: dc.ProcessGrid
 ) -> dict[str, Any]:
     """Return the bytes that a forward pass redistributes, the operator that moves most, and the
     bytes for operators of which no result takes all positions; collective.

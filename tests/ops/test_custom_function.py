@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import distconv as dc
-from tests.support.serial import agrees, random_tensor
+from tests.support.serial import agrees, random_tensor, same_gradients
 
 
 class Scale(torch.autograd.Function):
@@ -146,8 +146,7 @@ def test_a_function_in_a_network_gives_the_serial_gradients() -> None:
         expected.backward()
         actual.backward()
         close(d.grad, x.grad)
-        for p, q in zip(model.parameters(), serial.parameters(), strict=True):
-            close(p.grad, q.grad)
+        same_gradients(model, serial)
 
 
 @pytest.mark.parallel([1, 2, 4])

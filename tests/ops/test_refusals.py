@@ -169,9 +169,7 @@ RAISED: dict[str, tuple[Tensor, list[Callable[[Any], Any]]]] = {
     ),
     "one value per channel": (
         random_tensor(random.Random(9), (1, 5, 1)),
-        [
-            lambda x: F.batch_norm(x, None, None, training=True),
-        ],
+        [lambda x: F.batch_norm(x, None, None, training=True)],
     ),
     "losses": (
         random_tensor(random.Random(8), (2, 3, 4, 1)),
@@ -286,10 +284,7 @@ WITHOUT_RULE: dict[str, tuple[Tensor, list[Callable[[Any], Any]]]] = {
     ),
     "broken multiples of integers": (
         torch.ones(4, 4, dtype=torch.int64),
-        [
-            lambda x: torch.addmm(x, x, x, alpha=0.5),
-            lambda x: torch.addmm(x, x, x, beta=0.5),
-        ],
+        [lambda x: torch.addmm(x, x, x, alpha=0.5), lambda x: torch.addmm(x, x, x, beta=0.5)],
     ),
 }
 """Calls that serial torch takes, and for which there is no rule."""

@@ -14,6 +14,7 @@ from distconv.planning import calibration, host_work
 from distconv.planning.machine import Machine
 from distconv.tools.command_line import main
 from tests.planning.machines import described
+from tests.support.everywhere import ended_with_one_line
 
 FILE = """
 import torch
@@ -96,6 +97,4 @@ def test_a_described_machine_predicts(home: Path, capsys: pytest.CaptureFixture[
 def test_what_cannot_be_predicted_is_an_error_in_words(
     home: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["predict", *NET, *options])
-    assert words in capsys.readouterr().err
+    ended_with_one_line(lambda: main(["predict", *NET, *options]), words, capsys)

@@ -303,10 +303,7 @@ def test_memory_is_counted_once_and_released_with_its_last_tensor() -> None:
     del x
     assert memory.total == 10
     memory.hold([hollow(120, dtype=torch.uint8)], "other")
-    assert (memory.total, memory.at_most) == (
-        10,
-        {"other": 120, "activations": 0, "gradients": 10},
-    )
+    assert (memory.total, memory.at_most) == (10, {"other": 120, "activations": 0, "gradients": 10})
 
 
 @pytest.mark.parametrize("pools", [True, False])

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from mpi4py import MPI
-from torch import Tensor
+from torch import Tensor, nn
 
 import distconv as dc
 from distconv.geometry.topology import AXES
@@ -39,6 +39,18 @@ def told_on_one_rank(text: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             yield
+
+
+@contextmanager
+def told_once(text: str) -> Iterator[list[str]]:
+    """Assert that one rank gets one warning that holds `text`, which is in the list afterwards."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        yield said
+    everywhere = MPI.COMM_WORLD.allgather([str(w.message) for w in told])
+    said += [message for each in everywhere for message in each if text in message]
+    assert len(said) == 1, everywhere
 
 
 def raised_everywhere(error: type[Exception], function: Callable, *arguments: object) -> str:
@@ -80,8 +92,14 @@ def random_tensor(rng: random.Random, shape: Sequence[int], dtype: Any = torch.f
     return torch.randn(tuple(shape), generator=generator, dtype=dtype)
 
 
-def deviation(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest expected entry; nan equals nan."""
+def deviation(actual: Any, expected: Any) -> float:
+    """Return the largest difference, relative to the largest expected entry; nan equals nan.
+
+    A distributed tensor is made whole, so that all ranks call this.
+    """
+    if isinstance(actual, dc.DistTensor):
+        actual = actual.full_tensor()
+    actual, expected = actual.detach(), expected.detach()
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     actual = actual.to(expected.device)
     if not expected.numel():
@@ -95,6 +113,24 @@ def deviation(actual: Tensor, expected: Tensor) -> float:
         return deviation(actual[finite], expected[finite])
     difference = (actual - expected).abs().max().item()
     return difference / max(expected.abs().max().item(), 1e-30) if difference else 0.0
+
+
+def same_gradients(model: nn.Module, serial: nn.Module, tolerance: float = TOLERANCE) -> None:
+    """Assert that parameters, whole or sharded, have the serial gradients, or none where none."""
+    for (name, p), q in zip(model.named_parameters(), serial.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            assert p.grad.dtype == q.grad.dtype, name
+            assert deviation(p.grad, q.grad) <= tolerance, name
+
+
+def same_state(model: nn.Module, serial: nn.Module, tolerance: float = TOLERANCE) -> None:
+    """Assert that parameters, whole or sharded, and buffers have the serial values."""
+    state = dc.full_state_dict(model)
+    assert list(state) == list(serial.state_dict())
+    for name, value in serial.state_dict().items():
+        assert type(state[name]) is Tensor
+        assert deviation(state[name], value) <= tolerance, name
 
 
 def agrees(
@@ -129,7 +165,7 @@ def agrees(
         assert isinstance(got, dc.DistTensor)
         assert got.shape == wanted.shape and got.dtype == wanted.dtype
         assert got.shard.shape == got.box.shape, "the block is not canonical"
-        assert deviation(got.detach().full_tensor(), wanted.detach()) <= tolerance, "output"
+        assert deviation(got, wanted) <= tolerance, "output"
         assert got.requires_grad == wanted.requires_grad, "what is differentiable"
     differentiable = [(g, w) for g, w in pairs if w.requires_grad]
     if not differentiable:

@@ -66,9 +66,7 @@ def test_what_shares_memory_sees_what_is_written(name: str) -> None:
 
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("layout", [{"height": "height"}, {"sample": "height"}])
-def test_a_view_whose_block_was_brought_and_its_base_see_each_other(
-    layout: dict[str, str],
-) -> None:
+def test_a_view_whose_block_was_brought_and_its_base_see_each_other(layout: dict[str, str]) -> None:
     serial, x = distributed()
     x = x.redistribute(dc.Layout(**layout))
     views = [t.view(2, 28, 5) for t in (serial, x)]

@@ -467,11 +467,7 @@ def test_redistributions_name_the_module_that_was_called() -> None:
     model(d)
     torch.nn.Sequential(model)(d)
     found = [(moved.module, moved.operator) for moved in dc.redistributions(reset=True)]
-    assert found == [
-        ("", "full_tensor"),
-        ("blocks.0.1", "flatten"),
-        ("0.blocks.0.1", "flatten"),
-    ]
+    assert found == [("", "full_tensor"), ("blocks.0.1", "flatten"), ("0.blocks.0.1", "flatten")]
 
 
 @pytest.mark.parallel([1, 2, 3])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
-from tests.support.serial import deviation, raised_everywhere
+from tests.support.serial import deviation, raised_everywhere, same_gradients
 
 RANKS = [2, 3]
 
@@ -36,8 +36,7 @@ def check(model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor]) -> None
     """Assert that the gradients are those that the serial model gets of `loss`."""
     serial = net()
     loss(serial, whole()).backward()
-    for p, q in zip(model.parameters(), serial.parameters(), strict=True):
-        assert deviation(p.grad, q.grad) < 1e-10
+    same_gradients(model, serial)
 
 
 # Without parallelize
@@ -191,8 +190,7 @@ def test_a_parametrization_of_a_parallelized_module_is_added_up_once() -> None:
     model, serial = dc.parallelize(make(), grid), make()
     for m, x in ((model, batch(grid)), (serial, whole())):
         (m(x).square().mean() + m[0].weight.exp().sum() * m[2].bias.sin().sum()).backward()
-    for p, q in zip(model.parameters(), serial.parameters(), strict=True):
-        assert deviation(p.grad, q.grad) < 1e-10
+    same_gradients(model, serial)
 
 
 @pytest.mark.parallel(RANKS)

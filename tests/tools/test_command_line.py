@@ -17,6 +17,7 @@ from distconv.tools.command_line import COMMANDS as ALL
 from distconv.tools.command_line import main
 from distconv.tools.progress import StatusLine
 from tests.planning.machines import described
+from tests.support.everywhere import ended_with_one_line
 from tests.support.jobs import end_of, forked, started, torchrun
 
 WORLD = MPI.COMM_WORLD
@@ -67,11 +68,7 @@ def test_all_commands_run_under_torchrun_without_mpi(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("machine.json", "study.json")]
     end = end_of(started([*torchrun(2), *forked(path), *files]))
     assert (end.returncode, end.stdout.count("done")) == (0, 2), end.stderr
-    for words in (
-        "kept for backward",
-        "all agree",
-        "strong scaling of torch.nn:Tanh, 2 rounds",
-    ):
+    for words in ("kept for backward", "all agree", "strong scaling of torch.nn:Tanh, 2 rounds"):
         assert end.stdout.count(words) == 1, end.stdout
 
 
@@ -177,7 +174,4 @@ def test_progress_is_told_again_and_again_where_stderr_is_no_terminal(
     ],
 )
 def test_bad_arguments_are_named_with_the_way_out(arguments, message, capsys) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([*arguments, "--shape", "1,2,8,8"])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    ended_with_one_line(lambda: main([*arguments, "--shape", "1,2,8,8"]), message, capsys)

@@ -74,9 +74,7 @@ def test_what_one_rank_complains_of_ends_all_and_is_said_once(
 
 
 @pytest.mark.parallel([2])
-def test_ranks_of_a_communicator_parse_without_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_of_a_communicator_parse_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["program", "--steps", str(RANK)])
     alone = RankParser(MPI.COMM_SELF)
     alone.add_argument("--steps", type=int)

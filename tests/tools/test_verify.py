@@ -17,11 +17,7 @@ import distconv.layers
 from tests.support.published import NETWORKS
 from tests.support.serial import noted
 
-GRIDS = {
-    1: [{}],
-    2: [{"height": 2}, {"sample": 2}],
-    4: [{"height": 2, "width": 2}],
-}
+GRIDS = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 4: [{"height": 2, "width": 2}]}
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import distconv as dc
 from distconv.training import ConcurrentReductions, NoiseScale
-from tests.support.serial import deviation, raised_everywhere
+from tests.support.serial import deviation, raised_everywhere, same_gradients
 
 WORLD = MPI.COMM_WORLD
 
@@ -47,8 +47,7 @@ def test_backward_passes_in_another_order_on_every_rank_give_the_serial_gradient
                 losses[i].backward()
         for one, other in zip(serial, parallel, strict=True):
             one(inputs(step)).square().mean().backward()
-            for p, q in zip(one.parameters(), other.parameters(), strict=True):
-                assert deviation(q.grad, p.grad) <= 1e-12
+            same_gradients(other, one, 1e-12)
             if step % 2:
                 one.zero_grad()
                 other.zero_grad()
@@ -77,8 +76,7 @@ def test_parts_left_by_no_sync_and_models_without_a_pass_are_right() -> None:
     for model, passes in zip(serial, (2, 1, 1), strict=True):
         (passes * model(inputs(0)).sum()).backward()
     for one, other in zip(serial, parallel, strict=True):
-        for p, q in zip(one.parameters(), other.parameters(), strict=True):
-            assert deviation(q.grad, p.grad) <= 1e-12
+        same_gradients(other, one, 1e-12)
 
 
 @pytest.mark.parallel([2])
@@ -106,8 +104,7 @@ def test_misuse_is_an_error_on_every_rank_and_the_next_step_is_right() -> None:
         whole(x).sum().backward()
     serial = copy.deepcopy(models(1)[0])
     serial(inputs(0)).sum().backward()
-    for p, q in zip(serial.parameters(), other.parameters(), strict=True):
-        assert deviation(q.grad, p.grad) <= 1e-12
+    same_gradients(other, serial, 1e-12)
 
 
 @pytest.mark.parallel([2])
@@ -119,5 +116,4 @@ def test_a_plain_backward_pass_adds_to_sums_that_travelled_otherwise() -> None:
     NoiseScale(model).backward(model(x).square().mean(), 8)
     model(x).sum().backward()
     (serial(inputs(0)).square().mean() + serial(inputs(0)).sum()).backward()
-    for p, q in zip(serial.parameters(), model.parameters(), strict=True):
-        assert deviation(q.grad, p.grad) <= 1e-12
+    same_gradients(model, serial, 1e-12)

@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 import distconv as dc
 from distconv.training import GradientLag
 from tests.model.test_parallelize import Branching, Twins, batch, grids, loss_of, net
-from tests.support.serial import deviation, raised_everywhere
+from tests.support.serial import raised_everywhere, same_state
 
 WORLD = MPI.COMM_WORLD
 RANKS = [1, 2, 4]
@@ -103,9 +103,7 @@ def test_sharded_parameters_get_the_late_gradients_of_their_blocks() -> None:
             p.grad = gradient
         its.step()
         kept = gradients
-    state = dc.full_state_dict(model)
-    for name, value in serial.state_dict().items():
-        assert deviation(state[name], value) <= 1e-10
+    same_state(model, serial)
 
 
 @pytest.mark.parallel(RANKS)

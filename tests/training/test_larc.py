@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import distconv as dc
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.training import LARC, LARS
-from tests.support.serial import deviation, random_grid, random_tensor
+from tests.support.serial import deviation, random_grid, random_tensor, same_state
 
 WORLD = MPI.COMM_WORLD
 
@@ -263,6 +263,4 @@ def test_sharded_weights_take_the_steps_of_whole_ones(on: str, clip: bool) -> No
                 optimizer.zero_grad()
                 m(y).square().mean().backward()
                 optimizer.step()
-        state = dc.full_state_dict(model)
-        for name, value in serial.state_dict().items():
-            assert deviation(state[name], value) <= 1e-12, name
+        same_state(model, serial, 1e-12)

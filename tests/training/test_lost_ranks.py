@@ -55,8 +55,7 @@ def hanging() -> str:
 
 
 @pytest.mark.parametrize(
-    ("method", "height", "act"),
-    [("synchronous", 1, KILLED), ("downpour", 2, SECOND)],
+    ("method", "height", "act"), [("synchronous", 1, KILLED), ("downpour", 2, SECOND)]
 )
 def test_the_others_go_on_without_a_worker_that_is_lost(
     tmp_path: Path, method: str, height: int, act: str

@@ -275,10 +275,7 @@ def test_nobody_waits_for_a_worker_that_ends_or_is_lost(
     assert not server.active and not waiting
 
 
-@given(
-    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12),
-    parts=st.integers(1, 5),
-)
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12), parts=st.integers(1, 5))
 def test_parameters_are_dealt_out_evenly(sizes: list[int], parts: int) -> None:
     dealt = dealt_out(sizes, parts)
     assert sorted(i for part in dealt for i in part) == list(range(len(sizes)))

@@ -17,15 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import distconv as dc
-from distconv.training import (
-    AsynchronousElastic,
-    Downpour,
-    Report,
-    ServerLost,
-    Team,
-    Worker,
-    serve,
-)
+from distconv.training import AsynchronousElastic, Downpour, Report, ServerLost, Team, Worker, serve
 from distconv.training.server_checkpoints import server_state
 from distconv.training.team import Arrangement
 from tests.support.serial import deviation, raised_everywhere
@@ -36,10 +28,7 @@ WORLD = MPI.COMM_WORLD
 def network() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, bias=False),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Conv2d(4, 1, 1),
+        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 1, 1)
     ).double()
 
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from examples.cosmoflow.cosmology import (
-    BARYONS,
-    RANGES,
-    Cosmology,
-    draw_cosmology,
-    sphere_window,
-)
+from examples.cosmoflow.cosmology import BARYONS, RANGES, Cosmology, draw_cosmology, sphere_window
 
 PLANCK = Cosmology(omega_m=0.31, sigma_8=0.81, n_s=0.965, h_0=67.7)
 COSMOLOGIES = [PLANCK, *(draw_cosmology(0, index) for index in range(4))]

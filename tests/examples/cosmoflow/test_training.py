@@ -23,7 +23,7 @@ from examples.cosmoflow.generate import generate
 from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.cosmoflow.score import score
 from examples.trainer.launch import words
-from tests.support.everywhere import fails_everywhere
+from tests.support.everywhere import fails_everywhere, on_rank_zero
 from tests.support.example_grids import GRIDS, alone, axes
 
 WORLD = MPI.COMM_WORLD
@@ -85,9 +85,7 @@ def test_the_file_holds_the_universes_of_one_rank(folder: Path) -> None:
     grids = {1: {}, 2: {"depth": 2}, 3: {"sample": 3}, 4: {"sample": 2, "depth": 2}}
     path = folder / "grid.h5"
     generate(path, 3, 8, 4.0, 1, dc.ProcessGrid(**grids[WORLD.size]))
-    if WORLD.rank == 0:
-        generate(folder / "alone.h5", 3, 8, 4.0, 1, alone())
-    WORLD.barrier()
+    on_rank_zero(lambda: generate(folder / "alone.h5", 3, 8, 4.0, 1, alone()))
     with h5py.File(path) as made, h5py.File(folder / "alone.h5") as expected:
         assert made["density"].shape == (3, 4, 8, 8, 8) and made["density"].dtype == np.float32
         np.testing.assert_allclose(made["density"], expected["density"], atol=1e-5)
@@ -177,19 +175,9 @@ def test_more_ranks_along_depth_than_planes_are_an_error(folder: Path) -> None:
 
 def options(data: Path, output: Path, grid: dict[str, int], form: str) -> list[str]:
     """A small run in double precision, where grids must agree."""
-    return words(
-        {
-            "data": str(data),
-            "validation": str(data),
-            "output": str(output),
-            "grid": axes(grid),
-            "epochs": "1",
-            "batch-size": "2",
-            "width": "0.1",
-            "network": form,
-            "precision": "float64",
-        }
-    )
+    paths = {"data": str(data), "validation": str(data), "output": str(output)}
+    small = {"grid": axes(grid), "epochs": "1", "batch-size": "2", "width": "0.1"}
+    return words(paths | small | {"network": form, "precision": "float64"})
 
 
 @pytest.mark.parallel([4])
@@ -200,9 +188,8 @@ def options(data: Path, output: Path, grid: dict[str, int], form: str) -> list[s
 def test_every_grid_trains_like_one_rank(
     data: Path, folder: Path, form: str, more: list[str], grids: int
 ) -> None:
-    if WORLD.rank == 0:
-        train.main(options(data, folder / "serial", {}, form) + more, MPI.COMM_SELF)
-    WORLD.barrier()
+    serial = options(data, folder / "serial", {}, form) + more
+    on_rank_zero(lambda: train.main(serial, MPI.COMM_SELF))
     expected = json.loads((folder / "serial" / "metrics.json").read_text())["history"]
     for place, grid in enumerate(GRIDS[WORLD.size][:grids]):
         output = folder / f"grid{place}"
@@ -256,9 +243,7 @@ def test_the_study_compares_sizes_and_goes_on_where_it_was_stopped(
     assert found["rows"][1]["loss"][0] >= found["rows"][1]["universe_loss"][0]
     assert (folder / "study.png").stat().st_size > 0
     first = (folder / "side-16-seed-0" / "metrics.json").read_text()
-    if WORLD.rank == 0:
-        (folder / "side-8-seed-0" / "metrics.json").unlink()
-    WORLD.barrier()
+    on_rank_zero((folder / "side-8-seed-0" / "metrics.json").unlink)
     capsys.readouterr()
     study.run(args)
     assert "16^3 cells, seed" not in capsys.readouterr().out

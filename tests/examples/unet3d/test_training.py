@@ -21,7 +21,7 @@ from examples.unet3d.data import made_volume
 from examples.unet3d.generate import generate
 from examples.unet3d.network import UNet3d
 from examples.unet3d.score import segmentation_loss
-from tests.support.everywhere import ended_with_one_line
+from tests.support.everywhere import ended_with_one_line, on_rank_zero
 from tests.support.example_grids import GRIDS, alone, axes
 
 WORLD = MPI.COMM_WORLD
@@ -88,9 +88,7 @@ def options(data: Path, output: Path, grid: dict[str, int], epochs: int = 1) -> 
 
 @pytest.mark.parallel([4])
 def test_every_grid_trains_and_segments_like_one_rank(data: Path, folder: Path) -> None:
-    if WORLD.rank == 0:
-        train.main(options(data, folder / "serial", {}, 2), MPI.COMM_SELF)
-    WORLD.barrier()
+    on_rank_zero(lambda: train.main(options(data, folder / "serial", {}, 2), MPI.COMM_SELF))
     expected = json.loads((folder / "serial" / "metrics.json").read_text())["history"]
     whole = made_volume(5, 0, LARGE, alone(), torch.float64)
     serial = segment.load_network(folder / "serial", alone()).double()

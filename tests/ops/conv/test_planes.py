@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import distconv as dc
 from distconv.ops.norm import form, moments
 from distconv.tensor import sample_format
-from tests.support.serial import deviation
+from tests.support.serial import deviation, same_gradients
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
@@ -231,6 +231,4 @@ def test_a_variable_decides_for_planes_and_volumes(
     made.square().sum().backward()
     expected.square().sum().backward()
     assert deviation(made.full_tensor(), expected) <= CLOSE
-    for p, wanted in zip(model.parameters(), serial.parameters(), strict=True):
-        assert p.grad is not None and wanted.grad is not None
-        assert deviation(p.grad, wanted.grad) <= 10 * CLOSE
+    same_gradients(model, serial, 10 * CLOSE)

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import distconv as dc
-from tests.support.serial import (
-    agrees,
-    deviation,
-    raises_alike,
-    random_grid,
-    random_tensor,
-)
+from tests.support.serial import agrees, deviation, raises_alike, random_grid, random_tensor
 
 
 @pytest.mark.parallel([1, 2, 4])

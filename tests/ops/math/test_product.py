@@ -11,11 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
-from tests.support.serial import (
-    agrees,
-    random_grid,
-    random_tensor,
-)
+from tests.support.serial import agrees, random_grid, random_tensor
 
 RANKS = [1, 2, 4]
 ADDED = {

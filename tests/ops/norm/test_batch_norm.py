@@ -28,6 +28,8 @@ from tests.support.serial import (
     random_layout,
     random_tensor,
     refused,
+    same_gradients,
+    same_state,
 )
 
 RANKS = [1, 2, 4]
@@ -49,13 +51,7 @@ def buffers_agree(actual: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("make", [TORCH, DISTCONV], ids=["torch.nn", "distconv.layers"])
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {},
-        {"momentum": None},
-        {"affine": False},
-        {"track_running_stats": False},
-        {"eps": 0.1},
-    ],
+    [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.1}],
     ids=str,
 )
 def test_modules_train_and_evaluate_as_serial(make: Any, arguments: dict[str, Any]) -> None:
@@ -156,10 +152,8 @@ def test_ranks_without_samples_have_no_part_in_running_statistics(statistics: st
     assert deviation(y.detach().full_tensor(), wanted.detach()) <= 1e-12
     (y.square() + y).exp().mean().backward()
     (wanted.square() + wanted).exp().mean().backward()
-    for name, value in serial.state_dict().items():
-        assert deviation(model.state_dict()[name], value) <= 1e-12, name
-    for p, q in zip(model.parameters(), serial.parameters(), strict=True):
-        assert deviation(p.grad, q.grad) <= 1e-12
+    same_state(model, serial, 1e-12)
+    same_gradients(model, serial, 1e-12)
     assert deviation(cut.grad.full_tensor(), x.grad) <= 1e-12
 
 
@@ -248,8 +242,7 @@ def test_a_sample_with_channels_last_meets_a_gradient_with_rows_last(
         cut.requires_grad_()
         module(cut).backward(dc.distribute_tensor(dy, grid))
         assert deviation(cut.grad.full_tensor(), leaf.grad) <= TOLERANCE
-        for p, q in zip(module.parameters(), serial.parameters(), strict=True):
-            assert deviation(p.grad, q.grad) <= TOLERANCE
+        same_gradients(module, serial)
 
 
 @pytest.mark.parallel([2])

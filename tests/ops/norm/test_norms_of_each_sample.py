@@ -12,14 +12,7 @@ from torch import Tensor, nn
 
 import distconv as dc
 from distconv import layers
-from tests.support.serial import (
-    agrees,
-    deviation,
-    examples,
-    noted,
-    random_grid,
-    random_tensor,
-)
+from tests.support.serial import agrees, deviation, examples, noted, random_grid, random_tensor
 
 RANKS = [1, 2, 4]
 

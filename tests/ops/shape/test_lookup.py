@@ -12,13 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import distconv as dc
-from tests.support.serial import (
-    agrees,
-    examples,
-    noted,
-    random_grid,
-    random_tensor,
-)
+from tests.support.serial import agrees, examples, noted, random_grid, random_tensor
 
 RANKS = [1, 2, 4]
 

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 import distconv as dc
-from tests.support.serial import (
-    agrees,
-    random_grid,
-    random_tensor,
-    refused,
-)
+from tests.support.serial import agrees, random_grid, random_tensor, refused
 
 
 @pytest.mark.parallel([1, 2, 3, 4])

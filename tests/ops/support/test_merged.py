@@ -265,8 +265,7 @@ def test_a_gradient_that_is_set_on_a_merged_tensor_is_there() -> None:
 
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize(
-    "merge",
-    [tokens, lambda x: x.permute(0, 2, 3, 1).flatten(0, 2), lambda x: tokens(x).detach()],
+    "merge", [tokens, lambda x: x.permute(0, 2, 3, 1).flatten(0, 2), lambda x: tokens(x).detach()]
 )
 @pytest.mark.parametrize("write", [lambda rows: rows.mul_(2), lambda rows: F.relu(rows, True)])
 def test_what_serial_torch_may_have_copied_is_not_written_in_place_of_a_copy(

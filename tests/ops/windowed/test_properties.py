@@ -171,9 +171,7 @@ def test_adaptive_pooling_equals_serial_for_every_size(case: Case) -> None:
     if n > 1 and case.flag():
         size = tuple(case.one_of(None, 4) for _ in range(n))
     x = case.tensor(
-        unbatched(case, case.plane(n)),
-        *("normal", "negative", "ties", "nan"),
-        dtype=dtype,
+        unbatched(case, case.plane(n)), *("normal", "negative", "ties", "nan"), dtype=dtype
     )
     case.agrees(lambda x: ADAPTIVE[kind][n](x, size), x)
 
