@@ -186,8 +186,8 @@ class Dataset:
         self.amplification = self._compare_chunks()
         self.cache: Cache | None = None
         if cache is not None:
-            given = self.on_grid, grid, self._read_into, os.fspath(cache), cache_limit
-            self.cache = together(grid, lambda: Cache(*given))
+            given = self.on_grid, grid, self._read_into
+            self.cache = together(grid, lambda: Cache(*given, os.fspath(cache), cache_limit))
 
     def __len__(self) -> int:
         return self.samples

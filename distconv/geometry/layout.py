@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, pairwise
 from math import prod
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
@@ -234,12 +234,16 @@ class Layout:
         return hash(self.dense)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(Layout, **dict(self._cut)), ()
+        return _layout_from_items, (self._cut,)
 
     def __repr__(self) -> str:
         names = sorted(self._cut, key=lambda item: (*AXES, item[0]).index(item[0]))
         inner = (f"{name}={axes[0] if len(axes) == 1 else axes!r}" for name, axes in names)
         return f"Layout({', '.join(inner)})"
+
+
+def _layout_from_items(items: tuple[tuple[str, tuple[str, ...]], ...]) -> Layout:
+    return Layout(**dict(items))
 
 
 def default_cuts(ndim: int, topology: Topology) -> Cuts:

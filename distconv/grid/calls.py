@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -41,19 +40,25 @@ class CurrentCall(threading.local):
 CURRENT = CurrentCall()
 
 
-@contextmanager
-def running(name: str, *arguments: Any) -> Iterator[None]:
-    """Let the journal and errors name `name(*arguments)` as the running function, in the context.
+class running:
+    """A context in which the journal and errors name `name(*arguments)` as the running function.
 
-    A context within a running function on DistTensors has no effect.
+    A context within a running function on DistTensors has no effect. Every operator enters one; a
+    generator would take 0.7 us longer.
     """
-    before = CURRENT.call
-    if before is NO_CALL:
-        CURRENT.call = name, arguments, None
-    try:
-        yield
-    finally:
-        CURRENT.call = before
+
+    __slots__ = ("_before", "_call")
+
+    def __init__(self, name: str, *arguments: Any):
+        self._call: Call = (name, arguments, None)
+
+    def __enter__(self) -> None:
+        self._before = CURRENT.call
+        if self._before is NO_CALL:
+            CURRENT.call = self._call
+
+    def __exit__(self, *_: object) -> None:
+        CURRENT.call = self._before
 
 
 def operator_name(function: Any) -> str:

@@ -55,10 +55,11 @@ def _reducing(
             reduction = given.pop("reduction", "mean")
             if flags != (None, None):
                 reduction = reduction_of_flags(*flags)
-            if reduction not in ("none", "mean", "sum", *others):
+            if reduction not in (known := ("none", *others, "mean", "sum")):
+                *first, last = map(repr, known)
                 raise ValueError(
-                    f"{function.__name__}: reduction={reduction!r} is not valid; choose 'none', "
-                    "'mean' or 'sum'"
+                    f"{function.__name__}: reduction={reduction!r} is not valid; choose "
+                    f"{', '.join(first)} or {last}"
                 )
             return loss(reduction=reduction, **given)
 

@@ -52,7 +52,7 @@ def replaced(argument: Any, others: Mapping[int, Tensor]) -> Any:
         items = [replaced(x, others) for x in argument]
         if all(map(is_, items, argument)):
             return argument
-        if isinstance(argument, list):
+        if type(argument) is list:
             return items
         kind: Any = type(argument)
         return kind(*items) if hasattr(kind, "_fields") else kind(items)

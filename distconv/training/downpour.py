@@ -68,7 +68,7 @@ class Downpour:
         return DownpourClient(self, *given)
 
 
-@dataclass
+@dataclass(eq=False)
 class DownpourClient(Client):
     """The client's part of `Downpour`; without an `optimizer` only fetches change parameters."""
 

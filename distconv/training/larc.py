@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -27,9 +28,6 @@ from distconv.model.clipping import tensor_norms
 from distconv.tensor.nested import shards_of
 
 Group = dict[str, Any]
-
-_SHARED = ("param_groups", "state", "defaults", "_optimizer_")
-"""Beginnings of the names of attributes that belong to the wrapped optimizer."""
 
 _DECOUPLED = ("AdamW", "Adafactor", "Muon")
 """Names of torch's optimizers whose weight decay is not part of the gradient."""
@@ -86,8 +84,8 @@ class LARC(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r}, {how})"
 
     def __getattr__(self, name: str) -> Any:
-        # Groups and state, and the lists in which torch's methods look for hooks.
-        if name.startswith(_SHARED) and "optimizer" in self.__dict__:
+        # torch's methods for hooks look here for their lists.
+        if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -173,6 +171,10 @@ class LARC(Optimizer):
             weights, old = shards_of([p.detach(), before])
             # With a ratio of 1 lerp returns the optimizer's own result, to the bit.
             weights.copy_(old.lerp(weights, _one_where_zero(ratio, size, moved).to(old.dtype)))
+
+
+for _name in ("param_groups", "state", "defaults"):  # those of the wrapped optimizer
+    setattr(LARC, _name, property(attrgetter(f"optimizer.{_name}")))
 
 
 class LARS(LARC):

@@ -227,7 +227,7 @@ class Connection:
         return self._parts.packings[j].pack([tensors[i] for i in self._parts.parts[j]])
 
 
-@dataclass
+@dataclass(eq=False)
 class Client:
     """Base class of the client's part of a training algorithm such as `Downpour`.
 

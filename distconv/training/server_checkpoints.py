@@ -6,7 +6,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from distconv.training.server import Rule, Server
 from distconv.training.team import SERVER_FOLDER
 
 
-@dataclass
+@dataclass(eq=False)
 class ServerCheckpoints:
     """The checkpoints of one rank of a server: of its tensors, its optimizer, and its counts.
 
@@ -37,7 +37,7 @@ class ServerCheckpoints:
     folder: Path | None
     save_every: int | None
     keep: int
-    _saved: int = -1
+    _saved: int = field(default=-1, init=False)
 
     def save_if_due(self) -> None:
         """Save the state if `save_every` updates were made since the last checkpoint."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,12 +103,14 @@ class PinnedCopies:
                 tensor.record_stream(leaving)
         return hosts, leaving.record_event()
 
-    def to_device(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Start to copy host tensors into tensors on the GPU, given as pairs.
 
         Work queued next on the current stream waits for the copies; the host does not. They start
         after all earlier uses of the tensors' memory.
         """
+        if not pairs:
+            return
         arriving = self._arriving.stream
         with using(arriving):
             for host, tensor in pairs:

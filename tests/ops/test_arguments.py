@@ -114,6 +114,41 @@ def test_the_box_of_a_negative_shape_is_refused() -> None:
         dc.local_box((8, -4), dc.ProcessGrid(sample=-1))
 
 
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_stride_that_is_a_tensor_is_read_in_every_call(pair: bool) -> None:
+    x = dc.distribute_tensor(torch.ones(1, 4, 8, 8, dtype=KERNEL.dtype), dc.ProcessGrid(height=-1))
+    stride = torch.tensor(2)
+    for n in (2, 1):
+        stride.fill_(n)
+        y = F.conv2d(x, KERNEL, stride=[stride, stride] if pair else stride)
+        assert y.shape[2:] == (6 // n, 6 // n)
+
+
+EMPTY = {
+    "no filters": lambda x: F.conv2d(x, torch.ones(0, 4, 3, 3)),
+    "no kernel": lambda x: F.conv2d(x, torch.ones(2, 4, 0, 3)),
+    "no filters of groups": lambda x: F.conv2d(x, torch.ones(0, 1, 3, 3), groups=4),
+    "no transposed filters": lambda x: F.conv_transpose2d(x, torch.ones(4, 0, 3, 3)),
+}
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", EMPTY)
+def test_weights_without_elements_are_refused_before_any_message(name: str) -> None:
+    with pytest.raises(RuntimeError):
+        EMPTY[name](torch.ones(1, 4, 8, 8))
+    x, rng, grid = torch.ones(1, 4, 8, 8), random.Random(0), dc.ProcessGrid(height=-1)
+    refused(EMPTY[name], [x], [], grid, rng, [dc.Layout(height="height")], RuntimeError)
+
+
+@pytest.mark.parallel([1, 2])
+def test_an_input_without_channels_has_the_bias_as_its_convolution() -> None:
+    x = dc.distribute_tensor(torch.ones(1, 0, 8, 8), dc.ProcessGrid(height=-1))
+    y = F.conv2d(x, torch.ones(2, 0, 3, 3), torch.arange(2.0))
+    assert torch.equal(y.full_tensor(), torch.arange(2.0).view(1, 2, 1, 1).expand(1, 2, 6, 6))
+
+
 def classes(*shape: int) -> torch.Tensor:
     """Return numbers of which the last one is out of the range of the tests below."""
     numbers = torch.zeros(shape, dtype=torch.long)

@@ -185,6 +185,8 @@ def test_hooks_of_steps_and_copies_work() -> None:
     assert other.param_groups[0]["params"][0] is not parameter
     assert (other.trust, other.state_dict().keys()) == (0.02, optimizer.state_dict().keys())
     assert "LARC" in repr(other) and "trust=0.02" in repr(other)
+    with pytest.raises(AttributeError):
+        optimizer.param_groups = []
     added = nn.Parameter(torch.ones(2, 2))
     optimizer.add_param_group({"params": [added]})
     added.grad = torch.ones(2, 2)

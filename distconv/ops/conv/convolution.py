@@ -75,6 +75,7 @@ class Convolution:
                 f"{self.name}: the weight {weight} in {groups} groups takes {weight[1] * groups} "
                 f"channels, the input {x} has {x[1]}"
             )
+        self.refuse_empty(weight, (weight[0], *weight[2:]))
         if not isinstance(padding, str) and min(padding) < 0:
             raise RuntimeError(
                 f"{self.name}: negative padding {padding} is not supported; cut x instead"
@@ -91,6 +92,11 @@ class Convolution:
                     "input, or use a smaller kernel or dilation"
                 )
         return made
+
+    def refuse_empty(self, weight: Shape, sizes: Sequence[int]) -> None:
+        """Raise RuntimeError if one of `sizes` of a weight is 0, as torch's kernels refuse it."""
+        if 0 in sizes:
+            raise RuntimeError(f"{self.name}: the weight {weight} has no elements; expected some")
 
     def index_maps(self, kernel: Shape) -> tuple[Any, ...]:
         """Return the index map of each spatial dimension for a kernel of spatial shape `kernel`."""

@@ -25,6 +25,7 @@ from distconv.ops.support.operands import distributed_input
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
+_INTEGERS = frozenset({int})
 _DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0}
 
 
@@ -40,13 +41,22 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
     def rule(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **named: Any
     ) -> DistTensor:
-        given = (tuple(x) if isinstance(x, list) else x for x in (*args, *named.values()))
+        given = map(_hashable, (*args, *named.values()))
         spec = _specification(kind, function, n, *given, named=tuple(named))
         if is_merged(input) and not kind.transposed:
             made = _convolve_points(input, weight, bias, spec)
             if made is not None:
                 return made
         return convolve(distributed_input(spec.name, input, weight, bias), weight, bias, spec)
+
+
+def _hashable(argument: Any) -> Any:
+    """Return an argument as a key of a cache: lists as tuples, and tensors of one number as it."""
+    if type(argument) is tuple and _INTEGERS.issuperset(map(type, argument)):
+        return argument
+    if isinstance(argument, (tuple, list)):
+        return tuple(map(_hashable, argument))
+    return argument.item() if isinstance(argument, Tensor) else argument
 
 
 @lru_cache(maxsize=4096)

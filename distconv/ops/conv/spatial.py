@@ -43,6 +43,8 @@ class _Plan(NamedTuple):
     """How to compute while halos travel; None if the inputs are gathered first."""
     made: tuple[int, ...]
     """The shape of the outputs of the local operator."""
+    weighted: bool
+    """Whether the weight has elements, of which this rank may have none."""
     elements: int
     """The number of the rank's inputs or outputs, whichever is larger."""
 
@@ -69,7 +71,7 @@ def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _P
     if plan.boundary is not None:
         return overlapped_convolution(x, weight, bias, plan.local, plan.boundary, operator)
     buffer = gather_by(plan.inputs, x, part.cuts, operator)
-    if not weight.numel():
+    if plan.weighted and not weight.numel():
         return part.empty_result(buffer, weight, bias)
     if 0 not in plan.made:
         return plan.local.recorded(plan.buffer, buffer, weight, bias)
@@ -96,4 +98,5 @@ def _plan(
     local = replace(spec.local, groups=part.groups)
     given, made = rank_box(x.shape, x.cuts, x.topology, x.rank).shape, part.box.shape
     elements = max(prod(given), prod(made))
-    return _Plan(part, inputs, local, spec.buffer(maps, x, part.box), boundary, made, elements)
+    buffer, weighted = spec.buffer(maps, x, part.box), 0 not in weights.shape
+    return _Plan(part, inputs, local, buffer, boundary, made, weighted, elements)

@@ -33,6 +33,7 @@ class TransposedConvolution(Convolution):
         """Return the global shape of the output; raise for arguments that torch refuses."""
         name, strides, dilations = self.name, self.stride, self.dilation
         extras = self.output_padding
+        self.refuse_empty(weight, weight)
         if min(strides) < 1:
             raise RuntimeError(f"{name}: non-positive stride {strides} is not supported")
         if min(self.padding) < 0:

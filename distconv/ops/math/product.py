@@ -242,7 +242,14 @@ def _added(
     ) -> Tensor:
         factors = (*factors, *(named.pop(n) for n in (first, second) if n in named))
         check_same_types(name, input, *factors)
-        check_on_meta(function, input, *factors, **named)
+        shape = check_on_meta(product, *factors, **named)
+        if broadcast_shape(name, (input, torch.empty(shape, device="meta"))) != shape:
+            raise RuntimeError(
+                f"{name}: the input {tuple(input.shape)} does not broadcast to the product, {shape}"
+            )
+        if input.dtype == torch.bool:
+            reason = "sums of booleans are not supported"
+            refuse(name, reason, input, *factors, way_out="Convert the tensors, x.int()")
         whole_numbers = not (input.is_floating_point() or input.is_complex())
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
             reason = f"beta={beta} and alpha={alpha} of {input.dtype} are not supported"

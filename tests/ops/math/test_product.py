@@ -66,6 +66,14 @@ def test_shapes_that_do_not_fit_are_an_error() -> None:
         x @ torch.ones(4, 3)
     with pytest.raises(RuntimeError):
         torch.einsum("...a,a->...", x, torch.ones(4))
+    for shape in ((2, 4, 5), (1, 4, 5), (3, 5)):
+        with pytest.raises(RuntimeError, match="does not broadcast to the product"):
+            torch.addmm(torch.ones(shape), x, torch.ones(5, 5))
+    with pytest.raises(RuntimeError, match="does not broadcast to the product"):
+        x.addmm_(torch.ones(1, 3), torch.ones(3, 5))
+    booleans = dc.distribute_tensor(torch.ones(4) > 0, x.grid)
+    with pytest.raises(dc.UnsupportedOperation, match=r"x\.int\(\)"):
+        torch.addr(torch.ones(4, 4) > 0, booleans, booleans)
 
 
 @pytest.mark.parallel([1, 2, 3])
