@@ -67,7 +67,7 @@ def test_shapes_that_do_not_fit_are_an_error() -> None:
     with pytest.raises(RuntimeError):
         torch.einsum("...a,a->...", x, torch.ones(4))
     for shape in ((2, 4, 5), (1, 4, 5), (3, 5)):
-        with pytest.raises(RuntimeError, match="does not broadcast to the product"):
+        with pytest.raises(RuntimeError, match="broadcast"):
             torch.addmm(torch.ones(shape), x, torch.ones(5, 5))
     with pytest.raises(RuntimeError, match="does not broadcast to the product"):
         x.addmm_(torch.ones(1, 3), torch.ones(3, 5))
