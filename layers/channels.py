@@ -49,28 +49,56 @@ class _ChannelParallel(nn.Module):
 
 
 class Conv1d(_ChannelParallel, nn.Conv1d):
-    """torch.nn.Conv1d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+    """torch.nn.Conv1d with an algorithm, `parallel`, for inputs that are cut in channels.
+
+    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
+    (the default) moves the fewest elements.
+    """
 
 
 class Conv2d(_ChannelParallel, nn.Conv2d):
-    """torch.nn.Conv2d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+    """torch.nn.Conv2d with an algorithm, `parallel`, for inputs that are cut in channels.
+
+    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
+    (the default) moves the fewest elements.
+    """
 
 
 class Conv3d(_ChannelParallel, nn.Conv3d):
-    """torch.nn.Conv3d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+    """torch.nn.Conv3d with an algorithm, `parallel`, for inputs that are cut in channels.
+
+    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
+    (the default) moves the fewest elements.
+    """
 
 
 class ConvTranspose1d(_ChannelParallel, nn.ConvTranspose1d):
-    """torch.nn.ConvTranspose1d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+    """torch.nn.ConvTranspose1d with an algorithm, `parallel`, for inputs that are cut in channels.
+
+    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
+    (the default) moves the fewest elements.
+    """
 
 
 class ConvTranspose2d(_ChannelParallel, nn.ConvTranspose2d):
-    """torch.nn.ConvTranspose2d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+    """torch.nn.ConvTranspose2d with an algorithm, `parallel`, for inputs that are cut in channels.
+
+    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
+    (the default) moves the fewest elements.
+    """
 
 
 class ConvTranspose3d(_ChannelParallel, nn.ConvTranspose3d):
-    """torch.nn.ConvTranspose3d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+    """torch.nn.ConvTranspose3d with an algorithm, `parallel`, for inputs that are cut in channels.
+
+    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
+    (the default) moves the fewest elements.
+    """
 
 
 class Linear(_ChannelParallel, nn.Linear):
-    """torch.nn.Linear with a choice of `parallel`: "x", "y", "w" or "auto"."""
+    """torch.nn.Linear with an algorithm, `parallel`, for inputs that are cut in features.
+
+    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
+    (the default) moves the fewest elements.
+    """

@@ -92,7 +92,10 @@ def make_offer(
 
 
 def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
-    """Return, for each transport that this rank cannot use on a kind of device, the reason."""
+    """Return, for each transport that this rank cannot use on a kind of device, the reason.
+
+    `by_mpi` is False if MPI has not started the ranks.
+    """
     reasons = {
         "mpi": None if by_mpi else "MPI has not started the ranks; start them with mpiexec",
         "torch": torch_groups.why_no_process_groups(kind),

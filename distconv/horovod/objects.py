@@ -47,6 +47,7 @@ def broadcast_object(
 ) -> Any:
     """Return the `obj` of one rank on all ranks, which call it together.
 
+    Calls with the same `name` belong together; without names, calls in the same order.
     Tensors in the result are on the CPU, except on rank `root_rank`, which gets its own `obj`.
     """
     mine = _is_root(root_rank, process_set)
@@ -91,7 +92,10 @@ def broadcast_optimizer_state(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in rank order; all ranks call it together."""
+    """Return the objects of all ranks, in rank order; all ranks call it together.
+
+    Calls with the same `name` belong together; without names, calls in the same order.
+    """
     job = process_set.job
     announced = Announcement("allgather_object", name, own=_pickled(obj))
     everyone = job.start(announced, lambda everyone: lambda: everyone).wait()

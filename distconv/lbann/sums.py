@@ -48,9 +48,11 @@ def summands_of(
     kwargs: Mapping[str, Any],
     result: DistTensorBase,
 ) -> frozenset[str]:
-    """Return the grid axes over which LBANN's program would add up `result` of `func`.
+    """Return the grid axes over which a program for LBANN's DistConv would all-reduce `result`.
 
-    Empty if `result` is no sum over ranks, or not known to be one.
+    `result` is `func(*args, **kwargs)`. LBANN's DCTensor sums the rank's block only, so the program
+    adds up the ranks' sums itself; here `result` is the whole sum already. Empty if `result` is no
+    sum over ranks, or not known to be one.
     """
     tensors = tensors_in(args, kwargs)
     operands = [x for x in tensors if isinstance(x, DistTensorBase)]

@@ -73,7 +73,7 @@ def _of_optimizer(optimizer: Optimizer | None, model: nn.Module) -> Iterator[Che
 
 
 def _of_value(name: str, value: Any) -> Iterator[Checked]:
-    """Yield for comparison the tensors in a value of an optimizer's state.
+    """Yield for comparison the tensors in a value, called `name`, of an optimizer's state.
 
     A plain value, such as a number, is compared by its `repr`, which becomes part of the name.
     """

@@ -161,8 +161,8 @@ def predict(
 ) -> Prediction:
     """Return the time and memory of a training step on a grid, which need not exist.
 
-    One process calls it. On a measured machine, local operators without a time in `machine` are
-    timed here, and added to it: call it on the machine itself, with nothing else running.
+    One process calls it. If `machine` was measured, local operators without a time in it are timed
+    here, and added to it: call `predict` on that machine itself, with nothing else running.
 
     Raises UnsupportedOperation if the module cannot run on the grid. Raises RuntimeError if the
     step raises, for example for a module that reads the elements of a tensor, or operators cannot
@@ -173,6 +173,8 @@ def predict(
     module: any torch.nn.Module, before `parallelize`.
     shape: the global shape of its input, or one for each input.
     grid: the ranks along the axes, such as {"sample": 2, "height": 2}.
+    machine: the result of `Machine.load(path)`. `python -m distconv calibrate` measures a machine
+        and writes the file; the repository's folder `machines/` has files that describe others.
     options: options of the step, as for `record_step`: `layout`, `dtype`, `loss`, `optimizer`,
         `autocast`, and options of `parallelize`, such as `layouts` and `shard_parameters`.
     """
@@ -191,9 +193,10 @@ def record_ranks(
     grid: Mapping[str, int],
     **options: Any,
 ) -> list[Recording]:
-    """Return recordings of a step on all ranks of a small grid, or on three of a larger one.
+    """Return recordings of a step on all ranks of a grid, or on three if there are over `PLAYED`.
 
-    The three are the first rank, the one in the middle of every axis, and the last one.
+    The three are the first rank, the one in the middle of every axis, and the last one. `options`
+    are options of `record_step`.
     """
     topology = DryRunGrid(grid, 0).topology
     ranks = list(range(topology.size))
@@ -213,8 +216,8 @@ def predicted(
 ) -> Prediction:
     """Return the prediction of a step from the recordings of some ranks.
 
-    `name` is the module's name and `samples` the size of the mini-batch, for the result; `times`
-    has the seconds of all recorded operators.
+    `name` is the module's name and `samples` the size of the mini-batch, for the result; `machine`
+    gives the times of messages and of Python, `times` those of all recorded local operators.
     """
     line = play(recordings, machine, times)
     slowest = next(r for r in recordings if r.rank == line.slowest)

@@ -71,7 +71,7 @@ class ModuleCalls:
         """Handle the begin of a module's call, the last on `stack`; for subclasses."""
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
-        """Handle the end of a module's call, no longer on `stack`; for subclasses."""
+        """Handle the end of the call `name` of a module, no longer on `stack`; for subclasses."""
 
     @property
     def where(self) -> tuple[str, nn.Module]:
@@ -274,7 +274,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self.move(Place(name, "forward"))
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
-        """Record a module's call as a layer, and return to the place of the module around it."""
+        """Record a module's call as the layer `name`, and return to the module around it."""
         if self._backward:
             return
         own = set(module.parameters(recurse=False)) - self._parameters
@@ -295,7 +295,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._close(name, type(module).__name__, always=True, refusal=reason)
 
     def _between(self, name: str, module: nn.Module) -> None:
-        """Record, as a layer, a module's own work since its last submodule or function."""
+        """Record, as layer `name`, a module's own work since its last submodule or function."""
         operators = {moved.operator: None for moved in self.movements}
         self._close(name, ", ".join(operators) or type(module).__name__)
 

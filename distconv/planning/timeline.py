@@ -91,7 +91,11 @@ class _Rank:
 
 
 class Timeline(NamedTuple):
-    """The result of `play`: the seconds of a step, and the segments and passages of each rank."""
+    """A simulated step, as `play` returns it: its seconds, and each simulated rank's time.
+
+    The time of a rank is a list of `Segment`s, stretches with one activity, and a list of
+    `Passage`s, its messages and reductions.
+    """
 
     seconds: float
     slowest: int
@@ -124,7 +128,10 @@ class Timeline(NamedTuple):
 
 
 def play(recordings: Sequence[Recording], machine: Machine, times: OperatorTimes) -> Timeline:
-    """Simulate a step: give times to the recorded events of some ranks of one grid."""
+    """Simulate a step: give times to the recorded events of some ranks of one grid.
+
+    `machine` has the times of messages and of Python, `times` those of the local operators.
+    """
     ranks = {r.rank: _Rank(r) for r in recordings}
     moving = True
     while moving:

@@ -45,7 +45,10 @@ class UnsupportedOperation(NotImplementedError):
 
 
 def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn:
-    """Raise `UnsupportedOperation` with the reason, the layouts of the operands and the way out."""
+    """Raise `UnsupportedOperation` with the reason, the layouts of the operands and the way out.
+
+    `operator` is the name of the function that is refused.
+    """
     tensors = [x for x in operands if isinstance(x, DistTensorBase)]
     where = "; ".join(f"{tuple(x.shape)} {x.layout} on {x.grid}" for x in tensors)
     raise UnsupportedOperation(f"{operator}: {reason} [{where}]. {way_out}")

@@ -79,9 +79,10 @@ def origins(
 ) -> dict[str, Any]:
     """Return the kinds of tensors on which autograd nodes depend through plain tensors.
 
-    The result has one example of each kind found. "owned": a parameter of a module over several
-    ranks. "free": any other leaf. "out": the node of a plain tensor that `to_local` or
-    `full_tensor` returned. "entered": the node of a plain operand whose gradient is summed already.
+    The result has one example of each kind found. "owned": a parameter of a module that is
+    parallelized over several ranks. "free": any other leaf. "out": the node of a plain tensor that
+    `to_local` or `full_tensor` returned. "entered": the node of a plain operand whose gradient is
+    summed already.
 
     Parameters
     ----------
@@ -114,10 +115,10 @@ def origins(
 
 
 def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
-    """Return a parameter of a module over several ranks on which `roots` depend, or None.
+    """Return a parameter on which one of `roots` depends, of a parallelized module; or None.
 
-    Only dependences through plain tensors count; the search stops at results of distributed
-    tensors.
+    Only modules parallelized over several ranks count, and only dependences through plain tensors:
+    the search stops at results of functions on distributed tensors.
     """
     nodes = [get_gradient_edge(x).node for x in roots if x.requires_grad]
     p: Tensor | None = origins(nodes).get("owned")

@@ -1,4 +1,4 @@
-"""Checks of operands before autograd records an operator; the first gradient of a backward pass."""
+"""Checks before autograd records an operator, and the gradients at which backward passes start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ADVICE_FOR_FUNCTIONS = (
 def check_brought(operator: str, x: Tensor) -> None:
     """Raise UnsupportedOperation if a tensor to be distributed depends on a parallelized parameter.
 
-    The gradient of that parameter would be counted once for every rank.
+    The gradient of that parameter would be counted once for every rank. The error names `operator`.
     """
     p = owned_among([x]) if x.requires_grad else None
     if p is not None:
@@ -59,7 +59,10 @@ _node_of_wrapper: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
 def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> Grid:
-    """Return the one grid of all distributed operands; raise `ValueError` for several."""
+    """Return the one grid of all distributed operands.
+
+    Raises ValueError, which names `operator`, if there are several grids.
+    """
     grids = [x.grid for x in operands if isinstance(x, DistTensorBase)]
     for grid in grids[1:]:
         if grid is not grids[0] and grid != grids[0]:
@@ -78,7 +81,8 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
 
     Raises UnsupportedOperation on every rank if a user's autograd Function was applied to a
     DistTensor itself, or a plain operand depends on a value of `to_local` or `full_tensor`;
-    ValueError if operands live on different grids, or plain ones differ between ranks.
+    ValueError if operands live on different grids, or plain ones differ between ranks. The errors
+    name `operator`.
     """
     distributed, lost = [], None
     with without_torch_function():
@@ -126,7 +130,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
 def recorded(operator: Callable[..., Any] | str, arguments: Any) -> Any:
     """Run `check_recorded`, and return `arguments` with its replacements.
 
-    Operators call it that torch does not pass to DistTensor's rules.
+    Operators that torch does not pass to DistTensor's rules call it. Errors name `operator`.
     """
     entered = check_recorded(operator, *tensors_in(arguments))
     return replaced(arguments, entered) if entered else arguments
@@ -137,7 +141,7 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
 
     Its gradient must then be summed over the ranks. Raises UnsupportedOperation if it depends on
     such leaves and on parallelized parameters, or on a value that `to_local` or `full_tensor`
-    returned.
+    returned. The error names `operator`.
     """
     found = origins([x.grad_fn], remember=True) if x.grad_fn is not None else {"free": x}
     if "out" in found:
@@ -175,7 +179,7 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
 def _check_plain(
     operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensorBase]
 ) -> None:
-    """Compare plain operands between ranks; raise on every rank if they differ.
+    """Compare plain operands of `operator` between ranks; raise on every rank if they differ.
 
     They are compared in the first 16 calls of an operator, and in every 64th later.
     Parameters of parallelized modules are left out; `ModuleGuard` compares them. Collective.

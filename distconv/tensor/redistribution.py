@@ -73,7 +73,7 @@ def reduce_scatter(
 
     `partial` is this rank's summand, a block of a tensor of `shape` cut by `source`. The sum is
     over the ranks along the axes that only `target` cuts; without such axes `partial` is returned.
-    All ranks call it.
+    The ledger records the move under `operator`. All ranks call it.
     """
     if source == target:
         return partial
@@ -102,7 +102,8 @@ def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
     """Return `x` cut by `cuts`, moved only once within the outermost call of a parallelized module.
 
-    The result is a view of `x`: a write to it changes `x`. All ranks call it.
+    The result is a view of `x`: a write to it changes `x`. The ledger records the move under
+    `operator`. All ranks call it.
     """
     if cuts == x.cuts:
         return x

@@ -19,7 +19,7 @@ class BoxesInMemory:
     """A store of arrays in memory, without copies: an array is its own key and must not change."""
 
     def add(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the array itself, which serves as its key."""
+        """Return `values`, the key by which `Cache` gets and drops the array; nothing is copied."""
         return values
 
     get = add
@@ -30,6 +30,8 @@ class BoxesInMemory:
 
 @dataclass(frozen=True)
 class _Slot:
+    """The key of an array in a `BoxesInFolder`: its place in the file, its shape and its type."""
+
     offset: int
     bytes: int
     shape: tuple[int, ...]
@@ -39,8 +41,8 @@ class _Slot:
 class BoxesInFolder:
     """A store of arrays in one unnamed file, which the system removes when the process ends.
 
-    `add` stores an array and returns its key, by which `get` returns the array. Any thread may call
-    the methods.
+    `add` stores an array and returns its key, by which `get` returns the array and `drop` removes
+    it. Any thread may call the methods.
 
     `folder` is a folder on a disk of this node; it is made if it is missing. Raises OSError if it
     cannot be written to.
@@ -58,7 +60,7 @@ class BoxesInFolder:
         self._free: dict[int, list[int]] = {}
 
     def add(self, values: NDArray[Any]) -> _Slot:
-        """Write an array and return its key. Raises OSError if the disk is full."""
+        """Write an array to the file and return its key. Raises OSError if the disk is full."""
         with self._lock:
             free = self._free.get(values.nbytes)
             offset = free.pop() if free else self._end

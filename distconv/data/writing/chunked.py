@@ -74,8 +74,9 @@ def create_zarr(path: Path, arrays: Mapping[str | None, Description]) -> None:
 def write_chunks(path: Path, name: str | None, box: Box, values: NDArray[Any]) -> None:
     """Write a box of an array in a zarr folder, and bring its chunks to the disk.
 
-    Not collective. A chunk that the box covers in part is read and written again, so nobody else
-    may write to it at the same time.
+    `name` is the array's name in the folder; None if the folder is the array. Not collective. A
+    chunk that the box covers in part is read and written again, so nobody else may write to it at
+    the same time.
     """
     if not path.exists():
         raise unseen(path)

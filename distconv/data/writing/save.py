@@ -187,8 +187,8 @@ def _write(
     """Write this rank's block of a tensor to a file or zarr folder. Collective.
 
     Of several ranks that hold replicas of a block, one writes it. Ranks that share a chunk of a
-    zarr array write in turns. `offset` is where the array begins in the file, in bytes; None for
-    zarr.
+    zarr array write in turns. `name` is the tensor's name in the file; None if it was saved
+    without one. `offset` is where the array begins in the file, in bytes; None for zarr.
     """
     grid, topology = x.grid, x.grid.topology
     box = rank_box(array.shape, x.cuts, topology, grid.rank)

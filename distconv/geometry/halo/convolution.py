@@ -23,15 +23,16 @@ from distconv.geometry.windows import Window
 def _own_padding(window: Window, own: Interval, made: Interval) -> int:
     """Return the number of positions by which a part's first window begins before its inputs.
 
-    `own` are the part's inputs, `made` its outputs.
+    `own` is the interval of the part's inputs, `made` that of its outputs.
     """
     return window.padding[0] + own[0] - made[0] * window.stride
 
 
 def _outputs_without_halo(window: Window, size: int, own: Interval, made: Interval) -> Interval:
-    """Return a part's outputs that need no halo, counted from its first output.
+    """Return the interval of a part's outputs that need no halo, relative to its first output.
 
-    `own` are the part's inputs of `size`, `made` its outputs.
+    Along one dimension with `size` inputs, `own` is the interval of the part's inputs, `made` that
+    of its outputs.
     """
     count = made[1] - made[0]
     padding = _own_padding(window, own, made)
@@ -74,9 +75,9 @@ def _extents(
 def _halo_extents(
     w: Window, size: int, held: Interval, made: Interval, own: Interval
 ) -> list[SlabExtent]:
-    """Return the halo slabs before and after a rank's inputs along one dimension.
+    """Return a `SlabExtent` for the halo on each side of a rank's inputs along one dimension.
 
-    `held` and `made` are the intervals of the rank's inputs and outputs in the plane; `own` is the
+    `held` and `made` are the global intervals of the rank's inputs and outputs; `own` is the
     interval of its inputs in the buffer.
     """
     low, high = _outputs_without_halo(w, size, held, made)

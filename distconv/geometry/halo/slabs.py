@@ -106,7 +106,10 @@ class Boundary:
 
 @dataclass(frozen=True)
 class SlabExtent:
-    """One dimension of a slab: its inputs in the buffer, and the local operator's arguments."""
+    """Intervals (start, stop) and arguments of one call of the local operator along one dimension.
+
+    For `make_boundary`, inputs are positions in the plan's buffer, outputs in the rank's block.
+    """
 
     inputs: Interval
     halo: Interval
@@ -127,8 +130,9 @@ def any_halo(
 ) -> bool | None:
     """Return whether any part of an operator needs halos; None if it should not overlap.
 
-    Overlapping is impossible if the local operator cannot compute a part's outputs from its inputs
-    alone, and too slow if more than half of a part's outputs need halos.
+    To overlap is to compute on the own block while halos travel. It is impossible if the local
+    operator cannot compute a part's outputs from its inputs alone, and too slow if more than half
+    of a part's outputs need halos.
 
     Parameters
     ----------
@@ -162,13 +166,16 @@ def make_boundary(
     cuts: Cuts,
     maps: tuple[Any, ...],
 ) -> Boundary:
-    """Return the boundary of one rank's block, for an operator for which `any_halo` is not None.
+    """Return the boundary of one rank's block, for an operator that can overlap.
+
+    Operators for which `any_halo` returns None cannot.
 
     Parameters
     ----------
     extents: takes the index map and size of a dimension, the rank's intervals of inputs and of
-        outputs, and whether the dimension is cut. Returns the extents of the rank's block, of its
-        inputs in the buffer and of the whole buffer, and a list of the halos on both sides.
+        outputs, and whether the dimension is cut. Returns a `SlabExtent` of the rank's block, at
+        any positions; one of the block's elements in the buffer; one of the whole buffer; and a
+        list with one for each side that has a halo.
     shape, made: the global shapes of input and output, both cut by `cuts`.
     maps: the index map of each spatial dimension.
     """
@@ -195,15 +202,16 @@ def halo_slabs(
     every: Sequence[SlabExtent],
     sides: Sequence[Sequence[SlabExtent]],
 ) -> tuple[HaloSlab, ...]:
-    """Return the slabs on each side of each dimension.
+    """Return the halo slabs on each side of each dimension.
 
     Along earlier dimensions a slab is as long as the own inputs; along later ones it includes the
     corners.
 
     Parameters
     ----------
-    own, every: the extents of the rank's own inputs, and of all inputs, along each dimension.
-    sides: the extents of the halos on both sides of each dimension.
+    own, every: `SlabExtent`s of the rank's own inputs, and of the whole buffer, along each spatial
+        dimension.
+    sides: `SlabExtent`s of the halos on both sides, for each spatial dimension.
     """
     everything = (slice(None), slice(None))
     found = []

@@ -19,10 +19,10 @@ from distconv.geometry.windows import TransposedWindow
 def _crop_arguments(
     m: TransposedWindow, inputs: Interval, outputs: Interval, taps: Interval | None = None
 ) -> tuple[int, int, Interval] | None:
-    """Return padding, output padding and crop with which these inputs give exactly these outputs.
+    """Return padding, output padding and crop with which `inputs` give exactly `outputs`.
 
-    Returns None if the outputs begin before all outputs that the inputs reach, or end farther
-    behind them than output padding can fill.
+    Only the kernel's `taps` are used, by default all. Returns None if `outputs` begin before the
+    first output that the inputs reach, or end farther behind the last than output padding can fill.
     """
     first, last = _written_outputs(m, inputs, taps or (0, m.kernel))
     before, after = outputs[0] - first, last - outputs[1]
@@ -44,9 +44,10 @@ def _written_outputs(m: TransposedWindow, inputs: Interval, taps: Interval) -> I
 def _halo_extents(
     m: TransposedWindow, size: int, own: Interval, made: Interval
 ) -> list[SlabExtent]:
-    """Return the halo slabs before and after a rank's inputs, with positions in the plane.
+    """Return a `SlabExtent` for the halo on each side of a rank's inputs, with global positions.
 
-    `own` are its inputs of `size`, `made` its outputs, along one dimension.
+    Along one dimension with `size` inputs, `own` is the interval of the rank's inputs, `made` that
+    of its outputs.
     """
     ((first, last),) = m.intervals(size, *made)
     sides = []
@@ -78,7 +79,9 @@ def _extent(
 def _outputs_with_halo(m: TransposedWindow, size: int, own: Interval, made: Interval) -> int | None:
     """Return the number of a part's outputs to which halos contribute; None if it cannot overlap.
 
-    A part cannot overlap if it has no inputs or no outputs, or if `_crop_arguments` has none.
+    A part is one rank's share of a dimension of `size` inputs: `own` is the interval of its inputs,
+    `made` that of its outputs. It cannot overlap if one of them is empty, or `_crop_arguments`
+    returns None.
     """
     if own[0] == own[1] or made[0] == made[1] or _crop_arguments(m, own, made) is None:
         return None
@@ -96,14 +99,14 @@ def _extents(
     return _extent(m, held, made), own, every, [_shifted(side, *origin) for side in sides]
 
 
-def _shifted(side: SlabExtent, first: int, made: int) -> SlabExtent:
-    """Return the extent with inputs counted from `first` and outputs from `made`."""
-    inputs = side.inputs[0] - first, side.inputs[1] - first
-    outputs = side.outputs[0] - made, side.outputs[1] - made
+def _shifted(side: SlabExtent, first_input: int, first_output: int) -> SlabExtent:
+    """Subtract `first_input` from the inputs of `side`, and `first_output` from its outputs."""
+    inputs = side.inputs[0] - first_input, side.inputs[1] - first_input
+    outputs = side.outputs[0] - first_output, side.outputs[1] - first_output
     return replace(side, inputs=inputs, halo=inputs, outputs=outputs)
 
 
 transposed_needs_halo = partial(any_halo, _outputs_with_halo)
 """A function (maps, sizes, parts): `any_halo` of a transposed convolution."""
 transposed_convolution_boundary = partial(make_boundary, _extents)
-"""A function (topology, rank, shape, made, cuts, maps): its `make_boundary`."""
+"""A function (topology, rank, shape, made, cuts, maps): `make_boundary` of the operator."""

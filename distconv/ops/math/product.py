@@ -59,7 +59,7 @@ def einsum(equation: str, *operands: Any) -> DistTensor:
 
 
 def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """Return an equation's terms with letters in place of each ellipsis, and all these letters.
+    """Return an einsum's terms with letters in place of each ellipsis, and all these letters.
 
     `left` is the equation before "->". The dimensions of ellipses are broadcast against each other,
     aligned at the last one.
@@ -132,10 +132,11 @@ def contract(
 def _with_runs_joined(
     terms: Sequence[str], result: str, blocks: Sequence[Tensor]
 ) -> tuple[list[str], list[Tensor]]:
-    """Return terms and blocks, with summed dimensions flattened that are neighbours in every term.
+    """Return an einsum's terms and blocks after flattening summed dimensions that are neighbours.
 
-    torch.einsum joins such dimensions itself, but transposes a cut weight to do so, which was
-    measured to take several times as long.
+    They are flattened if they are neighbours in every term that has one of them. torch.einsum
+    joins such dimensions itself, but transposes a cut weight to do so, which was measured to take
+    several times as long.
     """
     terms, blocks = list(terms), list(blocks)
     kept = terms[0][:1]
@@ -159,10 +160,11 @@ def _with_runs_joined(
 def _unmerged(
     terms: Sequence[str], result: str, operands: Sequence[Tensor], sizes: dict[str, int]
 ) -> tuple[list[str], str, list[Tensor]] | None:
-    """Return terms, result and operands with a letter for each factor of merged dimensions.
+    """Return an einsum's terms, result and operands with merged dimensions split into factors.
 
-    `sizes` has the size for each letter before. Returns None if the factors of the operands do not
-    fit together.
+    Each factor has a letter of its own. `sizes` has the size of each letter in the given `terms`,
+    and is not changed. Returns None if the factors of the operands do not fit together, or letters
+    run out.
     """
     splits: dict[str, list[tuple[int, ...]]] = {letter: [(n,)] for letter, n in sizes.items()}
     for term, x in zip(terms, operands, strict=True):

@@ -81,7 +81,7 @@ _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
 
 
 def _counts(input: Tensor, d: int, index: Tensor) -> bool:
-    """Return whether each rank should add up the values of its own block of the index.
+    """Return whether each rank should add up the values for its own block of the index.
 
     It should if the index has more elements than `input` and is cut or merged along `d`, but not
     merged along another dimension. Otherwise dimension `d` is made whole.
@@ -97,7 +97,8 @@ def _counts(input: Tensor, d: int, index: Tensor) -> bool:
 def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> DistTensor:
     """Return the sums to add to `input` by scatter_add, whole on every rank. Collective.
 
-    Each rank adds up the values of its block of the index; then the ranks' sums are added up.
+    Each rank adds up the values of `src` for its block of the index; then the ranks' sums are added
+    up.
     """
     name = "scatter_add"
     runs = factors_of(index)
@@ -121,9 +122,11 @@ def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> 
 
 
 def _count_into_plain(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
-    """Add each rank's sums to a plain tensor, as scatter_add_.
+    """Add `src` to the plain tensor `input` at the positions `index`, as scatter_add_. Collective.
 
-    Returns NotImplemented, and adds nothing, if `_counts` is false.
+    Each rank adds up its block of `src`; then the ranks' sums are added up. Returns NotImplemented,
+    and adds nothing, if `_counts` says that operands should be made whole instead, or dimensions do
+    not match.
     """
     d = normalize_dim(dim, input.dim()) if input.dim() else 0
     if not input.dim() or input.dim() != index.dim() or not _counts(input, d, index):

@@ -20,7 +20,8 @@ from distconv.tensor.dist_tensor import DistTensor
 class Selection:
     """The elements that a distributed mask picks, numbered in the serial order. Collective.
 
-    All ranks of the grid create it together, to read or write the picked elements.
+    All ranks of the grid create it together, to read or write the picked elements. `operator` is
+    the called function, for records.
 
     Attributes
     ----------

@@ -31,8 +31,8 @@ from distconv.tensor.dist_tensor import DistTensor
 def _distributed(result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid) -> Any:
     """Return one block, or a tuple of blocks, as DistTensors of these global shapes.
 
-    `cuts_of` takes the global shape of a result and returns its cuts. Blocks that were computed
-    from a filled block are cropped to have no elements.
+    `cuts_of` takes the global shape of a result and returns its cuts. A rank without elements has
+    computed with substitutes (`filled_block`, `_matrices`); its results are cropped to no elements.
     """
     if not isinstance(result, Tensor):
         pairs = zip(result, shapes, strict=True)
@@ -104,10 +104,10 @@ def apply_to_batches(
 
 
 def _matrices(block: Tensor, inner: int) -> Tensor:
-    """Return a block with elements unchanged; in place of an empty one return valid operands.
+    """Return `block`, or valid operands in place of a block without elements.
 
-    These are identity matrices if `inner` is 2, as matrices of ones may have no inverse, and ones
-    otherwise.
+    These are identity matrices if `inner`, the number of dimensions along which the function works,
+    is 2, as matrices of ones may have no inverse; and ones otherwise.
     """
     if block.numel():
         return block
