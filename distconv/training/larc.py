@@ -173,7 +173,7 @@ class LARC(Optimizer):
             weights.copy_(old.lerp(weights, _one_where_zero(ratio, size, moved).to(old.dtype)))
 
 
-for _name in ("param_groups", "state", "defaults"):  # those of the wrapped optimizer
+for _name in ("param_groups", "state", "defaults"):  # the attributes of the wrapped optimizer
     setattr(LARC, _name, property(attrgetter(f"optimizer.{_name}")))
 
 

@@ -94,7 +94,10 @@ class Convolution:
         return made
 
     def refuse_empty(self, weight: Shape, sizes: Sequence[int]) -> None:
-        """Raise RuntimeError if one of `sizes` of a weight is 0, as torch's kernels refuse it."""
+        """Raise RuntimeError if one of `sizes` is 0.
+
+        They are the sizes of the global shape `weight` that torch's kernels refuse to be 0.
+        """
         if 0 in sizes:
             raise RuntimeError(f"{self.name}: the weight {weight} has no elements; expected some")
 

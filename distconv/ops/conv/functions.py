@@ -51,7 +51,7 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
 
 
 def _hashable(argument: Any) -> Any:
-    """Return an argument as a key of a cache: lists as tuples, and tensors of one number as it."""
+    """Return an argument as a key of a cache: a list as a tuple, a 0-d tensor as its number."""
     if type(argument) is tuple and _INTEGERS.issuperset(map(type, argument)):
         return argument
     if isinstance(argument, (tuple, list)):

@@ -44,7 +44,7 @@ class _Plan(NamedTuple):
     made: tuple[int, ...]
     """The shape of the outputs of the local operator."""
     weighted: bool
-    """Whether the weight has elements, of which this rank may have none."""
+    """Whether the global weight has elements; this rank's block of the weight may have none."""
     elements: int
     """The number of the rank's inputs or outputs, whichever is larger."""
 
