@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import time_limit
@@ -50,10 +51,18 @@ class Method(Protocol):
             none.
         """
 
-    def client(self, *given: Any) -> Any:
+    def client(
+        self,
+        parameters: Sequence[Any],
+        buffers: Sequence[Tensor],
+        optimizer: Optimizer | None,
+        server: Connection,
+        steps: int,
+        /,
+    ) -> Any:
         """Return the client's part of the algorithm, an object of a class derived from `Client`.
 
-        `given` are the arguments of `Client` after the first, which is this object.
+        The arguments are the attributes of `Client`.
         """
 
 
