@@ -107,6 +107,8 @@ class Journal:
         self.debug = self.compares and switched_on(_VARIABLE)
         self._all = False
         """Whether every step is compared for now."""
+        self.any_order = 0
+        """The number of active contexts in which ranks may start backward passes in any order."""
         self.number = self.written = 0
         self.place: int | None = None
         self._checksum = 0
@@ -139,7 +141,8 @@ class Journal:
     def enter_call(self, function: Any) -> None:
         """Write an entry for the running call of `function`, if it is among the calls to compare.
 
-        Calls in backward passes and in other threads are left out, as their order may differ.
+        Calls in backward passes and in other threads are left out, as their order may differ, and
+        so are backward passes while they may come in `any_order`.
         """
         if threading.get_ident() != self.thread or not self.compares:
             return
@@ -147,7 +150,7 @@ class Journal:
         count = self._calls[function] = self._calls.get(function, 0) + 1
         if count > _FIRST and count % _EVERY and not self._compares_all:
             return
-        if backward_pass() != -1:
+        if backward_pass() != -1 or (self.any_order and function in _BACKWARD):
             return
         self._write(f"call{call_in_words(CURRENT.call, self._known_from)}", user_line())
         if function != "backward":

@@ -46,6 +46,8 @@ class ConcurrentReductions:
     def __enter__(self) -> None:
         for reduction in self._reductions:
             reduction.hold()
+        for reduction in self._reductions:
+            reduction.grid.journal.any_order += 1
 
     def __exit__(
         self,
@@ -53,6 +55,8 @@ class ConcurrentReductions:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for reduction in self._reductions:
+            reduction.grid.journal.any_order -= 1
         # After an error, too: other ranks may have started reductions that this one has not.
         for reduction in self._reductions:
             reduction.start_held()

@@ -30,7 +30,7 @@ def inputs(step: int) -> Tensor:
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_backward_passes_in_another_order_on_every_rank_give_the_serial_gradients(
-    ordered: bool, monkeypatch: pytest.MonkeyPatch
+    ordered: bool, monkeypatch: pytest.MonkeyPatch, first_calls: None
 ) -> None:
     grid = dc.ProcessGrid(sample=-1)
     monkeypatch.setattr(grid.transport, "ordered", ordered, raising=False)
