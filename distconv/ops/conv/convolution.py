@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from distconv.device.thresholds import Thresholds
 from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
 from distconv.geometry.halo.slabs import Boundary, LocalInput
 from distconv.geometry.index_maps import IndexMap
@@ -22,10 +23,6 @@ from distconv.ops.windowed.assembled import window_needs
 
 Sides = tuple[int, ...]
 """A number for each spatial dimension."""
-FEWEST_TO_OVERLAP = 2**15 + 1
-"""The smallest block, in elements, with which a convolution overlaps, whatever its weights are.
-Assembled, a network of 8 small layers took 0.91 of the time with blocks of 2**14 elements, 0.98
-with 2**15 and 1.015 with 2**16."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +111,16 @@ class Convolution:
         """
         return window_needs(maps, cuts)
 
-    def fewest_to_overlap(self, weight: Shape) -> int:
+    def fewest_to_overlap(self, weight: Shape, sizes: Thresholds) -> int:
         """Return the number of inputs per rank from which overlapping is faster than assembling.
 
-        `weight` is the shape of a weight that every rank holds in full.
+        `weight` is the shape of a weight that every rank holds in full, `sizes` are the thresholds
+        of the device.
         """
         # Every side of the block costs another convolution, which reads the weights once more.
         # Where a rank has fewer inputs than weights, or few inputs, assembling was measured to be
         # faster.
-        return max(prod(weight), FEWEST_TO_OVERLAP)
+        return max(prod(weight), sizes.overlapped)
 
     def buffer(self, maps: tuple[Any, ...], x: Placement, box: Box) -> LocalInput:
         """Return the local operator's arguments for computing the outputs in `box` from a buffer.

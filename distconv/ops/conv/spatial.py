@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from distconv.device.numerics import FEWEST_IN_DOUBT
+from distconv.device.thresholds import Thresholds, thresholds
 from distconv.geometry.halo.slabs import Boundary, LocalInput
 from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import rank_box
@@ -58,7 +59,8 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
     spec: torch's function and its other arguments.
     """
     meta = WeightMeta.of(weight, bias)
-    plan = _plan(spec, Placement.of(x), meta, algorithm(), chosen_method())
+    sizes = thresholds(x.shard, x.grid.computes_on_gpu)
+    plan = _plan(spec, Placement.of(x), meta, algorithm(), chosen_method(), sizes)
     weight, bias, late = plan.part.operands(weight, bias)
     return plan.part.finish(_convolve_block(x, weight, bias, plan), late, x.grid)
 
@@ -81,7 +83,12 @@ def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _P
 
 @lru_cache(maxsize=4096)
 def _plan(
-    spec: Convolution, x: Placement, weights: WeightMeta, algorithm: str, method: str | None
+    spec: Convolution,
+    x: Placement,
+    weights: WeightMeta,
+    algorithm: str,
+    method: str | None,
+    sizes: Thresholds,
 ) -> _Plan:
     shape = spec.output_shape(x.shape, weights.shape, weights.bias)
     maps = spec.index_maps(weights.shape[2:])
@@ -90,7 +97,7 @@ def _plan(
     part = layer_part(layer)
     boundary, parts = None, tuple(map(x.topology.parts, x.cuts[2:]))
     overlaps = part.stays and may_overlap(
-        x, method, spec.fewest_to_overlap(weights.shape) // part.blocks
+        x, method, spec.fewest_to_overlap(weights.shape, sizes) // part.blocks
     )
     if overlaps and spec.needs_halo(maps, x.shape[2:], parts):
         boundary = spec.boundary(x.topology, x.rank, *part.alone(x), maps)

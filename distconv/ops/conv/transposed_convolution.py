@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from distconv.device.thresholds import Thresholds
 from distconv.geometry.halo.slabs import LocalInput
 from distconv.geometry.halo.transposed_convolution import (
     transposed_convolution_boundary,
@@ -70,14 +71,15 @@ class TransposedConvolution(Convolution):
         """
         return [m if axes else Same() for m, axes in zip(maps, cuts[2:], strict=True)]
 
-    def fewest_to_overlap(self, weight: Shape) -> int:
+    def fewest_to_overlap(self, weight: Shape, sizes: Thresholds) -> int:
         """Return the number of inputs per rank from which overlapping is faster than assembling.
 
-        `weight` is the shape of a weight that every rank holds in full.
+        `weight` is the shape of a weight that every rank holds in full, `sizes` are the thresholds
+        of the device.
         """
         # As for convolution, the sides read the weights again. Assembling saves less here, as it
-        # computes outputs that are cropped, and was measured to be faster with few inputs only.
-        return prod(weight) // 4
+        # computes outputs that are cropped.
+        return max(prod(weight) // 4, sizes.overlapped_transposed)
 
     def buffer(self, maps: tuple[TransposedWindow, ...], x: Placement, box: Box) -> LocalInput:
         """Return the local operator's arguments for the outputs in `box`, and how to crop them."""

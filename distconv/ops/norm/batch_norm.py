@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.comm.collectives import all_reduce
+from distconv.device.thresholds import thresholds
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.form import Form, with_batch_stride
 from distconv.ops.norm.moments import element_counts_of_peers
 from distconv.ops.norm.normalize import normalize
+from distconv.ops.norm.running import RunningStatistics
 from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.operands import (
     Placement,
@@ -70,7 +71,8 @@ def batch_norm_over(
             # The backward pass needs their current values.
             running_mean, running_var = running_mean.clone(), running_var.clone()
     block = with_batch_stride(x.shard)
-    if not training or not (group or rest or block.numel() > _LARGE):
+    most = thresholds(block, grid.computes_on_gpu).own_batch_norm
+    if not training or not (group or rest or block.numel() > most):
         if block.numel() or not x.numel():
             shard = F.batch_norm(
                 block, running_mean, running_var, weight, bias, training, momentum, eps
@@ -81,28 +83,17 @@ def batch_norm_over(
             gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
         return DistTensor(shard, x.shape, x.cuts, grid)
 
-    def update(mean: Tensor, variance: Tensor) -> None:
-        if running_mean is None or running_var is None:
-            return
-        n = sum(counts)
-        mean, variance = mean.flatten(), variance.flatten() * (n / (n - 1))
-        if rest:
-            total = all_reduce(torch.stack([mean, variance]), grid, rest)
-            mean, variance = total / groups
-        running_mean.lerp_(in_type(mean, running_mean.dtype), momentum)
-        running_var.lerp_(in_type(variance, running_var.dtype), momentum)
-        gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
-
+    tracked = None
+    if running_mean is not None and running_var is not None:
+        own = running_mean, running_var
+        publish = partial(gather_running_statistics, x, running, own, "batch_norm")
+        tracked = RunningStatistics(*own, momentum, sum(counts), grid, rest, groups, publish)
     form = Form(block.shape[1], of_each_sample=False)
-    shard = normalize(block, weight, bias, form, grid, group, counts, eps, update)
+    shard = normalize(block, weight, bias, form, grid, group, counts, eps, tracked)
     return DistTensor(shard, x.shape, x.cuts, grid)
 
 
 implements(F.batch_norm)(works_on_channels(of_each_sample=False)(partial(batch_norm_over, None)))
-
-_LARGE = 2**18
-"""Elements above which torch's batch norm in training is slower on CPUs, several times with rows
-last; with channels last it adds up too many elements one by one to be accurate to 1e-5."""
 
 
 class _Statistics(NamedTuple):

@@ -93,6 +93,16 @@ def runs_of(x: Tensor, form: Form) -> Runs:
     return _divided(tuple(x.shape), form, last)
 
 
+def by_groups(x: Tensor, form: Form) -> Tensor:
+    """Return a view of a block with elements that has the groups as its channels.
+
+    With channels last the block itself is returned.
+    """
+    if has_channels_last(x) or form.groups == x.shape[1]:
+        return x
+    return x.view(x.shape[0], form.groups, x[0].numel() // form.groups)
+
+
 def channels_of(x: Tensor, form: Form) -> Runs:
     """Return the runs of a block for kernels that add nothing up.
 

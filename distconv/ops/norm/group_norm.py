@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
+from distconv.device.thresholds import thresholds
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.batch_norm import own_channels
 from distconv.ops.norm.form import Form
@@ -58,9 +59,9 @@ def group_norm_over(
     spatial = tuple(range(2, x.dim()))
     group = tuple(a for a in cutting_axes(cuts[2:]) if axes is None or a in axes)
     block = x.shard
-    if not group and block.numel() and not has_channels_last(block):
-        # torch.nn.functional would check the size of this block once more. With channels last torch
-        # takes several times as long, and computes the variance as E[x^2] - E[x]^2.
+    own = thresholds(block, x.grid.computes_on_gpu).own_group_norm or not has_channels_last(block)
+    if not group and block.numel() and own:
+        # torch.nn.functional would check the size of this block once more.
         shard = torch.group_norm(block, groups, weight, bias, eps)
         return DistTensor(shard, x.shape, cuts, x.grid)
     counts = element_counts_of_peers(Placement.of(x), spatial, group, block=channels)

@@ -16,7 +16,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_gather
 from distconv.geometry.layout import rank_box
 from distconv.grid.interface import Grid
-from distconv.ops.norm.form import Form, rows_if_small, runs_of
+from distconv.ops.norm.form import Form, by_groups, rows_if_small, runs_of
 from distconv.ops.support.constants import remembered
 from distconv.ops.support.operands import Placement, accumulation_type, to_accumulation_type
 
@@ -92,7 +92,7 @@ def _shares(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -
 
 def _of_block(x: Tensor, form: Form) -> Tensor:
     """Return mean and biased variance of a block, as (2, samples, groups)."""
-    x = to_accumulation_type(rows_if_small(x, form))
+    x = by_groups(to_accumulation_type(rows_if_small(x, form)), form)
     runs = runs_of(x, form)
     parts = runs.collect([_of_runs(part) for part in runs.calls(x)])
     if prod(runs.numbers) == runs.numbers[0] * form.groups:

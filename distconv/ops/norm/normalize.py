@@ -1,34 +1,39 @@
 """Normalisation of blocks by statistics over dimensions and ranks: one function for all norms.
 
-`normalize` saves the input, and a mean and a scale for each statistic. Forward, statistics travel
-in one message; backward, the sums of gradients do. In between torch's kernels for batch
-normalisation run on the block, in its memory format. These kernels take a tensor (N, C, *spatial)
-with numbers for each channel; if each sample is normalised alone, the channels are the N * C
-channels of one sample.
+`normalize` saves the input, and mean and variance of each statistic. Forward, statistics travel in
+one message; backward, the sums of gradients do. In between torch's kernels for batch normalisation
+run on the block, in its memory format: on accelerators those for synchronised batch norm
+(`synchronized`), else the ones here. These take a tensor (N, C, *spatial) with numbers for each
+channel; if each sample is normalised alone, the channels are the N * C channels of one sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.comm.collectives import all_reduce_, all_reduce_with_grad
+from distconv.comm.collectives import all_reduce_
 from distconv.comm.packing import has_channels_last
 from distconv.comm.shard_function import ShardFunction
+from distconv.device.thresholds import on_accelerator
 from distconv.grid.interface import Grid
-from distconv.ops.norm.form import Form, channels_of, in_format_of, rows_if_small, runs_of
-from distconv.ops.norm.moments import moments
-from distconv.ops.support.constants import remembered
-from distconv.ops.support.operands import (
-    accumulation_type,
-    check_same_types,
-    in_type,
-    to_accumulation_type,
+from distconv.ops.norm.form import (
+    Form,
+    by_groups,
+    channels_of,
+    in_format_of,
+    rows_if_small,
+    runs_of,
 )
+from distconv.ops.norm.gradients import recorded_gradients
+from distconv.ops.norm.moments import moments
+from distconv.ops.norm.running import RunningStatistics
+from distconv.ops.norm.synchronized import SynchronizedBatchNorm, SynchronizedGroupNorm
+from distconv.ops.support.constants import constant, remembered
+from distconv.ops.support.operands import accumulation_type, check_same_types, in_type
 from distconv.tensor.dist_tensor import DistTensor
 
 
@@ -51,7 +56,7 @@ def normalize(
     group: tuple[str, ...],
     counts: tuple[int, ...],
     eps: float,
-    update: Callable[[Tensor, Tensor], None] | None = None,
+    running: RunningStatistics | None = None,
 ) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias for the block `x`.
 
@@ -61,15 +66,24 @@ def normalize(
     ----------
     weight, bias: this rank's numbers, one for each channel or for each spatial position.
     counts: the number of elements of a statistic on each rank along `group`.
-    update: called with mean and variance, (samples, groups), in `accumulation_type`: float32 for
-        half types.
+    running: the running statistics to update, if any.
     """
-    if grid.computes_on_gpu:
+    if on_accelerator(x, grid.computes_on_gpu):
         form = form._replace(in_runs=False)
-    y: Tensor = _NormalizeBlock.apply(
-        in_format_of(x, x), weight, bias, form, grid, group, counts, eps, update
+    x = in_format_of(x, x)
+    y: Tensor = _function_for(x, form).apply(
+        x, weight, bias, form, grid, group, counts, eps, running
     )
     return y
+
+
+def _function_for(x: Tensor, form: Form) -> type[ShardFunction]:
+    """Return the autograd function that normalises a block on its kind of device."""
+    if not on_accelerator(x, simulated=False) or not form.centered or form.weighs_elements:
+        return _NormalizeBlock
+    if not form.of_each_sample:
+        return SynchronizedBatchNorm
+    return _NormalizeBlock if has_channels_last(x) else SynchronizedGroupNorm
 
 
 class _NormalizeBlock(ShardFunction):
@@ -84,48 +98,48 @@ class _NormalizeBlock(ShardFunction):
         group: tuple[str, ...],
         counts: tuple[int, ...],
         eps: float,
-        update: Callable[[Tensor, Tensor], None] | None,
+        running: RunningStatistics | None,
     ) -> Tensor:
         mean, variance = moments(x, form, grid, group, counts)
-        if update is not None:
+        if running is not None:
             # Before anything is saved: a checkpoint stops recomputation at that point.
-            update(mean, variance)
+            running.update(mean, variance)
         if not form.centered:
             variance, mean = variance + mean.square(), torch.zeros_like(mean)
-        scale = torch.rsqrt(variance + eps)
-        gain = scale.unsqueeze(2)
-        if weight is not None and not form.weighs_elements:
-            gain = gain * _of_groups(weight, scale)
-        ctx.save_for_backward(x, weight, mean, scale, gain)
+        ctx.save_for_backward(x, weight, mean, variance)
         of_bias = None if bias is None else (bias.dtype, bias.shape)
         ctx.context = form, grid, group, counts, eps, of_bias
         if not form.weighs_elements:
-            own = None if bias is None else _of_groups(bias, scale)
-            return _affine(x, mean, gain, own, form)
-        y = _affine(x, mean, gain, None, form)
+            return _affine(
+                x, mean, variance, _of_groups(weight, mean), _of_groups(bias, mean), form, eps
+            )
+        y = _affine(x, mean, variance, None, None, form, eps)
         y = y if weight is None else y * weight.reshape(-1)
         y = y if bias is None else y.add_(bias.reshape(-1))
         return in_type(y, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale, gain = ctx.saved_tensors
+        x, weight, mean, variance = ctx.saved_tensors
         form, grid, group, counts, eps, bias = ctx.context
         count = max(sum(counts), 1)
         dy = grads[0]
         dweight: Tensor | None = None
         dbias: Tensor | None = None
         if torch.is_grad_enabled():
-            dx, dweight, dbias = _recorded_gradients(dy, x, weight, form, grid, group, count, eps)
+            dx, dweight, dbias = recorded_gradients(dy, x, weight, form, grid, group, count, eps)
         elif form.weighs_elements:
             rows = 1, x.shape[1], prod(x.shape[2:])
             dbias = None if bias is None else dy.view(rows).sum((0, 1))
             if weight is not None:
-                dweight = (dy * _affine(x, mean, gain, None, form)).view(rows).sum((0, 1))
+                standard = _affine(x, mean, variance, None, None, form, eps)
+                dweight = (dy * standard).view(rows).sum((0, 1))
                 dy = in_type(dy * weight.reshape(-1), x.dtype)
-            dx, _, _ = _gradients(dy, x, mean, scale, gain, form, grid, group, count)
+            dx, _, _ = _gradients(dy, x, None, mean, variance, form, grid, group, count, eps)
         else:
-            dx, dweight, dbias = _gradients(dy, x, mean, scale, gain, form, grid, group, count)
+            dx, dweight, dbias = _gradients(
+                dy, x, _of_groups(weight, mean), mean, variance, form, grid, group, count, eps
+            )
         return (
             dx,
             None
@@ -139,96 +153,82 @@ class _NormalizeBlock(ShardFunction):
 def _gradients(
     dy: Tensor,
     x: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    gain: Tensor,
-    form: Form,
-    grid: Grid,
-    group: tuple[str, ...],
-    count: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias; the last two have a number for each channel.
-
-    dx = gain * dy - scale * (mean(gain * dy) + standardised x * mean(gain * dy * standardised x)),
-    with means over the `count` elements of a statistic, scale = 1 / sqrt(variance + eps), and gain
-    = weight * scale.
-    """
-    dy = in_format_of(dy, x)
-    sums = _sums(dy, x, mean, form)
-    sums[0].mul_(scale.unsqueeze(2))
-    total = (sums * gain).sum(3, keepdim=True)
-    if group:
-        all_reduce_(total, grid, group)
-    slope, offset = total.div_(-count).unbind()
-    slope = slope * scale.unsqueeze(2)
-    dx = _affine(x, mean, slope, offset if form.centered else None, form)
-    if x.numel():
-        runs = channels_of(x, form)
-        runs.of(dx).addcmul_(runs.of(dy), runs.spread(gain))
-    of_weight, of_bias = sums.sum(1).flatten(1).unbind()
-    return dx, of_weight, of_bias
-
-
-def _recorded_gradients(
-    dy: Tensor,
-    x: Tensor,
     weight: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
     form: Form,
     grid: Grid,
     group: tuple[str, ...],
     count: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `_gradients`, recorded for differentiation to any order."""
-    groups, channels = form.groups, x.shape[1] // max(form.groups, 1)
-    shape = x.shape[0], groups, channels, prod(x.shape[2:])
-    over = (2, 3) if form.of_each_sample else (0, 2, 3)
-    of_weight = (0, 1, 2) if form.weighs_elements else (0, 3)
-    dy, deviation = (to_accumulation_type(t).reshape(shape) for t in (dy, x))
+    """Return the gradients of input, weight and bias; the last two have a number for each channel.
 
-    def mean(t: Tensor) -> Tensor:
-        return all_reduce_with_grad(t.sum(over, keepdim=True), grid, group) / count
-
-    if form.centered:
-        deviation = deviation - mean(deviation)
-    scale = torch.rsqrt(mean(deviation.square()) + eps)
-    standard = deviation * scale
-    dweight, dbias = (dy * standard).sum(of_weight), dy.sum(of_weight)
-    if weight is not None:
-        own = (1, 1, 1, -1) if form.weighs_elements else (1, groups, channels, 1)
-        dy = dy * in_type(weight, dy.dtype).reshape(own)
-    dx = dy - standard * mean(dy * standard)
-    if form.centered:
-        dx = dx - mean(dy)
-    return in_type((dx * scale).view(x.shape), x.dtype), dweight, dbias
-
-
-def _of_groups(parameter: Tensor, scale: Tensor) -> Tensor:
-    """Return a weight or bias as (groups, channels of a group), with the type of `scale`."""
-    groups = scale.shape[1]
-    shape = groups, parameter.numel() // max(groups, 1) or 1
-    return in_type(parameter, scale.dtype).reshape(shape)
+    dx = gain * dy - mean(gain * dy) - standardised x * mean(gain * dy * standardised x), with means
+    over the `count` elements of a statistic, and gain = weight / sqrt(variance + eps). `weight` is
+    (1, groups, channels of a group).
+    """
+    dy = in_format_of(dy, x)
+    gain = torch.rsqrt(variance + eps).unsqueeze(2)
+    gain = gain if weight is None else gain * weight
+    sums = _sums(dy, x, mean, variance, form, eps)
+    zero = constant(x.device, (0,), gain.dtype)
+    total = torch.addcmul(zero, sums, gain, value=-1 / count)
+    if total.shape[3] != 1:
+        total = total.sum(3, keepdim=True)
+    if group:
+        all_reduce_(total, grid, group)
+    slope, offset = total.unbind()
+    dx = _affine(x, mean, variance, slope, offset if form.centered else None, form, eps)
+    if x.numel():
+        runs = channels_of(x, form)
+        runs.of(dx).addcmul_(runs.of(dy), runs.spread(gain))
+    of_samples = sums.squeeze(1) if sums.shape[1] == 1 else sums.sum(1)
+    of_weight, of_bias = of_samples.flatten(1).unbind()
+    return dx, of_weight, of_bias
 
 
-def _affine(x: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None, form: Form) -> Tensor:
-    """Return (x - mean) * gain + bias for a block `x`, as one fused multiply-add per element.
+def _of_groups(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
+    """Return a weight or bias as (1, groups, channels of a group), in the type of `mean`."""
+    if parameter is None:
+        return None
+    groups = mean.shape[1]
+    shape = 1, groups, parameter.numel() // max(groups, 1) or 1
+    return in_type(parameter, mean.dtype).reshape(shape)
 
-    `mean` is (samples, groups); `gain` and `bias` are (samples, groups, channels of a group), or
-    broadcast to it.
+
+def _affine(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    form: Form,
+    eps: float,
+) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias for a block `x`.
+
+    `mean` and `variance` are (samples, groups); `weight` and `bias` are (samples, groups, channels
+    of a group), or broadcast to it.
     """
     if not x.numel():
         return torch.empty_like(x)
-    runs = channels_of(x, form)
-    zero = mean.new_zeros(()) if bias is None else bias
-    shift = torch.addcmul(zero, mean.unsqueeze(2), gain, value=-1)
-    gain, shift = runs.spread(gain), runs.spread(shift)
-    many = x.numel() >= _MANY_ELEMENTS and x.shape[1] >= _MANY_CHANNELS
+    whole_groups = weight is None or weight.shape[2] == 1
+    block = by_groups(x, form) if whole_groups else x
+    runs = channels_of(block, form)
+    many = form.in_runs and x.numel() >= _MANY_ELEMENTS and x.shape[1] >= _MANY_CHANNELS
     if runs.matrices or (many and has_channels_last(x)):
-        y = in_type(torch.addcmul(shift, runs.of(x), gain), x.dtype)
+        gain = torch.rsqrt(variance + eps).unsqueeze(2)
+        gain = gain if weight is None else gain * weight
+        zero = constant(x.device, (0,), gain.dtype) if bias is None else bias
+        shift = torch.addcmul(zero, mean.unsqueeze(2), gain, value=-1)
+        scaled = torch.addcmul(runs.spread(shift), runs.of(block), runs.spread(gain))
+        y = in_type(scaled, x.dtype)
     else:
-        zeros, ones = _numbers(x.device, gain.numel(), mean.dtype)
-        own = gain.flatten(), shift.flatten(), zeros, ones
-        y, _, _ = torch.native_batch_norm(runs.of(x), *own, False, 0.0, 0.0)
+        numbers = weight, bias, mean.unsqueeze(2), variance.unsqueeze(2)
+        # Kernels for channels last read them without regard to strides.
+        own = [None if t is None else runs.spread(t).flatten().contiguous() for t in numbers]
+        y, _, _ = torch.ops.aten.native_batch_norm(runs.of(block), *own, False, 0.0, eps)
     # A view could not be changed in place afterwards.
     return y if y.shape == x.shape else y.as_strided_(x.shape, x.stride())
 
@@ -240,14 +240,14 @@ torch's batch norm: measured 0.8 of its time, and 0.65 with twice as many elemen
 
 
 @remembered
-def _numbers(device: torch.device, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return n zeros and n ones."""
+def _ones(device: torch.device, n: int, dtype: torch.dtype) -> Tensor:
+    """Return n ones."""
     with torch.inference_mode(False):
-        return torch.zeros(n, dtype=dtype, device=device), torch.ones(n, dtype=dtype, device=device)
+        return torch.ones(n, dtype=dtype, device=device)
 
 
-def _sums(dy: Tensor, x: Tensor, mean: Tensor, form: Form) -> Tensor:
-    """Return the sums of dy * (x - mean) and of dy over the rank's elements.
+def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, form: Form, eps: float) -> Tensor:
+    """Return the sums of dy * (x - mean) / sqrt(variance + eps) and of dy over the rank's elements.
 
     Their shape is (2, samples, groups, channels of a group).
     """
@@ -255,13 +255,18 @@ def _sums(dy: Tensor, x: Tensor, mean: Tensor, form: Form) -> Tensor:
         return mean.new_zeros((2, *mean.shape, x.shape[1] // max(form.groups, 1)))
     dy, x = (rows_if_small(t, form) for t in (dy, x))
     runs = runs_of(x, form)
-    centers = runs.spread(mean.unsqueeze(2))
-    _, ones = _numbers(x.device, runs.shape[2 if runs.matrices else 1], mean.dtype)
-    calls = runs.calls(dy), runs.calls(x), centers.unbind() if runs.matrices else (centers,)
+    own = [runs.spread(t.unsqueeze(2)) for t in (mean, variance)]
+    ones = _ones(x.device, runs.shape[2 if runs.matrices else 1], mean.dtype)
+    statistics = zip(*(t.unbind() for t in own), strict=True) if runs.matrices else [own]
     kernel = torch.ops.aten.native_batch_norm_backward
     parts = []
-    for own_dy, own_x, center in zip(*calls, strict=True):
-        own = center.flatten()
-        _, *sums = kernel(own_dy, own_x, own, own, ones, own, ones, False, 0.0, [False, True, True])
+    for own_dy, own_x, numbers in zip(runs.calls(dy), runs.calls(x), statistics, strict=True):
+        own_mean, own_variance = (t.flatten().contiguous() for t in numbers)
+        _, *sums = kernel(
+            *(own_dy, own_x, ones, own_mean, own_variance, own_mean, ones),
+            *(False, eps, [False, True, True]),
+        )
         parts.append(sums)
-    return runs.collect(parts).sum((2, 5))
+    sums = runs.collect(parts)
+    alone = sums.shape[2] == sums.shape[5] == 1
+    return sums[:, :, 0, :, :, 0] if alone else sums.sum((2, 5))
