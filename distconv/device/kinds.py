@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity
 KINDS = ("cuda", "xpu")
 """The kinds that a program may ask for where there is none: GPUs of Nvidia and AMD, and Intel's."""
 
-_HOSTS = ("cpu", "meta")
+HOSTS = ("cpu", "meta")
 
 _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
@@ -30,7 +30,7 @@ def is_accelerator(device: torch.device) -> bool:
 
     It is called at every operator.
     """
-    return device.type not in _HOSTS
+    return device.type not in HOSTS
 
 
 def accelerator() -> str | None:
