@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distconv.device.kinds import is_accelerator, rehearsed
+from distconv.device.kinds import HOSTS, rehearsed
 from distconv.device.thresholds import thresholds
 from distconv.geometry.plan import Plan, Route, Slices
 from distconv.grid.interface import Grid
@@ -56,19 +56,24 @@ class Places(NamedTuple):
     received there. All others lie behind one another in one buffer.
     """
 
-    offsets: tuple[int | None, ...]
-    """For each route the place of its message in the tensor's memory; None if in the buffer."""
+    routes: Sequence[Route]
+    offsets: dict[int, int]
+    """The places of messages in the tensor's memory, by the numbers of their routes."""
     order: tuple[int, ...]
     """The numbers of the routes whose messages lie in the buffer, in their order there."""
-    sizes: tuple[int, ...]
+    peers: tuple[int, ...]
+    """The ranks of these routes."""
+    sizes: list[int]
     """The numbers of elements of these messages."""
     total: int
     """The number of elements of the buffer."""
     indices: tuple[Tensor, ...] = ()
     """For each unit of the buffer its place in the tensor's memory, as indices of one kernel after
     the other. Empty if boxes are moved one by one."""
-    units: tuple[int, ...] = ()
+    units: list[int] = []
     """The numbers of units of the messages in the buffer."""
+    counts: list[int] = []
+    """The lengths of `indices`."""
     shape: tuple[int, ...] = ()
     """The shape of the buffer as an array of units, which are runs of consecutive elements."""
     memory: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -86,31 +91,34 @@ def places_in(
         buffer, which has those of `receives`.
     sums: whether messages are added to the tensor. Then all of them lie in the buffer.
     """
-    on_gpu = is_accelerator(tensor.device) or grid.computes_on_gpu
-    key = tensor.stride(), tensor.device, on_gpu, of_block, sums
+    kind = tensor.device.type if not tensor.is_meta else dry_kind(grid)
+    key = tensor.stride(), tensor.device, kind, of_block, sums
     found: Places | None = plan.kept.get(key)
     if found is None:
         routes = plan.sends if of_block else plan.receives
-        found = _arranged(routes, None if sums else tensor.stride(), apart=sums and on_gpu)
-        kind = rehearsed() if on_gpu and tensor.is_meta else tensor.device.type
+        apart = sums and kind not in HOSTS
+        found = _arranged(routes, None if sums else tensor.stride(), apart)
         # Indices are kept beyond the program's call, and must not look like part of it.
         with without_modes(), torch.inference_mode(False):
-            found = _indexed(found, routes, tensor, kind, apart=sums and on_gpu)
+            found = _indexed(found, tensor, kind, apart)
         plan.kept[key] = found
     return found
 
 
-def places_apart(
-    plan: Plan, like: Tensor, grid: Grid, *, of_block: bool, sums: bool = False
-) -> Places:
+def places_apart(plan: Plan, like: Tensor, grid: Grid, *, of_block: bool, sums: bool) -> Places:
     """Return `places_in`, without indices, for messages that all lie in the buffer."""
-    on_gpu = is_accelerator(like.device) or grid.computes_on_gpu
-    key = None, on_gpu, of_block, sums
+    kind = like.device.type if not like.is_meta else dry_kind(grid)
+    key = kind, of_block, sums
     found: Places | None = plan.kept.get(key)
     if found is None:
         routes = plan.sends if of_block else plan.receives
-        found = plan.kept[key] = _arranged(routes, None, apart=sums and on_gpu)
+        found = plan.kept[key] = _arranged(routes, None, sums and kind not in HOSTS)
     return found
+
+
+def dry_kind(grid: Grid) -> str:
+    """Return the kind of device for which tensors without elements stand on a grid."""
+    return rehearsed() if grid.computes_on_gpu else "cpu"
 
 
 def _arranged(routes: Sequence[Route], stride: Sequence[int] | None, apart: bool) -> Places:
@@ -121,17 +129,16 @@ def _arranged(routes: Sequence[Route], stride: Sequence[int] | None, apart: bool
     stride: the strides of the tensor in whose memory messages may lie; None if they must not.
     apart: whether messages for different elements of the tensor lie behind one another.
     """
-    offsets: list[int | None] = [None] * len(routes)
+    offsets: dict[int, int] = {}
     if stride is not None:
         for i, route in enumerate(routes):
             span = _Span.of(route.boxes[0], stride)
             if span.run == route.size:
                 offsets[i] = span.start
-    order = [i for i, offset in enumerate(offsets) if offset is None]
-    if apart:
-        order = _in_rounds(routes)
-    sizes = tuple(routes[i].size for i in order)
-    return Places(tuple(offsets), tuple(order), sizes, sum(sizes))
+    order = _in_rounds(routes) if apart else [i for i in range(len(routes)) if i not in offsets]
+    sizes = [routes[i].size for i in order]
+    peers = tuple(routes[i].peer for i in order)
+    return Places(routes, offsets, tuple(order), peers, sizes, sum(sizes))
 
 
 def _in_rounds(routes: Sequence[Route]) -> list[int]:
@@ -160,14 +167,12 @@ def _meet(some: Sequence[Slices], others: Sequence[Slices]) -> bool:
     )
 
 
-def _indexed(
-    places: Places, routes: Sequence[Route], tensor: Tensor, kind: str, apart: bool
-) -> Places:
+def _indexed(places: Places, tensor: Tensor, kind: str, apart: bool) -> Places:
     """Return `places` with indices, if these are faster than a copy of each box.
 
     The arguments are those of `places_in` and `_arranged`; `kind` is the kind of device.
     """
-    boxes = [box for i in places.order for box in routes[i].boxes]
+    boxes = [box for i in places.order for box in places.routes[i].boxes]
     if len(boxes) < 2:
         return places
     spans = [_Span.of(box, tensor.stride()) for box in boxes]
@@ -184,7 +189,8 @@ def _indexed(
     row = (unit,) if unit > 1 else ()
     return places._replace(
         indices=tuple(index.to(tensor.device) for index in indices),
-        units=tuple(n // unit for n in places.sizes),
+        units=[n // unit for n in places.sizes],
+        counts=[len(index) for index in indices],
         shape=(count, *row),
         memory=((reach, *row), (*row, 1)),
     )
@@ -234,116 +240,111 @@ def pack_messages(
     `tensor` is the rank's block if `of_block`, else its buffer, from which gradients are sent. A
     message whose elements lie together in memory is not copied.
     """
-    routes = plan.sends if of_block else plan.receives
-    if not routes:
+    if not (plan.sends if of_block else plan.receives):
         return []
     if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):
         tensor = torch.empty_like(tensor).copy_(tensor)
     places = places_in(tensor, plan, grid, of_block=of_block)
-    packed = _packed(tensor, routes, places, grid) if places.order else ()
-    return _messages(routes, places, tensor, packed)
-
-
-def _packed(
-    tensor: Tensor, routes: Sequence[Route], places: Places, grid: Grid
-) -> Sequence[Tensor]:
-    """Return the messages that do not lie together in the memory of `tensor`, packed."""
     # The pool keeps no memory for small messages.
     small = places.total * tensor.element_size() <= SMALL_BYTES
     if places.indices and tensor.dtype in _INDEXED:
-        memory, (index,) = tensor.as_strided(*places.memory), places.indices
+        memory = tensor.as_strided(*places.memory)
         if small:
-            packed = memory.index_select(0, index)
+            packed = memory.index_select(0, places.indices[0])
         else:
-            packed = grid.transport.empty((len(index), *places.memory[0][1:]), tensor)
-            torch.index_select(memory, 0, index, out=packed)
-        return packed.split(places.units)
-    route = routes[places.order[0]]
-    if small and places.total == route.size and len(route.boxes) == 1:
-        return [tensor[route.boxes[0]].clone(memory_format=torch.contiguous_format)]
-    messages = grid.transport.empty((places.total,), tensor).split(places.sizes)
-    for place, part in _boxes(tensor, routes, places, messages):
+            packed = grid.transport.empty(places.shape, tensor)
+            torch.index_select(memory, 0, places.indices[0], out=packed)
+        messages: Sequence[Tensor] = torch.split_with_sizes(packed, places.units)
+    else:
+        messages = _copied(tensor, places, grid, small)
+    return _all_messages(places, tensor, messages)
+
+
+def _copied(tensor: Tensor, places: Places, grid: Grid, small: bool) -> Sequence[Tensor]:
+    """Return the messages that belong in the buffer, copied box by box."""
+    if small and len(places.order) == 1:
+        boxes = places.routes[places.order[0]].boxes
+        if len(boxes) == 1:
+            return [tensor[boxes[0]].clone(memory_format=torch.contiguous_format)]
+    if not places.order:
+        return ()
+    buffer = grid.transport.empty((places.total,), tensor)
+    messages = torch.split_with_sizes(buffer, places.sizes)
+    for place, part in _boxes(tensor, places, messages):
         part.copy_(place)
     return messages
 
 
-def _messages(
-    routes: Sequence[Route], places: Places, tensor: Tensor | None, buffered: Sequence[Tensor]
+def _all_messages(
+    places: Places, tensor: Tensor | None, buffered: Sequence[Tensor]
 ) -> list[Message]:
-    """Return the messages of all routes: those that lie in `tensor`, and those in the buffer."""
-    messages: list[Any] = [None] * len(routes)
-    for i, message in zip(places.order, buffered, strict=True):
-        messages[i] = routes[i].peer, message
-    if tensor is not None and len(places.order) < len(routes):
+    """Return the messages of all routes: those in the memory of `tensor`, and those `buffered`.
+
+    Each message is with the rank to which it goes, or from which it comes.
+    """
+    messages = list(zip(places.peers, buffered, strict=True))
+    if places.offsets and tensor is not None:
         start = tensor.storage_offset()
-        for i, offset in enumerate(places.offsets):
-            if offset is not None:
-                there = tensor.as_strided((routes[i].size,), (1,), start + offset)
-                messages[i] = routes[i].peer, there
+        for i, offset in places.offsets.items():  # from the first route to the last
+            route = places.routes[i]
+            there = tensor.as_strided((route.size,), (1,), start + offset)
+            messages.insert(i, (route.peer, there))
     return messages
 
 
 def _boxes(
-    tensor: Tensor, routes: Sequence[Route], places: Places, buffered: Sequence[Tensor]
+    tensor: Tensor, places: Places, buffered: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each box of messages in the buffer, and its place in `tensor`."""
+    """Yield each box of the messages in the buffer: its place in `tensor`, and in its message."""
     for i, message in zip(places.order, buffered, strict=True):
         start = 0
-        for box in routes[i].boxes:
+        for box in places.routes[i].boxes:
             place = tensor[box]
             yield place, message[start : start + place.numel()].view(place.shape)
             start += place.numel()
 
 
 class ReceiveBuffers:
-    """Memory into which the messages of a plan's routes arrive.
-
-    Messages arrive in the memory of a tensor where they lie together there, else in one buffer.
+    """Memory into which messages arrive: in a tensor where they lie together there, or a buffer.
 
     Parameters
     ----------
-    routes: the routes, of the plan for which `places` was made.
+    places: the memory of the messages of a plan.
     like: a tensor of the type and device of the messages.
     into: the tensor in which messages may arrive, to which `places` belongs; or None.
     """
 
-    __slots__ = ("_buffer", "_buffered", "_places", "_routes", "messages")
+    __slots__ = ("_buffer", "_places", "messages")
 
-    def __init__(
-        self,
-        routes: Sequence[Route],
-        places: Places,
-        like: Tensor,
-        grid: Grid,
-        into: Tensor | None = None,
-    ):
-        self._routes, self._places = routes, places
-        self._buffered: Sequence[Tensor] = ()
+    def __init__(self, places: Places, like: Tensor, grid: Grid, into: Tensor | None = None):
+        self._places = places
+        buffered: tuple[Tensor, ...] = ()
         if places.order:
             self._buffer = grid.transport.empty((places.total,), like)
-            self._buffered = self._buffer.split(places.sizes)
-        self.messages = _messages(routes, places, into, self._buffered)
+            buffered = torch.split_with_sizes(self._buffer, places.sizes)
+        self.messages = _all_messages(places, into, buffered)
 
     def copy_to(self, tensor: Tensor) -> None:
         """Copy the buffer to its places in `tensor`, in which the other messages have arrived."""
         places = self._places
         if places.indices and tensor.dtype in _INDEXED:
-            (index,), memory = places.indices, tensor.as_strided(*places.memory)
-            memory.index_copy_(0, index, self._buffer.view(places.shape))
+            memory = tensor.as_strided(*places.memory)
+            memory.index_copy_(0, places.indices[0], self._buffer.view(places.shape))
         elif places.order:
-            for place, part in _boxes(tensor, self._routes, places, self._buffered):
+            buffered = torch.split_with_sizes(self._buffer, places.sizes)
+            for place, part in _boxes(tensor, places, buffered):
                 place.copy_(part)
 
     def add_to(self, tensor: Tensor, places: Places) -> None:
-        """Add the buffer to `tensor`, of which `places` are."""
+        """Add the buffer to `tensor`, to which `places` belongs."""
         if places.indices and tensor.dtype in _INDEXED:
             memory, summands = tensor.as_strided(*places.memory), self._buffer.view(places.shape)
-            start = 0
-            for index in places.indices:
-                memory.index_add_(0, index, summands[start : start + len(index)])
-                start += len(index)
+            parts = torch.split_with_sizes(summands, places.counts)
+            for index, part in zip(places.indices, parts, strict=True):
+                memory.index_add_(0, index, part)
         elif places.order:
-            for place, part in _boxes(tensor, self._routes, places, self._buffered):
+            buffered = torch.split_with_sizes(self._buffer, places.sizes)
+            for place, part in _boxes(tensor, places, buffered):
                 place.add_(part)
 
 

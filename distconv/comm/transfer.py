@@ -86,10 +86,10 @@ class Transfer:
         plan, grid = self.plan, self.grid
         leaving = pack_messages(block, plan, grid)
         if buffer is None:
-            places = places_apart(plan, block, grid, of_block=False)
+            places = places_apart(plan, block, grid, of_block=False, sums=False)
         else:
             places = places_in(buffer, plan, grid, of_block=False)
-        return InFlight(self, ReceiveBuffers(plan.receives, places, block, grid, buffer), leaving)
+        return InFlight(self, ReceiveBuffers(places, block, grid, buffer), leaving)
 
     def forward(self, block: Tensor, fill: float = 0.0) -> Tensor:
         """Return the plan's buffer for this rank's `block`, with `fill` outside the tensor."""
@@ -136,7 +136,7 @@ class Transfer:
         plan, grid = self.plan, self.grid
         leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]
         places = places_apart(plan, like, grid, of_block=True, sums=True)
-        return InFlight(self, ReceiveBuffers(plan.sends, places, like, grid), leaving)
+        return InFlight(self, ReceiveBuffers(places, like, grid), leaving)
 
     def backward(self, buffer: Tensor) -> Tensor:
         """Return this rank's block: the sum of its elements in all ranks' buffers."""
