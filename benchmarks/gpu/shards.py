@@ -23,9 +23,8 @@ from benchmarks.gpu.clock import Run, alternate, peak_of
 from benchmarks.measuring.report import Row, of_bytes, over
 from benchmarks.measuring.settings import by
 from distconv import method
-from distconv.comm.ledger import Movement, trace_movements, without_counting
+from distconv.comm.ledger import trace_movements, without_counting
 from distconv.comm.packing import pack_messages
-from distconv.geometry.plan import Route
 from distconv.ops.support.method import METHODS
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.links import collective_cost, messages_cost
@@ -143,23 +142,15 @@ def packing(step: Step, grid: DryRunGrid, device: torch.device) -> Run:
     """Return a function that packs the messages that a rank sends in the forward pass of a step."""
     with trace_movements() as movements, without_counting():
         _forced("overlapped", step)
-    leaving = [_leaving(movement) for movement in movements]
-    memory = torch.zeros(max((prod(shape) for shape, _ in leaving), default=0), device=device)
-    blocks = [memory[: prod(shape)].view(shape) for shape, _ in leaving]
+    shapes = [m.plan.buffer_shape if m.adjoint else m.plan.block_shape for m in movements]
+    memory = torch.zeros(max(map(prod, shapes), default=0), device=device)
+    blocks = [memory[: prod(shape)].view(shape) for shape in shapes]
 
     def run() -> None:
-        for block, (_, routes) in zip(blocks, leaving, strict=True):
-            pack_messages(block, routes, grid)
+        for block, m in zip(blocks, movements, strict=True):
+            pack_messages(block, m.plan, grid, of_block=not m.adjoint)
 
     return run
-
-
-def _leaving(movement: Movement) -> tuple[tuple[int, ...], Sequence[Route]]:
-    """Return the shape of the tensor that a movement packs, and the routes with its boxes."""
-    plan = movement.plan
-    if movement.adjoint:
-        return plan.buffer_shape, plan.receives
-    return plan.block_shape, plan.sends
 
 
 class Prediction(NamedTuple):

@@ -1,15 +1,22 @@
-"""Memory of messages: boxes of a tensor packed into one message, and buffers to receive into."""
+"""Memory of messages: boxes of a tensor packed into one buffer, and buffers to receive into.
+
+A kernel on an accelerator takes longer to launch than to copy a halo, and so does a small copy on a
+CPU. So one indexed copy packs all messages of an exchange, and another one unpacks them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distconv.geometry.plan import Route
+from distconv.device.thresholds import on_accelerator, thresholds
+from distconv.geometry.plan import Plan, Route, Slices
 from distconv.grid.interface import Grid
-from distconv.torch_private import is_zero_tensor
+from distconv.torch_private import is_zero_tensor, without_modes
 from distconv.transport.buffers import SMALL_BYTES
 from distconv.transport.interface import Message
 
@@ -41,56 +48,298 @@ def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=form)
 
 
-def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: Grid) -> list[Message]:
-    """Return, for each route, its rank and a message: the route's boxes of `tensor`, contiguous.
+class Places(NamedTuple):
+    """The memory of the messages of a plan, for tensors of one shape and memory format.
 
-    A box that is contiguous in memory is not copied.
+    A message whose elements lie together in the tensor's memory, in order, is sent from there, or
+    received there. All others lie behind one another in one buffer.
     """
-    empty, leaving = grid.transport.empty, []
-    for route in routes:
-        if len(route.boxes) == 1:
-            message = tensor[route.boxes[0]]
-            if not _is_resolved_contiguous(message):
-                # The pool keeps no memory for small messages.
-                if message.nbytes <= SMALL_BYTES:
-                    message = message.clone(memory_format=torch.contiguous_format)
-                else:
-                    message = empty(route.shape, tensor).copy_(message)
+
+    routes: Sequence[Route]
+    offsets: dict[int, int]
+    """The places of messages in the tensor's memory, by the numbers of their routes."""
+    order: tuple[int, ...]
+    """The numbers of the routes whose messages lie in the buffer, in their order there."""
+    peers: tuple[int, ...]
+    """The ranks of these routes."""
+    sizes: list[int]
+    """The numbers of elements of these messages."""
+    total: int
+    """The number of elements of the buffer."""
+    indices: tuple[Tensor, ...] = ()
+    """For each unit of the buffer its place in the tensor's memory, as indices of one kernel after
+    the other. Empty if boxes are moved one by one."""
+    units: list[int] = []
+    """The numbers of units of the messages in the buffer."""
+    counts: list[int] = []
+    """The lengths of `indices`."""
+    shape: tuple[int, ...] = ()
+    """The shape of the buffer as an array of units, which are runs of consecutive elements."""
+    memory: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """The shape and the strides of the tensor's memory as an array of units."""
+
+
+def places_in(
+    tensor: Tensor, plan: Plan, grid: Grid, *, of_block: bool, sums: bool = False
+) -> Places:
+    """Return the memory of a plan's messages, for tensors like `tensor`; cached in the plan.
+
+    Parameters
+    ----------
+    tensor: the rank's block if `of_block`, which has the boxes of the routes `sends`; else its
+        buffer, which has those of `receives`.
+    sums: whether messages are added to the tensor. Then all of them lie in the buffer.
+    """
+    accelerator = on_accelerator(tensor, grid.computes_on_gpu)
+    key = tensor.stride(), tensor.device, accelerator, of_block, sums
+    found: Places | None = plan.kept.get(key)
+    if found is None:
+        routes = plan.sends if of_block else plan.receives
+        apart = sums and accelerator
+        found = _arranged(routes, None if sums else tensor.stride(), apart)
+        # Indices are kept beyond the program's call, and must not look like part of it.
+        with without_modes(), torch.inference_mode(False):
+            found = _indexed(found, tensor, thresholds(accelerator).most_indices, apart)
+        plan.kept[key] = found
+    return found
+
+
+def places_apart(plan: Plan, like: Tensor, grid: Grid, *, of_block: bool, sums: bool) -> Places:
+    """Return `places_in`, without indices, for messages that all lie in the buffer."""
+    accelerator = on_accelerator(like, grid.computes_on_gpu)
+    key = accelerator, of_block, sums
+    found: Places | None = plan.kept.get(key)
+    if found is None:
+        routes = plan.sends if of_block else plan.receives
+        found = plan.kept[key] = _arranged(routes, None, sums and accelerator)
+    return found
+
+
+def _arranged(routes: Sequence[Route], stride: Sequence[int] | None, apart: bool) -> Places:
+    """Return the memory of messages, without indices.
+
+    Parameters
+    ----------
+    stride: the strides of the tensor in whose memory messages may lie; None if they must not.
+    apart: whether messages for different elements of the tensor lie behind one another.
+    """
+    offsets: dict[int, int] = {}
+    if stride is not None:
+        for i, route in enumerate(routes):
+            span = _Span.of(route.boxes[0], stride)
+            if span.run == route.size:
+                offsets[i] = span.start
+    order = _in_rounds(routes) if apart else [i for i in range(len(routes)) if i not in offsets]
+    sizes = [routes[i].size for i in order]
+    peers = tuple(routes[i].peer for i in order)
+    return Places(routes, offsets, tuple(order), peers, sizes, sum(sizes))
+
+
+def _in_rounds(routes: Sequence[Route]) -> list[int]:
+    """Return the numbers of all routes in an order in which few kernels can add their messages.
+
+    One kernel must not add to an element twice, as accelerators add in any order. Routes are put
+    into rounds, in each of which no two have elements in common.
+    """
+    rounds: list[list[int]] = []
+    for i, route in enumerate(routes):
+        for other in rounds:
+            if not any(_meet(route.boxes, routes[j].boxes) for j in other):
+                other.append(i)
+                break
         else:
-            message = empty(route.shape, tensor)
-            for place, part in route_boxes(tensor, route, message):
-                part.copy_(place)
-        leaving.append((route.peer, message))
-    return leaving
+            rounds.append([i])
+    return [i for chosen in rounds for i in chosen]
 
 
-def receive_buffers(
-    routes: Iterable[Route], like: Tensor, grid: Grid, into: Tensor | None = None
-) -> list[Message]:
-    """Return, for each route, its rank and uninitialised memory for its message.
+def _meet(some: Sequence[Slices], others: Sequence[Slices]) -> bool:
+    """Return whether some box of one list has elements in common with a box of the other."""
+    return any(
+        all(s.start < t.stop and t.start < s.stop for s, t in zip(a, b, strict=True))
+        for a in some
+        for b in others
+    )
 
-    If the route has a single box, and this box of `into` is contiguous, the memory is this box.
-    Otherwise it is new memory, of the type and device of `like`.
+
+def _indexed(places: Places, tensor: Tensor, most: int, apart: bool) -> Places:
+    """Return `places` with indices, if these are faster than a copy of each box.
+
+    The arguments are those of `places_in` and `_arranged`; `most` is the largest number of indices.
     """
-    arriving = []
-    for route in routes:
-        place = None if into is None or len(route.boxes) > 1 else into[route.boxes[0]]
-        if place is None or not place.is_contiguous():
-            place = grid.transport.empty(route.shape, like)
-        arriving.append((route.peer, place))
-    return arriving
+    boxes = [box for i in places.order for box in places.routes[i].boxes]
+    if len(boxes) < 2:
+        return places
+    spans = [_Span.of(box, tensor.stride()) for box in boxes]
+    unit = gcd(*(n for s in spans for n in (s.start, s.run, *(step for _, step in s.steps))))
+    if places.total > unit * most:
+        return places
+    groups: list[list[int]] = [[]]
+    for i, box in enumerate(boxes):
+        if apart and _meet([box], [boxes[j] for j in groups[-1]]):
+            groups.append([])
+        groups[-1].append(i)
+    indices = [torch.cat([spans[i].units(unit) for i in group]) for group in groups]
+    reach, count = max(int(index.max()) for index in indices) + 1, places.total // unit
+    row = (unit,) if unit > 1 else ()
+    return places._replace(
+        indices=tuple(index.to(tensor.device) for index in indices),
+        units=[n // unit for n in places.sizes],
+        counts=[len(index) for index in indices],
+        shape=(count, *row),
+        memory=((reach, *row), (*row, 1)),
+    )
 
 
-def route_boxes(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each box of a route in `tensor`, with the piece of the message that belongs there."""
-    if len(route.boxes) == 1:
-        yield tensor[route.boxes[0]], message
-        return
-    start = 0
-    for box in route.boxes:
-        place = tensor[box]
-        yield place, message[start : start + place.numel()].view(place.shape)
-        start += place.numel()
+class _Span(NamedTuple):
+    """The elements of a box in memory: runs of consecutive ones, at regular distances."""
+
+    start: int
+    run: int
+    steps: tuple[tuple[int, int], ...]
+    """The number of runs, or of rows of them, and their distance, along each dimension."""
+
+    @classmethod
+    def of(cls, box: Slices, stride: Sequence[int]) -> _Span:
+        """Return the span of a box of a tensor with these strides."""
+        sides = [(s.stop - s.start, n) for s, n in zip(box, stride, strict=True)]
+        steps, run = [side for side in sides if side[0] > 1], 1
+        while steps and steps[-1][1] == run:
+            run *= steps.pop()[0]
+        return cls(sum(s.start * n for s, n in zip(box, stride, strict=True)), run, tuple(steps))
+
+    def units(self, unit: int) -> Tensor:
+        """Return the numbers of the units of `unit` elements, in the order of the box."""
+        numbers = torch.tensor([self.start // unit], device="cpu")
+        for n, distance in (*self.steps, (self.run // unit, unit)):
+            along = torch.arange(n, device="cpu") * (distance // unit)
+            numbers = (numbers[:, None] + along).flatten()
+        return numbers
+
+
+_INDEXED = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.complex128, torch.complex64),
+    }
+)
+"""The types for which torch has indexed copies and sums."""
+
+
+def pack_messages(
+    tensor: Tensor, plan: Plan, grid: Grid, *, of_block: bool = True
+) -> list[Message]:
+    """Return the messages that a rank sends: for each route, its rank and a contiguous tensor.
+
+    `tensor` is the rank's block if `of_block`, else its buffer, from which gradients are sent. A
+    message whose elements lie together in memory is not copied.
+    """
+    if not (plan.sends if of_block else plan.receives):
+        return []
+    if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):
+        tensor = torch.empty_like(tensor).copy_(tensor)
+    places = places_in(tensor, plan, grid, of_block=of_block)
+    # The pool keeps no memory for small messages.
+    small = places.total * tensor.element_size() <= SMALL_BYTES
+    if places.indices and tensor.dtype in _INDEXED:
+        memory = tensor.as_strided(*places.memory)
+        if small:
+            packed = memory.index_select(0, places.indices[0])
+        else:
+            packed = grid.transport.empty(places.shape, tensor)
+            torch.index_select(memory, 0, places.indices[0], out=packed)
+        messages: Sequence[Tensor] = torch.split_with_sizes(packed, places.units)
+    else:
+        messages = _copied(tensor, places, grid, small)
+    return _all_messages(places, tensor, messages)
+
+
+def _copied(tensor: Tensor, places: Places, grid: Grid, small: bool) -> Sequence[Tensor]:
+    """Return the messages that belong in the buffer, copied box by box."""
+    if small and len(places.order) == 1:
+        boxes = places.routes[places.order[0]].boxes
+        if len(boxes) == 1:
+            return [tensor[boxes[0]].clone(memory_format=torch.contiguous_format)]
+    if not places.order:
+        return ()
+    buffer = grid.transport.empty((places.total,), tensor)
+    messages = torch.split_with_sizes(buffer, places.sizes)
+    for place, part in _boxes(tensor, places, messages):
+        part.copy_(place)
+    return messages
+
+
+def _all_messages(
+    places: Places, tensor: Tensor | None, buffered: Sequence[Tensor]
+) -> list[Message]:
+    """Return the messages of all routes: those in the memory of `tensor`, and those `buffered`.
+
+    Each message is with the rank to which it goes, or from which it comes.
+    """
+    messages = list(zip(places.peers, buffered, strict=True))
+    if places.offsets and tensor is not None:
+        start = tensor.storage_offset()
+        for i, offset in places.offsets.items():  # from the first route to the last
+            route = places.routes[i]
+            there = tensor.as_strided((route.size,), (1,), start + offset)
+            messages.insert(i, (route.peer, there))
+    return messages
+
+
+def _boxes(
+    tensor: Tensor, places: Places, buffered: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each box of the messages in the buffer: its place in `tensor`, and in its message."""
+    for i, message in zip(places.order, buffered, strict=True):
+        start = 0
+        for box in places.routes[i].boxes:
+            place = tensor[box]
+            yield place, message[start : start + place.numel()].view(place.shape)
+            start += place.numel()
+
+
+class ReceiveBuffers:
+    """Memory into which messages arrive: in a tensor where they lie together there, or a buffer.
+
+    Parameters
+    ----------
+    places: the memory of the messages of a plan.
+    like: a tensor of the type and device of the messages.
+    into: the tensor in which messages may arrive, to which `places` belongs; or None.
+    """
+
+    __slots__ = ("_buffer", "_places", "messages")
+
+    def __init__(self, places: Places, like: Tensor, grid: Grid, into: Tensor | None = None):
+        self._places = places
+        buffered: tuple[Tensor, ...] = ()
+        if places.order:
+            self._buffer = grid.transport.empty((places.total,), like)
+            buffered = torch.split_with_sizes(self._buffer, places.sizes)
+        self.messages = _all_messages(places, into, buffered)
+
+    def copy_to(self, tensor: Tensor) -> None:
+        """Copy the buffer to its places in `tensor`, in which the other messages have arrived."""
+        places = self._places
+        if places.indices and tensor.dtype in _INDEXED:
+            memory = tensor.as_strided(*places.memory)
+            memory.index_copy_(0, places.indices[0], self._buffer.view(places.shape))
+        elif places.order:
+            buffered = torch.split_with_sizes(self._buffer, places.sizes)
+            for place, part in _boxes(tensor, places, buffered):
+                place.copy_(part)
+
+    def add_to(self, tensor: Tensor, places: Places) -> None:
+        """Add the buffer to `tensor`, to which `places` belongs."""
+        if places.indices and tensor.dtype in _INDEXED:
+            memory, summands = tensor.as_strided(*places.memory), self._buffer.view(places.shape)
+            parts = torch.split_with_sizes(summands, places.counts)
+            for index, part in zip(places.indices, parts, strict=True):
+                memory.index_add_(0, index, part)
+        elif places.order:
+            buffered = torch.split_with_sizes(self._buffer, places.sizes)
+            for place, part in _boxes(tensor, places, buffered):
+                place.add_(part)
 
 
 def _is_resolved_contiguous(tensor: Tensor) -> bool:

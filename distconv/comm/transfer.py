@@ -7,54 +7,59 @@ ranks is the sum over these ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distconv.comm.packing import (
-    CHANNELS_LAST,
+    ReceiveBuffers,
     empty_in_format,
     has_channels_last,
     pack_messages,
-    receive_buffers,
-    route_boxes,
+    places_apart,
+    places_in,
 )
 from distconv.comm.shard_function import ShardFunction
-from distconv.geometry.plan import Plan, Route
+from distconv.geometry.plan import Plan
 from distconv.grid.interface import Grid
-from distconv.transport.interface import Message, Request
+from distconv.torch_private import without_modes
+from distconv.transport.interface import Message
 
 
 class InFlight:
     """The messages of a started `Transfer`, and the memory into which they arrive.
 
-    If it is dropped without `finish`, as after an exception, the transport keeps the memory until
+    If it is dropped without a `finish`, as after an exception, the transport keeps the memory until
     the messages have arrived.
     """
 
-    __slots__ = ("_incoming", "_request", "_routes")
+    __slots__ = ("_buffers", "_request", "_transfer")
 
-    def __init__(self, routes: Sequence[Route], incoming: Sequence[Message], request: Request):
-        self._routes, self._incoming, self._request = routes, incoming, request
+    def __init__(self, transfer: Transfer, buffers: ReceiveBuffers, leaving: Sequence[Message]):
+        exchange = transfer.grid.transport.exchange
+        self._transfer, self._buffers = transfer, buffers
+        self._request = exchange(buffers.messages, leaving, transfer.tag)
 
     def finish(self) -> list[Tensor]:
-        """Wait for the messages, and return them in the order of the plan's routes."""
+        """Wait for the messages, and return each of them in the shape of its route, in order."""
         self._request.wait()
-        return [message for _, message in self._incoming]
+        routes = self._transfer.plan.receives
+        messages = zip(routes, self._buffers.messages, strict=True)
+        return [message.view(route.shape) for route, (_, message) in messages]
 
     def finish_into(self, buffer: Tensor) -> None:
         """Wait for the messages, and copy them to their boxes of `buffer`."""
-        for route, message in zip(self._routes, self.finish(), strict=True):
-            for place, part in route_boxes(buffer, route, message):
-                if part.data_ptr() != place.data_ptr():
-                    place.copy_(part)
+        self._request.wait()
+        self._buffers.copy_to(buffer)
 
     def finish_adding_to(self, block: Tensor) -> None:
         """Wait for the messages, and add them to their boxes of `block`."""
-        for route, message in zip(self._routes, self.finish(), strict=True):
-            for place, part in route_boxes(block, route, message):
-                place.add_(part)
+        self._request.wait()
+        plan, grid = self._transfer.plan, self._transfer.grid
+        if plan.sends:
+            self._buffers.add_to(block, places_in(block, plan, grid, of_block=True, sums=True))
 
 
 class Transfer:
@@ -66,11 +71,11 @@ class Transfer:
     start them in the same order, each with its own plan.
     """
 
-    __slots__ = ("_tag", "grid", "plan")
+    __slots__ = ("grid", "plan", "tag")
 
     def __init__(self, plan: Plan, grid: Grid):
         self.plan, self.grid = plan, grid
-        self._tag = grid.transport.next_tag()
+        self.tag = grid.transport.next_tag()
 
     def start_forward(self, block: Tensor, buffer: Tensor | None = None) -> InFlight:
         """Start to send the boxes of `block` that other ranks need, and to receive the halos.
@@ -78,10 +83,13 @@ class Transfer:
         Halos arrive in `buffer` itself where they are contiguous there, else in memory of their
         own.
         """
-        routes, grid = self.plan.receives, self.grid
-        leaving = pack_messages(block, self.plan.sends, grid)
-        incoming = receive_buffers(routes, block, grid, buffer)
-        return InFlight(routes, incoming, grid.transport.exchange(incoming, leaving, self._tag))
+        plan, grid = self.plan, self.grid
+        leaving = pack_messages(block, plan, grid)
+        if buffer is None:
+            places = places_apart(plan, block, grid, of_block=False, sums=False)
+        else:
+            places = places_in(buffer, plan, grid, of_block=False)
+        return InFlight(self, ReceiveBuffers(places, block, grid, buffer), leaving)
 
     def forward(self, block: Tensor, fill: float = 0.0) -> Tensor:
         """Return the plan's buffer for this rank's `block`, with `fill` outside the tensor."""
@@ -89,7 +97,8 @@ class Transfer:
         if plan.buffer_is_block:
             self.start_forward(block).finish()
             return block.clone()
-        if plan.pieces is not None:
+        # Pieces with channels last would have to be copied before they are concatenated.
+        if plan.pieces is not None and not has_channels_last(block):
             return self._joined(block, fill, *plan.pieces)
         buffer = empty_in_format(plan.buffer_shape, block)
         if not plan.covered:
@@ -110,14 +119,12 @@ class Transfer:
         arrived = self.start_forward(block).finish()
         source = self.plan.own[0][0]
         own = block if source == self.plan.whole_block else block[source]
-        parts = []
-        for piece in pieces:
-            part = own
-            if piece != -1:
-                part = arrived[piece] if isinstance(piece, int) else block.new_full(piece, fill)
-                if has_channels_last(block):
-                    part = part.contiguous(memory_format=CHANNELS_LAST[block.dim()])
-            parts.append(part)
+        parts = [
+            (own if piece == -1 else arrived[piece])
+            if isinstance(piece, int)
+            else _padding(piece, fill, block.dtype, block.device)
+            for piece in pieces
+        ]
         return torch.cat(parts, along)
 
     def start_backward(self, gradients: Sequence[Tensor], like: Tensor) -> InFlight:
@@ -128,13 +135,13 @@ class Transfer:
         """
         plan, grid = self.plan, self.grid
         leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]
-        incoming = receive_buffers(plan.sends, like, grid)
-        return InFlight(plan.sends, incoming, grid.transport.exchange(incoming, leaving, self._tag))
+        places = places_apart(plan, like, grid, of_block=True, sums=True)
+        return InFlight(self, ReceiveBuffers(places, like, grid), leaving)
 
     def backward(self, buffer: Tensor) -> Tensor:
         """Return this rank's block: the sum of its elements in all ranks' buffers."""
         plan = self.plan
-        leaving = [message for _, message in pack_messages(buffer, plan.receives, self.grid)]
+        leaving = [m for _, m in pack_messages(buffer, plan, self.grid, of_block=False)]
         gradients = self.start_backward(leaving, buffer)
         own = plan.own
         if own and own[0][0] == plan.whole_block:
@@ -146,6 +153,15 @@ class Transfer:
             block[source].add_(buffer[target])
         gradients.finish_adding_to(block)
         return block
+
+
+@lru_cache(maxsize=256)
+def _padding(
+    shape: tuple[int, ...], fill: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a tensor of one value, kept for later calls, which must not change it."""
+    with without_modes(), torch.inference_mode(False):
+        return torch.full(shape, fill, dtype=dtype, device=device)
 
 
 def gather(local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0) -> Tensor:

@@ -14,10 +14,11 @@ Index arithmetic only. Read backwards, a plan is the adjoint: the accumulation o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
 from distconv.geometry.index_maps import IndexMap, Interval, Same, Strided
 from distconv.geometry.layout import (
@@ -80,6 +81,8 @@ class Plan:
     sends: tuple[Route, ...]
     receives: tuple[Route, ...]
     identity: bool
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What is derived from the plan, such as indices of elements in memory, and lives as long."""
 
     @cached_property
     def buffer_is_block(self) -> bool:

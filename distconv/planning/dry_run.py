@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,7 +26,7 @@ from distconv.planning.recording import Start
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.tensor.sample_format import in_sample_format
-from distconv.torch_private import BatchNorm
+from distconv.torch_private import BatchNorm, without_modes
 from distconv.transport.interface import Message
 
 
@@ -36,6 +37,13 @@ class DryGroup(NamedTuple):
     rank: int
     ranks: tuple[int, ...]
     purpose: str = "reductions"
+
+
+@lru_cache(maxsize=256)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros on the CPU, the same memory for all messages of this shape and type."""
+    with without_modes():
+        return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 class DryRequest:
@@ -71,16 +79,19 @@ class DryTransport:
         return 0
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        # Nothing will arrive there, and CPUs are slow on memory that looks like denormal numbers.
+        if like.is_cpu:
+            # Nothing will arrive there, and CPUs are slow on memory that looks like denormals.
+            return _zeros(shape, like.dtype)
         self.makes(True)
-        message = like.new_zeros(shape) if like.is_cpu else like.new_empty(shape)
+        message = like.new_empty(shape)
         self.makes(False)
         return message
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> DryRequest:
-        into, out = (tuple((rank, t.nbytes) for rank, t in x) for x in (arriving, leaving))
+        into = tuple([(rank, t.nbytes) for rank, t in arriving])
+        out = tuple([(rank, t.nbytes) for rank, t in leaving])
         return self._start(None, into, out, (arriving, leaving))
 
     def all_reduce(self, tensor: Tensor, group: DryGroup) -> DryRequest:

@@ -1,4 +1,4 @@
-"""The kernels that a program launches, counted by torch's dispatcher."""
+"""Kernels that a call starts, counted by torch's dispatcher: a number that no clock disturbs."""
 
 from __future__ import annotations
 
@@ -6,43 +6,54 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distconv.planning.dry_run import DryTransport
+from distconv.geometry.layout import rank_box
+from distconv.grid.interface import Grid
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import cuts_of_layout
+
+ALLOCATIONS = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+    torch.ops.aten.as_strided_,
+    torch.ops.aten._unsafe_view,
+}
+"""Operators that allocate memory, or change how it is read."""
 
 
-class _Kernels(TorchDispatchMode):
+class Kernels(TorchDispatchMode):
+    """Count the operators that read or write elements, by name: neither views nor allocations."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counted: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in _NO_KERNELS:
-            self.counts[name] += 1
+        returns = func._schema.returns
+        views = all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not views and func.overloadpacket not in ALLOCATIONS:
+            self.counted[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
-_NO_KERNELS = {
-    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
-    *("detach", "as_strided_", "_unsafe_view", "resize_", "set_"),
-}
-"""Operators that allocate memory or change how it is read."""
+def kernels_of(call: Callable[[], object]) -> Counter[str]:
+    """Return the kernels of the second call of `call`, by name; the first makes what is kept."""
+    call()
+    with Kernels() as kernels:
+        call()
+    return kernels.counted
 
 
-def kernels_of(run: Callable[[], object]) -> Counter[str]:
-    """Return how often `run` launches each kernel, after two calls that fill caches.
-
-    Views and allocations do not count, nor does the memory of messages of a dry run, which is
-    zeroed on CPUs only.
-    """
-    before = DryTransport.empty
-    DryTransport.empty = lambda transport, shape, like: like.new_empty(shape)  # type: ignore[method-assign]
-    try:
-        run()
-        run()
-        with _Kernels() as seen:
-            run()
-    finally:
-        DryTransport.empty = before  # type: ignore[method-assign]
-    return seen.counts
+def block_on(
+    grid: Grid, shape: tuple[int, ...], form: torch.memory_format, device: str = "cpu"
+) -> DistTensor:
+    """Return a tensor of global `shape` with random elements, as one rank of a dry grid sees it."""
+    cuts = cuts_of_layout(None, grid, len(shape))
+    box = rank_box(shape, cuts, grid.topology, grid.rank)
+    block = torch.randn(box.shape, device=device).contiguous(memory_format=form)
+    return DistTensor(block, shape, cuts, grid)

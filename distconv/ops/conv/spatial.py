@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from distconv.device.numerics import FEWEST_IN_DOUBT
-from distconv.device.thresholds import Thresholds, thresholds
+from distconv.device.thresholds import Thresholds, on_accelerator, thresholds
 from distconv.geometry.halo.slabs import Boundary, LocalInput
 from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import rank_box
@@ -59,7 +59,7 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
     spec: torch's function and its other arguments.
     """
     meta = WeightMeta.of(weight, bias)
-    sizes = thresholds(x.shard, x.grid.computes_on_gpu)
+    sizes = thresholds(on_accelerator(x.shard, x.grid.computes_on_gpu))
     plan = _plan(spec, Placement.of(x), meta, algorithm(), chosen_method(), sizes)
     weight, bias, late = plan.part.operands(weight, bias)
     return plan.part.finish(_convolve_block(x, weight, bias, plan), late, x.grid)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.device.thresholds import thresholds
+from distconv.device.thresholds import on_accelerator, thresholds
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.form import Form, with_batch_stride
 from distconv.ops.norm.moments import element_counts_of_peers
@@ -71,7 +71,7 @@ def batch_norm_over(
             # The backward pass needs their current values.
             running_mean, running_var = running_mean.clone(), running_var.clone()
     block = with_batch_stride(x.shard)
-    most = thresholds(block, grid.computes_on_gpu).own_batch_norm
+    most = thresholds(on_accelerator(block, grid.computes_on_gpu)).own_batch_norm
     if not training or not (group or rest or block.numel() > most):
         if block.numel() or not x.numel():
             shard = F.batch_norm(

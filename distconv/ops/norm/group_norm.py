@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
-from distconv.device.thresholds import thresholds
+from distconv.device.thresholds import on_accelerator, thresholds
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.batch_norm import own_channels
 from distconv.ops.norm.form import Form
@@ -59,7 +59,8 @@ def group_norm_over(
     spatial = tuple(range(2, x.dim()))
     group = tuple(a for a in cutting_axes(cuts[2:]) if axes is None or a in axes)
     block = x.shard
-    own = thresholds(block, x.grid.computes_on_gpu).own_group_norm or not has_channels_last(block)
+    sizes = thresholds(on_accelerator(block, x.grid.computes_on_gpu))
+    own = sizes.own_group_norm or not has_channels_last(block)
     if not group and block.numel() and own:
         # torch.nn.functional would check the size of this block once more.
         shard = torch.group_norm(block, groups, weight, bias, eps)
