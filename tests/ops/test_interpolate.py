@@ -76,7 +76,8 @@ def test_whole_periods_take_torchs_kernels_and_keep_the_memory_format(
 
     monkeypatch.setattr("distconv.ops.interpolate._taps", refuse_to_gather)
     grid = dc.ProcessGrid(height=-1)
-    x = torch.randn(1, 3, 37, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    x = torch.randn(1, 3, 37, 5, dtype=torch.float64)
+    x = x.to(grid.device, memory_format=torch.channels_last)
     y = dc.distribute_tensor(x, grid).requires_grad_()
     made = F.interpolate(y, scale_factor=factor, mode=mode)
     made.sum().backward()
