@@ -57,7 +57,7 @@ class _Ready:
         self._thread.start()
 
     def ends_within(self, seconds: float) -> bool:
-        """Let the thread begin; return whether its work is done within so many seconds."""
+        """Let the thread begin, and return whether its work is done within `seconds`."""
         self._begun.set()
         self._thread.join(seconds)
         return not self._thread.is_alive()
