@@ -83,3 +83,13 @@ def test_a_rank_that_finds_a_fault_leaves_no_other_waiting(
         WORLD.barrier()
 
     assert fault in report_of(communicates_afterwards)[0]
+
+
+@pytest.mark.parallel([2, 3])
+def test_an_error_that_one_rank_misses_fails_on_all() -> None:
+    def raises() -> None:
+        if WORLD.rank:
+            raise ValueError("too large")
+
+    with pytest.raises(AssertionError, match=r"on ranks \[0\]: (.*\n)*.*DID NOT RAISE"):
+        serial.raised_everywhere(ValueError, raises)

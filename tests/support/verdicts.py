@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 from hypothesis.errors import HypothesisException
 from mpi4py import MPI
 
@@ -43,7 +44,7 @@ def one_verdict() -> Iterator[None]:
         yield
     except HypothesisException:  # rejects the example, on every rank
         raise
-    except Exception:
+    except (Exception, pytest.fail.Exception):
         report = traceback.format_exc()
     raise_together([] if report is None else [report])
 
