@@ -554,17 +554,18 @@ gather_flat: Callable[[Any], Callable[..., Any]] = attrgetter("_allgather_base")
 only, and distconv makes groups of its own."""
 
 
-def start_batch(group: Any, device: torch.device) -> None:
+def start_batch(group: Any) -> None:
     """Begin a batch of messages between accelerators, which all start together in `end_batch`.
 
+    `group` is a backend of torch.distributed, not a default group, whose methods take a device.
     Outside a batch two ranks that send to each other wait for ever.
     """
-    group._start_coalescing(device)
+    group._start_coalescing()
 
 
-def end_batch(group: Any, device: torch.device) -> Any:
+def end_batch(group: Any) -> Any:
     """Start the messages queued since `start_batch`, and return their request."""
-    return group._end_coalescing(device)
+    return group._end_coalescing()
 
 
 def set_limit(options: Any, limit: Any) -> None:

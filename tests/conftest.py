@@ -43,6 +43,10 @@ settings.register_profile(
 settings.register_profile(
     "nightly", settings.get_profile("default"), derandomize=False, max_examples=5000
 )
+# A machine with GPUs is had for minutes, which shrinking would take.
+settings.register_profile(
+    "gpu", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile("default")
 # Nor on constants of imported modules: compilers import others on each rank.
 providers.is_local_module_file = lambda path: False
@@ -68,10 +72,16 @@ def _matches(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Pass over files without a test for this number of ranks."""
+    """Pass over files without a test for this number of ranks, or for GPUs if only those run.
+
+    Such files may import what a machine with GPUs has not.
+    """
     if not _matches(config) or not collection_path.match("test_*.py"):
         return None
-    numbers = rank_numbers(collection_path.read_text())
+    text = collection_path.read_text()
+    if "and gpu" in config.option.markexpr and "mark.gpu" not in text:
+        return True
+    numbers = rank_numbers(text)
     return None if numbers is None or MPI.COMM_WORLD.size in numbers else True
 
 
@@ -142,6 +152,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if MPI.COMM_WORLD.rank:
         reporter = config.pluginmanager.getplugin("terminalreporter")
         reporter._tw._file = io.StringIO()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Append a failure to a file of the folder TEST_FAILURES, if set: a later test may hang."""
+    folder = os.environ.get("TEST_FAILURES")
+    if folder and report.failed:
+        name = f"failures-{MPI.COMM_WORLD.size}-{MPI.COMM_WORLD.rank}.txt"
+        with Path(folder, name).open("a") as file:
+            file.write(f"=== {report.nodeid} ({report.when})\n{report.longreprtext[-3000:]}\n")
 
 
 @pytest.fixture

@@ -639,20 +639,11 @@ def test_groups_are_ended_by_the_names_of_either_torch(underscore: str) -> None:
 
 
 def test_messages_are_batched_by_the_group() -> None:
-    class Group(distributed.ProcessGroupGloo):
-        calls: ClassVar[list[Any]] = []
-
-        def _start_coalescing(self, device: torch.device) -> None:
-            self.calls.append(device)
-
-        def _end_coalescing(self, device: torch.device) -> str:
-            return "request"
-
-    assert {"_start_coalescing", "_end_coalescing"} <= set(dir(distributed.ProcessGroupGloo))
-    group = Group(distributed.HashStore(), 0, 1, timedelta(seconds=9))
-    private.start_batch(group, torch.device("cpu"))
-    assert private.end_batch(group, torch.device("cpu")) == "request"
-    assert Group.calls == [torch.device("cpu")]
+    group = distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1, timedelta(seconds=9))
+    with pytest.raises(RuntimeError, match="gloo does not implement startCoalescing"):
+        private.start_batch(group)
+    with pytest.raises(RuntimeError, match="gloo does not implement endCoalescing"):
+        private.end_batch(group)
 
 
 def test_the_store_of_the_default_group_is_found() -> None:

@@ -1,7 +1,8 @@
 """Write gpu-<name>.md: `python -m benchmarks.gpu benchmarks/results`, which `make gpu` calls.
 
-On one rank the page begins anew; on two (`mpiexec -n 2` before it) what needs two is added. The
-exit status tells whether all could be measured.
+On one rank the page begins anew. Then `graphs` after the folder adds steps as graphs, and two ranks
+(`mpiexec -n 2` before it) add what needs two, or with `waits` only where the host waits. The exit
+status tells whether all could be measured.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
+from benchmarks.gpu import graphs
 from benchmarks.gpu.alone import alone, formats, on_grid
 from benchmarks.gpu.cases import (
+    CONVOLUTIONS,
     COSMOFLOW_512,
     LAYERS,
     MESH_1K,
@@ -31,7 +34,7 @@ from benchmarks.gpu.cases import (
 from benchmarks.gpu.messages import SIZES, TRANSPORTS, by_transport, messages, step
 from benchmarks.gpu.needs import name_of
 from benchmarks.gpu.page import Page, Part
-from benchmarks.gpu.shards import PLANE, VOLUME, shards
+from benchmarks.gpu.shards import PLANE, VOLUME, methods, shards
 from benchmarks.gpu.waits import waits
 from benchmarks.measuring.report import Row
 from benchmarks.record import machine
@@ -40,8 +43,10 @@ from distconv.device.kinds import accelerator, rehearsed
 
 SECONDS = 1.5
 """Seconds that the rounds of a part, or of a cut, take about."""
-BUDGET = {1: 115.0, 2: 30.0}
-"""Seconds after which no part begins, by the number of ranks; the Makefile has a limit beyond."""
+BUDGET = {"1 rank": 110.0, "graphs": 70.0, "2 ranks": 30.0}
+"""Seconds after which no part begins, by what is run; `make gpu` has a limit beyond."""
+
+MESSAGES = "Messages between two processes"
 
 
 def on_one_rank(grid: ProcessGrid) -> dict[str, list[Part]]:
@@ -62,6 +67,25 @@ def on_one_rank(grid: ProcessGrid) -> dict[str, list[Part]]:
             *(Part(c.name, partial(shards, c, cuts, device, SECONDS / 2)) for c, cuts in scalings),
             *(Part(c.name, partial(shards, c, PLANE, device, of_layer)) for c in LAYERS[:2]),
         ],
+        "Overlapped or assembled": [
+            Part(c.name, partial(methods, c, {"height": 4}, device, SECONDS / 6))
+            for c in CONVOLUTIONS
+        ],
+    }
+
+
+def as_graphs(grid: ProcessGrid) -> dict[str, list[Part]]:
+    """Return the sections of steps that are captured as graphs."""
+    scalings = (MESH_1K, PLANE[1:]), (MESH_2K, PLANE), (UNET, VOLUME[1:])
+    return {
+        "Steps as graphs": [
+            Part(case.name, partial(graphs.whole, case, grid, SECONDS))
+            for case in (MESH_1K, MESH_1K_HALF, UNET)
+        ],
+        "Shards as graphs": [
+            Part(c.name, partial(graphs.shards, c, cuts, grid.device, SECONDS / 2))
+            for c, cuts in scalings
+        ],
     }
 
 
@@ -73,7 +97,7 @@ def _waits(grid: ProcessGrid) -> Iterator[str]:
 def on_two_ranks(device: str | None) -> dict[str, list[Part]]:
     """Return the sections of two ranks; both ranks call it."""
     sections: dict[str, Callable[[ProcessGrid], Iterator[Row | str]]] = {
-        "Messages between two processes": partial(messages, sizes=SIZES, seconds=SECONDS / 5),
+        MESSAGES: partial(messages, sizes=SIZES, seconds=SECONDS / 5),
         "Where the host waits on two ranks": partial(step, case=MESH_1K),
     }
     return {
@@ -82,13 +106,17 @@ def on_two_ranks(device: str | None) -> dict[str, list[Part]]:
     }
 
 
-def record(folder: Path, device: torch.device, sections: dict[str, list[Part]]) -> list[str]:
-    """Write the results of all sections, and return what has failed; all ranks call it."""
-    ranks = MPI.COMM_WORLD.size
+def record(
+    folder: Path, device: torch.device, sections: dict[str, list[Part]], what: str
+) -> list[str]:
+    """Write the results of all sections to the page, and return what has failed; all ranks call it.
+
+    `what` is a key of `BUDGET`. The page begins anew on one rank; graphs and two ranks add to it.
+    """
     name = name_of(device)
     path = folder / f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower())}.md"
-    page = Page(path, path.read_text() if ranks > 1 and path.exists() else _head(name))
-    end = time.perf_counter() + BUDGET[ranks]
+    page = Page(path, _head(name) if what == "1 rank" or not path.exists() else path.read_text())
+    end = time.perf_counter() + BUDGET[what]
     for title, parts in sections.items():
         page.add(title, parts, end)
     return page.failures
@@ -106,16 +134,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit status."""
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("folder", type=Path, help="that of the page")
-    folder: Path = parser.parse_args(arguments).folder
+    parser.add_argument("what", nargs="?", choices=["all", "graphs", "waits"], default="all")
+    given = parser.parse_args(arguments)
     if accelerator() is None:
         print("benchmarks.gpu: torch sees no GPU", file=sys.stderr)
         return 1
     if MPI.COMM_WORLD.size == 1:
         grid = ProcessGrid()
-        device, sections = grid.device, on_one_rank(grid)
+        device, what = grid.device, "graphs" if given.what == "graphs" else "1 rank"
+        sections = as_graphs(grid) if what == "graphs" else on_one_rank(grid)
     else:
-        device, sections = torch.device(rehearsed()), on_two_ranks(None)
-    return 1 if record(folder, device, sections) else 0
+        device, what, sections = torch.device(rehearsed()), "2 ranks", on_two_ranks(None)
+        if given.what == "waits":
+            sections.pop(MESSAGES)
+    return 1 if record(given.folder, device, sections, what) else 0
 
 
 if __name__ == "__main__":

@@ -68,6 +68,11 @@ LAYERS = (
     _layer(512, 128, 28, 1),
 )
 
+CONVOLUTIONS = tuple(
+    _layer(n, n, extent) for n in (16, 64, 256) for extent in (64, 256, 1024, 2048)
+)[:-1]
+"""Layers of all sizes, by which the smallest block is found whose halos are better overlapped."""
+
 _1K, _2K = (1, 18, 1024, 1024), (1, 18, 2048, 2048)
 _SQUARES = trained(F.mse_loss)
 MESH_1K = Case("mesh-tangling 1K, float32", _1K, mesh_tangling_1k, _SQUARES, torch.rand, 1.02)

@@ -6,6 +6,7 @@ Nothing is fetched. The exit status tells whether it can run at all.
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -63,17 +64,27 @@ def left_out(kind: str, count: int) -> Iterator[str]:
     library = library_of(kind)
     if why := groups.why_no_backend(kind):
         yield f"transport torch: {why}"
-    elif count < 4:
+    elif count < 4 and not _may_be_shared(kind):
         seen = "one GPU" if count == 1 else f"{count} GPUs"
         yield (
             f"{library} on more than {seen}: it takes one rank on each; the other ranks share, and "
-            "send by MPI"
+            "send by MPI. NCCL 2.30 or newer lets ranks share; GPU_NCCL is the path of one to load"
         )
     if why := cupy_nccl.why_no_cupy(kind):
         yield f"transport nccl: {why}"
     if kind != "cuda":
         yield "streams that sleep, and errors where the host waits: torch has both for CUDA and HIP"
         yield "where the host waits: torch's profiler names no such calls"
+
+
+def _may_be_shared(kind: str) -> bool:
+    """Return whether several ranks may use one accelerator by the library of its kind."""
+    from distconv.device.kinds import library_of, version_of_library
+
+    if library_of(kind) != "NCCL":
+        return False
+    numbers = map(int, version_of_library(kind).split("."))
+    return "GPU_NCCL" in os.environ or tuple(numbers) >= (2, 30)
 
 
 def main() -> int:

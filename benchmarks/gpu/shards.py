@@ -25,6 +25,7 @@ from benchmarks.measuring.settings import by
 from distconv import method
 from distconv.comm.ledger import trace_movements, without_counting
 from distconv.comm.packing import pack_messages
+from distconv.device.kinds import is_accelerator
 from distconv.ops.support.method import METHODS
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.links import collective_cost, messages_cost
@@ -69,8 +70,8 @@ def shards(
     known: list[Shard] = []
     serial = 0
     for extents in cuts:
-        grid = DryRunGrid(extents)
-        row = "shards", case.name, f"{_axes(grid)}, {by(local_box(case.shape, grid).shape)}"
+        grid = DryRunGrid(extents, gpu=is_accelerator(device))
+        row = "shards", case.name, f"{axes_of(grid)}, {by(local_box(case.shape, grid).shape)}"
         rows, shard = _timed(row, case, grid, device, seconds)
         yield from rows
         known.append(shard)
@@ -83,13 +84,13 @@ def shards(
         yield predictions(case, Machine.load(path), known)
 
 
-def _axes(grid: DryRunGrid) -> str:
+def axes_of(grid: DryRunGrid) -> str:
     return ", ".join(f"{axis}={n}" for axis, n in grid.shape.items() if n > 1) or "whole"
 
 
 def _overlapped(case: Case, grid: DryRunGrid, device: torch.device) -> Step:
     step = case.step(network_alone(case, device), *cut(case, grid, device))
-    return partial(_forced, "overlapped", step)
+    return partial(forced, "overlapped", step)
 
 
 def network_alone(case: Case, device: torch.device) -> nn.Module:
@@ -104,7 +105,7 @@ def _timed(
 ) -> tuple[list[Row], Shard]:
     network = network_alone(case, device)
     step = case.step(network, *cut(case, grid, device))
-    runs: list[Run] = [partial(_forced, name, step) for name in METHODS]
+    runs: list[Run] = [partial(forced, name, step) for name in METHODS]
     runs += [plain(case, grid, device), packing(step, grid, device)]
     *each, bound, packs = alternate(device, runs, seconds)
     rows = [
@@ -116,10 +117,30 @@ def _timed(
     if grid.size > 1:
         measure = "packing of the forward pass, over the step"
         rows.append(over(row, measure, packs.device, overlapped.device, None))
+    shard = Shard(grid, median(overlapped.device), traffic_of(step, grid), parameter_bytes(network))
+    return rows, shard
+
+
+def traffic_of(step: Step, grid: DryRunGrid) -> Sequence[Start]:
+    """Return the messages and reductions that a rank of a dry grid starts in a step."""
     with listening(grid) as traffic:
-        _forced("overlapped", step)
-    weights = sum(p.nbytes for p in network.parameters())
-    return rows, Shard(grid, median(overlapped.device), traffic, weights)
+        forced("overlapped", step)
+    return traffic
+
+
+def parameter_bytes(network: nn.Module) -> int:
+    return sum(p.nbytes for p in network.parameters())
+
+
+def methods(case: Case, extents: Cut, device: torch.device, seconds: float) -> Iterator[Row]:
+    """Yield the time of a shard that is overlapped over its time assembled."""
+    grid = DryRunGrid(extents, gpu=is_accelerator(device))
+    block = local_box(case.shape, grid).shape
+    step = case.step(network_alone(case, device), *cut(case, grid, device))
+    runs = [partial(forced, name, step) for name in ("overlapped", "assembled")]
+    overlapped, assembled = alternate(device, runs, seconds)
+    row = "methods", case.name, f"{axes_of(grid)}, {prod(block):.1e} elements"
+    yield over(row, "overlapped, over assembled", overlapped.device, assembled.device, None)
 
 
 @contextmanager
@@ -133,7 +154,7 @@ def listening(grid: DryRunGrid) -> Iterator[list[Start]]:
         grid.transport.started = before
 
 
-def _forced(name: str, step: Step) -> None:
+def forced(name: str, step: Step) -> None:
     with method(name):
         step()
 
@@ -141,7 +162,7 @@ def _forced(name: str, step: Step) -> None:
 def packing(step: Step, grid: DryRunGrid, device: torch.device) -> Run:
     """Return a function that packs the messages that a rank sends in the forward pass of a step."""
     with trace_movements() as movements, without_counting():
-        _forced("overlapped", step)
+        forced("overlapped", step)
     shapes = [m.plan.buffer_shape if m.adjoint else m.plan.block_shape for m in movements]
     memory = torch.zeros(max(map(prod, shapes), default=0), device=device)
     blocks = [memory[: prod(shape)].view(shape) for shape in shapes]

@@ -38,8 +38,15 @@ def waits_in(calls: Counter[str]) -> dict[str, int]:
     return {name: n for name, n in sorted(calls.items()) if _WAITS.match(name)}
 
 
+def launches_in(calls: Counter[str]) -> int:
+    """Return the number of kernels, copies and fillings that calls give to the GPU."""
+    return sum(n for name, n in calls.items() if re.search("Launch|Memcpy|Memset", name))
+
+
 def waits(name: str, step: Callable[[], object]) -> str:
-    """Say in words where the host waits in a step, after a few steps for what is made only once.
+    """Say where the host waits in a step, and how much it launches.
+
+    A few steps come before, for what is made only once.
 
     Raises
     ------
@@ -55,4 +62,5 @@ def waits(name: str, step: Callable[[], object]) -> str:
         )
     found = waits_in(calls)
     told = ", ".join(f"{n} {call}" for call, n in found.items()) or "nowhere"
-    return f"{name}: the host waits {'at ' if found else ''}{told}; {calls.total()} calls in all"
+    launched = f"{launches_in(calls)} launches and copies of {calls.total()} calls"
+    return f"{name}: the host waits {'at ' if found else ''}{told}; {launched}"

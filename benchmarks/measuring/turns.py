@@ -24,7 +24,8 @@ def alternate(
     """Return for every side the seconds of a call, round by round; the same numbers on all ranks.
 
     Every round times all sides one after the other, every second round in reverse, so that a
-    disturbance of the machine disturbs them alike. A time is that of the slowest rank.
+    disturbance of the machine disturbs them alike. A time is that of the slowest rank. A side
+    shorter than `SHORTEST` is repeated for that long, whatever the others take.
 
     Parameters
     ----------
@@ -32,11 +33,12 @@ def alternate(
     seconds: about how long the measurement takes in all.
     """
     once = warm_up(comm, sides)
-    repeats = ceil(SHORTEST / min(once))
+    repeated = [ceil(SHORTEST / elapsed) for elapsed in once]
     fewest, most = ROUNDS
-    rounds = min(max(int(seconds / (repeats * sum(once))), fewest), most)
+    round_takes = sum(n * elapsed for n, elapsed in zip(repeated, once, strict=True))
+    rounds = min(max(int(seconds / round_takes), fewest), most)
     times: tuple[list[float], ...] = tuple([] for _ in sides)
-    for side, of_side in in_turns(list(zip(sides, times, strict=True)), rounds):
+    for side, repeats, of_side in in_turns(list(zip(sides, repeated, times, strict=True)), rounds):
         of_side.append(timed(comm, side, repeats))
     return times
 

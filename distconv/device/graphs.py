@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -43,6 +44,19 @@ class DeviceGraph:
     def replay(self) -> None:
         """Queue the captured work on the current stream."""
         self._graph.replay()
+
+
+def release_graphs() -> None:
+    """Empty all graphs of this process, also those that a program has captured itself.
+
+    NCCL closes a connection only when no graph has captured messages over it.
+    """
+    kinds = torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", torch.cuda.CUDAGraph)
+    gc.unfreeze()  # or graphs that were there when the program called gc.freeze would stay unseen
+    for thing in gc.get_objects():
+        if issubclass(type(thing), kinds):
+            with suppress(RuntimeError):
+                thing.reset()
 
 
 def _new(device: torch.device) -> tuple[Any, AbstractContextManager[Any]]:

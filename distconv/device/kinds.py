@@ -70,9 +70,14 @@ def library_of(kind: str) -> str:
 
 
 def version_of_library(kind: str) -> str:
-    """Return the version of the library behind a kind's backend, for messages."""
+    """Return the version of the library behind a kind's backend, for messages.
+
+    Of NCCL it is the version that this process has loaded, not the one that torch was built with.
+    """
     if kind == "cuda":
-        numbers: Any = torch.cuda.nccl.version()
+        backend = getattr(torch.distributed, "ProcessGroupNCCL", None)
+        loaded = getattr(backend, "get_runtime_nccl_version", torch.cuda.nccl.version)
+        numbers: Any = loaded()
         return ".".join(map(str, numbers))
     return f"of torch {torch.__version__}"
 

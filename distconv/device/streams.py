@@ -34,6 +34,16 @@ def record_event(device: torch.device) -> torch.Event:
     return torch.accelerator.current_stream(device).record_event()
 
 
+def has_passed(event: torch.Event, device: torch.device) -> bool:
+    """Return whether a device has done all work before `event`, for any thread of this process.
+
+    The thread's current device becomes `device`: asking from another would claim memory there.
+    """
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+    return event.query()
+
+
 def is_capturing(device: torch.device) -> bool:
     """Return whether an accelerator's current stream is being captured into a graph."""
     stream: Any = torch.accelerator.current_stream(device)

@@ -29,6 +29,8 @@ class Resampled(Ascending):
     scale: outputs per input as the caller gave it; None for the ratio of the sizes.
     mode: "nearest", "nearest-exact", "linear" or "cubic".
     precision: the numpy type in which positions are computed.
+    accelerator: whether an accelerator computes, whose kernels find the nearest inputs otherwise.
+    planar: whether the tensor has two spatial dimensions; it counts on accelerators only.
     """
 
     outputs: int
@@ -37,6 +39,8 @@ class Resampled(Ascending):
     align_corners: bool = False
     antialias: bool = False
     precision: str = "float64"
+    accelerator: bool = False
+    planar: bool = True
 
     def output_size(self, size: int) -> int:
         return self.outputs
@@ -123,14 +127,17 @@ class Resampled(Ascending):
     def ambiguous(self, size: int) -> bool:
         """Return whether torch's kernels disagree about which input is the nearest.
 
-        Some kernels take the ratio of the sizes where this ratio is 1 or 2, whatever the scale, and
-        some kernels compute in the precision of the data. Forward and backward pass may use
-        different kernels, and so may memory formats. In two dimensions all kernels agree.
+        On CPUs some kernels take the ratio of the sizes where this ratio is 1 or 2, whatever the
+        scale, and some kernels compute in the precision of the data. Forward and backward pass may
+        use different kernels, and so may memory formats. In two dimensions all kernels agree. On
+        accelerators the backward pass has a rule of its own.
         """
         if not self.mode.startswith("nearest"):
             return False
         outputs = np.arange(self.outputs)
         kernels = [_nearest(self, size, outputs)]
+        if self.accelerator:
+            return bool((_nearest_in_backward(self, size, outputs) != kernels[0]).any())
         reals = np.float32, np.dtype(self.precision).type
         kernels += [_scaled(self, size, outputs, real) for real in reals]
         return any((kernel != kernels[0]).any() for kernel in kernels)
@@ -138,9 +145,24 @@ class Resampled(Ascending):
 
 def _nearest(r: Resampled, size: int, outputs: NDArray) -> NDArray:
     """Return the nearest inputs, computed in float32 as by torch, for data of any type."""
-    if r.mode == "nearest" and r.outputs in (size, 2 * size):
+    if r.accelerator:
+        if r.planar and r.outputs == size:
+            return outputs
+    elif r.mode == "nearest" and r.outputs in (size, 2 * size):
         return outputs // (r.outputs // size)
     return _scaled(r, size, outputs, np.float32)
+
+
+def _nearest_in_backward(r: Resampled, size: int, outputs: NDArray) -> NDArray:
+    """Return the inputs that get the gradients of outputs by torch's kernels for accelerators.
+
+    Input i gets those of the outputs from i * scale, rounded up, to before (i + 1) * scale.
+    """
+    real = np.float32
+    scale = real(r.scale) if r.scale and r.scale > 0 else real(r.outputs) / real(size)
+    offset = real(0.5) if r.mode == "nearest-exact" else real(0)
+    begins = np.ceil(np.arange(size, dtype=real) * scale - offset)
+    return np.searchsorted(begins, outputs, side="right") - 1
 
 
 def _scaled(r: Resampled, size: int, outputs: NDArray, real: type[np.floating]) -> NDArray:

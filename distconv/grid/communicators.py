@@ -19,6 +19,7 @@ from distconv.device.groups import warn_where_errors_stay_unknown
 from distconv.device.kinds import is_accelerator
 from distconv.device.streams import SideStream
 from distconv.grid.abort import ABANDONED
+from distconv.grid.closing import Closing
 from distconv.grid.journal import Journal
 from distconv.grid.ranks import world
 from distconv.grid.self_test import check_carrier, found_wrong
@@ -58,6 +59,7 @@ class _Store:
         self.queue = LaunchQueue()
         self.gpu: torch.device | None = None
         self.side: SideStream | None = None
+        self.closing: Closing | None = None
         self.wraps: list[Callable[[WatchedTransport], Transport]] = []
         """The functions that wrap transports now, the outermost last."""
 
@@ -148,6 +150,8 @@ def _carrier(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tra
     if key not in made:
         comm = communicator(ranks, "exchange")
         made[key] = _connected(comm, name, devices)
+        if made[key].ordered and _store().closing is None:
+            _store().closing = Closing(_between_accelerators)
         device = torch.device(devices[comm.rank])
         if is_accelerator(device) and comm.size > 1:
             check_carrier(made[key], comm, device)
@@ -213,12 +217,18 @@ def _side_stream(device: torch.device) -> SideStream:
     store = _store()
     if store.side is None:
         store.side = SideStream(device)
-        atexit.register(_close)
     return store.side
+
+
+def _between_accelerators() -> list[StreamTransport]:
+    return [cast(StreamTransport, c) for c in _store().carriers.values() if c.ordered]
 
 
 def _close() -> None:
     """Close the carriers between accelerators: at once if the job was aborted, else when idle."""
-    for carrier in _store().carriers.values():
-        if carrier.ordered:
-            cast(StreamTransport, carrier).close(abort=ABANDONED.is_set())
+    closing = _store().closing
+    if closing is not None:
+        closing.run(abort=ABANDONED.is_set())
+
+
+atexit.register(_close)  # now, so that it runs after all ranks' programs have ended; see `Watch`

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distconv.device.streams import record_event
+from distconv.device.streams import has_passed, record_event
 
 
 class Wait:
@@ -39,7 +39,7 @@ class StreamWait:
     """
 
     def __init__(self, device: torch.device, peers: Iterable[int], step: int, operator: Any):
-        self.event = record_event(device)
+        self.device, self.event = device, record_event(device)
         self.peers, self.step, self.operator, self.seen = peers, step, operator, 0.0
 
 
@@ -64,6 +64,6 @@ class Waiting:
         Only the watching thread may call it.
         """
         given = self.of_streams
-        while given and given[0].event.query():
+        while given and has_passed(given[0].event, given[0].device):
             given.popleft()
         return given[0] if given else None

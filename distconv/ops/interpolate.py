@@ -6,6 +6,7 @@ The points of `grid_sample` may lie anywhere, so the plane is made whole on ever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,16 +76,28 @@ def interpolate(
     else:
         scales = [scale_factor] * spatial
     precision = "float64" if input.dtype == torch.float64 else "float32"
-    maps = [
-        Resampled(n, s, _MODES.get(mode, mode), bool(align_corners), antialias, precision)
-        for n, s in zip(shape[2:], scales, strict=True)
-    ]
-    if spatial != 2 and any(m.ambiguous(n) for m, n in zip(maps, input.shape[2:], strict=True)):
+    on_gpu = input.grid.computes_on_gpu
+    along = partial(
+        Resampled,
+        mode=_MODES.get(mode, mode),
+        align_corners=bool(align_corners),
+        antialias=antialias,
+        precision=precision,
+        accelerator=on_gpu,
+        planar=spatial == 2,
+    )
+    maps = [along(n, s) for n, s in zip(shape[2:], scales, strict=True)]
+    asked = input.cuts[2:] if on_gpu else [spatial != 2] * spatial
+    if any(
+        doubtful and m.ambiguous(n)
+        for doubtful, m, n in zip(asked, maps, input.shape[2:], strict=True)
+    ):
         refuse(
             "interpolate",
-            f"with scale_factor={scale_factor!r} torch's kernels disagree about what is nearest",
+            f"from {tuple(input.shape[2:])} to {shape[2:]} with scale_factor={scale_factor!r} "
+            "torch's kernels disagree about what is nearest",
             input,
-            way_out="Pass size=, or recompute_scale_factor=True",
+            way_out="Pass another size=, or recompute_scale_factor=True",
         )
     box = box_on_rank(shape, input.cuts, input.grid)
     if not any(input.cuts[2:]):

@@ -27,12 +27,13 @@ def under_autocast(
 ) -> Callable[..., Any]:
     """Return the rule of `func`, wrapped to convert its operands and result to autocast's types.
 
-    torch has no autocast for the meta device, so a dry run uses the types of the simulated device.
+    The device is that of the blocks, which a dry run may have, too. torch has no autocast for the
+    meta device, so a dry run without memory uses the types of the simulated device.
     """
-    grid = next(x.grid for x in operands if isinstance(x, DistTensorBase))
-    device = grid.device.type
+    first = next(x for x in operands if isinstance(x, DistTensorBase))
+    device = first.device.type
     if device == "meta":
-        device = rehearsed() if grid.computes_on_gpu else "cpu"
+        device = rehearsed() if first.grid.computes_on_gpu else "cpu"
     if not torch.is_autocast_enabled(device):
         return rule
 

@@ -96,7 +96,10 @@ class StreamTransport(Transport, Protocol):
         """
 
     def close(self, abort: bool) -> None:
-        """Close all connections: at once for `abort`, else when their work is done."""
+        """Close all connections: at once for `abort`, else when their work is done.
+
+        Another thread may abort connections whose closing does not end.
+        """
 
 
 class Comparison:

@@ -41,10 +41,10 @@ class NCCLTransport:
             communicator.check_async_error()
 
     def close(self, abort: bool) -> None:
-        while self._communicators:
-            communicator = self._communicators.popitem()[1]
+        for key, communicator in self._communicators.copy().items():
             with suppress(RuntimeError):
                 (communicator.abort if abort else communicator.destroy)()
+            self._communicators.pop(key, None)
 
     def next_tag(self) -> int:
         return 0  # messages of NCCL carry none

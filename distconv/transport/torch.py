@@ -182,9 +182,10 @@ class TorchStreamTransport(TorchTransport):
                 raise RuntimeError(f"torch.distributed reports {error} of {self._library}")
 
     def close(self, abort: bool) -> None:
-        while self._groups:
+        for key, group in self._groups.copy().items():
             with suppress(RuntimeError):
-                end_group(self._groups.popitem()[1], abort)
+                end_group(group, abort)
+            self._groups.pop(key, None)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
@@ -196,7 +197,7 @@ class TorchStreamTransport(TorchTransport):
         self._side.follow()
         with using(self._side.stream):
             try:
-                start_batch(group, self.device)
+                start_batch(group)
                 try:
                     for rank, message in sends:
                         group.send([message], rank, tag)
@@ -205,9 +206,9 @@ class TorchStreamTransport(TorchTransport):
                 except BaseException:
                     # An open batch would include all later messages.
                     with suppress(Exception):
-                        end_batch(group, self.device)
+                        end_batch(group)
                     raise
-                end_batch(group, self.device).wait()
+                end_batch(group).wait()
             except RuntimeError as error:
                 raise explained(error) from error
         return self._side.mark(tensor for _, tensor in (*arriving, *leaving))

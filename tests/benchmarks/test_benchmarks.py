@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -296,6 +298,22 @@ def test_sides_take_turns_and_one_may_be_rank_0_alone() -> None:
     assert torch.get_num_threads() == 1
     turns = ["a2", "a2", "b", "b", "a2", "b", "a2", "b", "b", "a2"]
     assert calls == (turns if comm.rank == 0 else [t for t in turns if t != "b"])
+
+
+def test_a_side_is_repeated_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"message": 0.002, "copy": 0.00001, "step": 1.0}
+    asked: list[tuple[str, int]] = []
+
+    def timed(comm: Any, side: Any, repeats: int) -> float:
+        asked.append((side.run(), repeats))
+        return seconds[side.run()]
+
+    monkeypatch.setattr("benchmarks.measuring.turns.timed", timed)
+    monkeypatch.setattr("distconv.planning.timing.timed", timed)
+    monkeypatch.setattr("benchmarks.measuring.turns.SHORTEST", 0.01)
+    monkeypatch.setattr("benchmarks.measuring.turns.ceil", math.ceil)
+    alternate(MPI.COMM_SELF, [Contender(lambda name=name: name) for name in seconds], 0.0)
+    assert set(asked[6:]) == {("message", 5), ("copy", 1000), ("step", 1)}
 
 
 def test_targets_are_met_or_missed_by_how_much(tmp_path: Path) -> None:

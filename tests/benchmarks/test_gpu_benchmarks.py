@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 import benchmarks.gpu.__main__ as command
 import distconv as dc
-from benchmarks.gpu import cases, clock, needs
+from benchmarks.gpu import cases, clock, graphs, needs
 from benchmarks.gpu.alone import on_grid
 from benchmarks.gpu.cases import Case, cut, module, plain, trained
 from benchmarks.gpu.messages import messages
@@ -33,6 +33,7 @@ from distconv.planning.dry_run import DryRunGrid
 from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.mesh_tangling.network import mesh_tangling_1k
 from examples.unet3d.network import UNet3d
+from tests.gpu.__main__ import Session, Step, functions
 
 CPU = torch.device("cpu")
 SQUARES = trained(F.mse_loss)
@@ -125,6 +126,13 @@ def test_shards_are_told_with_what_follows_from_them(case: Case, cuts) -> None:
         assert len(text.splitlines()) == 2 + len(cuts) + bool(case.published)
 
 
+def test_a_compiled_step_that_is_not_replayed_is_an_error(grid, monkeypatch) -> None:
+    graphs.compiled(MESH, grid, None)()
+    reads = LAYER._replace(step=lambda module, x, y: lambda: module(x).sum().item())
+    with pytest.raises(RuntimeError, match="layer: the step is not replayed"):
+        graphs.compiled(reads, grid, None)
+
+
 def test_what_a_shard_sends_is_what_explain_tells() -> None:
     grid = DryRunGrid({"height": 2, "width": 2})
     x, y = cut(MESH, grid, CPU)
@@ -162,7 +170,10 @@ def test_calls_are_those_within_the_step() -> None:
             pass
 
     assert calls_of(step) == {"cudaLaunchKernel": 1, "cudaStreamSynchronize": 1}
-    assert waits("step", step) == "step: the host waits at 1 cudaStreamSynchronize; 2 calls in all"
+    assert (
+        waits("step", step)
+        == "step: the host waits at 1 cudaStreamSynchronize; 1 launches and copies of 2 calls"
+    )
     with pytest.raises(RuntimeError, match="hears of no calls of CUDA or HIP"):
         waits("nothing", lambda: x * 2)
 
@@ -203,16 +214,19 @@ def test_what_is_missing_is_named_by_its_wheel(monkeypatch, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "said"),
+    ("kind", "count", "version", "said"),
     [
-        ("cuda", 1, ["NCCL on more than one GPU", "transport nccl"]),
-        ("cuda", 4, ["transport nccl"]),
-        ("xpu", 4, ["transport nccl", "streams that sleep", "where the host waits"]),
+        ("cuda", 1, "2.28.9", ["NCCL on more than one GPU", "transport nccl"]),
+        ("cuda", 1, "2.30.7", ["transport nccl"]),
+        ("cuda", 4, "2.28.9", ["transport nccl"]),
+        ("xpu", 4, "", ["transport nccl", "streams that sleep", "where the host waits"]),
     ],
 )
 def test_the_first_lines_say_what_cannot_be_done(
-    kind: str, count: int, said: list[str], monkeypatch
+    kind: str, count: int, version: str, said: list[str], monkeypatch
 ) -> None:
+    monkeypatch.delenv("GPU_NCCL", raising=False)
+    monkeypatch.setattr("distconv.device.kinds.version_of_library", lambda kind: version)
     monkeypatch.setattr("distconv.device.groups.why_no_backend", lambda kind: None)
     lines = list(left_out(kind, count))
     assert len(lines) == len(said) and all(map(str.startswith, lines, said))
@@ -236,16 +250,23 @@ def test_all_of_one_rank_is_recorded(tmp_path: Path, grid, monkeypatch) -> None:
         "MESH_1K_HALF": HALF,
         "NETWORKS": (MESH, HALF),
         "LAYERS": (LAYER, LAYER),
+        "CONVOLUTIONS": (LAYER, LAYER),
         "SECONDS": 0.0,
     }
     for name, value in tiny.items():
         monkeypatch.setattr(command, name, value)
     # Each profile takes its time.
     monkeypatch.setattr(clock, "peak_on_cpu", lambda make: Peak(2**20, 2**20))
-    assert not command.record(tmp_path, CPU, command.on_one_rank(grid))
+    assert not command.record(tmp_path, CPU, command.on_one_rank(grid), "1 rank")
+    steps = LAYER._replace(step=SQUARES), VOLUMES._replace(step=SQUARES), HALF
+    for name, value in zip(("MESH_1K", "UNET", "MESH_1K_HALF"), steps, strict=True):
+        monkeypatch.setattr(command, name, value)
+    assert not command.record(tmp_path, CPU, command.as_graphs(grid), "graphs")
     text = (tmp_path / "gpu-cpu.md").read_text()
-    assert text.count("\n## ") == 4 and "IEEE in convolutions" in text
-    assert "layer, plain torch: the host waits nowhere; 1 calls in all" in text
+    assert text.count("\n## ") == 7 and "IEEE in convolutions" in text
+    assert text.count("overlapped, over assembled") == 2
+    assert text.count("as a graph, over plain torch's graph") == 3
+    assert "layer, plain torch: the host waits nowhere; 1 launches and copies of 1 calls" in text
     assert "published: much" in text
     assert text.count("channels last over first") == 2
 
@@ -255,7 +276,7 @@ def test_messages_are_recorded_of_each_transport_there_is(tmp_path: Path, monkey
     monkeypatch.setattr(command, "SIZES", (1024, 4096))
     monkeypatch.setattr(command, "MESH_1K", LAYER)
     folder = MPI.COMM_WORLD.bcast(tmp_path)
-    assert not command.record(folder, CPU, command.on_two_ranks("cpu"))
+    assert not command.record(folder, CPU, command.on_two_ranks("cpu"), "2 ranks")
     MPI.COMM_WORLD.barrier()
     text = (folder / "gpu-cpu.md").read_text()
     assert "mpi, 1 KiB each way" in text and "a halo, packed, over a copy" in text
@@ -263,3 +284,29 @@ def test_messages_are_recorded_of_each_transport_there_is(tmp_path: Path, monkey
     assert "nccl: not here. " in text
     rows = list(messages(dc.ProcessGrid(height=2, device="cpu"), (1024,), 0.0))
     assert MPI.COMM_WORLD.bcast(rows) == rows
+
+
+def test_steps_on_a_gpu_are_shown_by_their_ends_and_limited(tmp_path: Path, capsys) -> None:
+    session = Session(tmp_path, 3600)
+    one = Step(
+        "1 rank", 30, [["sh", "-c", "echo first; echo $HERE"]], more={"HERE": "last"}, lines=1
+    )
+    assert session.run(one) and not session.failed
+    several = Step("2 ranks", 30, [["echo", "a"], ["false"], ["echo", "b"]], at_a_time=2)
+    assert not session.run(several) and session.failed
+    endless = Step("endless", 6, [["sleep", "100"]])
+    assert not session.run(endless)
+    session = Session(tmp_path, 0)
+    assert not session.run(Step("late", 30, [["echo", "never"]]))
+    said = capsys.readouterr().out
+    assert "##### 1 rank: status [0]," in said and "\nlast\n" in said and "first" not in said
+    assert "##### 2 ranks: status [0, 1, 0]," in said and "\na\nb\n" in said
+    assert "##### endless: status [124]," in said
+    assert "the time is up; left out: echo never" in said
+    assert (tmp_path / "1-rank-0.txt").read_text() == "first\nlast\n"
+
+
+def test_every_file_of_functions_is_run_on_a_gpu() -> None:
+    files = [command[-1] for command in functions(2)]
+    assert "tests/ops/norm/test_properties.py" in files and len(files) > 8
+    assert "tests/ops/test_coverage.py" not in files

@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 
 from distconv.device import groups, kinds, mpi_support
+from distconv.grid.waits import StreamWait, Waiting
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,6 +172,27 @@ def test_each_mpi_is_asked_in_its_own_words(
     for value, expected in (("1", True), ("0", False)):
         monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", value)
         assert mpi_support.is_gpu_aware(library, kind) is expected
+
+
+def test_the_version_is_that_of_the_library_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(distributed, "ProcessGroupNCCL", object, raising=False)
+    assert kinds.version_of_library("cuda") == "2.28.9"
+    loaded = SimpleNamespace(get_runtime_nccl_version=lambda: (2, 30, 7))
+    monkeypatch.setattr(distributed, "ProcessGroupNCCL", loaded)
+    assert kinds.version_of_library("cuda") == "2.30.7"
+
+
+def test_a_thread_asks_an_event_from_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    event: Any = SimpleNamespace(query=lambda: done.append("query") or True)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
+    for device in (torch.device("cuda", 3), torch.device("cpu")):
+        waiting = Waiting()
+        monkeypatch.setattr("distconv.grid.waits.record_event", lambda device: event)
+        waiting.of_streams.append(StreamWait(device, [0], 1, None))
+        assert waiting.oldest_of_streams() is None
+    assert done == [torch.device("cuda", 3), "query", "query"]
 
 
 def test_what_the_page_says_that_no_test_has_run_is_there() -> None:

@@ -84,6 +84,6 @@ def test_mpi_says_that_it_cannot_be_captured() -> None:
     graph = torch.cuda.CUDAGraph()
     with (
         torch.cuda.graph(graph, capture_error_mode="thread_local"),
-        pytest.raises(RuntimeError, match="capture steps on a grid with transport='nccl'"),
+        pytest.raises(RuntimeError, match="capture steps on a grid with transport='torch'"),
     ):
         grid.transport.exchange(message, [(0, x)], grid.transport.next_tag())

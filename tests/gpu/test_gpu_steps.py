@@ -108,7 +108,7 @@ def test_no_step_lets_the_host_wait(grid: dc.ProcessGrid) -> None:
     model = dc.parallelize(net(), grid)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x, y = (dc.distribute_tensor(t, grid) for t in batch(torch.float32))
-    for _ in range(2):  # what is made once may be waited for
+    for _ in range(17):  # what is made once may be waited for
         step(model, optimizer, x, y)
     with waiting_is_an_error():
         step(model, optimizer, x, y)

@@ -97,21 +97,27 @@ ON_GPUS: dict[str, tuple[Callable[..., Any], list[torch.dtype], list[torch.dtype
 
 
 @pytest.mark.parametrize("case", ON_GPUS)
-def test_operands_on_a_gpu_are_converted_by_its_own_lists(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operands_on_a_gpu_are_converted_by_its_own_lists(case: str) -> None:
     function, given, expected = ON_GPUS[case]
-    grid = DryRunGrid({"height": 2}, 0)
+    grid = DryRunGrid({"height": 2}, 0, gpu=True)
     shapes = {torch.mv: ((4, 4), (4,)), torch.dot: ((4,), (4,))}.get(function, ((4, 4), (4, 4)))
     tensors = [grid.tensor(s, None, t) for s, t in zip(shapes, given, strict=False)]
     seen: list[torch.dtype] = []
-    monkeypatch.setitem(grid.__dict__, "device", torch.device("cuda"))
     with _on_gpus(HALF):
         rule = autocast.under_autocast(
             lambda *t: seen.extend(x.dtype for x in t), function, tensors
         )
         rule(*tensors)
     assert seen == expected
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_blocks_of_a_dry_run_are_converted_by_the_lists_of_their_own_device(gpu: bool) -> None:
+    grid = DryRunGrid({"height": 2}, 0, gpu=gpu)
+    x = dc.DistTensor(torch.ones(1, 2, 3, 4), (1, 2, 6, 4), ((), (), ("height",), ()), grid)
+    with torch.autocast("cpu", HALF):
+        made = torch.nn.functional.conv2d(x, torch.ones(2, 2, 1, 1), torch.ones(2))
+    assert made.dtype == made.shard.dtype == HALF
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
+from torch import Tensor
 
 import distconv as dc
-from tests.support.serial import agrees, random_grid, random_tensor
+from tests.support.serial import agrees, raises_alike, random_grid, random_tensor
 
 INF, NAN = float("inf"), float("nan")
 
@@ -233,3 +234,26 @@ def test_a_plain_tensor_takes_the_shape_of_a_distributed_one() -> None:
     for name in ("view_as", "reshape_as"):
         y = getattr(torch.arange(12), name)(x)
         assert type(y) is torch.Tensor and torch.equal(y, torch.arange(12).reshape(4, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("samples", [0, 1, 2, 3])
+@pytest.mark.parametrize("padding", [(1, 0), (0, 1), (1, 1), (2, 0)])
+def test_serial_torch_decides_about_transposed_convolutions_without_outputs(
+    samples: int, padding: tuple[int, int]
+) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.randn(samples, 2, 2, 2, dtype=torch.float64)
+    parameters = [torch.randn(2, 3, 1, 1, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
+
+    def transposed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.conv_transpose2d(x, weight, bias, padding=padding)
+
+    try:
+        made = transposed(x.to(grid.device), *(p.to(grid.device) for p in parameters))
+    except RuntimeError:
+        raises_alike(transposed, [x], parameters, grid, random.Random(0))
+    else:
+        assert made.numel() == 0
+        agrees(transposed, [x], parameters, grid, random.Random(0))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
+from distconv.device.kinds import accelerator
 from distconv.geometry.resampling import Resampled
 from distconv.ops.interpolate import _MODES
 from distconv.torch_private import upsampling
@@ -61,8 +62,62 @@ def test_a_factor_a_rounding_error_away_is_exact_or_refused(n: int, mode: str) -
                 agrees(function, [x], [], random_grid(rng), rng, tolerance=1e-6)
                 compared += 1
             except dc.UnsupportedOperation:
-                assert n != 2 and factor not in (1.0, 2.0)
-    assert compared == 21 or (n != 2 and compared >= 6)
+                assert (n != 2 or accelerator()) and factor not in (1.0, 2.0)
+    assert compared == 21 or ((n != 2 or accelerator()) and compared >= 6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "planar", "size", "outputs", "scale", "on_cpu", "on_gpu"),
+    [
+        # A ratio of 2 is taken for what it is on CPUs, and 1 on planes of GPUs.
+        ("nearest", True, 3, 6, 2.0 + 1e-6, [0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, 2]),
+        ("nearest-exact", True, 9, 9, 1.1, [0, 1, 2, 3, 4, 5, 5, 6, 7], [*range(9)]),
+        ("nearest-exact", False, 9, 9, 1.1, *[[0, 1, 2, 3, 4, 5, 5, 6, 7]] * 2),
+        ("nearest", True, 4, 4, 1.1, [0, 1, 2, 3], [0, 1, 2, 3]),
+        ("nearest", False, 4, 4, 1.1, [0, 1, 2, 3], [0, 0, 1, 2]),
+    ],
+)
+def test_accelerators_find_the_nearest_inputs_by_their_own_rule(
+    mode: str,
+    planar: bool,
+    size: int,
+    outputs: int,
+    scale: float,
+    on_cpu: list[int],
+    on_gpu: list[int],
+) -> None:
+    for accelerated, expected in ((False, on_cpu), (True, on_gpu)):
+        r = Resampled(outputs, scale, mode, accelerator=accelerated, planar=planar)
+        assert r.taps(size, 0, outputs)[0][:, 0].tolist() == expected
+    if planar:
+        x = torch.arange(float(size)).view(1, 1, size, 1)
+        kernel = upsampling(mode, False, 2)
+        assert kernel(x, [outputs, 1], scale, 1.0)[0, 0, :, 0].tolist() == on_cpu
+
+
+def test_gradients_of_other_inputs_are_noticed_on_accelerators() -> None:
+    def ambiguous(outputs: int, scale: float | None, size: int, mode: str = "nearest") -> bool:
+        return Resampled(outputs, scale, mode, accelerator=True).ambiguous(size)
+
+    # Output 1 has input 1, and its gradient goes to input 0: ceil(1.1) = 2.
+    assert ambiguous(9, 1.1, 9)
+    for size in (3, 5, 64, 100):
+        for factor in (1, 2, 3, 4):
+            for mode in ("nearest", "nearest-exact"):
+                assert not ambiguous(factor * size, float(factor), size, mode)
+                assert not ambiguous(factor * size, None, size, mode)
+
+
+@pytest.mark.parallel(2)
+def test_what_accelerators_compute_otherwise_is_refused_on_cut_planes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dc.ProcessGrid, "computes_on_gpu", True)
+    x = dc.distribute_tensor(torch.randn(1, 1, 9, 9), dc.ProcessGrid(height=2))
+    with pytest.raises(dc.UnsupportedOperation, match=r"from \(9, 9\) to \(9, 9\)"):
+        F.interpolate(x, scale_factor=1.1)
+    whole = x.redistribute(dc.Layout())
+    assert F.interpolate(whole, scale_factor=1.1).shape == (1, 1, 9, 9)
 
 
 @pytest.mark.parallel([2])
@@ -76,7 +131,8 @@ def test_whole_periods_take_torchs_kernels_and_keep_the_memory_format(
 
     monkeypatch.setattr("distconv.ops.interpolate._taps", refuse_to_gather)
     grid = dc.ProcessGrid(height=-1)
-    x = torch.randn(1, 3, 37, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    x = torch.randn(1, 3, 37, 5, dtype=torch.float64)
+    x = x.to(grid.device, memory_format=torch.channels_last)
     y = dc.distribute_tensor(x, grid).requires_grad_()
     made = F.interpolate(y, scale_factor=factor, mode=mode)
     made.sum().backward()

@@ -108,6 +108,10 @@ class Communicator:
         self.launched(stream, [], [into])
         self._comm.Bcast(into, root)
 
+    def destroy(self) -> None: ...
+
+    def abort(self) -> None: ...
+
 
 def group_start() -> None:
     assert Communicator.group is None
@@ -147,21 +151,25 @@ class ProcessGroup:
     def get_error(self) -> SimpleNamespace:
         return self.error
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def shutdown(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def _start_coalescing(self) -> None:
         self._follow()
         group_start()
 
-    def _end_coalescing(self, device: torch.device) -> Work:
+    def _end_coalescing(self) -> Work:
         assert self._batch, "NCCL takes no empty batch"
         group_end()
         tensors, self._batch = self._batch, []
         return Work(self._stream, tensors)
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> None:
-        self._kernels.send(*self._message(*tensors), rank, self._stream.native_handle)
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> None:
+        self._kernels.send(*self._message(*tensors), dstRank, self._stream.native_handle)
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> None:
-        self._kernels.recv(*self._message(*tensors), rank, self._stream.native_handle)
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> None:
+        self._kernels.recv(*self._message(*tensors), srcRank, self._stream.native_handle)
 
     def allreduce(self, tensor: Tensor) -> Work:
         self._follow()
@@ -170,11 +178,11 @@ class ProcessGroup:
         self._kernels.allReduce(address, address, *what)
         return Work(self._stream, [tensor])
 
-    def _allgather_base(self, into: Tensor, tensor: Tensor) -> Work:
+    def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
         self._follow()
-        address, *what = self._bytes(tensor)
-        self._kernels.allGather(address, into.data_ptr(), *what, self._stream.native_handle)
-        return Work(self._stream, [into, tensor])
+        address, *what = self._bytes(input)
+        self._kernels.allGather(address, output.data_ptr(), *what, self._stream.native_handle)
+        return Work(self._stream, [output, input])
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         self._follow()

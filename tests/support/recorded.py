@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -25,9 +26,11 @@ class RecordedGraph(TorchDispatchMode):
 
     active: RecordedGraph | None = None
     """The one that records now."""
+    alive: ClassVar[WeakSet[RecordedGraph]] = WeakSet()
 
-    def __init__(self) -> None:
+    def __init__(self, capture_error_mode: str = "default") -> None:
         super().__init__()
+        RecordedGraph.alive.add(self)
         self.calls: list[Callable[[], object]] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self.paused = False
@@ -46,6 +49,9 @@ class RecordedGraph(TorchDispatchMode):
     def replay(self) -> None:
         for call in self.calls:
             call()
+
+    def reset(self) -> None:
+        self.calls.clear()
 
     @contextmanager
     def pause(self) -> Iterator[None]:

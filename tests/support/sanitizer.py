@@ -55,8 +55,8 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self._sanitizer.handler()._handle_event_wait(event.number, self.native_handle)
 
-    def wait_stream(self, other: Stream) -> None:
-        event = other.record_event()
+    def wait_stream(self, stream: Stream) -> None:
+        event = stream.record_event()
         self._sanitizer.handler()._handle_event_wait(event.number, self.native_handle)
 
     def synchronize(self) -> None:

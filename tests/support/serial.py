@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import distconv as dc
 from distconv.geometry.topology import AXES
+from tests.support.verdicts import one_verdict, raise_together
 
 TOLERANCE = 1e-10
 """Largest deviation from serial in float64, relative to the largest entry."""
@@ -55,7 +56,7 @@ def told_once(text: str) -> Iterator[list[str]]:
 
 def raised_everywhere(error: type[Exception], function: Callable, *arguments: object) -> str:
     """Return the message of the error that a call raises on every rank, the same on all."""
-    with pytest.raises(error) as caught:
+    with one_verdict(), pytest.raises(error) as caught:
         function(*arguments)
     texts = MPI.COMM_WORLD.allgather(str(caught.value))
     assert texts == [texts[0]] * MPI.COMM_WORLD.size
@@ -144,9 +145,10 @@ def agrees(
 ) -> None:
     """Assert that outputs, input gradients and parameter gradients are the serial ones.
 
-    `inputs` are distributed, `parameters` stay plain. The gradients fed in are random. What is
-    serial runs on the CPU.
+    `inputs` are distributed, `parameters` stay plain. The gradients fed in are random. Serial torch
+    computes on the grid's device, as kernels of other devices round otherwise.
     """
+    inputs, parameters = ([x.to(grid.device) for x in xs] for xs in (inputs, parameters))
     serial_inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     serial_parameters = [p.clone().requires_grad_(p.is_floating_point()) for p in parameters]
     expected = function(*serial_inputs, *serial_parameters)
@@ -157,34 +159,41 @@ def agrees(
     ]
     for x in distributed:
         x.requires_grad_(x.is_floating_point())
-    plain = [p.to(grid.device, copy=True).requires_grad_(p.is_floating_point()) for p in parameters]
+    plain = [p.clone().requires_grad_(p.is_floating_point()) for p in parameters]
     actual = function(*distributed, *plain)
+
+    wrong: list[str] = []
+
+    def check(holds: bool, what: str) -> None:
+        if not holds:
+            wrong.append(what)
 
     pairs = list(zip(_flat(actual), _flat(expected), strict=True))
     for got, wanted in pairs:
         assert isinstance(got, dc.DistTensor)
         assert got.shape == wanted.shape and got.dtype == wanted.dtype
-        assert got.shard.shape == got.box.shape, "the block is not canonical"
-        assert deviation(got, wanted) <= tolerance, "output"
-        assert got.requires_grad == wanted.requires_grad, "what is differentiable"
+        check(got.shard.shape == got.box.shape, "the block is not canonical")
+        check(deviation(got, wanted) <= tolerance, "output")
+        check(got.requires_grad == wanted.requires_grad, "what is differentiable")
     differentiable = [(g, w) for g, w in pairs if w.requires_grad]
+    raise_together(wrong)
     if not differentiable:
         return
     # Gradients enter in the type of the result, and are shared out over its replicas there.
     tolerance = max(tolerance, *(8 * torch.finfo(w.dtype).eps for _, w in differentiable))
-    seeds = [random_tensor(rng, w.shape, w.dtype) for _, w in differentiable]
+    seeds = [random_tensor(rng, w.shape, w.dtype).to(grid.device) for _, w in differentiable]
     torch.autograd.backward([w for _, w in differentiable], seeds)
     for i, ((got, _), seed) in enumerate(zip(differentiable, seeds, strict=True)):
-        got.backward(seed.to(grid.device), retain_graph=i + 1 < len(seeds))
+        got.backward(seed, retain_graph=i + 1 < len(seeds))
     for got, wanted in zip(distributed, serial_inputs, strict=True):
-        assert (got.grad is None) == (wanted.grad is None), "an input gradient, or none"
-        if wanted.grad is not None:
-            assert deviation(got.grad.full_tensor(), wanted.grad) <= tolerance, "input gradient"
+        check((got.grad is None) == (wanted.grad is None), "an input gradient, or none")
+        if wanted.grad is not None and got.grad is not None:
+            check(deviation(got.grad, wanted.grad) <= tolerance, "input gradient")
     for got, wanted in zip(plain, serial_parameters, strict=True):
-        if wanted.grad is not None:
-            assert deviation(got.grad, wanted.grad) <= tolerance, "parameter gradient"
-        else:
-            assert got.grad is None, "a parameter gradient where serial torch has none"
+        check((got.grad is None) == (wanted.grad is None), "a parameter gradient, or none")
+        if wanted.grad is not None and got.grad is not None:
+            check(deviation(got.grad, wanted.grad) <= tolerance, "parameter gradient")
+    raise_together(wrong)
 
 
 def _flat(result: Any) -> list[Tensor]:
@@ -204,6 +213,7 @@ def raises_alike(
     layouts: Sequence[dc.Layout | None] | None = None,
 ) -> None:
     """Assert that the serial function raises, and the distributed one on all ranks, in silence."""
+    inputs, parameters = ([x.to(grid.device) for x in xs] for xs in (inputs, parameters))
     with pytest.raises(REFUSALS) as serial:
         function(*inputs, *parameters)
     refused(function, inputs, parameters, grid, rng, layouts, serial.type)
@@ -222,6 +232,7 @@ def refused(
 
     It raises `error`, or that it is not supported. Whatever else it raises is an error of its own.
     """
+    inputs, parameters = ([x.to(grid.device) for x in xs] for xs in (inputs, parameters))
     if layouts is None:
         layouts = [random_layout(rng, grid, x.shape) for x in inputs]
     distributed = [
@@ -233,10 +244,11 @@ def refused(
             stack.enter_context(mock.patch.object(carrier, name, wraps=getattr(carrier, name)))
             for name in ("exchange", "all_reduce", "all_gather", "broadcast")
         ]
-        try:
-            function(*distributed, *parameters)
-        except (error, dc.UnsupportedOperation) as caught:
-            raised = caught
+        with one_verdict():
+            try:
+                function(*distributed, *parameters)
+            except (error, dc.UnsupportedOperation) as caught:
+                raised = caught
     everywhere = MPI.COMM_WORLD.allgather((repr(raised)[:200], any(s.called for s in sends)))
     assert all(text != "None" for text, _ in everywhere), f"raised on some ranks: {everywhere}"
     assert not any(sent for _, sent in everywhere), f"raised after sending: {everywhere}"

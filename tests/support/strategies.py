@@ -10,18 +10,13 @@ from __future__ import annotations
 import functools
 import random
 import re
-import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import HypothesisException
 from mpi4py import MPI
 from torch import Tensor
 
@@ -29,6 +24,7 @@ import distconv as dc
 from distconv.geometry.topology import AXES
 from tests.support.geometry import cuts_of
 from tests.support.serial import REFUSALS, TOLERANCE, agrees, examples, refused
+from tests.support.verdicts import one_verdict
 
 TIMES = settings().max_examples // 100
 """Multiplier of the number of examples: 1 by default, 50 nightly."""
@@ -36,12 +32,6 @@ RANKS = [1, 2, 4] if TIMES == 1 else [1, 2, 3, 4, 6, 8]
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (torch.float64, torch.float32, *HALF)
 INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-_VERDICTS = MPI.COMM_WORLD.Dup()
-_PATIENCE = 90.0
-"""Seconds that a rank which has judged an example waits for the others."""
-_PAUSE = 2e-4
-"""Seconds until it looks again, in which the core serves them."""
 
 
 def on_any_grid(
@@ -63,41 +53,12 @@ def on_any_grid(
         @functools.wraps(test)
         def judge(case: st.DataObject, **parameters: Any) -> None:
             __tracebackhide__ = True
-            report = None
-            try:
+            with one_verdict():
                 test(Case(case), **parameters)
-            except HypothesisException:  # rejects the example, on every rank
-                raise
-            except Exception:
-                report = traceback.format_exc()
-            report = _first_report(report)
-            if report is not None:
-                raise AssertionError(report)
 
         return judge
 
     return decorate
-
-
-def _first_report(mine: str | None) -> str | None:
-    """Return the report of the first rank that has one, on every rank; all call it.
-
-    Where a rank does not come, because it waits for a message of one that has raised, the job ends.
-    """
-    failed = np.empty(_VERDICTS.size, dtype=bool)
-    request = _VERDICTS.Iallgather(np.array([mine is not None]), failed)
-    until = time.monotonic() + _PATIENCE
-    while not request.Test():
-        if time.monotonic() > until:
-            sys.__stderr__.write(f"rank {_VERDICTS.rank} waits for others in vain:\n{mine}\n")
-            sys.__stderr__.flush()
-            MPI.COMM_WORLD.Abort(1)
-        time.sleep(_PAUSE)
-    if not failed.any():
-        return None
-    first = int(failed.argmax())
-    report = _VERDICTS.bcast(mine, first)
-    return f"on ranks {failed.nonzero()[0].tolist()}: {report}"
 
 
 def _factors(n: int) -> list[int]:
@@ -214,10 +175,14 @@ class Case:
     def tensor(
         self, shape: Sequence[int], *kinds: str, dtype: torch.dtype = torch.float64
     ) -> Tensor:
-        """Draw a tensor of one of these kinds of values, normal when none are named."""
+        """Draw a tensor of one of these kinds of values, normal when none are named.
+
+        It lies on the grid's device, where serial torch computes as well.
+        """
         kind = self.one_of(*kinds) if kinds else "normal"
         self._tensors += 1000
-        return tensor_of(shape, dtype, kind, self._tensors + self.draw(st.integers(0, 999)))
+        seed = self._tensors + self.draw(st.integers(0, 999))
+        return tensor_of(shape, dtype, kind, seed).to(self.grid.device)
 
     def layout(self, shape: Sequence[int]) -> dc.Layout:
         return self.draw(layouts(self.grid, shape), "layout")
@@ -263,13 +228,12 @@ class Case:
         except REFUSALS as error:
             parts = zip(inputs, shares, strict=True)
             operands = [dc.distribute_tensor(x, self.grid, layout) for x, layout in parts]
-            try:
-                call(*operands, *plain)
-            except Exception as ours:
-                if isinstance(ours, (dc.UnsupportedOperation, type(error))):
+            with one_verdict():
+                try:
+                    call(*operands, *plain)
+                except (dc.UnsupportedOperation, type(error)):
                     return
-                raise
-            raise AssertionError("serial torch raises, and this rank does not") from error
+                raise AssertionError("serial torch raises, and this rank does not") from error
         if not _derivable(result):  # by serial torch; values alone are compared
             fixed.update(places)
         try:

@@ -19,10 +19,11 @@ class Stream:
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, stream: Stream) -> None:
         pass
 
-    wait_event = wait_stream
+    def wait_event(self, event: Stream) -> None:
+        pass
 
     def record_event(self) -> Stream:
         return self

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
 import distconv as dc
+from tests.support import serial
 from tests.support.strategies import Case, on_any_grid, sizes
 
 WORLD = MPI.COMM_WORLD
@@ -42,7 +44,8 @@ def test_a_wrong_function_is_found_and_its_example_shrunk() -> None:
         case.agrees(wrong_beyond_four, case.tensor([case.draw(sizes(1, 12), "n")]))
 
     text, notes = report_of(sums)
-    assert text.endswith("AssertionError: output\n")
+    everyone = list(range(WORLD.size))
+    assert text.endswith(f"AssertionError: on ranks {everyone}: output\n")
     assert "Draw 2 (n): 5" in "\n".join(notes).splitlines()
 
 
@@ -57,3 +60,36 @@ def test_what_serial_torch_refuses_has_to_be_refused() -> None:
 
     text, _ = report_of(reshapes)
     assert "serial torch raises, and this rank does not" in text
+
+
+def refused_on_the_first(x: Tensor) -> Tensor:
+    if not isinstance(x, dc.DistTensor) or WORLD.rank == 0:
+        raise ValueError("not taken")
+    return x
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("fault", ["output", "serial torch raises, and this rank does not"])
+def test_a_rank_that_finds_a_fault_leaves_no_other_waiting(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "output":
+        monkeypatch.setattr(serial, "deviation", lambda *_: float(WORLD.rank))
+
+    @on_any_grid(1)
+    def communicates_afterwards(case: Case) -> None:
+        function = torch.neg if fault == "output" else refused_on_the_first
+        case.agrees(function, case.tensor([5]), cut=[0])
+        WORLD.barrier()
+
+    assert fault in report_of(communicates_afterwards)[0]
+
+
+@pytest.mark.parallel([2, 3])
+def test_an_error_that_one_rank_misses_fails_on_all() -> None:
+    def raises() -> None:
+        if WORLD.rank:
+            raise ValueError("too large")
+
+    with pytest.raises(AssertionError, match=r"on ranks \[0\]: (.*\n)*.*DID NOT RAISE"):
+        serial.raised_everywhere(ValueError, raises)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distconv.ops.conv.convolution import Convolution
+from distconv.ops.conv.no_outputs import without_outputs
 from distconv.ops.conv.spatial import convolve
 from distconv.ops.conv.transposed_convolution import TransposedConvolution
 from distconv.ops.support.argument_forms import accepts_unbatched, to_tuple
@@ -47,7 +48,12 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
             made = _convolve_points(input, weight, bias, spec)
             if made is not None:
                 return made
-        return convolve(distributed_input(spec.name, input, weight, bias), weight, bias, spec)
+        x = distributed_input(spec.name, input, weight, bias)
+        if isinstance(spec, TransposedConvolution) and spec.has_no_outputs(
+            tuple(x.shape), tuple(weight.shape[2:])
+        ):
+            return without_outputs(x, weight, bias, spec)
+        return convolve(x, weight, bias, spec)
 
 
 def _hashable(argument: Any) -> Any:

@@ -12,7 +12,7 @@ from distconv.geometry.halo.transposed_convolution import (
     transposed_convolution_boundary,
     transposed_needs_halo,
 )
-from distconv.geometry.index_maps import IndexMap, Same
+from distconv.geometry.index_maps import IndexMap, Same, cached
 from distconv.geometry.layout import Box, Cuts, Shape
 from distconv.geometry.windows import TransposedWindow
 from distconv.ops.conv.convolution import Convolution, Sides
@@ -50,11 +50,14 @@ class TransposedConvolution(Convolution):
                 f"{name}: output_padding={extras} has to be smaller than stride={strides} or "
                 f"dilation={dilations}"
             )
-        if 0 in made[2:]:
-            raise RuntimeError(
-                f"{name}: the result {made} has no elements; expected from 1 in every dimension"
-            )
         return made
+
+    @cached
+    def has_no_outputs(self, x: Shape, kernel: Shape) -> bool:
+        """Return whether a spatial dimension of the output of input `x` has no positions."""
+        maps = self.index_maps(kernel)
+        # Other numbers of dimensions are an error, found later.
+        return any(m.output_size(n) == 0 for m, n in zip(maps, x[2:], strict=False))
 
     def index_maps(self, kernel: Shape) -> tuple[TransposedWindow, ...]:
         """Return the index map of each spatial dimension for a kernel of spatial shape `kernel`."""

@@ -73,7 +73,7 @@ def test_a_maximum_keeps_places_and_no_copy_of_its_inputs() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_unpooling_what_was_pooled_moves_halos_only(n: int) -> None:
     grid = dc.ProcessGrid(width=-1)
-    x = torch.randn(2, 3, *(12 + d for d in range(n)), dtype=torch.float64)
+    x = torch.randn(2, 3, *(12 + d for d in range(n)), dtype=torch.float64).to(grid.device)
     d = dc.distribute_tensor(x, grid).requires_grad_()
     x.requires_grad_()
     dc.redistributions(reset=True)
@@ -89,7 +89,8 @@ def test_unpooling_what_was_pooled_moves_halos_only(n: int) -> None:
 @pytest.mark.parallel([2, 3])
 def test_indices_far_from_their_windows_are_found() -> None:
     grid = dc.ProcessGrid(height=-1)
-    x = torch.arange(1.0, 17).reshape(1, 1, 4, 4)
-    indices = torch.arange(64).flip(0)[::4].reshape(1, 1, 4, 4)
+    with grid.device:
+        x = torch.arange(1.0, 17).reshape(1, 1, 4, 4)
+        indices = torch.arange(64).flip(0)[::4].reshape(1, 1, 4, 4)
     made = F.max_unpool2d(dc.distribute_tensor(x, grid), indices, 2)
     torch.testing.assert_close(made.full_tensor(), F.max_unpool2d(x, indices, 2))
