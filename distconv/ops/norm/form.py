@@ -123,11 +123,11 @@ def _divided(shape: tuple[int, ...], form: Form, last: bool) -> Runs:
     if few and samples == 1:
         return Runs((1, 1, *channels, 1), shape, False)
     if not last:
-        length = positions if few else _part(positions, _ROW)
+        length = positions if few else divisor_from(positions, _ROW)
         numbers = samples, shape[0] // samples, *channels, positions // length
         return Runs(numbers, (1, prod(numbers), length), False)
-    together = 1 if few or len(shape) < 3 else _part(shape[-1], _COLUMNS // shape[1])
-    length = each if few else _part(each // together, _COLUMN)
+    together = 1 if few or len(shape) < 3 else divisor_from(shape[-1], _COLUMNS // shape[1])
+    length = each if few else divisor_from(each // together, _COLUMN)
     numbers = samples, each // length, *channels, 1
     matrices = prod(shape) // (length * together * shape[1])
     return Runs(numbers, (matrices, length, together * shape[1]), True)
@@ -144,7 +144,7 @@ _COLUMNS, _COLUMN = 1024, 256
 stays in the second cache while a kernel reads it twice."""
 
 
-def _part(n: int, least: int) -> int:
+def divisor_from(n: int, least: int) -> int:
     """Return the smallest divisor of n from `least` to 16 * `least`; n if there is none."""
     return next((k for k in range(max(least, 1), min(n, 16 * least)) if n % k == 0), n)
 

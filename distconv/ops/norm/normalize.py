@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_
-from distconv.comm.packing import has_channels_last
+from distconv.comm.packing import CHANNELS_LAST, has_channels_last
 from distconv.comm.shard_function import ShardFunction
 from distconv.device.thresholds import on_accelerator
 from distconv.grid.interface import Grid
@@ -71,19 +71,21 @@ def normalize(
     if on_accelerator(x, grid.computes_on_gpu):
         form = form._replace(in_runs=False)
     x = in_format_of(x, x)
-    y: Tensor = _function_for(x, form).apply(
-        x, weight, bias, form, grid, group, counts, eps, running
-    )
-    return y
+    function = _function_for(x, form)
+    last = function is SynchronizedGroupNorm and has_channels_last(x)
+    block = x.contiguous() if last else x
+    y: Tensor = function.apply(block, weight, bias, form, grid, group, counts, eps, running)
+    return y.contiguous(memory_format=CHANNELS_LAST[y.dim()]) if last else y
 
 
 def _function_for(x: Tensor, form: Form) -> type[ShardFunction]:
-    """Return the autograd function that normalises a block on its kind of device."""
+    """Return the autograd function that normalises a block on its kind of device.
+
+    It is the same on all ranks, whose functions exchange messages.
+    """
     if not on_accelerator(x, simulated=False) or not form.centered or form.weighs_elements:
         return _NormalizeBlock
-    if not form.of_each_sample:
-        return SynchronizedBatchNorm
-    return _NormalizeBlock if has_channels_last(x) else SynchronizedGroupNorm
+    return SynchronizedGroupNorm if form.of_each_sample else SynchronizedBatchNorm
 
 
 class _NormalizeBlock(ShardFunction):
@@ -257,13 +259,16 @@ def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, form: Form, eps
     runs = runs_of(x, form)
     own = [runs.spread(t.unsqueeze(2)) for t in (mean, variance)]
     ones = _ones(x.device, runs.shape[2 if runs.matrices else 1], mean.dtype)
+    # Without elements, as `native_batch_norm` returns them outside of training: CUDA's kernel would
+    # take these numbers in place of the running statistics.
+    none = _ones(x.device, 0, mean.dtype)
     statistics = zip(*(t.unbind() for t in own), strict=True) if runs.matrices else [own]
     kernel = torch.ops.aten.native_batch_norm_backward
     parts = []
     for own_dy, own_x, numbers in zip(runs.calls(dy), runs.calls(x), statistics, strict=True):
         own_mean, own_variance = (t.flatten().contiguous() for t in numbers)
         _, *sums = kernel(
-            *(own_dy, own_x, ones, own_mean, own_variance, own_mean, ones),
+            *(own_dy, own_x, ones, own_mean, own_variance, none, none),
             *(False, eps, [False, True, True]),
         )
         parts.append(sums)

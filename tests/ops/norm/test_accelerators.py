@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import distconv as dc
 from distconv.comm.packing import CHANNELS_LAST
+from distconv.ops.norm import synchronized
 from distconv.planning.dry_run import DryRunGrid
 from distconv.tensor.ownership import own
 from tests.support.kernels import kernels_of
-from tests.support.serial import agrees, deviation
+from tests.support.serial import agrees, deviation, random_tensor
 from tests.support.strategies import Case, on_any_grid, sizes
 from tests.support.synchronized_kernels import as_on_accelerators
 
@@ -61,6 +62,31 @@ def test_group_norm_by_kernels_of_accelerators_equals_serial(case: Case) -> None
         case.agrees(norm, x, *parameters, cut=case.one_of(None, [0]))
 
 
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("last", [False, True])
+def test_channels_in_runs_equal_serial(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Blocks of uneven ranks lie on both sides of the limit, and are of both memory formats.
+    monkeypatch.setattr(synchronized, "_MANY", 40)
+    monkeypatch.setattr(synchronized, "_RUN", 5)
+    grid, rng = dc.ProcessGrid(height=-1), random.Random(0)
+    for shape in ((2, 4, 9, 8), (1, 6, 3, 5, 8), (1, 2, 5, 10)):
+        x = random_tensor(rng, shape) + 2
+        parameters = [random_tensor(rng, shape[1:2]) for _ in range(2)]
+        norms = [
+            lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+            lambda x, w, b: F.group_norm(x, 2, w, b),
+            lambda x, w, b: F.group_norm(x, 2) * w.mean() + b.mean(),
+        ]
+        for norm in norms:
+
+            def call(x: Tensor, *p: Tensor, norm: Any = norm) -> Tensor:
+                form = CHANNELS_LAST[x.dim()] if last else torch.contiguous_format
+                return norm(x.contiguous(memory_format=form), *p)
+
+            with as_on_accelerators():
+                agrees(call, [x], parameters, grid, rng, [dc.Layout(height="height")])
+
+
 @pytest.mark.parallel([2, 4])
 def test_one_group_of_channels_equals_serial_in_every_memory_format() -> None:
     # The block of a statistic is expanded to its channels, which kernels read as they lie.
@@ -97,7 +123,7 @@ def plain_launches(layer: nn.Module, shape: tuple[int, ...]) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("layer", "on_cpus", "on_accelerators"),
-    [(nn.BatchNorm2d(8), 15, 5), (nn.GroupNorm(2, 8), 17, 10), (nn.GroupNorm(8, 8), 13, 9)],
+    [(nn.BatchNorm2d(8), 15, 6), (nn.GroupNorm(2, 8), 17, 12), (nn.GroupNorm(8, 8), 13, 12)],
     ids=["batch norm", "group norm", "instance norm"],
 )
 def test_a_cut_norm_launches_few_kernels(
