@@ -68,15 +68,15 @@ class Communicator:
         if Communicator.lost:
             raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
 
-    def send(self, buffer: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        group, leaving = Communicator.group, memory(buffer, count, datatype)
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        group, leaving = Communicator.group, memory(sendbuf, count, datatype)
         assert group is not None
         group.stream = stream
         group.reads.append(leaving)
         group.requests.append(self._comm.Isend(leaving, peer))
 
-    def recv(self, buffer: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        group, landing = Communicator.group, memory(buffer, count, datatype)
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        group, landing = Communicator.group, memory(recvbuf, count, datatype)
         assert group is not None
         group.stream = stream
         group.writes.append(landing)
