@@ -298,7 +298,7 @@ def _all_messages(
     Each message is with the rank to which it goes, or from which it comes.
     """
     messages = list(zip(places.peers, buffered, strict=True))
-    if places.offsets and tensor is not None:
+    if tensor is not None and places.offsets:
         start = tensor.storage_offset()
         for i, offset in places.offsets.items():  # from the first route to the last
             route = places.routes[i]
