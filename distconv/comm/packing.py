@@ -7,6 +7,7 @@ CPU. So one indexed copy packs all messages of an exchange, and another one unpa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -46,6 +47,20 @@ def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return uninitialised memory of this shape, in channels last if `like` is in channels last."""
     form = CHANNELS_LAST[like.dim()] if has_channels_last(like) else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=form)
+
+
+def padding(shape: tuple[int, ...], value: float, like: Tensor) -> Tensor:
+    """Return a tensor of one value, of the type and device of `like`, which must not change."""
+    return _filled(shape, value, like.dtype, like.device)
+
+
+@lru_cache(maxsize=256)
+def _filled(
+    shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    # It is kept beyond the program's call, and must not look like part of it.
+    with without_modes(), torch.inference_mode(False):
+        return torch.full(shape, value, dtype=dtype, device=device)
 
 
 class Places(NamedTuple):
@@ -277,7 +292,7 @@ def _all_messages(
     Each message is with the rank to which it goes, or from which it comes.
     """
     messages = list(zip(places.peers, buffered, strict=True))
-    if places.offsets and tensor is not None:
+    if tensor is not None and places.offsets:
         start = tensor.storage_offset()
         for i, offset in places.offsets.items():  # from the first route to the last
             route = places.routes[i]

@@ -7,7 +7,6 @@ ranks is the sum over these ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from distconv.comm.packing import (
     empty_in_format,
     has_channels_last,
     pack_messages,
+    padding,
     places_apart,
     places_in,
 )
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.plan import Plan
 from distconv.grid.interface import Grid
-from distconv.torch_private import without_modes
 from distconv.transport.interface import Message
 
 
@@ -122,7 +121,7 @@ class Transfer:
         parts = [
             (own if piece == -1 else arrived[piece])
             if isinstance(piece, int)
-            else _padding(piece, fill, block.dtype, block.device)
+            else padding(piece, fill, block)
             for piece in pieces
         ]
         return torch.cat(parts, along)
@@ -153,15 +152,6 @@ class Transfer:
             block[source].add_(buffer[target])
         gradients.finish_adding_to(block)
         return block
-
-
-@lru_cache(maxsize=256)
-def _padding(
-    shape: tuple[int, ...], fill: float, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return a tensor of one value, kept for later calls, which must not change it."""
-    with without_modes(), torch.inference_mode(False):
-        return torch.full(shape, fill, dtype=dtype, device=device)
 
 
 def gather(local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0) -> Tensor:

@@ -111,22 +111,38 @@ class Plan:
         None if there is no such dimension, or if messages can arrive directly in the buffer.
         """
         boxes = [box for _, box in self.own] + [box for r in self.receives for box in r.boxes]
-        shape, whole = self.buffer_shape, tuple(slice(0, n) for n in self.buffer_shape)
-        along = {d for box in boxes for d in range(len(shape)) if box[d] != whole[d]}
-        if len(self.own) != 1 or len(boxes) != 1 + len(self.receives) or len(along) != 1:
+        if len(self.own) != 1 or len(boxes) != 1 + len(self.receives):
             return None
-        (d,) = along
-        found: list[int | tuple[int, ...]] = []
-        end = 0
-        runs = sorted((box[d].start, box[d].stop, i - 1) for i, box in enumerate(boxes))
-        for start, stop, i in runs:
-            if end < start:
-                found.append((*shape[:d], start - end, *shape[d + 1 :]))
-            found.append(i)
-            end = stop
-        if end < shape[d]:
-            found.append((*shape[:d], shape[d] - end, *shape[d + 1 :]))
-        return None if prod(shape[:d]) == 1 else (d, tuple(found))
+        found = pieces_along(self.buffer_shape, boxes)
+        if found is None or prod(self.buffer_shape[: found[0]]) == 1:
+            return None
+        d, pieces = found
+        return d, tuple(p - 1 if isinstance(p, int) else p for p in pieces)
+
+
+def pieces_along(
+    shape: tuple[int, ...], boxes: Sequence[Slices]
+) -> tuple[int, tuple[int | tuple[int, ...], ...]] | None:
+    """Return a dimension, and the pieces that concatenate to an array of `shape` along it.
+
+    A piece is the number of one of `boxes`, which have no element in common, or the shape of
+    padding between them. Returns None if there is no such dimension.
+    """
+    whole = tuple(slice(0, n) for n in shape)
+    along = {d for box in boxes for d in range(len(shape)) if box[d] != whole[d]}
+    if len(along) != 1:
+        return None
+    (d,) = along
+    found: list[int | tuple[int, ...]] = []
+    end = 0
+    for start, stop, i in sorted((box[d].start, box[d].stop, i) for i, box in enumerate(boxes)):
+        if end < start:
+            found.append((*shape[:d], start - end, *shape[d + 1 :]))
+        found.append(i)
+        end = stop
+    if end < shape[d]:
+        found.append((*shape[:d], shape[d] - end, *shape[d + 1 :]))
+    return d, tuple(found)
 
 
 @dataclass(frozen=True)

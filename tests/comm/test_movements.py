@@ -13,8 +13,10 @@ from torch import Tensor
 
 import distconv as dc
 from distconv.comm.collectives import all_reduce, all_reduce_with_grad
+from distconv.comm.packing import places_in
 from distconv.comm.replication import replicate, unreplicate
 from distconv.comm.transfer import gather
+from distconv.device.thresholds import Thresholds
 from distconv.geometry.index_maps import Grouped, IndexMap, Same, Span, Strided
 from distconv.geometry.layout import Cuts, rank_box
 from distconv.geometry.padding import Pad
@@ -118,7 +120,22 @@ def test_random_movements_bring_every_buffer_its_elements(dtype: torch.dtype) ->
 
 
 @pytest.mark.parallel(RANKS)
-def test_blocks_of_any_memory_layout_are_moved() -> None:
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e5m2], ids=str)
+def test_types_without_indexed_copies_are_moved(dtype: torch.dtype) -> None:
+    rng = random.Random(str(dtype))
+    for _ in examples(10):
+        case = Case(rng, same)
+        local, wanted = ((x % 5).to(dtype) for x in (case.index[case.box.slices], case.wanted))
+        buffer = gather(local, case.plan, case.grid)
+        assert buffer.dtype == dtype and torch.equal(buffer.int(), wanted.int()), case
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("most", [0, 2**17])
+def test_blocks_of_any_memory_layout_are_moved(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Thresholds(most_indices=most)
+    monkeypatch.setattr("distconv.comm.packing.thresholds", lambda kind: limits)
+    make_plan.cache_clear()
     rng = random.Random(1)
     for _ in examples(15):
         case = Case(rng)
@@ -162,6 +179,25 @@ def test_the_backward_of_a_gather_is_its_adjoint() -> None:
         y = integers(case.plan.buffer_shape, seed + 1)
         buffer.backward(y)
         assert inner(buffer.detach(), y) == inner(x.detach(), x.grad), case
+
+
+@pytest.mark.parallel(RANKS)
+def test_no_kernel_adds_to_an_element_twice_where_the_order_of_sums_is_not_fixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("distconv.comm.packing.HOSTS", ())  # as if the CPU were an accelerator
+    make_plan.cache_clear()
+    rng = random.Random(5)
+    for seed in examples(40):
+        case = Case(rng)
+        x = integers(case.plan.block_shape, seed).requires_grad_()
+        buffer = gather(x, case.plan, case.grid)
+        y = integers(case.plan.buffer_shape, seed + 1)
+        buffer.backward(y)
+        assert inner(buffer.detach(), y) == inner(x.detach(), x.grad), case
+        places = places_in(x.grad, case.plan, case.grid, of_block=True, sums=True)
+        assert all(len(index.unique()) == len(index) for index in places.indices), case
+    make_plan.cache_clear()
 
 
 @pytest.mark.parallel(RANKS)

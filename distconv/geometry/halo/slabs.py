@@ -15,7 +15,7 @@ from typing import Any
 
 from distconv.geometry.index_maps import Interval, Same
 from distconv.geometry.layout import Cuts, block, distinct_parts, rank_box
-from distconv.geometry.plan import Plan, Slices, make_plan
+from distconv.geometry.plan import Plan, Slices, make_plan, pieces_along
 from distconv.geometry.topology import Topology
 
 
@@ -52,6 +52,11 @@ class MessagePart:
     alone: bool
     """Whether the message holds nothing else."""
 
+    @cached_property
+    def fills(self) -> bool:
+        """Return whether the part is its whole message."""
+        return self.alone and self.shape == tuple(s.stop - s.start for s in self.box)
+
     def of(self, messages: Any) -> Any:
         """Return the message of this part, one of `messages`, as a box of `shape`."""
         message = messages[self.message]
@@ -76,9 +81,13 @@ class HaloSlab:
     @cached_property
     def whole(self) -> MessagePart | None:
         """Return the message part that is the slab's whole input, and needs no copy; or None."""
-        part, shape = self.halo[0], self.piece.shape
-        covered = tuple(s.stop - s.start for s in part.place)
-        return part if part.alone and part.shape == covered == shape else None
+        part = self.halo[0]
+        return part if part.fills and part.shape == self.piece.shape else None
+
+    @cached_property
+    def pieces(self) -> tuple[int, tuple[int | tuple[int, ...], ...]] | None:
+        """Return `pieces_along` of the slab's message parts."""
+        return pieces_along(self.piece.shape, [part.place for part in self.halo])
 
 
 @dataclass(frozen=True)
@@ -95,13 +104,10 @@ class Boundary:
 
     @cached_property
     def composed(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return number and shape of each message that is not exactly the input of one slab.
-
-        Elements of these messages are copied to slabs.
-        """
-        whole = {slab.whole.message for slab in self.slabs if slab.whole is not None}
+        """Return number and shape of each message whose parts are in several slabs, or places."""
+        filled = {part.message for slab in self.slabs for part in slab.halo if part.fills}
         shapes = enumerate(route.shape for route in self.plan.receives)
-        return tuple((i, shape) for i, shape in shapes if i not in whole)
+        return tuple((i, shape) for i, shape in shapes if i not in filled)
 
 
 @dataclass(frozen=True)

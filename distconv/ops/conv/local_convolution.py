@@ -67,13 +67,13 @@ class LocalConvolution:
         `piece` holds the padding and the crop that belong to this input.
         """
         _, padding, *_, extra, groups = arguments = self._arguments(piece)
-        if volumes.gains(x, weight, *arguments):
+        if x.dim() == 5 and volumes.gains(x, weight, *arguments):
             y = volumes.recorded_convolution(x, weight, bias, *arguments)
         elif self.transposed:
             y = self.function(x, weight, bias, self.stride, padding, extra, groups, self.dilation)
         else:
             y = self.function(x, weight, bias, self.stride, padding, self.dilation, groups)
-        return crop_outputs(y, piece.crop)
+        return y if piece.crop is None else crop_outputs(y, piece.crop)
 
     def _arguments(self, piece: LocalInput) -> tuple[Any, ...]:
         """Return the arguments of torch.convolution after the bias, for the input of `piece`."""

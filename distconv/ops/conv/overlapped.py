@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, is_grad_enabled
 
-from distconv.comm.packing import resolved_contiguous
+from distconv.comm.packing import padding, resolved_contiguous
 from distconv.comm.shard_function import ShardFunction
 from distconv.comm.transfer import Transfer, accumulate, gather
 from distconv.geometry.halo.slabs import Boundary, HaloSlab
@@ -74,9 +75,14 @@ def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
     if slab.whole is not None:
         inputs: Tensor = slab.whole.of(halos)
         return inputs
+    parts = [part.of(halos)[part.box] for part in slab.halo]
+    if slab.pieces is not None:
+        d, pieces = slab.pieces
+        joined = [parts[p] if isinstance(p, int) else padding(p, 0.0, halos[0]) for p in pieces]
+        return torch.cat(joined, d)
     inputs = halos[0].new_zeros(slab.piece.shape)
-    for part in slab.halo:
-        inputs[part.place] = part.of(halos)[part.box]
+    for part, values in zip(slab.halo, parts, strict=True):
+        inputs[part.place] = values
     return inputs
 
 
@@ -128,10 +134,10 @@ class _OverlappedConvolution(ShardFunction):
             )
             if of_weight:
                 of_taps.append((slab.taps, dtaps))
-            if of_input and slab.whole is not None:
-                leaving[slab.whole.message] = resolved_contiguous(dhalo)
-            elif of_input:
-                for part in slab.halo:
+            for part in slab.halo if of_input else ():
+                if part.fills:
+                    leaving[part.message] = resolved_contiguous(dhalo[part.place])
+                else:
                     part.of(leaving)[part.box].add_(dhalo[part.place])
         if of_input:
             gradients = [leaving[i] for i in range(len(plan.receives))]

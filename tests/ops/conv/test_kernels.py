@@ -68,3 +68,14 @@ def test_corners_are_added_one_after_the_other_where_their_order_is_not_fixed() 
     assert added(both)["index_add_"] == 1
     assert added(both, gpu=True)["index_add_"] == 3
     assert added({"height": 4}, gpu=True)["index_add_"] == 1
+
+
+@pytest.mark.parametrize(
+    ("extents", "most"), [({"height": 4}, 10), ({"height": 4, "width": 4}, 28)], ids=str
+)
+def test_an_overlapped_convolution_writes_no_zeros_where_halos_arrive(
+    extents: dict[str, int], most: int
+) -> None:
+    # Each side has a convolution of its own forward and backward, and sums of its results.
+    kernels = added(extents, "overlapped")
+    assert kernels.total() <= most and not kernels["new_zeros"], kernels
