@@ -31,6 +31,8 @@ def pad(
     for i in range(len(pad) // 2):
         amounts[input.dim() - 1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))
     sent = any(axes and any(amount) for amount, axes in zip(amounts, input.cuts, strict=True))
+    for n, amount in zip(input.shape, amounts, strict=True):
+        Pad(*amount, mode).output_size(n)  # raises if too little is left to wrap around
     # Constants are written around the block during the copy, along all dimensions at once.
     around = sent and mode == "constant"
     needs: list[IndexMap] = [
