@@ -70,7 +70,7 @@ def on_any_grid(
                 raise
             except Exception:
                 report = traceback.format_exc()
-            report = _first_report(report)
+            report = first_report(report)
             if report is not None:
                 raise AssertionError(report)
 
@@ -79,7 +79,7 @@ def on_any_grid(
     return decorate
 
 
-def _first_report(mine: str | None) -> str | None:
+def first_report(mine: str | None) -> str | None:
     """Return the report of the first rank that has one, on every rank; all call it.
 
     Where a rank does not come, because it waits for a message of one that has raised, the job ends.
@@ -119,7 +119,15 @@ def grids(draw: st.DrawFn) -> dc.ProcessGrid:
 
 @st.composite
 def layouts(draw: st.DrawFn, grid: dc.ProcessGrid, shape: Sequence[int]) -> dc.Layout:
-    """Draw a layout: each grid axis goes to a dimension, or to none, which replicates."""
+    """Draw a layout: each grid axis goes to a dimension, or to none, which replicates.
+
+    Often all axes cut one dimension, in any order.
+    """
+    if shape and draw(st.integers(0, 3)) == 3:
+        axes = [axis for axis in AXES if grid.topology.extent(axis) > 1]
+        cuts: list[tuple[str, ...]] = [()] * len(shape)
+        cuts[draw(st.integers(0, len(shape) - 1))] = tuple(draw(st.permutations(axes)))
+        return dc.Layout.of(tuple(cuts))
     return dc.Layout.of(draw(cuts_of(grid.topology, len(shape))))
 
 
@@ -171,7 +179,7 @@ def each(elements: st.SearchStrategy[int], n: int) -> st.SearchStrategy[Any]:
     return st.one_of(st.tuples(*[elements] * n), elements)
 
 
-def _derivable(result: Any) -> bool:
+def derivable(result: Any) -> bool:
     """Return whether there are gradients: some of torch's functions have none in some types."""
     results = result if isinstance(result, (tuple, list)) else [result]
     results = [y for y in results if y.requires_grad]
@@ -270,7 +278,7 @@ class Case:
                     return
                 raise
             raise AssertionError("serial torch raises, and this rank does not") from error
-        if not _derivable(result):  # by serial torch; values alone are compared
+        if not derivable(result):  # by serial torch; values alone are compared
             fixed.update(places)
         try:
             agrees(call, inputs, plain, self.grid, rng, shares, tolerance)
