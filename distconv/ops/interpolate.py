@@ -53,6 +53,11 @@ def interpolate(
             f"interpolate: mode={mode!r} is not implemented for {input.dtype}; convert it, "
             "x.float()"
         )
+    if mode != "area" and 0 in input.shape[1:]:
+        raise RuntimeError(
+            f"interpolate: {tuple(input.shape)} has no elements; expected from 1 in every "
+            "dimension but the first"
+        )
     # The check fails for an empty batch.
     sample = TensorMeta((1, *input.shape[1:]))
     shape = (
