@@ -46,6 +46,7 @@ TAKEN: dict[str, tuple[torch.Tensor, Callable[..., Any]]] = {
     "no differences": (V, lambda x: torch.diff(x, n=0, prepend=V, append=V)),
     "quantiles by a distributed q": (Q, lambda q: torch.quantile(X, q, 1)),
     "quantiles of all": (Q, lambda q: torch.nanquantile(X, q, keepdim=True)),
+    "quantiles of a scalar": (SCALAR, lambda x: torch.nanquantile(x, Q, 0, True)),
     "positions around the end": (X, lambda x: torch.take_along_dim(x, AROUND, 1)),
     "no lower triangle": (X, lambda x: torch.tril(x, -(2**63)) + torch.triu(x, 2**63 - 1)),
     "both triangles": (X, lambda x: torch.tril(x, 2**63 - 1) + torch.triu(x, -(2**63))),

@@ -168,7 +168,7 @@ def _quantile(name: str) -> None:
             _with_quantiles_last, name, input, [d], function, fractions, d, interpolation,
             dropped=[d],
         )  # fmt: skip
-        values: Tensor = last.unsqueeze(d) if keepdim else last
+        values: Tensor = last.unsqueeze(d) if keepdim and input.dim() else last
         return values.movedim(-1, 0) if fractions.dim() else values.squeeze(-1)
 
 
