@@ -436,6 +436,15 @@ def of_lists(name: str) -> Callable[..., Any]:
     return function
 
 
+def of_sequence(name: str) -> Callable[..., Any]:
+    """Return torch's private function for a sequence of tensors, such as `atleast_1d([x, y])`.
+
+    Without it, such a call is refused; `atleast_1d(x, y)` is not.
+    """
+    function: Callable[..., Any] = getattr(torch._C._VariableFunctions, name)
+    return function
+
+
 def fused_step(optimizer: str) -> Callable[..., Any]:
     """Return the function that a fused optimizer such as "adam" calls in a step."""
     function: Callable[..., Any] = getattr(torch, f"_fused_{optimizer}_")

@@ -507,6 +507,11 @@ def test_refused_functions_are_asked_for_by_their_private_names() -> None:
         forward_ad.make_dual(x, torch.ones(2))
     assert private.make_dual in Heard.asked
     Heard.asked.clear()
+    torch.atleast_1d([x, x])
+    assert private.of_sequence("atleast_1d") in Heard.asked
+    torch.meshgrid([x, x], indexing="ij")
+    assert private.of_sequence("meshgrid") in Heard.asked
+    Heard.asked.clear()
     module, p = nn.Module(), x.clone().as_subclass(Heard).requires_grad_()
     private.mark_parameter(p)
     module.register_parameter("p", p)  # type: ignore[arg-type]

@@ -21,11 +21,21 @@ def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tens
 
 
 def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Stack `local` of all ranks along `axes`, which all call it, in rank order; differentiable."""
+    """Stack `local` of all ranks along `axes`, which all call it; differentiable.
+
+    The ranks are in the order of the blocks of a dimension cut over `axes`: the first axis is the
+    slowest.
+    """
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local.unsqueeze(0)
-    return apply_along_axes(_AllGather, local, grid, axes)
+    gathered = apply_along_axes(_AllGather, local, grid, axes)
+    by_rank = sorted(axes, key=AXES.index)
+    if axes == tuple(by_rank):
+        return gathered
+    each = gathered.unflatten(0, [grid.topology.extent(axis) for axis in by_rank])
+    order = [by_rank.index(axis) for axis in axes]
+    return each.permute(*order, *range(len(axes), each.dim())).flatten(0, len(axes) - 1)
 
 
 def apply_along_axes(

@@ -36,6 +36,7 @@ from distconv.geometry.layout import Box, Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.sample_format import in_sample_format
+from distconv.tensor.whole_numbers import whole_numbers
 
 Batch: TypeAlias = Any
 """One mini-batch: a DistTensor for samples of one field, a tuple for several; `HaloBlock`s where
@@ -290,11 +291,15 @@ class Dataset:
         return tuple(batch) if len(batch) > 1 else batch[0]
 
     def numbers(self, samples: Sequence[int]) -> list[int]:
-        """Return sample numbers as ints; raise ValueError unless all are from 0 below `samples`."""
-        wrong = [i for i in samples if not 0 <= i < self.samples]
+        """Return sample numbers as ints.
+
+        Raises TypeError unless all are whole, ValueError unless all are from 0 below `samples`.
+        """
+        numbers = whole_numbers(tuple(samples), "samples")
+        wrong = [i for i in numbers if not 0 <= i < self.samples]
         if wrong:
             raise ValueError(f"there are no samples {wrong}; there are {self.samples}, from 0")
-        return list(map(int, samples))
+        return list(numbers)
 
     def _read_view(self, source: Source, sample: int, view: View, out: NDArray[Any]) -> None:
         """Read a view of a stored sample into `out`, one stored box after the other."""

@@ -18,6 +18,8 @@ def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
     The runs follow each other in both shapes; each pair has the run of `before` and that of
     `after`.
     """
+    if 0 in before:
+        return [(range(len(before)), range(len(after)))]
     found = []
     i = j = 0
     while i < len(before) or j < len(after):

@@ -22,10 +22,14 @@ class Pad:
 
     def output_size(self, size: int) -> int:
         start, stop = self._source_range(size)
-        if start >= stop and size:
-            raise ValueError(
-                f"circular padding by ({self.before}, {self.after}) crops all of {size} positions "
-                "and leaves none to wrap around"
+        if (
+            self.mode == "circular"
+            and size
+            and not 0 < stop - start >= max(self.before, self.after)
+        ):
+            raise RuntimeError(
+                f"circular padding by ({self.before}, {self.after}) leaves {max(stop - start, 0)} "
+                f"of {size} positions to wrap around; expected as many as it adds on a side"
             )
         return size + self.before + self.after
 

@@ -191,7 +191,8 @@ def _antialiased(r: Resampled, size: int, outputs: NDArray) -> tuple[NDArray, ND
         weights = _cubic(distance, _CUBIC_ANTIALIAS)
     weights = np.where(positions < last[:, None], weights, 0)
     weights = weights / weights.sum(1, keepdims=True)
-    return np.minimum(positions, size - 1), weights
+    # Shorter filters repeat their last input, so that no output needs more than torch reads.
+    return np.minimum(positions, last[:, None] - 1), weights
 
 
 def _cubic(distance: NDArray, a: float) -> NDArray:

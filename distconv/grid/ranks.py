@@ -19,9 +19,11 @@ def world() -> Communicator:
 
     It is for grids; a program uses `ProcessGrid.comm`. The first call starts MPI, or connects to
     the store of torchrun or of torch.distributed's default group. A process that none of these
-    has started is the only rank. Raises RuntimeError in a worker process, which is no rank.
+    has started is the only rank. Raises RuntimeError in a worker process, which is no rank, and
+    if the program has not started MPI or has ended it.
     """
     launch.check_is_rank()
+    launch.check_mpi_runs()
     return _world()
 
 

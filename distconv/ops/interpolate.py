@@ -54,6 +54,11 @@ def interpolate(
             f"interpolate: mode={mode!r} is not implemented for {input.dtype}; convert it, "
             "x.float()"
         )
+    if mode != "area" and 0 in input.shape[1:]:
+        raise RuntimeError(
+            f"interpolate: {tuple(input.shape)} has no elements; expected from 1 in every "
+            "dimension but the first"
+        )
     # The check fails for an empty batch.
     sample = TensorMeta((1, *input.shape[1:]))
     shape = (
@@ -108,6 +113,9 @@ def interpolate(
     if not (input.is_floating_point() or mode.startswith("nearest")):
         reason = f"mode={mode!r} of {input.dtype} on a cut plane is not supported"
         refuse("interpolate", reason, input, way_out="Convert it, x.float(), and round the result")
+    if antialias and shape[3] == 1 and shape[2] not in (1, input.shape[2]):
+        reason = "torch repeats the first row of an antialiased plane of one column"
+        refuse("interpolate", reason, input, way_out="Transpose the plane, x.mT, and the result")
     needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
     buffer = gather_inputs(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:
@@ -127,7 +135,11 @@ def interpolate(
     if done < spatial:
         kernel = upsampling(mode, antialias, spatial)
         corners = () if mode.startswith("nearest") else (bool(align_corners),)
-        buffer = kernel(buffer, made, *corners, *scales)
+        if antialias and made[1] == 1:  # torch's kernel repeats the first row, though not of a row
+            turned = kernel(buffer.transpose(2, 3), made[::-1], *corners, *scales[::-1])
+            buffer = turned.transpose(2, 3)
+        else:
+            buffer = kernel(buffer, made, *corners, *scales)
     if any(surplus):
         # The gradient of negative padding keeps the memory format, unlike a slice's.
         buffer = F.pad(buffer, [n for before in reversed(surplus) for n in (-before, 0)])

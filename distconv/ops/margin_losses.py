@@ -121,6 +121,9 @@ def _of_classes(
 
     `inner` is 0 if `target` has one label per sample, 1 if it has a vector of labels.
     """
+    if not input.dim():  # a single class
+        one = target.reshape((1,) * inner)
+        return _of_classes(function, input.unsqueeze(0), one, inner, **options)
     if input.dim() == 1:
         # torch's own checks treat the loss of a single sample as that of a batch.
         batch = input.unsqueeze(0), target.unsqueeze(0)
@@ -142,7 +145,9 @@ def triplet_margin_loss(
     swap: bool = False,
 ) -> Tensor:
     """Return max(0, distance to the positive - distance to the negative + margin)."""
-    _check_dimensions("triplet_margin_loss", anchor, positive, negative)
+    name = "triplet_margin_loss"
+    _check_margin(name, margin)
+    _check_dimensions(name, anchor, positive, negative)
     distance = partial(F.pairwise_distance, p=p, eps=eps)
     return _triplet(anchor, positive, negative, distance, margin, swap)
 
@@ -158,11 +163,15 @@ def triplet_margin_with_distance_loss(
 ) -> Tensor:
     """Return `triplet_margin_loss` with a distance of the user's."""
     name = "triplet_margin_with_distance_loss"
-    if margin <= 0:
-        raise ValueError(f"{name}: margin={margin} is not positive; give a number above 0")
+    _check_margin(name, margin)
     _check_dimensions(name, anchor, positive, negative)
     distance = distance_function or F.pairwise_distance
     return _triplet(anchor, positive, negative, distance, margin, swap)
+
+
+def _check_margin(name: str, margin: float) -> None:
+    if margin <= 0:
+        raise ValueError(f"{name}: margin={margin} is not positive; give a number above 0")
 
 
 def _triplet(

@@ -290,6 +290,8 @@ def rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> Tensor:
+    if lower > upper:
+        raise RuntimeError(f"rrelu: lower={lower} is above upper={upper}; expected at most that")
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
     slopes = lower + (upper - lower) * rand_like(input.detach())

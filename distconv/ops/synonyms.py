@@ -23,7 +23,6 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
         torch.isclose(input, other, *tolerances, **named).all()
     ),
     "broadcast_to": takes_sequence("size")(lambda input, *size: input.expand(*size)),
-    "constant_pad_nd": lambda input, pad, value=0: F.pad(input, pad, "constant", value),
     "count_nonzero": lambda input, dim=None: input.bool().sum(dim),
     "diagflat": lambda input, offset=0: input.flatten().diag_embed(offset),
     "equal": lambda input, other: input.shape == other.shape and bool((input == other).all()),

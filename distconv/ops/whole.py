@@ -13,6 +13,7 @@ from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.dispatch import RULES
 from distconv.tensor.nested import tensors_in
+from distconv.torch_private import of_sequence
 
 _NAMES = """
     block_diag cartesian_prod combinations corrcoef cov histc histogram kron meshgrid nonzero_static
@@ -41,3 +42,4 @@ for _home, _names in ((torch, _NAMES), (Tensor, _NAMES), (torch.linalg, _OF_LINA
     for _name in _names:
         if hasattr(_home, _name):
             RULES[getattr(_home, _name)] = _on_whole(getattr(_home, _name))
+RULES[of_sequence("meshgrid")] = lambda tensors, **named: torch.meshgrid(*tensors, **named)

@@ -37,7 +37,7 @@ from distconv.tensor.dispatch import (
 from distconv.tensor.dtensor import block_of_dtensor, to_dtensor
 from distconv.tensor.eager import check_untraced
 from distconv.tensor.module_call import innermost_call
-from distconv.tensor.nested import Tensors, replaced, shards_of, tensors_in
+from distconv.tensor.nested import Tensors, as_list, replaced, shards_of, tensors_in
 from distconv.tensor.ownership import started_at
 from distconv.tensor.recording import check_brought, check_recorded, gradient_seed
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
@@ -487,12 +487,16 @@ def _run(
         if entered:
             return _run_with(entered, rule, func, args, named)
         return rule(*args, **named)
-    check_out(func, out, out, *operands)
+    for x in as_list(out):
+        check_out(func, x, x, *operands)
     result = rule(*args, **named)
-    check_out(func, out, result, *operands)
-    out.shard.copy_(result.shard)
-    finish_write(out)
-    return out
+    pairs: list[Any] = list(zip(as_list(out), as_list(result), strict=True))
+    for x, made in pairs:
+        check_out(func, x, made, *operands)
+    for x, made in pairs:
+        x.shard.copy_(made.shard)
+        finish_write(x)
+    return replaced(result, {id(made): x for x, made in pairs})
 
 
 def _run_with(

@@ -61,9 +61,18 @@ _node_of_wrapper: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> Grid:
     """Return the one grid of all distributed operands.
 
-    Raises ValueError, which names `operator`, if there are several grids.
+    Raises ValueError, which names `operator`, if there are several grids, and
+    `UnsupportedOperation` if there is none.
     """
-    grids = [x.grid for x in operands if isinstance(x, DistTensorBase)]
+    tensors = list(operands)
+    grids = [x.grid for x in tensors if isinstance(x, DistTensorBase)]
+    if not grids:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors if isinstance(x, Tensor))
+        refuse(
+            operator_name(operator),
+            f"the operand {shapes} that decides the layout is plain",
+            way_out="Distribute it, dc.distribute_tensor(x, grid)",
+        )
     for grid in grids[1:]:
         if grid is not grids[0] and grid != grids[0]:
             raise ValueError(

@@ -109,7 +109,26 @@ def check_is_rank() -> None:
 def mpi() -> ModuleType:
     """Return the module `mpi4py.MPI`, and start MPI; raise RuntimeError in a worker process."""
     check_is_rank()
-    return _imported_mpi()
+    module = _imported_mpi()
+    check_mpi_runs()
+    return module
+
+
+def check_mpi_runs() -> None:
+    """Raise `RuntimeError` if the ranks meet by MPI, which has not started or has ended."""
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    if MPI is None or meets_by_torch():
+        return
+    if not MPI.Is_initialized():
+        raise RuntimeError(
+            "distconv: MPI has not been started, as after mpi4py.rc.initialize = False; call "
+            "MPI.Init() before the first grid, or let mpi4py start MPI"
+        )
+    if MPI.Is_finalized():
+        raise RuntimeError(
+            "distconv: the program has called MPI.Finalize(), and no rank can send messages any "
+            "more; leave that to the exit, where mpi4py calls it"
+        )
 
 
 @cache
@@ -144,7 +163,8 @@ def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
 def has_mpi() -> bool:
     """Return whether `mpi4py.MPI` can be imported; this starts MPI."""
     try:
-        mpi()
+        check_is_rank()
+        _imported_mpi()
     except (ImportError, RuntimeError):
         return False
     return True
@@ -180,7 +200,8 @@ def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
     if meeting and _BY_TORCHRUN in environment:
         return True  # where MPI or Slurm has started torchrun on each node, too
     started: Any = sys.modules.get("mpi4py.MPI")
-    by_mpi = (started is not None and started.COMM_WORLD.size > 1) or any(
+    runs = started is not None and started.Is_initialized() and not started.Is_finalized()
+    by_mpi = (runs and started.COMM_WORLD.size > 1) or any(
         (_whole(environment.get(name)) or 1) > 1 for name in _SIZES_OF_MPI
     )
     return (meeting or has_default_group()) and not by_mpi

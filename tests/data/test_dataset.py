@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import distconv as dc
-from distconv.data import Dataset
+from distconv.data import DataError, Dataset
 from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.sample_files import FIELDS, SAMPLES, SOURCES, X, Y, Z, write_hdf5
 
@@ -205,3 +205,10 @@ def test_files_that_hold_several_samples_are_read_one_after_the_other(tmp_path: 
     source = dc.data.open_files(tmp_path / "*.npy", None, stacked=True)
     data = Dataset(source, dc.ProcessGrid())
     assert np.array_equal(data.batch([3, 1, 4, 0, 2]), X[[3, 1, 4, 0, 2]])
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_sample_number_that_is_not_whole_is_refused_on_every_rank() -> None:
+    data = Dataset(X, dc.ProcessGrid(sample=-1))
+    with pytest.raises(DataError, match=r"samples=1\.5 is not a whole number"):
+        data.batch([1.5])

@@ -252,6 +252,9 @@ def test_blocks_that_hold_what_their_padding_repeats_are_padded_alone(mode: str)
     assert pad.outside(10, 3, 12) == (0, 0)
 
 
-def test_circular_padding_of_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"by \(3, -2\) crops all of 2 positions"):
-        Pad(3, -2, "circular").output_size(2)
+@pytest.mark.parametrize(("before", "after", "left"), [(3, -2, 0), (-1, 2, 1), (-1, -1, 0)])
+def test_circular_padding_by_more_than_is_left_is_an_error(
+    before: int, after: int, left: int
+) -> None:
+    with pytest.raises(RuntimeError, match=f"leaves {left} of 2 positions to wrap around"):
+        Pad(before, after, "circular").output_size(2)

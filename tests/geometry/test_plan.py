@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from itertools import product
 from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distconv import geometry
 from distconv.geometry.index_maps import (
     Grouped,
     IndexMap,
+    Interval,
     Reversed,
     Rolled,
     Rows,
@@ -20,9 +26,10 @@ from distconv.geometry.index_maps import (
     Span,
     Strided,
 )
-from distconv.geometry.layout import Cuts, rank_box, replicating_axes
+from distconv.geometry.layout import Cuts, block, rank_box, replicating_axes
 from distconv.geometry.padding import Pad
 from distconv.geometry.plan import Plan, elements_moved, make_plan
+from distconv.geometry.resampling import Resampled
 from distconv.geometry.topology import Topology
 from distconv.geometry.windows import AdaptiveWindow, TransposedWindow, Window
 from tests.support.geometry import OUTSIDE, cuts_of, needed, topologies
@@ -96,66 +103,110 @@ class Movement:
         return needed(whole, self.topology, rank, self.target, self.needs)
 
 
-@st.composite
-def index_maps(draw: st.DrawFn, n: int) -> IndexMap:
-    """Draw any map along a dimension of n inputs whose number of outputs is not negative."""
-    kinds = [
-        *(Same, Window, TransposedWindow, AdaptiveWindow, Strided, Span, Grouped, Rows, Pad),
-        *(Reversed, Rolled),
-    ]
-    kind = draw(st.sampled_from(kinds))
-    small = st.integers(0, 4)
-    if kind is Same:
-        return Same()
-    if kind is Window:
-        window = Window(
-            draw(st.integers(1, 5)),
-            draw(st.integers(1, 4)),
-            draw(st.integers(1, 2)),
-            (draw(small), draw(small)),
-            draw(st.booleans()),
-        )
-        return window if window.output_size(n) >= 0 else Same()
-    if kind is TransposedWindow:
-        sizes = [draw(st.integers(1, 4)) for _ in range(3)]
-        transposed = TransposedWindow(*sizes, draw(small), draw(st.integers(0, 1)))
-        return transposed if n and transposed.output_size(n) >= 0 else Same()
-    if kind is AdaptiveWindow:
-        return AdaptiveWindow(draw(st.integers(0, 9))) if n else Same()
-    if kind is Strided:
-        first, step = draw(small), draw(st.integers(1, 4))
-        return Strided(first, step, len(range(first, n, step)))
-    if kind is Span:
-        return Span(offset := draw(small), offset + n + draw(small))
-    if kind is Grouped:
-        return Grouped(draw(st.integers(1, 3)))
-    if kind is Reversed:
-        return Reversed()
-    if kind is Rolled:
-        return Rolled(draw(st.integers(-9, 9))) if n else Same()
-    if kind is Rows:
-        row = draw(st.integers(1, 6))
-        return Rows(row, draw(st.sampled_from([m for m in range(1, 40) if n * row % m == 0])))
+SMALL = st.integers(0, 4)
+
+
+def _any_window(draw: st.DrawFn, n: int) -> Window:
+    kernel, stride, dilation = (draw(st.integers(1, most)) for most in (5, 4, 2))
+    return Window(kernel, stride, dilation, (draw(SMALL), draw(SMALL)), draw(st.booleans()))
+
+
+def _any_transposed_window(draw: st.DrawFn, n: int) -> TransposedWindow:
+    sizes = [draw(st.integers(1, 4)) for _ in range(3)]
+    return TransposedWindow(*sizes, draw(SMALL), draw(st.integers(0, 1)))
+
+
+def _any_slice(draw: st.DrawFn, n: int) -> Strided:
+    first, step = draw(SMALL), draw(st.integers(1, 4))
+    return Strided(first, step, len(range(first, n, step)))
+
+
+def _any_span(draw: st.DrawFn, n: int) -> Span:
+    return Span(offset := draw(SMALL), offset + n + draw(SMALL))
+
+
+def _any_rows(draw: st.DrawFn, n: int) -> Rows:
+    row = draw(st.integers(1, 6))
+    return Rows(row, draw(st.sampled_from([m for m in range(1, 40) if n * row % m == 0])))
+
+
+def _any_padding(draw: st.DrawFn, n: int) -> IndexMap:
     mode = draw(st.sampled_from(["constant", "reflect", "replicate", "circular"]))
     most = {"constant": 9, "reflect": n - 1, "replicate": 9 if n else 0, "circular": n}[mode]
     before, after = draw(st.integers(-2, max(most, 0))), draw(st.integers(-2, max(most, 0)))
-    fits = n + min(before, 0) + min(after, 0) > 0
+    kept = n + min(before, 0) + min(after, 0)
+    fits = kept > 0 and (mode != "circular" or kept >= max(before, after))
     return Pad(before, after, mode) if fits else Same()
 
 
-@given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), index_maps(n))), st.data())
-def test_what_needs_an_input_meets_its_dependents(
-    case: tuple[int, IndexMap], data: st.DataObject
-) -> None:
-    n, m = case
-    start = data.draw(st.integers(0, n - 1))
-    stop = data.draw(st.integers(start + 1, n))
-    dependents = m.dependents(n, start, stop)
-    outputs = m.output_size(n)
-    for first in range(outputs):
-        for last in range(first + 1, outputs + 1):
-            needs = any(a < stop and start < b for a, b in m.intervals(n, first, last))
-            assert not needs or any(a < last and first < b for a, b in dependents)
+def _any_resampling(draw: st.DrawFn, n: int) -> Resampled:
+    mode = draw(st.sampled_from(["nearest", "nearest-exact", "linear", "cubic"]))
+    scale = draw(st.none() | st.floats(0.25, 4) | st.sampled_from([0.5, 2 / 3, 1.5, 2.0]))
+    weighted = not mode.startswith("nearest")
+    return Resampled(
+        draw(st.integers(1, 2 * n + 1)) if scale is None else max(int(n * scale), 1),
+        scale,
+        mode,
+        align_corners=weighted and draw(st.booleans()),
+        antialias=weighted and draw(st.booleans()),
+        precision=draw(st.sampled_from(["float32", "float64"])),
+    )
+
+
+MAPS: dict[type, Callable[[st.DrawFn, int], IndexMap]] = {
+    Same: lambda draw, n: Same(),
+    Window: _any_window,
+    TransposedWindow: _any_transposed_window,
+    AdaptiveWindow: lambda draw, n: AdaptiveWindow(draw(st.integers(0, 9))),
+    Strided: _any_slice,
+    Span: _any_span,
+    Grouped: lambda draw, n: Grouped(
+        draw(st.integers(1, 3)), draw(st.sampled_from([m for m in range(1, 5) if n % m == 0]))
+    ),
+    Rows: _any_rows,
+    Pad: _any_padding,
+    Reversed: lambda draw, n: Reversed(),
+    Rolled: lambda draw, n: Rolled(draw(st.integers(-9, 9))),
+    Resampled: _any_resampling,
+}
+"""Every kind of index map, and how one for n inputs is drawn."""
+OF_NO_INPUTS = (Same, Window, Strided, Span, Grouped, Rows, Pad, Reversed)
+
+
+@st.composite
+def index_maps(draw: st.DrawFn, n: int, kind: type | None = None) -> IndexMap:
+    """Draw any map along a dimension of n inputs whose number of outputs is not negative."""
+    kind = kind or draw(st.sampled_from(list(MAPS if n else OF_NO_INPUTS)))
+    drawn = MAPS[kind](draw, n)
+    return drawn if drawn.output_size(n) >= 0 else Same()
+
+
+def test_every_index_map_is_drawn() -> None:
+    names = [m.name for m in pkgutil.walk_packages(geometry.__path__, "distconv.geometry.")]
+    values = [x for name in names for x in vars(importlib.import_module(name)).values()]
+    maps = {x for x in values if is_dataclass(x) and hasattr(x, "dependents")}
+    assert maps == set(MAPS)
+
+
+@pytest.mark.parametrize("kind", MAPS)
+@settings(max_examples=4 * settings().max_examples)
+@given(data=st.data())
+def test_what_needs_an_input_meets_its_dependents(kind: type, data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 30))
+    m = data.draw(index_maps(n, kind))
+    inputs, outputs = (parts_of(size) for size in (n, m.output_size(n)))
+    dependents = {part: m.dependents(n, *part) for part in inputs}
+    for first, last in outputs:
+        needed = m.intervals(n, first, last)
+        for start, stop in inputs:
+            if any(a < stop and start < b for a, b in needed):
+                assert any(a < last and first < b for a, b in dependents[start, stop])
+
+
+def parts_of(size: int) -> set[Interval]:
+    """Return the parts that have elements when `size` positions are cut into 1 to 5 parts."""
+    every = {block(size, parts, part) for parts in range(1, 6) for part in range(parts)}
+    return {(start, stop) for start, stop in every if start < stop}
 
 
 @st.composite

@@ -132,3 +132,29 @@ def test_too_little_shared_memory_is_named_before_mpi_dies_of_it(
     launch._warn_of_little_memory({"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": str(rank)})
     printed = capsys.readouterr().err
     assert ("3.0 MiB free, and MPICH needs about 4.0 MiB there for 4 ranks" in printed) == said
+
+
+ENDED = """
+import mpi4py
+mpi4py.rc.initialize = {initialize}
+from mpi4py import MPI
+import distconv as dc
+if {initialize}:
+    dc.ProcessGrid(height=-1)
+    MPI.Finalize()
+dc.ProcessGrid(height=-1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("initialize", "message"),
+    [(False, "MPI has not been started"), (True, r"the program has called MPI.Finalize()")],
+)
+def test_a_grid_before_mpi_starts_or_after_it_ends_is_an_error(
+    tmp_path: Path, initialize: bool, message: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDED.format(initialize=initialize))
+    for ranks in (0, 2):
+        end = end_of(start(script, ranks))
+        assert end.returncode and f"RuntimeError: distconv: {message}" in end.stderr

@@ -13,7 +13,7 @@ from distconv.device.kinds import accelerator
 from distconv.geometry.resampling import Resampled
 from distconv.ops.interpolate import _MODES
 from distconv.torch_private import upsampling
-from tests.support.serial import agrees, random_grid, random_tensor
+from tests.support.serial import agrees, random_grid, random_tensor, refused
 
 pytestmark = pytest.mark.gpu
 
@@ -144,6 +144,33 @@ def test_whole_periods_take_torchs_kernels_and_keep_the_memory_format(
     agrees(lambda x: F.interpolate(x, scale_factor=factor, mode=mode), [x], [], grid, rng, [None])
 
 
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_antialiasing_reads_the_rows_that_others_send(mode: str) -> None:
+    rng = random.Random(8)
+    for rows, to in ((25, 14), (13, 8), (14, 11), (16, 10), (3, 7)):
+        x = random_tensor(rng, (1, 2, rows, 4))
+
+        def function(x, to=to):
+            return F.interpolate(x, (to, 3), mode=mode, antialias=True)
+
+        agrees(function, [x], [], random_grid(rng, ["height", "width"]), rng, [None])
+
+
+@pytest.mark.parallel([2, 4])
+def test_one_column_of_an_antialiased_plane_is_refused_and_of_a_block_is_not() -> None:
+    rng = random.Random(9)
+    grid = dc.ProcessGrid(width=-1)
+    x = random_tensor(rng, (1, 2, 9, 7))
+    for to in ((6, grid.size), (1, 1), (9, 1)):
+        agrees(lambda x, to=to: F.interpolate(x, to, mode="bilinear", antialias=True), [x], [],
+               grid, rng, [None])  # fmt: skip
+    refused(lambda x: F.interpolate(x, (6, 1), mode="bilinear", antialias=True), [x], [], grid, rng,
+            [None])  # fmt: skip
+    agrees(lambda x: F.interpolate(x.mT, (1, 6), mode="bilinear", antialias=True).mT, [x], [],
+           grid, rng, [None])  # fmt: skip
+
+
 @pytest.mark.parallel(2)
 def test_weighted_rows_keep_the_memory_format() -> None:
     x = torch.randn(1, 3, 8, 6).to(memory_format=torch.channels_last)
@@ -156,7 +183,10 @@ def test_weighted_rows_keep_the_memory_format() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "antialias"),
-    [*((m, False) for m in ("nearest", "linear", "bilinear", "bicubic")), ("bilinear", True)],
+    [
+        *((m, False) for m in ("nearest", "linear", "bilinear", "bicubic")),
+        *((m, True) for m in ("bilinear", "bicubic")),
+    ],
 )
 def test_outputs_of_a_window_alone_are_those_of_the_whole(mode: str, antialias: bool) -> None:
     rng = random.Random(7)

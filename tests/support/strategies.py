@@ -80,7 +80,15 @@ def grids(draw: st.DrawFn) -> dc.ProcessGrid:
 
 @st.composite
 def layouts(draw: st.DrawFn, grid: dc.ProcessGrid, shape: Sequence[int]) -> dc.Layout:
-    """Draw a layout: each grid axis goes to a dimension, or to none, which replicates."""
+    """Draw a layout: each grid axis goes to a dimension, or to none, which replicates.
+
+    Often all axes cut one dimension, in any order.
+    """
+    if shape and draw(st.integers(0, 3)) == 3:
+        axes = [axis for axis in AXES if grid.topology.extent(axis) > 1]
+        cuts: list[tuple[str, ...]] = [()] * len(shape)
+        cuts[draw(st.integers(0, len(shape) - 1))] = tuple(draw(st.permutations(axes)))
+        return dc.Layout.of(tuple(cuts))
     return dc.Layout.of(draw(cuts_of(grid.topology, len(shape))))
 
 
@@ -132,7 +140,7 @@ def each(elements: st.SearchStrategy[int], n: int) -> st.SearchStrategy[Any]:
     return st.one_of(st.tuples(*[elements] * n), elements)
 
 
-def _derivable(result: Any) -> bool:
+def derivable(result: Any) -> bool:
     """Return whether there are gradients: some of torch's functions have none in some types."""
     results = result if isinstance(result, (tuple, list)) else [result]
     results = [y for y in results if y.requires_grad]
@@ -234,7 +242,7 @@ class Case:
                 except (dc.UnsupportedOperation, type(error)):
                     return
                 raise AssertionError("serial torch raises, and this rank does not") from error
-        if not _derivable(result):  # by serial torch; values alone are compared
+        if not derivable(result):  # by serial torch; values alone are compared
             fixed.update(places)
         try:
             agrees(call, inputs, plain, self.grid, rng, shares, tolerance)

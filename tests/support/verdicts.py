@@ -28,7 +28,7 @@ def raise_together(wrong: Sequence[str]) -> None:
 
     The ranks first complete all communication of the test, and only then call this function.
     """
-    report = _first_report(wrong[0] if wrong else None)
+    report = first_report(wrong[0] if wrong else None)
     if report is not None:
         raise AssertionError(report)
 
@@ -49,7 +49,7 @@ def one_verdict() -> Iterator[None]:
     raise_together([] if report is None else [report])
 
 
-def _first_report(mine: str | None) -> str | None:
+def first_report(mine: str | None) -> str | None:
     """Return the report of the first rank that has one, on every rank; all call it.
 
     Where a rank does not come, because it waits for a message of one that has raised, the job ends.

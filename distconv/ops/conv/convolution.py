@@ -73,6 +73,7 @@ class Convolution:
                 f"channels, the input {x} has {x[1]}"
             )
         self.refuse_empty(weight, (weight[0], *weight[2:]))
+        self.refuse_standing_windows()
         if not isinstance(padding, str) and min(padding) < 0:
             raise RuntimeError(
                 f"{self.name}: negative padding {padding} is not supported; cut x instead"
@@ -97,6 +98,12 @@ class Convolution:
         """
         if 0 in sizes:
             raise RuntimeError(f"{self.name}: the weight {weight} has no elements; expected some")
+
+    def refuse_standing_windows(self) -> None:
+        """Raise RuntimeError for a stride or a dilation below 1, which torch checks by elements."""
+        for what, numbers in (("stride", self.stride), ("dilation", self.dilation)):
+            if min(numbers) < 1:
+                raise RuntimeError(f"{self.name}: non-positive {what} {numbers} is not supported")
 
     def index_maps(self, kernel: Shape) -> tuple[Any, ...]:
         """Return the index map of each spatial dimension for a kernel of spatial shape `kernel`."""

@@ -35,8 +35,7 @@ class TransposedConvolution(Convolution):
         name, strides, dilations = self.name, self.stride, self.dilation
         extras = self.output_padding
         self.refuse_empty(weight, weight)
-        if min(strides) < 1:
-            raise RuntimeError(f"{name}: non-positive stride {strides} is not supported")
+        self.refuse_standing_windows()
         if min(self.padding) < 0:
             raise RuntimeError(
                 f"{name}: negative padding {self.padding} is not supported; use F.pad"

@@ -15,14 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.collectives import all_gather_with_grad
+from distconv.grid.interface import Grid
 from distconv.ops.shape.reshape import flatten
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import accumulation_type, gather_whole
+from distconv.ops.support.operands import (
+    accumulation_type,
+    as_distributed,
+    common_grid,
+    gather_whole,
+)
 from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import tensors_in
 from distconv.tensor.redistribution import redistribute
 
 _ALONG = {
@@ -81,11 +88,23 @@ def cumsum(input: DistTensor, dim: int, *, dtype: torch.dtype | None = None) -> 
     if not axes:
         return DistTensor(x.cumsum(d, dtype=dtype), input.shape, input.cuts, input.grid)
     kind = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    if kind.is_complex:  # whose addition multiplies by 1 + 0j, so that nan of one part is in both
+        parts = torch.view_as_real(x.to(kind).resolve_conj())
+        shard = torch.view_as_complex(_cumsum_over_ranks(parts, d, parts.dtype, input.grid, axes))
+    else:
+        shard = _cumsum_over_ranks(x, d, kind, input.grid, axes)
+    return DistTensor(shard, input.shape, input.cuts, input.grid)
+
+
+def _cumsum_over_ranks(
+    x: Tensor, d: int, kind: torch.dtype, grid: Grid, axes: tuple[str, ...]
+) -> Tensor:
+    """Return the cumulative sum of type `kind` along dimension `d`, which is cut over `axes`."""
     own = x.cumsum(d, dtype=accumulation_type(kind))
     total = own.narrow(d, -1, 1) if x.shape[d] else x.sum(d, True, dtype=own.dtype)
-    totals = all_gather_with_grad(total, input.grid, axes)
-    before = totals[: input.grid.communicator(axes).rank].sum(0)
-    return DistTensor(own.add_(before).to(kind), input.shape, input.cuts, input.grid)
+    totals = all_gather_with_grad(total, grid, axes)
+    earlier = grid.topology.part(grid.topology.coordinates(grid.rank), axes)
+    return own.add_(totals[:earlier].sum(0)).to(kind)
 
 
 for _name in ("cumprod", "cumsum"):
@@ -135,7 +154,7 @@ def _quantile(name: str) -> None:
     ) -> Any:
         check_on_meta(function, input, q, dim, keepdim, interpolation=interpolation)
         if not isinstance(input, DistTensor):
-            return function(input, gather_whole(q, name), dim, keepdim, interpolation=interpolation)
+            input = as_distributed(input, common_grid(name, tensors_in(input, q)))
         if dim is None:
             x = flatten(input)
             result = rule(x, q, 0, interpolation=interpolation)
@@ -149,7 +168,7 @@ def _quantile(name: str) -> None:
             _with_quantiles_last, name, input, [d], function, fractions, d, interpolation,
             dropped=[d],
         )  # fmt: skip
-        values: Tensor = last.unsqueeze(d) if keepdim else last
+        values: Tensor = last.unsqueeze(d) if keepdim and input.dim() else last
         return values.movedim(-1, 0) if fractions.dim() else values.squeeze(-1)
 
 

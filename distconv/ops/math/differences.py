@@ -36,9 +36,11 @@ def diff(
     pieces = [x for x in (prepend, input, append) if x is not None]
     check_on_meta(torch.diff, input, n, dim, prepend, append)
     d = normalize_dim(dim, input.dim())
-    x = cat(pieces, d) if len(pieces) > 1 else as_distributed(input, common_grid("diff", pieces))
-    if n == 0:
+    x = as_distributed(input, common_grid("diff", pieces))
+    if n == 0:  # torch then joins nothing
         return x.clone()
+    if len(pieces) > 1:
+        x = cat(pieces, d)
     n = min(n, x.shape[d])
     needs: list[IndexMap] = [Same()] * x.dim()
     needs[d] = Window(kernel=n + 1)
@@ -56,6 +58,7 @@ def gradient(
     input: DistTensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> tuple[Tensor, ...]:
     """Return the estimated derivative along each dimension in `dim`; neighbours send halos."""
+    spacing = 1 if spacing is None else spacing
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing]
     if any(isinstance(h, Tensor) for h in steps):
         way_out = "Pass the distances of neighbours as numbers"

@@ -33,7 +33,7 @@ def _is_empty_sequence(dim: Any) -> bool:
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
 @works_along(reduces=True)
 def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor:
-    if _is_empty_sequence(dim):
+    if _is_empty_sequence(dim) and input.dim():
         raise RuntimeError("logsumexp: dim names no dimension; expected at least one")
     over = normalize_dims(dim, input.dim())
     x = input.shard

@@ -17,9 +17,10 @@ from distconv.ops.shape.rearrange import flip
 from distconv.ops.shape.reshape import expand
 from distconv.ops.support.argument_forms import as_sizes, normalize_dim, takes_sequence
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import gather_whole, unravel
+from distconv.ops.support.operands import as_distributed, common_grid, gather_whole, unravel
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import tensors_in
 from distconv.torch_private import without_torch_dispatch, without_torch_function
 
 
@@ -27,7 +28,7 @@ from distconv.torch_private import without_torch_dispatch, without_torch_functio
 @takes_sequence("size")
 def sum_to_size(input: DistTensor, *size: Any) -> Tensor:
     sizes = as_sizes(size)
-    check_on_meta(torch.Tensor.sum_to_size, any_type(input), *sizes)
+    check_on_meta(torch.Tensor.sum_to_size, any_type(input), *([sizes] if size else []))
     lead = input.dim() - len(sizes)
     over = [d for d, n in enumerate(input.shape) if d < lead or sizes[d - lead] == 1 != n]
     return input.sum(over, keepdim=True).reshape(sizes) if over else input
@@ -69,7 +70,7 @@ def channel_shuffle(input: DistTensor, groups: int) -> DistTensor:
 
 @implements(torch.repeat_interleave, torch.Tensor.repeat_interleave)
 def repeat_interleave(
-    input: DistTensor,
+    input: Tensor,
     repeats: Any = None,
     dim: int | None = None,
     *,
@@ -78,7 +79,9 @@ def repeat_interleave(
     if repeats is None:
         reason = "numbers of repetitions alone are not supported"
         refuse("repeat_interleave", reason, input, way_out="Call it on x.full_tensor()")
-    x: Any = input.flatten() if dim is None else input
+    x: Any = as_distributed(input, common_grid("repeat_interleave", tensors_in(input, repeats)))
+    if dim is None:
+        x = x.flatten()
     d = normalize_dim(0 if dim is None else dim, x.dim())
     if not x.dim():
         x = x.reshape(1)

@@ -25,7 +25,8 @@ def _triangle(name: str) -> None:
     def own(input: DistTensor, diagonal: int) -> int:
         check_on_meta(function, input, diagonal)
         row, column = input.box.start[-2:]
-        return diagonal + row - column
+        rows, columns = input.shape[-2:]
+        return min(max(diagonal, -rows), columns) + row - column
 
     @implements(function, getattr(torch.Tensor, name))
     def rule(input: DistTensor, diagonal: int = 0) -> DistTensor:

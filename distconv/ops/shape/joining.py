@@ -14,6 +14,7 @@ from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import as_distributed, broadcast_shape, common_grid
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import of_sequence
 
 
 def _distributed(name: str, tensors: Sequence[Tensor]) -> list[DistTensor]:
@@ -28,9 +29,13 @@ def broadcast_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _at_least(function: Callable[..., Any], grown: Callable[[Tensor], Tensor]) -> None:
+    @implements(of_sequence(function.__name__))
+    def each(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(grown(x) for x in _distributed(function.__name__, tensors))
+
     @implements(function)
     def rule(*tensors: Tensor) -> Any:
-        results = tuple(grown(x) for x in _distributed(function.__name__, tensors))
+        results = each(tensors)
         return results if len(tensors) > 1 else results[0]
 
 

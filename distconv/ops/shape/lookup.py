@@ -93,7 +93,9 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
             cuts[i] = axes
     own = local_operand(index, shape, tuple(cuts), grid, "gather")
     along = replaced_at(tuple(cuts), d, ())
-    shard = local_operand(table, tuple(x.shape), along, grid, "gather").gather(d, own)
+    here = local_operand(table, tuple(x.shape), along, grid, "gather")
+    with in_range("gather, position", own, x.shape[d]):
+        shard = here.gather(d, own)
     return DistTensor(shard, shape, tuple(cuts), grid)
 
 
@@ -133,7 +135,8 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Di
     shapes = [torch.Size((*t.shape[:d], 1, *t.shape[d + 1 :])) for t in (input, indices)]
     rest = torch.broadcast_shapes(*shapes)
     x, index = (t.expand(*rest[:d], t.shape[d], *rest[d + 1 :]) for t in (input, indices))
-    return gather(x, d, wrap_negative(index, x.shape[d]))
+    # torch counts around the end here, where gather refuses positions out of range.
+    return gather(x, d, index.remainder(max(x.shape[d], 1)))
 
 
 @implements(F.embedding)

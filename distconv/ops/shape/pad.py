@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from distconv import torch_private
 from distconv.geometry.index_maps import IndexMap, Same
+from distconv.geometry.layout import Shape
 from distconv.geometry.padding import Pad
 from distconv.ops.support.constants import constant
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
@@ -23,6 +26,21 @@ def pad(
     input: DistTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> DistTensor:
     shape = check_on_meta(F.pad, any_type(input), tuple(pad), mode, value)
+    return _padded(input, shape, pad, mode, value)
+
+
+@implements(torch.constant_pad_nd)
+def constant_pad_nd(input: DistTensor, pad: Sequence[int], value: complex = 0) -> Tensor:
+    shape = check_on_meta(torch.constant_pad_nd, input, tuple(pad), value)
+    if isinstance(value, complex):
+        parts: Any = (input.real, value.real), (input.imag, value.imag)
+        return torch.complex(*(constant_pad_nd(x, pad, fill) for x, fill in parts))
+    return _padded(input, shape, pad, "constant", value)
+
+
+def _padded(
+    input: DistTensor, shape: Shape, pad: Sequence[int], mode: str, value: float | None
+) -> DistTensor:
     if input.dtype == torch.bool and mode in ("reflect", "replicate"):
         raise NotImplementedError(
             f"pad: mode={mode!r} is not implemented for {input.dtype}; convert it, x.int()"
@@ -31,6 +49,8 @@ def pad(
     for i in range(len(pad) // 2):
         amounts[input.dim() - 1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))
     sent = any(axes and any(amount) for amount, axes in zip(amounts, input.cuts, strict=True))
+    for n, amount in zip(input.shape, amounts, strict=True):
+        Pad(*amount, mode).output_size(n)  # raises if too little is left to wrap around
     # Constants are written around the block during the copy, along all dimensions at once.
     around = sent and mode == "constant"
     needs: list[IndexMap] = [

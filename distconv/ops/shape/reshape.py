@@ -8,7 +8,7 @@ operator needs the new one (`ops/support/merged.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -190,11 +190,20 @@ def reshape(input: DistTensor, *shape: Any) -> DistTensor:
 
 @implements(torch.Tensor.view)
 @takes_sequence("size")
-def view(input: DistTensor, *shape: Any) -> DistTensor:
-    """Return the tensor in another shape; refuses a type in place of a shape."""
-    if shape and isinstance(shape[0], torch.dtype):
-        refuse("view", "the bits cannot be read as another type", input, way_out="Use x.to(dtype)")
+def view(input: DistTensor, *shape: Any, dtype: torch.dtype | None = None) -> DistTensor:
+    """Return the tensor in another shape, or its bits read as a type of the same size."""
+    kind = shape[0] if shape and isinstance(shape[0], torch.dtype) else dtype
+    if kind is not None:
+        return _bits_as(input, kind)
     return _reshape(input, _inferred(as_sizes(shape), tuple(input.shape)), "view")
+
+
+def _bits_as(input: DistTensor, dtype: torch.dtype) -> DistTensor:
+    if dtype.itemsize != input.dtype.itemsize or input.unmerged is not None:
+        reason = f"the bits of {input.dtype} cannot be read as {dtype}"
+        refuse("view", reason, input, way_out="Use x.to(dtype), or x.full_tensor().view(dtype)")
+    shard = input.shard.view(dtype)
+    return make_view(input, shard, input.shape, input.cuts, partial(_bits_as, dtype=dtype))
 
 
 @implements(torch.flatten, torch.Tensor.flatten)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
-from tests.support.serial import random_tensor
+from tests.support.serial import agrees, random_tensor
 
 
 @pytest.mark.parallel([2])
@@ -25,6 +25,49 @@ def test_what_had_to_be_gathered_is_recorded() -> None:
     x.cumprod(2)
     (entry,) = dc.redistributions()
     assert (entry.operator, entry.times, entry.bytes) == ("cumprod", 1, 2 * 2 * 3 * 4)
+
+
+@pytest.mark.parallel([4, 6])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.cumsum(1),
+        lambda x: torch.cumulative_trapezoid(x, dim=1),
+        lambda x: x.transpose(0, 1).flatten().cumsum(0),
+        *(
+            lambda x, f=f: f(x, 1)
+            for f in (F.softmax, torch.prod, torch.cumprod, torch.logcumsumexp)
+        ),
+        *(lambda x, f=f: f(x, 1) for f in (torch.diff, torch.cummin, torch.argmax, torch.median)),
+        *(lambda x, f=f: f(x, dim=1) for f in (torch.sort, torch.cummax, torch.aminmax, torch.var)),
+        lambda x: torch.quantile(x, 0.3, 1),
+        lambda x: x[x > 0],
+        lambda x: torch.fft.fft(x, dim=1).abs(),
+        lambda x: x.roll(2, 1).flip(1),
+        lambda x: x.unfold(1, 3, 2),
+    ],
+)
+@pytest.mark.parametrize("axes", [("width", "height"), ("height", "sample"), ("width", "filter")])
+def test_blocks_are_counted_in_the_order_of_the_layouts_axes(
+    function: Callable, axes: tuple[str, str]
+) -> None:
+    rng = random.Random(3)
+    grid = dc.ProcessGrid(**{axes[0]: 2, axes[1]: -1})
+    layout = dc.Layout.of(((), axes))
+    for columns in (11, 3):  # some blocks are empty
+        x = random_tensor(rng, (2, columns))
+        agrees(function, [x], [], grid, rng, [layout])
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_cumulative_sum_keeps_nan_in_the_real_part() -> None:
+    x = torch.arange(7.0).to(torch.complex128)
+    x[1] = complex(torch.nan, 1)
+    layout = dc.Layout.of((("width",),))
+    y = dc.distribute_tensor(x, dc.ProcessGrid(width=-1), layout)
+    for part in (y.conj().cumsum(0), y.cumsum(0).conj(), torch.cumsum(y.real, 0, dtype=x.dtype)):
+        assert not part.full_tensor().imag.isnan().any()
+    torch.testing.assert_close(y.cumsum(0).full_tensor(), x.cumsum(0), equal_nan=True)
 
 
 @pytest.mark.parallel([2, 3])
