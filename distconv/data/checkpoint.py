@@ -183,8 +183,8 @@ def save_checkpoint(
         for old in checkpoints_in(folder)[keep:]:
             old.unlink(missing_ok=True)
         _remove_shards(folder, path, token)
-        for kind in ("pt", "shard"):
-            remove_partial(folder, f"checkpoint-*.{kind}")
+        for names in (_NAMES, _SHARDS):
+            remove_partial(folder, names.pattern)
 
     with ExitStack() as alone:
         token = on_rank_zero(grid, prepare)

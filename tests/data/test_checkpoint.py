@@ -189,7 +189,7 @@ def test_serial_torch_takes_the_state_without_distconv(folder: Path) -> None:
 @both
 def test_the_last_few_are_kept_and_what_killed_writers_left_is_removed(folder: Path) -> None:
     run = Run({"height": WORLD.size})
-    on_rank_zero((folder / "checkpoint-0000000001.pt.0123.partial").touch)
+    on_rank_zero((folder / "checkpoint-0000000001.pt.0123456789abcdef.partial").touch)
     for step in (1, 2, 3, 10):
         dc.save_checkpoint(folder, run.model, step=step, keep=3)
     assert names(folder) == [f"checkpoint-{step:010d}.pt" for step in (10, 3, 2)]
@@ -695,7 +695,7 @@ def test_another_job_in_the_folder_is_told_of_and_loses_nothing(
     path = dc.save_checkpoint(folder, run.model, step=1)
     save = partial(dc.save_checkpoint, folder, run.model, step=2, keep=1, sharded=sharded)
     if WORLD.rank == 0:
-        unfinished = folder / "checkpoint-0000000003.pt.0123.partial"
+        unfinished = folder / "checkpoint-0000000003.pt.0123456789abcdef.partial"
         unfinished.touch()
         with only_writer(folder):
             fails_everywhere(save, "another job is writing to this folder; choose a folder")
