@@ -7,12 +7,16 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from distconv.data.sources.interface import Array, Source
 from distconv.data.sources.packing import ScaleAndOffset, put
 from distconv.geometry.layout import Box
+
+_BLOCKS, _BLOCK = 8, 4096
+"""The number and size, in bytes, of the blocks of a file that ranks compare."""
 
 
 class ArraySource(Source):
@@ -27,12 +31,18 @@ class ArraySource(Source):
     name: the name for error messages.
     single: whether the array is one sample, and has no dimension for samples.
     check: called before and after each read; raises if the values cannot be trusted.
+    path: the file that holds the array and nothing else, if there is one.
     """
 
     def __init__(
-        self, array: Any, name: str, single: bool = False, check: Callable[[], None] | None = None
+        self,
+        array: Any,
+        name: str,
+        single: bool = False,
+        check: Callable[[], None] | None = None,
+        path: Path | None = None,
     ) -> None:
-        self.name = name
+        self.name, self._path = name, path
         self._array, self._single, self._check = array, single, check
         shape = tuple(map(int, array.shape))
         if not shape and not single:
@@ -67,6 +77,10 @@ class ArraySource(Source):
                 "or copy it again"
             ) from error
 
+    def facts(self) -> dict[str, str]:
+        """Return facts for ranks to compare, with checksums of some values or parts of the file."""
+        return super().facts() | (facts_of_file(self._path) if self._path else self.first_values())
+
     def read_into(self, out: Array, sample: int, box: Box) -> None:
         if self._check is not None:
             # A read beyond the end of a mapped file ends the process.
@@ -95,7 +109,7 @@ def open_npy(path: Path, single: bool = False) -> ArraySource:
     def check() -> None:
         check_unchanged(path, before, os.stat(path))
 
-    return ArraySource(array, path.name, single, check)
+    return ArraySource(array, path.name, single, check, path)
 
 
 def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource:
@@ -154,6 +168,20 @@ def check_file(path: Path, kind: str) -> None:
         raise IsADirectoryError(f"{path} is a folder; name {kind} in it")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
+
+
+def facts_of_file(path: Path) -> dict[str, str]:
+    """Return the size of a file, and a checksum of blocks at equal distances, for ranks to compare.
+
+    So files of each node under one path, such as `/tmp/train.npy`, are noticed if they differ.
+    """
+    size = path.stat().st_size
+    number = 0
+    with open(path, "rb") as file:
+        for i in range(_BLOCKS):
+            file.seek(i * max(0, size - _BLOCK) // (_BLOCKS - 1))
+            number = crc32(file.read(_BLOCK), number)
+    return {f"size of {path.name}": f"{size} bytes", f"checksum of {path.name}": f"{number:08x}"}
 
 
 def check_unchanged(path: Path, before: os.stat_result, now: os.stat_result) -> None:
