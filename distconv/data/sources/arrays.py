@@ -31,7 +31,7 @@ class ArraySource(Source):
     name: the name for error messages.
     single: whether the array is one sample, and has no dimension for samples.
     check: called before and after each read; raises if the values cannot be trusted.
-    path: the file that holds the array and nothing else, if there is one.
+    path: the file or zarr folder of the array; None if it has none.
     """
 
     def __init__(
@@ -79,7 +79,12 @@ class ArraySource(Source):
 
     def facts(self) -> dict[str, str]:
         """Return facts for ranks to compare, with checksums of some values or parts of the file."""
-        return super().facts() | (facts_of_file(self._path) if self._path else self.first_values())
+        facts = super().facts()
+        if self._path is not None and self._path.is_file():
+            facts |= facts_of_file(self._path)
+        elif self._path is not None or isinstance(self._array, np.ndarray):
+            facts |= self.first_values()  # not of an object that may compute them
+        return facts
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
         if self._check is not None:
@@ -139,9 +144,9 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
             raise ValueError(
                 f"{path} is an array of its own and holds no {name!r}; leave out names"
             )
-        return ArraySource(found, path.name, single)
+        return ArraySource(found, path.name, single, path=path)
     name = only_name(path, name, sorted(arrays))
-    return ArraySource(arrays[name], f"{name!r} of {path.name}", single)
+    return ArraySource(arrays[name], f"{name!r} of {path.name}", single, path=path)
 
 
 def only_name(path: Path, name: str | None, names: list[str]) -> str:
