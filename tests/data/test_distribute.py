@@ -293,7 +293,7 @@ DIVIDED: dict[str, tuple[Callable[[], Any], str]] = {
     "padded": (lambda: DataLoader(BOTH, 4, collate_fn=padded), "with 0 of .* pad all samples"),
     "left out": (
         lambda: DataLoader(BOTH, 4, collate_fn=without_the_first),
-        "rows in place of . samples at 0; expected all samples",
+        "rows in place of . samples at 0; expected all samples|stack expects a non-empty",
     ),
 }
 
