@@ -542,6 +542,11 @@ def set_versions_in_state(state: Any, versions: Any) -> None:
     state._metadata = versions
 
 
+def inner_schedulers(scheduler: Any) -> list[Any]:
+    """Return the schedulers that a SequentialLR or ChainedScheduler is made of; [] for others."""
+    return list(getattr(scheduler, "_schedulers", ()))
+
+
 def in_data_parallel() -> bool:
     """Return whether the forward pass of a DistributedDataParallel is running.
 

@@ -608,6 +608,15 @@ def test_states_carry_versions() -> None:
     assert private.versions_in_state(copied) is versions
 
 
+def test_schedulers_within_a_scheduler_are_known() -> None:
+    opt = torch.optim.SGD([torch.ones(1)])
+    inner = [torch.optim.lr_scheduler.ConstantLR(opt), torch.optim.lr_scheduler.StepLR(opt, 2)]
+    joined: Any = torch.optim.lr_scheduler.SequentialLR(opt, inner, milestones=[2])
+    assert private.inner_schedulers(joined) == inner
+    assert private.inner_schedulers(torch.optim.lr_scheduler.ChainedScheduler(inner)) == inner
+    assert private.inner_schedulers(inner[0]) == []
+
+
 def test_wrappers_are_known() -> None:
     assert not private.in_data_parallel()
     assert not private.is_flat_parameter(torch.ones(1))

@@ -74,8 +74,7 @@ def checksum(x: Tensor, full: bool = False) -> int:
     flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
     if not flat.is_cpu:
         flat = (flat if full else _spread(flat)).cpu()
-    # Once numpy() has lent out the memory of a tensor, torch regards it as lent for ever.
-    data: Any = np.from_dlpack(flat.contiguous().view(torch.uint8))
+    data = _bytes(flat)
     if full or len(data) <= _WHOLE:
         return crc32(data)
     number = crc32(data[-_BLOCK:])
@@ -161,6 +160,14 @@ def _spread(flat: Tensor) -> Tensor:
     return flat[:: max(1, len(flat) // _ELEMENTS)]
 
 
+def _bytes(flat: Tensor) -> Any:
+    """Return the bytes of a vector on the CPU as an array of numpy."""
+    if flat.stride(0) != 1:  # also of a single element, for which contiguous() does nothing
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    # Once numpy() has lent out the memory of a tensor, torch regards it as lent for ever.
+    return np.from_dlpack(flat.view(torch.uint8))
+
+
 def _values(x: Tensor) -> tuple[float, Any]:
     """Return the tolerance for rounding, and about 1024 elements of `x` as an array of numpy.
 
@@ -168,7 +175,7 @@ def _values(x: Tensor) -> tuple[float, Any]:
     """
     some = _spread(x.detach().resolve_conj().reshape(-1)).cpu()
     if some.dtype not in (torch.float32, torch.float64):
-        return 0.0, np.from_dlpack(some.contiguous().view(torch.uint8))
+        return 0.0, _bytes(some)
     largest = some.nan_to_num(0.0, 0.0, 0.0).abs().max().item() if len(some) else 0.0
     return _ROUNDING * torch.finfo(some.dtype).eps * largest, np.from_dlpack(some)
 

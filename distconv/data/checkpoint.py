@@ -6,14 +6,16 @@ so a run can be continued on any other grid, or on one rank without distconv.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import operator
 import os
 import pickle
 import re
 import secrets
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -33,12 +35,12 @@ from distconv.data.durable import (
     write_checksummed,
 )
 from distconv.data.errors import DataError, bytes_of_rank_zero, check_call, on_rank_zero, together
-from distconv.data.shards import divide, for_module, for_optimizer, restored
-from distconv.grid.interface import Grid
+from distconv.data.shards import divide, for_module, for_optimizer, numbered, restored
+from distconv.data.storable import check_loadable, gathered, storable
 from distconv.model.consistency import check_in_sync, not_finite
 from distconv.model.gradient_reduction import required_reduction
-from distconv.model.state_dicts import full_state_dict, load_full_state_dict, map_state, plain
-from distconv.torch_private import set_versions_in_state, versions_in_state
+from distconv.model.state_dicts import full_state_dict, load_full_state_dict
+from distconv.torch_private import inner_schedulers, set_versions_in_state, versions_in_state
 from distconv.transport.interface import ObjectCommunicator
 
 FORMAT = 1
@@ -104,13 +106,15 @@ def save_checkpoint(
 
     Parameters
     ----------
-    folder: the folder; it is made if it is missing.
+    folder: the folder; it is made if it is missing. Each model needs a folder of its own.
     model: a parallelized module; sharded parameters are gathered.
     optimizer, scheduler, loader: further objects whose state is saved.
-    step: a number that grows from one checkpoint to the next.
+    step: a number that grows from one checkpoint to the next. A checkpoint of a later step that is
+        damaged is renamed, so that it does not stay the newest.
     keep: the largest number of checkpoints in the folder.
-    extra: plain values and tensors, the same on all ranks. Subclasses of dict, list, tuple and
-        Tensor are saved as these.
+    extra: plain values and tensors, the same on all ranks. DistTensors are saved whole, dataclasses
+        as dictionaries, deques as lists, numbers and arrays of numpy as Python's numbers and
+        tensors, paths as texts, and subclasses of dict, list, tuple and Tensor as these.
     sharded: every rank writes tensors to a file of its own beside the checkpoint: its blocks of
         sharded parameters, which are not gathered then, and its share of the other tensors. The
         checkpoint can be loaded on any grid whose ranks see the folder, and in one process. It is
@@ -122,8 +126,9 @@ def save_checkpoint(
     ------
     DataError
         On every rank, if the ranks pass different arguments, the state is not finite, another
-        job is writing to the folder, the file cannot be written, or it would hold objects that
-        `torch.load` refuses with weights_only. The earlier checkpoints remain.
+        job is writing to the folder, the folder holds a later step or the same step of a model with
+        other tensors, the file cannot be written, or it would hold objects that `torch.load`
+        refuses with weights_only. The earlier checkpoints remain.
     RuntimeError
         On every rank, if the models of the ranks differ, for example because one rank skipped an
         optimizer step, or if the ranks called different functions.
@@ -131,8 +136,10 @@ def save_checkpoint(
     grid = required_reduction("save_checkpoint", model).grid
     grid.journal.compare()
     parts = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    step, keep = together(grid, lambda: (_number("step", step), _number("keep", keep)))
     settings = {"step": step, "keep": keep, "sharded": sharded, "check_finite": check_finite}
     check_call("save_checkpoint", grid, folder, settings | _kinds(parts))
+    together(grid, lambda: _check_kinds("save_checkpoint", parts))
     check_in_sync("save_checkpoint", model, optimizer, full=False)
     if check_finite:
         together(grid, lambda: _check_finite(model, optimizer))
@@ -141,18 +148,24 @@ def save_checkpoint(
         "format": SHARDED if sharded else FORMAT,
         "step": step,
         "random": torch.get_rng_state(),
-        "extra": dict(extra or {}),
     }
-    for name, part in (("scheduler", scheduler), ("loader", loader)):
-        if part is not None:
-            state[name] = part.state_dict()
+
+    def others() -> dict[str, Any]:
+        found: dict[str, Any] = {"extra": dict(extra or {})}
+        for name, part in (("scheduler", scheduler), ("loader", loader)):
+            if part is not None:
+                found |= {name: part.state_dict(), f"{name} of": _class_of(part)}
+        return dict(storable(found))
+
+    state |= gathered(together(grid, others), grid)
     learned: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model}
     if optimizer is not None:
         learned["optimizer"] = optimizer
         state["optimizer of"] = _described(optimizer, model)
     path = path_of(folder, step)
     if sharded:
-        divided = divide({name: part.state_dict() for name, part in learned.items()}, grid)
+        states = {name: part.state_dict() for name, part in learned.items()}
+        divided = together(grid, lambda: divide(states, grid))
         state |= divided.skeleton
         state["versions"] = dict(versions_in_state(model.state_dict()) or {})
     else:
@@ -161,17 +174,18 @@ def save_checkpoint(
     def prepare() -> str:
         if keep < 1 or step < 0:
             raise ValueError(f"step={step} has to be at least 0, and keep={keep} at least 1")
-        state.update(map_state(state, plain))
-        _check_loadable(state)
+        state.update(storable(state))
+        check_loadable(state)
         _make(folder)
         alone.enter_context(only_writer(folder))
         _check_newest(folder, path)
+        _check_model(path, _shapes(state["model"], divided.table if sharded else ()))
         return secrets.token_hex(8)
 
     def write_shard() -> str:
         if not folder.is_dir():
             raise unseen(folder)
-        _check_loadable(divided.mine)
+        check_loadable(divided.mine)
         return write_checksummed(shard, lambda file: torch.save(divided.mine, file))
 
     def write() -> None:
@@ -183,8 +197,8 @@ def save_checkpoint(
         for old in checkpoints_in(folder)[keep:]:
             old.unlink(missing_ok=True)
         _remove_shards(folder, path, token)
-        for kind in ("pt", "shard"):
-            remove_partial(folder, f"checkpoint-*.{kind}")
+        for names in (_NAMES, _SHARDS):
+            remove_partial(folder, names.pattern)
 
     with ExitStack() as alone:
         token = on_rank_zero(grid, prepare)
@@ -226,8 +240,8 @@ def load_checkpoint(
 
     Rank 0 reads the file and sends it to all ranks; each rank reads the shards that its own blocks
     need. In a folder, the newest checkpoint that is whole and loads with weights_only is taken;
-    damaged ones are reported and renamed, so that they are not tried again. torch's random numbers
-    continue with the state of rank 0.
+    damaged ones are reported. Nothing is written or renamed, so a program may read the checkpoints
+    of another one that is still saving. torch's random numbers continue with the state of rank 0.
 
     Parameters
     ----------
@@ -235,7 +249,7 @@ def load_checkpoint(
     model: a parallelized module, on any grid.
     optimizer, scheduler, loader: objects whose state is loaded. A saved state without such an
         argument is ignored.
-    missing_ok: return None if there is no checkpoint.
+    missing_ok: return None if there is no checkpoint, and no damaged one either.
     check: called on every rank with the checkpoint before anything is changed; raises ValueError to
         refuse it.
 
@@ -251,6 +265,7 @@ def load_checkpoint(
     grid = required_reduction("load_checkpoint", model).grid
     parts = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     check_call("load_checkpoint", grid, path, {"missing_ok": missing_ok} | _kinds(parts))
+    together(grid, lambda: _check_kinds("load_checkpoint", parts))
     complaints: dict[Path, str] = {}
     while True:
         content = b""
@@ -265,25 +280,28 @@ def load_checkpoint(
             return None
         content = bytes_of_rank_zero(grid, content)
 
-        state, own = together(grid, partial(_examined, grid, found, content))
+        state, own = together(grid, partial(_examined, found, content, grid.rank, grid.size))
         damage = dict.fromkeys(filter(None, grid.all_gather_object(own)))
         if not damage:
             break
-        complaints[found] = "; ".join(damage)
-        if grid.rank == 0 and found != Path(path):
-            _set_aside(found)
+        if on_rank_zero(grid, partial(_unchanged, found, content)):
+            complaints[found] = "; ".join(damage)
 
     def load() -> Checkpoint:
         checkpoint = Checkpoint(found, state["step"], state["extra"])
         if check is not None:
             check(checkpoint)
+        others = {"scheduler": scheduler, "loader": loader}
+        for name, part in others.items():
+            if part is not None:
+                _check_same(found, name, state.get(f"{name} of"), _class_of(part))
         try:
             _load_learned(found, state, model, optimizer)
         except (DataError, OSError):
             raise
         except Exception as error:  # torch does not check the types of its arguments
             raise ValueError(f"{found} is the checkpoint of another model: {error!r}") from error
-        for name, part in (("scheduler", scheduler), ("loader", loader)):
+        for name, part in others.items():
             if part is not None:
                 try:
                     part.load_state_dict(_part(found, state, name))
@@ -328,13 +346,57 @@ def _make(folder: Path) -> None:
 
 
 def _check_newest(folder: Path, path: Path) -> None:
-    """Raise `FileExistsError` if the folder holds a checkpoint of a later step than `path`."""
-    for newest in checkpoints_in(folder)[:1]:
-        if step_of(newest) > step_of(path):
+    """Raise `FileExistsError` if the folder holds a checkpoint of a later step than `path`.
+
+    A damaged one is renamed instead. Only the writer of a folder does so, while it holds the lock.
+    """
+    for newest in checkpoints_in(folder):
+        if step_of(newest) <= step_of(path):
+            break
+        if not _damage(newest):
             raise FileExistsError(
                 f"{newest} is of a later step than {path.name}, so it would stay the newest; "
                 "choose another folder, or remove it"
             )
+        os.replace(newest, newest.with_name(f"{newest.stem}.damaged{newest.suffix}"))
+
+
+def _damage(path: Path) -> str:
+    """Return the damage found in a checkpoint or its shards, "" for none."""
+    try:
+        return _examined(path, read_checksummed(path))[1]
+    except DamagedFile as error:
+        return str(error)
+    except (OSError, ValueError):  # which says nothing about damage
+        return ""
+
+
+def _shapes(model: Mapping[str, Any], table: Sequence[Any]) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in a model's state, by name, from a checkpoint.
+
+    `table` describes the tensors in shards.
+    """
+    found = {name: list(x.shape) for name, x in model.items() if isinstance(x, Tensor)}
+    return found | {name: list(table[n][0]) for name, n in numbered(model).items()}
+
+
+def _check_model(path: Path, own: dict[str, list[int]]) -> None:
+    """Raise `FileExistsError` if `path` is a checkpoint of a model with other tensors than `own`.
+
+    `own` has the shapes of this model's tensors. The elements of tensors are not read.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        other = _shapes(state["model"], state.get("shards", {}).get("tensors", ()))
+    except Exception:  # torch raises any error of its unpickler; there is no checkpoint to keep
+        return
+    differ = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
+    if differ:
+        raise FileExistsError(
+            f"{path} holds another model under this step, which differs in {differ[:3]}, and would "
+            f"be replaced; save each model to a folder of its own, such as {path.parent}/generator "
+            f"and {path.parent}/discriminator, or both as one torch.nn.ModuleDict"
+        )
 
 
 def step_of(path: Path) -> int:
@@ -343,8 +405,36 @@ def step_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
+def _number(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"save_checkpoint: {name}={value!r} is no whole number; pass an int"
+        ) from None
+
+
 def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
     return {name: type(part).__name__ for name, part in parts.items()}
+
+
+def _check_kinds(caller: str, parts: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for an argument, of a name in `parts`, that has no state of its kind."""
+    for name, part in parts.items():
+        needs = ["state_dict", "load_state_dict"]
+        if name == "optimizer":
+            needs += ["param_groups", "state"]
+        if part is not None and not all(hasattr(part, need) for need in needs):
+            raise TypeError(
+                f"{caller}: {name} is of type {type(part).__name__}; expected an object with "
+                f"{', '.join(needs)}, or None"
+            )
+
+
+def _class_of(part: Any) -> str:
+    """Return the name of the class of a scheduler or loader, with those of schedulers within it."""
+    inner = ", ".join(map(_class_of, inner_schedulers(part)))
+    return f"{type(part).__name__}({inner})" if inner else type(part).__name__
 
 
 def _check_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -353,25 +443,6 @@ def _check_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
             f"save_checkpoint: {name} holds values that are not finite; go on from the checkpoint "
             "before, which remains, or pass check_finite=False to save it all the same"
         )
-
-
-def _check_loadable(state: dict[Any, Any]) -> None:
-    """Raise `ValueError` for a state that `torch.load` would refuse with weights_only."""
-
-    def small(x: Any) -> Any:
-        usual = type(x) is Tensor and x.layout == torch.strided and not x.is_quantized
-        return torch.empty(0, dtype=x.dtype) if usual else x
-
-    file = io.BytesIO()
-    try:
-        torch.save(map_state(state, small), file)
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except Exception as error:  # torch raises any error of its pickler
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            "the state holds objects that cannot be loaded safely; save plain numbers, texts, "
-            f"lists, dictionaries and tensors only ({' '.join(words)[:300]})"
-        ) from error
 
 
 def _see(shard: Path, checksum: str) -> None:
@@ -387,8 +458,8 @@ def newest_whole(
 ) -> tuple[Path | None, bytes]:
     """Return a checkpoint and its content: `path`, if it is a file, or the newest whole one in it.
 
-    Damaged checkpoints in a folder are renamed. Raises DamagedFile if all checkpoints are damaged,
-    and FileNotFoundError if there is none.
+    Raises DamagedFile if all checkpoints are damaged, those that a writer has renamed for that
+    among them, and FileNotFoundError if there is none.
 
     Parameters
     ----------
@@ -405,14 +476,21 @@ def newest_whole(
             content = read_checksummed(candidate)
         except DamagedFile as error:
             complaints.append(str(error))
-            _set_aside(candidate)
             continue
+        except FileNotFoundError:
+            if os.path.lexists(candidate):
+                raise
+            # A writer has removed it since, when it had saved a newer one.
+            return newest_whole(path, missing_ok, known)
         if complaints:
             warnings.warn(f"{'; '.join(complaints)}; continuing from {candidate}", stacklevel=6)
         return candidate, content
+    complaints += [f"{aside} is damaged" for aside in sorted(path.glob("checkpoint-*.damaged.pt"))]
     if complaints:
         before = "" if path.is_file() else "; there is no checkpoint before"
-        raise DamagedFile(f"{'; '.join(complaints)}{before}; restore a copy, or start anew")
+        raise DamagedFile(
+            f"{'; '.join(complaints)}{before}; restore a copy, or remove it to start anew"
+        )
     if missing_ok:
         return None, b""
     raise FileNotFoundError(
@@ -420,12 +498,15 @@ def newest_whole(
     )
 
 
-def _examined(grid: Grid, path: Path, content: bytes) -> tuple[dict[str, Any], str]:
+def _examined(
+    path: Path, content: bytes, first: int = 0, stride: int = 1
+) -> tuple[dict[str, Any], str]:
     """Return the state in a checkpoint, and the damage found in it or its shards, "" for none.
 
-    The ranks share the shards out, so each is read by one rank. Raises OSError if a shard cannot be
-    read now, or if this rank does not see the file of the checkpoint: the checkpoint may be whole,
-    so no older one must be loaded in its place.
+    Of the shards, those with numbers from `first` on at distances of `stride` are read, so that
+    ranks can share them out. Raises OSError if a shard cannot be read now, or if this rank does not
+    see the file of the checkpoint: the checkpoint may be whole, so no older one must be loaded in
+    its place.
     """
     state: dict[str, Any] = {}
     try:
@@ -435,11 +516,20 @@ def _examined(grid: Grid, path: Path, content: bytes) -> tuple[dict[str, Any], s
         shards: Any = state["shards"] if state["format"] == SHARDED else {"count": 0}
         # Earlier versions saved no checksums.
         checksums = shards.get("checksums", [None] * shards["count"])
-        for number in range(grid.rank, shards["count"], grid.size):
+        for number in range(first, shards["count"], stride):
             read_checksummed(_shard(path, shards["token"], number), checksums[number])
     except (DamagedFile, FileNotFoundError) as error:
         return state, str(error)
     return state, ""
+
+
+def _unchanged(path: Path, content: bytes) -> bool:
+    """Return whether a checkpoint still has this content, and was not saved again or removed."""
+    try:
+        check_written(path, hashlib.sha256(content).hexdigest())
+    except (DamagedFile, FileNotFoundError):
+        return False
+    return True
 
 
 def _shard(path: Path, token: str, number: int) -> Path:
@@ -476,7 +566,10 @@ def _load_learned(
         def opened(number: int) -> Mapping[int, Tensor]:
             shard = _shard(path, shards["token"], number)
             if not shard.exists():
-                raise unseen(shard)
+                raise FileNotFoundError(
+                    f"{shard}: not seen here, or removed while the checkpoint was loaded; use a "
+                    "file system that all ranks share, and if a writer has saved again, load again"
+                )
             blocks: Mapping[int, Tensor] = torch.load(
                 shard, map_location="cpu", weights_only=True, mmap=True
             )
@@ -491,12 +584,6 @@ def _load_learned(
         load_full_state_dict(optimizer, learned[1])
         if saved_of is None:
             _check_shapes(optimizer)
-
-
-def _set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint, so that it is not tried again, if the folder is writable."""
-    with suppress(OSError):
-        os.replace(path, path.with_name(f"{path.stem}.damaged{path.suffix}"))
 
 
 def _state(path: Path, content: bytes) -> dict[str, Any]:
@@ -558,11 +645,20 @@ def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
 def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
     """Raise `DataError` if two results of `_described` differ: the state is another optimizer's."""
     for what, value in saved.items():
-        if value != own[what]:
-            raise DataError(
-                f"{path} holds the state of another optimizer: its {what} is {value}, this one's "
-                f"{own[what]}; make the same one, or load the checkpoint without optimizer"
-            )
+        _check_same(path, "optimizer", value, own[what], what)
+
+
+def _check_same(path: Path, name: str, saved: Any, own: Any, what: str = "class") -> None:
+    """Raise `DataError` if a part of a checkpoint, such as the scheduler, is not like one's own.
+
+    `what` names the property that `saved` and `own` are values of. Earlier versions saved None for
+    some parts.
+    """
+    if saved not in (None, own):
+        raise DataError(
+            f"{path} holds the state of another {name}: its {what} is {saved}, this one's {own}; "
+            f"make the same one, or load the checkpoint without {name}"
+        )
 
 
 def _check_shapes(optimizer: torch.optim.Optimizer) -> None:

@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distconv.comm.checksums import Checked
 from distconv.data.augment import Augmentations, Change, Move
 from distconv.data.cache.cache import Arriving, Cache, Loaded
 from distconv.data.cache.exchange import Arrivals
-from distconv.data.errors import check_alike, together
+from distconv.data.errors import check_alike, check_replicas, together
 from distconv.data.fields import (
     FieldOnGrid,
     HaloBlock,
@@ -32,7 +33,7 @@ from distconv.data.layouts import batch_cuts, check_names
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import Field, open_sources
 from distconv.data.views import View
-from distconv.geometry.layout import Box, Layout
+from distconv.geometry.layout import Box, Layout, cutting_axes
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.sample_format import in_sample_format
@@ -217,12 +218,28 @@ class Dataset:
         facts = {"samples": str(list(samples)), "epoch": str(epoch)}
         check_alike(self.grid, facts, "Ask for the same on all ranks.")
         if self.cache is None:
-            return self.assemble(together(self.grid, lambda: self.read(samples, epoch)))
+            return self._checked(together(self.grid, lambda: self.read(samples, epoch)))
         cache = self.cache
         (arrivals,) = together(self.grid, lambda: cache.plan([self.numbers(samples)]))
         loaded = together(self.grid, lambda: cache.load(arrivals))
         values = self.exchange(samples, epoch, arrivals, loaded)()
-        return self.assemble(together(self.grid, lambda: self.converted(values)))
+        return self._checked(together(self.grid, lambda: self.converted(values)))
+
+    def _checked(self, blocks: Blocks) -> Batch:
+        check_replicas(self.grid, self.held(blocks))
+        return self.assemble(blocks)
+
+    def held(self, blocks: Blocks) -> list[Checked]:
+        """Return the tensors of a mini-batch, to compare those that several ranks hold whole."""
+        return [
+            Checked(f"field {own.name!r}", block, cutting_axes(own.cuts))
+            for own, block in zip(self.on_grid, blocks.tensors, strict=True)
+        ]
+
+    @property
+    def cut_over(self) -> list[tuple[str, ...]]:
+        """Return the axes over which fields are cut, each tuple once."""
+        return list(dict.fromkeys(cutting_axes(own.cuts) for own in self.on_grid))
 
     def exchange(
         self, samples: Sequence[int], epoch: int, arrivals: Arrivals, loaded: Loaded

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from itertools import islice
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from distconv.comm.checksums import CURE, checksum, differing, due
+from distconv.comm.checksums import CURE, Checked, checksum, unequal
 from distconv.data.errors import DataError, in_step, on_rank_zero, together
 from distconv.data.layouts import batch_cuts
 from distconv.data.nested import mapped
@@ -24,6 +24,8 @@ from distconv.geometry.layout import Layout, block, rank_box
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.sample_format import in_sample_format
+
+Result = TypeVar("Result")
 
 _REMEDY = (
     "Each rank loads its samples of one mini-batch for all: leave out a DistributedSampler and "
@@ -66,6 +68,7 @@ class DistributedLoader:
 
     All ranks go through each epoch together. A loop raises DataError on every rank if one cannot
     load its samples, if ranks that share samples load different ones, or draw different indices.
+    Other attributes, such as `dataset`, `batch_size` and `sampler`, are those of the loader.
     """
 
     def __init__(
@@ -76,10 +79,14 @@ class DistributedLoader:
         self._shares: _Shares | None = None
         if isinstance(loader, DataLoader) and _draws_indices(loader):
             self._shares = _Shares(loader, grid, _sample_axes(layout))
-        self._batches = object()
-        """A placeholder for the mini-batches, which the grid counts."""
         self._place = _start_of(0)
-        self._begun = self._compared = False
+        self._begun = False
+        self._yielded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __len__(self) -> int:
         """Return the number of mini-batches of an epoch."""
@@ -93,6 +100,7 @@ class DistributedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, behind the last mini-batch that the loop yielded.
 
+        After a loop that `break` has ended, this is the position in the epoch that was cut short.
         It can be loaded on any grid; a checkpoint saves rank 0's.
         """
         return dict(self._place)
@@ -108,26 +116,51 @@ class DistributedLoader:
         self._begun = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the mini-batches of one epoch, or the rest of it after `load_state_dict`."""
+        """Return an iterator over the next epoch, or the rest of one after `load_state_dict`.
+
+        Random numbers are drawn when torch's DataLoader draws them: the seed of the workers here,
+        and the indices with the first mini-batch, or here if there are workers.
+        """
         if self._begun:
             self._place = _start_of(self.epoch + 1)
-        self._begun, place, grid, shares = True, self._place, self.grid, self._shares
-        generators = () if shares is None else shares.generators
-        if place["random"] is None:
+        self._begun, place, shares = True, self._place, self._shares
+        done = place["batch"], place["drawn"]
+
+        def begun() -> _Loading:
+            return _whole(self._loader, *done) if shares is None else shares.begin(*done)
+
+        return self._epoch(place, self._drawing(place, "random", begun))
+
+    def _drawing(self, place: dict[str, Any], name: str, action: Callable[[], Result]) -> Result:
+        """Return the result of `action`, which draws from the random numbers in `place[name]`.
+
+        Collective. The entry is made of the current random numbers, rank 0's where ranks load only
+        their samples, unless a saved state had it.
+        """
+        generators = () if self._shares is None else self._shares.generators
+        if place[name] is None:
             own = states_of(generators)
-            place["random"] = own if shares is None else on_rank_zero(grid, lambda: own)
+            if self._shares is not None:
+                own = on_rank_zero(self.grid, lambda: own)
+            place[name] = own
 
-        def begun() -> Iterator[_MiniBatch]:
-            done = place["batch"], place["drawn"]
-            with drawn_from(place["random"], generators):
-                return _whole(self._loader, *done) if shares is None else shares.begin(*done)
+        def drawn() -> Result:
+            with drawn_from(place[name], generators):
+                return action()
 
-        loading = together(grid, begun)
-        if shares is not None and not self._compared:
-            self._check_dataset(shares)
-            self._compared = True
-        named = ((f"{batch.name} with {_text(batch.tensors)}", batch) for batch in loading)
-        for batch in in_step(grid, named, _REMEDY):
+        return together(self.grid, drawn)
+
+    def _epoch(self, place: dict[str, Any], loading: _Loading) -> Iterator[Any]:
+        """Yield the mini-batches of an epoch, and record in `place` how many were yielded."""
+        shares = self._shares
+        self._drawing(place, "first", loading.look_ahead)
+        axes = () if shares is None else shares.axes
+        named = ((f"{batch.name} with {_text(batch.tensors)}", batch) for batch in loading.batches)
+        for batch in in_step(self.grid, named, _REMEDY, partial(_held, axes), [axes]):
+            self._yielded += 1
+            # Mini-batches 1, 2, 4, 8, ...: ranks that load other samples share none to compare.
+            if shares is not None and not self._yielded & (self._yielded - 1):
+                self._check_dataset(shares, batch.spread)
             place["batch"] += 1
             place["drawn"] = _with_name(place["drawn"], batch.name)
             yield self._assemble(batch)
@@ -136,12 +169,6 @@ class DistributedLoader:
     def _assemble(self, batch: _MiniBatch) -> Any:
         """Return a mini-batch with a DistTensor in place of each tensor that this rank loaded."""
         axes = () if self._shares is None else self._shares.axes
-        ranks = self._unequal(batch.tensors, axes) if due(self._batches, self.grid) else ""
-        if ranks:
-            raise DataError(
-                f"distribute: {ranks} in a mini-batch, and all ranks that share its samples need "
-                f"the same. Where samples are changed at random, {CURE}"
-            )
         shapes = {name: tuple(x.shape[1:]) for name, x in batch.tensors.items()}
         made = {}
         for name, cuts in batch_cuts(shapes, self._layout, self.grid).items():
@@ -156,48 +183,36 @@ class DistributedLoader:
             made[name] = DistTensor.from_local(mine, self.grid, Layout.of(cuts))
         return mapped(batch.content, lambda name, leaf: made.get(name, leaf))
 
-    def _unequal(self, tensors: Mapping[Any, Tensor], axes: tuple[str, ...]) -> str:
-        """Return a message about a tensor that differs between ranks that should agree, or "".
+    def _check_dataset(self, shares: _Shares, some: list[Any]) -> None:
+        """Raise DataError if ranks load different values of samples `some`. Collective.
 
-        All ranks call it. Ranks with the same coordinates along `axes` should agree.
-        """
-        full = self.grid.journal.debug
-        sums = self.grid.all_gather_object([checksum(x, full) for x in tensors.values()])
-        for (name, x), column in zip(tensors.items(), zip(*sums, strict=True), strict=True):
-            ranks = differing(x, axes, column, self.grid)
-            if ranks:
-                return f"tensor {name!r} is not the same on all ranks: {ranks}"
-        return ""
-
-    def _check_dataset(self, shares: _Shares) -> None:
-        """Raise DataError if ranks load different values of two samples. Collective.
-
-        Samples that change at random each time they are loaded may differ.
+        `some` are indices of a mini-batch. Samples that change at random each time they are loaded
+        may differ.
         """
         if shares.parts == 1 or self.grid.device.type == "meta":
             return
-        ends = shares.ends()
         before = states_of()
 
         def loaded(times: int) -> list[dict[Any, Tensor]]:
             try:
-                return [_tensors(x, len(ends)) for x in shares.load([ends] * times)]
+                return [_tensors(x, len(some)) for x in shares.load([some] * times)]
             finally:
                 set_states(before)
 
-        mine = together(self.grid, lambda: loaded(1)[0] if ends else {})
-        facts = str(ends), _text(mine)
+        mine = together(self.grid, lambda: loaded(1)[0] if some else {})
+        facts = str(some), _text(mine)
         if any(other != facts for other in self.grid.all_gather_object(facts)):
             return  # Ranks that draw other samples, or load other shapes, are reported by the loop.
-        ranks = self._unequal(mine, ())
-        if not ranks:
+        found = unequal(_held((), mine), self.grid)
+        if not found:
             return
         sums = [checksum(x) for x in mine.values()]
         again = together(self.grid, lambda: loaded(_REPEATS))
         varies = any([checksum(x) for x in one.values()] != sums for one in again)
         if not any(self.grid.all_gather_object(varies)):
             raise DataError(
-                f"distribute: of samples {ends} of the dataset, {ranks}. Give all ranks the same "
+                f"distribute: of samples {some} of the dataset, {found[0]} is not the same on all "
+                f"ranks: {found[1]}. Give all ranks the same "
                 "dataset, as distribute gives each its samples: leave out what divides them among "
                 f"ranks, and where a split or a cache of them is drawn at random, {CURE}"
             )
@@ -213,12 +228,26 @@ class _MiniBatch:
     samples: the number of samples of the whole mini-batch; None if this rank loaded all of it.
     content: the loaded object.
     tensors: the tensors in it, by name.
+    spread: the indices of a few samples at equal distances, the first and the last among them.
     """
 
     name: str
     samples: int | None
     content: Any
     tensors: dict[Any, Tensor]
+    spread: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class _Loading:
+    """The mini-batches of an epoch as they are loaded.
+
+    `look_ahead` is called once before the first, and draws the indices of samples, if they are not
+    drawn yet.
+    """
+
+    batches: Iterator[_MiniBatch]
+    look_ahead: Callable[[], object]
 
 
 class _Shares:
@@ -243,25 +272,16 @@ class _Shares:
         self._loader = loader
         self._sharing = _like(loader, self._sampler, loader.num_workers, self._sampler.seeds)
 
-    def begin(self, done: int, drawn: int) -> Iterator[_MiniBatch]:
-        """Return an iterator over this rank's samples of each mini-batch after the first `done`.
+    def begin(self, done: int, drawn: int) -> _Loading:
+        """Start to load this rank's samples of each mini-batch after the first `done`.
 
         `drawn` is the checksum of the names of the first `done` mini-batches in the saved state;
-        the iterator raises DataError if these mini-batches are others now.
+        DataError is raised with the first mini-batch if these mini-batches are others now.
         """
         self._sampler.begin(done, drawn, self._loader.persistent_workers)
         loading = iter(self._sharing)
         indices = self._sampler.indices
-        indices.look_ahead()
-        return self._loaded(loading, indices)
-
-    def ends(self) -> list[Any]:
-        """Return the first and last index of the first mini-batch; [] if there is no mini-batch.
-
-        The loader compares these two samples over the ranks.
-        """
-        first = self._sampler.indices.first
-        return [first[0], first[-1]] if first else []
+        return _Loading(self._loaded(loading, indices), indices.look_ahead)
 
     def load(self, batches: list[list[Any]]) -> Iterator[Any]:
         """Return an iterator over mini-batches with the indices `batches`, to check their samples.
@@ -274,7 +294,11 @@ class _Shares:
     def _loaded(self, loading: Iterator[Any], indices: _Indices) -> Iterator[_MiniBatch]:
         for content in loading:
             batch, count = indices.drawn.popleft()
-            yield _MiniBatch(_name(batch), len(batch), content, _tensors(content, count))
+            spread = [
+                batch[i]
+                for i in sorted({i * (len(batch) - 1) // 3 for i in range(4 if batch else 0)})
+            ]
+            yield _MiniBatch(_name(batch), len(batch), content, _tensors(content, count), spread)
 
 
 class _ShareSampler:
@@ -340,20 +364,17 @@ class _Indices:
     ----------
     drawn: for each mini-batch that is being loaded, the indices of its samples on all ranks, and
         the number of samples that this rank loads.
-    first: the indices of the samples of the first mini-batch, on all ranks.
     """
 
     def __init__(self, batches: Iterator[list[Any]], parts: int, part: int) -> None:
         self._batches, self._parts, self._part = batches, parts, part
         self._next: list[list[Any]] = []
         self.drawn: deque[tuple[list[Any], int]] = deque()
-        self.first: list[Any] = []
 
     def look_ahead(self) -> None:
         """Draw the indices of the first mini-batch now, unless a worker has drawn them already."""
         if not self.drawn:
             self._next = list(islice(self._batches, 1))
-            self.first = self._next[0] if self._next else []
 
     def __iter__(self) -> _Indices:
         return self
@@ -363,31 +384,33 @@ class _Indices:
         start, stop = block(len(batch), self._parts, self._part)
         # A rank without samples loads one to know its shape.
         own = batch[start:stop] or batch[:1]
-        self.first = self.first or batch
         self.drawn.append((batch, len(own)))
         return own
 
 
 def _start_of(epoch: int) -> dict[str, Any]:
-    """Return the `state_dict` of a loader at the start of an epoch, before indices are drawn."""
-    return {"epoch": epoch, "batch": 0, "drawn": 0, "random": None}
+    """Return the `state_dict` of a loader at the start of an epoch, before numbers are drawn.
 
-
-def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]:
-    """Return an iterator over the whole mini-batches that follow the first `done`.
-
-    `drawn` is the checksum of the first `done` mini-batches when the state was saved. Raises
-    DataError if they have another checksum now.
+    "random" and "first" are for the states of random numbers at `iter` and at the first mini-batch.
     """
+    return {"epoch": epoch, "batch": 0, "drawn": 0, "random": None, "first": None}
+
+
+def _whole(loader: Iterable[Any], done: int, drawn: int) -> _Loading:
+    """Start to load the whole mini-batches that follow the first `done`.
+
+    `drawn` is the checksum of the first `done` mini-batches when the state was saved; DataError is
+    raised with the first mini-batch if they have another checksum now.
+    """
+    loading = iter(loader)
 
     def loaded() -> Iterator[_MiniBatch]:
-        for content in loader:
+        for content in loading:
             tensors = _tensors(content, None)
             yield _MiniBatch(f"{[*map(len, tensors.values())]} rows", None, content, tensors)
 
     batches = loaded()
-    _skip(map(attrgetter("name"), batches), done, drawn)
-    return batches
+    return _Loading(batches, lambda: _skip(map(attrgetter("name"), batches), done, drawn))
 
 
 def _skip(names: Iterator[str], done: int, drawn: int) -> None:
@@ -465,6 +488,12 @@ def _refuse_layouts(axes: set[tuple[str, ...]]) -> NoReturn:
     raise ValueError(
         f"distribute: the layouts cut samples differently, over {sorted(axes)}; cut them alike"
     )
+
+
+def _held(axes: tuple[str, ...], batch: _MiniBatch | dict[Any, Tensor]) -> list[Checked]:
+    """Return tensors to compare among the ranks with equal coordinates along `axes`."""
+    tensors = batch.tensors if isinstance(batch, _MiniBatch) else batch
+    return [Checked(f"tensor {name!r}", x, axes) for name, x in tensors.items()]
 
 
 def _text(tensors: Mapping[Any, Tensor]) -> str:

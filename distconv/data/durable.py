@@ -7,10 +7,12 @@ whole. If a disk or a copy damages a file later, the checksum behind its content
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,6 +24,13 @@ _MARK = b"\nsha256 "
 _TRAILER = len(_MARK) + 2 * hashlib.sha256().digest_size + 1
 """Bytes behind the content: the mark, the checksum in hexadecimal digits, and the end of a line.
 Readers of zip archives, torch.load among them, do not mind them."""
+
+
+_FRESH = re.compile(r"(.+)\.[0-9a-f]{16}\.partial")
+"""The names that `fresh_name` makes; the group is the final name."""
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Arguments of the system call renameat2 of Linux."""
 
 
 class DamagedFile(ValueError):
@@ -38,7 +47,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     folder cannot be written to or the disk is full.
     """
     partial = fresh_name(path)
-    try:
+    with writing_to(path):
         try:
             # Mode "x" makes the file, or fails where the name is taken, be it by a link.
             with open(partial, "x+b") as file:
@@ -49,8 +58,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             sync_folder(path.parent)
         finally:
             partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -130,13 +137,16 @@ def fresh_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
 
 
-def remove_partial(folder: Path, pattern: str) -> None:
+def remove_partial(folder: Path, names: str) -> None:
     """Remove unfinished files and folders left by killed processes in a folder.
 
-    `pattern` is a glob pattern of their final names.
+    `names` is a regular expression of their final names. A file that ends with `.partial`, but not
+    as `fresh_name` names files, belongs to another program and stays.
     """
-    for partial in folder.glob(f"{pattern}.*.partial"):
-        remove(partial)
+    for partial in folder.glob("*.partial"):
+        match = _FRESH.fullmatch(partial.name)
+        if match and re.fullmatch(names, match[1]):
+            remove(partial)
 
 
 def remove(path: Path) -> None:
@@ -150,18 +160,38 @@ def remove(path: Path) -> None:
 def move_into_place(partial: Path, path: Path) -> None:
     """Rename the complete file or folder `partial` to `path`, and bring the new name to the disk.
 
-    A file is replaced in one step. An old folder is first renamed to a fresh name that ends with
-    `.partial`, and removed after the new one has its name: a process that is killed between the two
-    steps leaves the old folder and the new one.
+    Anything at `path` is replaced in one step, and an old folder is removed afterwards. On systems
+    that cannot exchange two folders, the old folder is first renamed to a fresh name that ends with
+    `.partial`: a process that is killed between the two steps leaves both, and none at `path`.
     """
     before = None
     if path.is_dir() and not path.is_symlink():
-        before = fresh_name(path)
-        os.replace(path, before)
-    os.replace(partial, path)
+        before = partial
+        if not _exchange(partial, path):
+            before = fresh_name(path)
+            os.replace(path, before)
+    if before != partial:
+        try:
+            os.replace(partial, path)
+        except BaseException:
+            if before is not None:
+                os.replace(before, path)
+            raise
     sync_folder(path.parent)
     if before is not None:
         remove(before)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders in one step; return False, and change nothing, on failure.
+
+    Linux can do so, on most file systems.
+    """
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    names = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    return bool(renameat2(*names, _RENAME_EXCHANGE) == 0)
 
 
 def sync(path: Path) -> None:
@@ -208,6 +238,15 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Let errors of the operating system in a `with` block name `path` and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise error if error.errno is None else unwritable(path, error) from error
 
 
 def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:

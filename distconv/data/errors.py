@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from itertools import count
 from typing import Any, TypeVar
 from zlib import crc32
 
+from distconv.comm.checksums import CURE, Checked, checksum, possible, unequal
 from distconv.grid.interface import Grid
 from distconv.grid.rank_words import differences
 
@@ -106,14 +107,23 @@ def in_step(
     grid: Grid,
     items: Generator[tuple[str, Item], None, None],
     remedy: str = "All ranks have to ask for the same mini-batches.",
+    held: Callable[[Item], Sequence[Checked]] = lambda item: (),
+    axes: Collection[tuple[str, ...]] = (),
 ) -> Generator[Item, None, None]:
     """Yield the items of this rank while all ranks have items of equal names. Collective.
 
     `items` yields pairs of a name and an item, which is any value of this rank. Each step compares
-    the names by a reduction of a few bytes. The iteration ends when the items of all ranks end.
+    the names, and the checksums of tensors that should be alike, by reductions of a few bytes. The
+    iteration ends when the items of all ranks end.
 
-    `remedy` ends the error message. Raises DataError on every rank, if names differ, if some ranks
-    have items left and others have none, or if making an item raised on any rank.
+    Parameters
+    ----------
+    remedy: the end of the error message.
+    held: returns tensors of an item, of the same names on all ranks.
+    axes: the axes over which the tensors are cut, each tuple once; the same on all ranks.
+
+    Raises DataError on every rank, if names or tensors differ, if some ranks have items left and
+    others have none, or if making an item raised on any rank.
     """
     with closing(items):
         for place in count(1):
@@ -123,12 +133,48 @@ def in_step(
                 entry = next(items, None)
             except Exception as caught:
                 error = caught
-            number = crc32(repr((entry and entry[0], error is not None)).encode())
-            if not grid.journal.agrees("mini-batch", number) or error is not None:
+            tensors = () if entry is None else held(entry[1])
+            alike = _replicas_agree(grid, axes, tensors)
+            number = crc32(repr((entry and entry[0], error is not None, alike)).encode())
+            if not (grid.journal.agrees("mini-batch", number) and alike) or error is not None:
                 _tell_apart(grid, place, entry and entry[0], error, remedy)
+                check_replicas(grid, tensors)
             if entry is None:
                 return
             yield entry[1]
+
+
+def _replicas_agree(
+    grid: Grid, axes: Collection[tuple[str, ...]], tensors: Sequence[Checked]
+) -> bool:
+    """Return whether the ranks that hold the same blocks as this one have equal checksums of them.
+
+    Collective. `axes` are the axes of all `tensors`; a rank without tensors agrees with none.
+    """
+    alike = True
+    for own in axes:
+        replicating = [axis for axis, n in grid.shape.items() if n > 1 and axis not in own]
+        if replicating:
+            number = 0
+            for name, tensor, cut in tensors:
+                if cut == own:
+                    text = f"{name} {checksum(tensor, grid.journal.debug)}"
+                    number = crc32(text.encode(), number)
+            comparison = grid.communicator(replicating, "mini-batches").compare([number])
+            with grid.waiting():
+                alike &= all(comparison.wait())
+    return alike
+
+
+def check_replicas(grid: Grid, tensors: Sequence[Checked]) -> None:
+    """Raise DataError on every rank if ranks that should hold equal tensors do not. Collective."""
+    found = unequal(tensors, grid) if possible(grid) else None
+    if found:
+        raise DataError(
+            f"{found[0]} is not the same on all ranks: {found[1]} in a mini-batch, and all ranks "
+            "that share its samples need the same. Give all ranks the same files and datasets; "
+            f"where samples are changed at random, {CURE}"
+        )
 
 
 def _tell_apart(

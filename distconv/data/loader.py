@@ -151,6 +151,12 @@ class Loader:
         received = 0 if data.cache is None else data.cache.bytes_received
         return Traffic(data.bytes_read, data.bytes_fetched, self._waited, received)
 
+    @property
+    def batch_size(self) -> int | None:
+        """Return the samples of a mini-batch over all ranks; None if they were given one by one."""
+        sampler = self.batch_sampler
+        return sampler.batch_size if isinstance(sampler, Sampler) else None
+
     def __len__(self) -> int:
         """Return the number of mini-batches of an epoch."""
         return len(self.batch_sampler)
@@ -166,7 +172,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the place in it, behind the last mini-batch that a loop yielded.
 
-        It is the same on all ranks, and can be loaded on any grid.
+        After a loop that `break` has ended, this is the place in the epoch that was cut short. It
+        is the same on all ranks, and can be loaded on any grid.
         """
         epoch, batch = self._position()
         return {"epoch": epoch, "batch": batch, "sampler": self.batch_sampler.description()}
@@ -192,7 +199,8 @@ class Loader:
         return self._epoch + 1, 0
 
     def _batches(self, batches: list[list[int]]) -> Iterator[Batch]:
-        for blocks in in_step(self.grid, self._timed(batches)):
+        data = self.dataset
+        for blocks in in_step(self.grid, self._timed(batches), held=data.held, axes=data.cut_over):
             self._batch += 1
             yield self.dataset.assemble(blocks)
 

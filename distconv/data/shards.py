@@ -55,8 +55,8 @@ def divide(state: Any, grid: Grid) -> Divided:
     loads = [0] * grid.size
 
     def number(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+        if not isinstance(x, Tensor) or x.layout != torch.strided:
+            return x  # a sparse tensor stays in the skeleton
         index = len(divided.table)
         shape = tuple(x.shape)
         if isinstance(x, DistTensor):
@@ -88,12 +88,15 @@ class Stored:
     places: for each block, the number of the shard that holds it, and the block's start and stop in
         the tensor.
     open_shard: takes the number of a shard, and returns its blocks by the numbers of their tensors.
+
+    Raises ValueError if the blocks do not cover the tensor, each element once.
     """
 
     def __init__(
         self, number: int, shape: Sequence[int], places: Sequence[Place], open_shard: OpenShard
     ) -> None:
         self.shape = tuple(shape)
+        _check_cover(self.shape, places)
         self._number, self._places, self._open = number, places, open_shard
 
     def box(self, box: Box | None = None) -> Tensor:
@@ -106,6 +109,10 @@ class Stored:
             if any(a >= b for a, b in zip(low, high, strict=True)) and found is not None:
                 continue
             block = self._open(shard)[self._number]
+            if tuple(block.shape) != Box(tuple(start), tuple(stop)).shape:
+                raise ValueError(
+                    f"shard {shard} holds a block of {tuple(block.shape)} for {start} to {stop}"
+                )
             if found is None:
                 found = block.new_empty(wanted.shape)
             if all(a < b for a, b in zip(low, high, strict=True)):
@@ -120,11 +127,21 @@ def restored(
     """Return a state with a `Stored` tensor in the place of each number that `divide` put there."""
 
     def tensor(x: Any) -> Any:
-        if isinstance(x, tuple) and len(x) == 2 and x[0] == _MARK:
-            return Stored(x[1], *table[x[1]], open_shard)
-        return x
+        if not _is_number(x):
+            return x
+        shape, places = table[x[1]]
+        return Stored(x[1], shape, places, open_shard)
 
     return map_state(skeleton, tensor)
+
+
+def numbered(skeleton: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of the tensors in a module's state that `divide` split, by name."""
+    return {name: x[1] for name, x in skeleton.items() if _is_number(x)}
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and x[0] == _MARK
 
 
 def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -179,6 +196,23 @@ def _places(x: DistTensor, grid: Grid) -> list[Place]:
             box = rank_box(tuple(x.shape), x.cuts, topology, rank)
             places.append((rank, box.start, box.stop))
     return places
+
+
+def _check_cover(shape: tuple[int, ...], places: Sequence[Place]) -> None:
+    """Raise `ValueError` unless blocks cover a tensor of this shape, each element once.
+
+    A tensor is cut along each dimension alone. So its blocks are all combinations of the intervals
+    along its dimensions, and these intervals follow each other.
+    """
+    boxes = {tuple(zip(start, stop, strict=True)) for _, start, stop in places}
+    filled = [box for box in boxes if all(a < b for a, b in box)]
+    along = [sorted(set(intervals)) for intervals in zip(*filled, strict=True)]
+    covered = len(along) == len(shape) and all(
+        [0, *(b for _, b in intervals)] == [*(a for a, _ in intervals), n]
+        for n, intervals in zip(shape, along, strict=True)
+    )
+    if prod(shape) and not (covered and len(filled) == prod(map(len, along))):
+        raise ValueError(f"the blocks {list(places)} do not cover a tensor of shape {shape}")
 
 
 def _index(start: Sequence[int], stop: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

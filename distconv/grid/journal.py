@@ -241,6 +241,7 @@ class Journal:
     def compare(self) -> None:
         """Compare all entries, and wait. Raises DivergenceError on every rank if they differ."""
         if self.compares:
+            self._begin_step()  # so that a rank that has left is known not to take part
             self._start()
             self._settle()
 

@@ -23,7 +23,7 @@ def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
     All ranks of the grid call it together. Load it serially with `load_state_dict`, or on any grid
     with `load_full_state_dict`. As in a state_dict, tensors that are not sharded are not copied.
     """
-    state: dict[str, Any] = map_state(source.state_dict(), _whole)
+    state: dict[str, Any] = map_state(source.state_dict(), whole)
     return state
 
 
@@ -47,7 +47,8 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]
     target.load_state_dict({**state, "state": cut})
 
 
-def _whole(x: Any) -> Any:
+def whole(x: Any) -> Any:
+    """Return the whole tensor of a DistTensor, and other values as they are. Collective."""
     if not isinstance(x, DistTensor):
         return x
     return redistribute(x, ((),) * x.dim(), "full_state_dict").shard.detach()

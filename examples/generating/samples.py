@@ -6,7 +6,7 @@ when everything is on the disk, the file takes its name. So a file under its nam
 
 from __future__ import annotations
 
-import glob
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -124,7 +124,7 @@ def new_file(
             raise OSError(
                 f"{path.parent} cannot be made: {error.strerror}; choose another --output"
             ) from error
-        remove_partial(path.parent, glob.escape(path.name))
+        remove_partial(path.parent, re.escape(path.name))
         check_room(path, size)
         return fresh_name(path)
 

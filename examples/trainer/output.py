@@ -63,7 +63,7 @@ def make_room(args: argparse.Namespace, size: int, epochs_done: int) -> None:
         size: the bytes of a checkpoint.
         epochs_done: the number of epochs that were trained before.
     """
-    remove_partial(args.output, "checkpoint-*.pt")
+    remove_partial(args.output, r"checkpoint-\d+\.pt")
     # The last, the one before it, and the next one while it is written.
     checkpoints = min(args.epochs - epochs_done, KEPT + 1 - len(checkpoints_in(args.output)))
     check_room(args.output / "checkpoint", max(0, checkpoints) * size + RESULTS_SIZE)

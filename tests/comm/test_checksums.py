@@ -49,6 +49,12 @@ def test_a_checksum_exists_for_every_type_and_shape(dtype: torch.dtype) -> None:
     assert checksum(x) != checksum(x.flip(0))
 
 
+def test_a_checksum_does_not_depend_on_strides() -> None:
+    for x in (torch.ones(3)[:0], torch.ones(3)[:1], torch.arange(8.0)[::2]):
+        plain, n = x.clone(memory_format=torch.contiguous_format), x.numel()
+        assert checksum(x) == checksum(plain) == checksum(x.as_strided((n,), (2 * (n > 1),)))
+
+
 def test_a_checksum_of_samples_that_begin_alike_sees_their_order() -> None:
     x = torch.zeros(128, 3, 64, 64)
     x[:, :, 16:] = numbers(128, 3, 48, 64)

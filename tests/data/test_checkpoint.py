@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import io
 import os
-from collections import defaultdict
+import re
+import warnings
+from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 import distconv as dc
-from distconv.data import Dataset, Loader
+from distconv.data import Dataset, Loader, checkpoint
 from distconv.data.checkpoint import FORMAT, checkpoints_in
 from distconv.data.durable import only_writer, read_checksummed, write_checksummed
 from distconv.grid.journal import DivergenceError
@@ -189,7 +193,7 @@ def test_serial_torch_takes_the_state_without_distconv(folder: Path) -> None:
 @both
 def test_the_last_few_are_kept_and_what_killed_writers_left_is_removed(folder: Path) -> None:
     run = Run({"height": WORLD.size})
-    on_rank_zero((folder / "checkpoint-0000000001.pt.0123.partial").touch)
+    on_rank_zero((folder / "checkpoint-0000000001.pt.0123456789abcdef.partial").touch)
     for step in (1, 2, 3, 10):
         dc.save_checkpoint(folder, run.model, step=step, keep=3)
     assert names(folder) == [f"checkpoint-{step:010d}.pt" for step in (10, 3, 2)]
@@ -213,19 +217,91 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: Path) -> None:
         assert found is not None
         return found.step
 
-    with told_on_one_rank("0002.pt is damaged.*continuing from .*0001.pt"):
-        assert load() == 1
-    assert load() == 1
-    assert (folder / "checkpoint-0000000002.damaged.pt").exists()
+    for _ in range(2):
+        with told_on_one_rank("0002.pt is damaged.*continuing from .*0001.pt"):
+            assert load() == 1
+        assert sorted(folder.iterdir()) == paths  # a reader changes nothing in the folder
     WORLD.barrier()
     dc.save_checkpoint(folder, run.model, step=2)
     assert load() == 2
     on_rank_zero(lambda: [os.truncate(path, 100) for path in paths])
-    fails_everywhere(
-        load, "0002.pt does not end with its checksum.*0001.pt.*there is no checkpoint"
-    )
+    for _ in range(2):
+        fails_everywhere(
+            load, "0002.pt does not end with its checksum.*0001.pt.*there is no checkpoint"
+        )
+    on_rank_zero(paths[1].unlink)
+    on_rank_zero(paths[0].unlink)
     fails_everywhere(load, "no checkpoint in this folder")
     assert dc.load_checkpoint(folder, run.model, missing_ok=True) is None
+
+
+@both
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_damaged_checkpoint_of_a_later_step_makes_room_for_a_save_and_is_still_there(
+    folder: Path, sharded: bool
+) -> None:
+    run = Run({"height": WORLD.size})
+    for step in (1, 5):
+        path = dc.save_checkpoint(folder, run.model, step=step, sharded=sharded)
+    save = partial(dc.save_checkpoint, folder, run.model, sharded=sharded)
+    fails_everywhere(lambda: save(step=3), "0005.pt is of a later step")
+    WORLD.barrier()
+    on_rank_zero(lambda: damage(max(folder.glob("checkpoint-0000000005.*[td]"))))
+    if sharded:
+        assert names(folder)[0] == path.name
+    save(step=3)
+    assert names(folder) == ["checkpoint-0000000003.pt", "checkpoint-0000000001.pt"]
+    on_rank_zero(lambda: [damage(folder / name) for name in names(folder)])
+    for missing_ok in (False, True):
+        # Also after a requeue, a run must not start anew by itself.
+        load = partial(dc.load_checkpoint, folder, run.model, missing_ok=missing_ok)
+        fails_everywhere(load, "there is no checkpoint before")
+    on_rank_zero(lambda: [(folder / name).unlink() for name in names(folder)])
+    load = partial(dc.load_checkpoint, folder, run.model, missing_ok=True)
+    fails_everywhere(load, "0005.damaged.pt is damaged; there is no.*remove it to start anew")
+
+
+@both
+def test_a_checkpoint_that_is_saved_again_while_it_is_read_is_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run({"height": WORLD.size})
+    save = partial(dc.save_checkpoint, folder, run.model, step=1, sharded=True)
+    save(extra={"number": 1})
+    WORLD.barrier()
+    read, turns = checkpoint.bytes_of_rank_zero, []
+
+    def saved_again(*arguments: Any) -> bytes:
+        found = read(*arguments)
+        if not turns:
+            turns.append(1)
+            save(extra={"number": 2})
+        return found
+
+    monkeypatch.setattr(checkpoint, "bytes_of_rank_zero", saved_again)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = dc.load_checkpoint(folder, run.model)
+    assert found is not None and found.extra == {"number": 2}
+    assert names(folder) == ["checkpoint-0000000001.pt"]
+
+
+@both
+@pytest.mark.parametrize("sharded", [False, True])
+def test_another_model_under_the_same_step_is_refused(folder: Path, sharded: bool) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    generator, discriminator = (
+        dc.parallelize(torch.nn.Linear(*sizes), grid) for sizes in ((2, 3), (3, 1))
+    )
+    save = partial(dc.save_checkpoint, folder, step=1, sharded=sharded)
+    save(generator)
+    fails_everywhere(
+        lambda: save(discriminator), "another model under this step.*'bias'.*folder of its own"
+    )
+    WORLD.barrier()
+    assert dc.load_checkpoint(folder, generator) is not None
+    save(generator)
+    dc.save_checkpoint(folder, discriminator, step=2)
 
 
 @both
@@ -315,8 +391,8 @@ def test_a_foreign_checkpoint_is_refused_on_every_rank_in_one_line(folder: Path,
 def test_what_could_not_be_loaded_safely_is_not_saved(folder: Path) -> None:
     run = Run({"height": WORLD.size})
     fails_everywhere(
-        lambda: dc.save_checkpoint(folder, run.model, extra={"grid": [Planted()]}),
-        "objects that cannot be loaded safely",
+        lambda: dc.save_checkpoint(folder, run.model, extra={"grid": [1, Planted()]}),
+        r"objects that cannot be loaded safely: extra\['grid'\]\[1\] is of type Planted",
     )
     assert not names(folder) and not Path("planted").exists()
 
@@ -510,7 +586,20 @@ HELD: dict[str, Callable[[], tuple[Any, Any]]] = {
     "tensor": lambda: (annotated(torch.arange(3)), torch.arange(3)),
     "parameter": lambda: (torch.nn.Parameter(annotated(torch.ones(2))), torch.ones(2)),
     "within": lambda: (Point(annotated(torch.ones(2)), {1}), (torch.ones(2), {1})),
+    "dataclass": lambda: (Setting(2, deque([np.int64(1)])), {"rate": 2, "last": [1]}),
+    "deque": lambda: (deque([(1, Path("a"))], maxlen=3), [(1, "a")]),
+    "numpy": lambda: ([np.float64(0.5), np.bool_(True), np.float32(2)], [0.5, True, 2.0]),
+    "array": lambda: (np.arange(3.0).astype(">f8"), torch.arange(3.0).double()),
+    "sparse": lambda: (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
 }
+
+
+@dataclass
+class Setting:
+    """Values that belong together."""
+
+    rate: float
+    last: Any
 
 
 class Holding(torch.nn.Linear):
@@ -544,11 +633,125 @@ def test_objects_of_derived_classes_are_saved_as_plain_ones(
         same(got, expected)
 
 
+@both
+def test_distributed_tensors_among_extra_values_are_saved_whole(folder: Path) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(torch.nn.Linear(2, 2), grid)
+    x = torch.arange(24.0).reshape(1, 2, 4, 3)
+    extra = {"x": [dc.distribute_tensor(x, grid)], "loss": dc.distribute_tensor(x, grid).mean()}
+    for sharded in (False, True):
+        dc.save_checkpoint(folder, model, step=1, extra=extra, sharded=sharded)
+        found = dc.load_checkpoint(folder, model)
+        assert found is not None
+        same(found.extra, {"x": [x], "loss": x.mean()})
+    grid.journal.compare()  # all ranks have counted the same steps
+    if WORLD.size > 1:
+        mine = extra if WORLD.rank else {}
+        fails_everywhere(lambda: dc.save_checkpoint(folder, model, step=2, extra=mine), "DistTens")
+
+
+WRONG: dict[str, tuple[Callable[[Run], dict[str, Any]], str]] = {
+    "step": (lambda run: {"step": 1.5}, "step=1.5 is no whole number"),
+    "keep": (lambda run: {"keep": "2"}, "keep='2' is no whole number"),
+    "optimizer": (lambda run: {"optimizer": {}}, "optimizer is of type dict; expected"),
+    "order": (lambda run: {"optimizer": run.scheduler}, "optimizer is of type MultiStepLR"),
+    "loader": (lambda run: {"loader": [1]}, "loader is of type list"),
+}
+
+
+@both
+@pytest.mark.parametrize("kind", WRONG)
+def test_arguments_of_other_types_are_refused_by_name(folder: Path, kind: str) -> None:
+    run = Run({"height": WORLD.size})
+    arguments, message = WRONG[kind]
+    given = arguments(run)
+    fails_everywhere(lambda: dc.save_checkpoint(folder, run.model, **given), message)
+    if kind not in ("step", "keep"):
+        dc.save_checkpoint(folder, *run.parts)
+        fails_everywhere(lambda: dc.load_checkpoint(folder, run.model, **given), message)
+
+
+@both
+def test_a_step_of_numpy_is_a_step(folder: Path) -> None:
+    run = Run({"height": WORLD.size})
+    path = dc.save_checkpoint(folder, run.model, step=np.int64(3) if WORLD.rank == 0 else 3)
+    assert path == folder / "checkpoint-0000000003.pt"
+    found = dc.load_checkpoint(folder, run.model)
+    assert found is not None and type(found.step) is int
+
+
+def joined(opt: torch.optim.Optimizer, *inner: Any) -> Any:
+    """Return schedulers one after the other."""
+    return torch.optim.lr_scheduler.SequentialLR(opt, [make(opt) for make in inner], [3])
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2),
+    "CosineAnnealingLR": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 5),
+    "SequentialLR(ConstantLR, ExponentialLR)": lambda opt: joined(
+        opt,
+        torch.optim.lr_scheduler.ConstantLR,
+        partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
+    ),
+    "SequentialLR(LinearLR, ConstantLR)": lambda opt: joined(
+        opt, torch.optim.lr_scheduler.LinearLR, torch.optim.lr_scheduler.ConstantLR
+    ),
+}
+
+
+@both
+def test_state_of_another_scheduler_is_refused_before_anything_changes(folder: Path) -> None:
+    model = dc.parallelize(torch.nn.Linear(2, 2), dc.ProcessGrid(height=-1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name, make in SCHEDULERS.items():
+        dc.save_checkpoint(folder / name, model, optimizer, make(optimizer))
+        before = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight += 1
+        for other, other_make in SCHEDULERS.items():
+            load = partial(
+                dc.load_checkpoint, folder / name, model, optimizer, other_make(optimizer)
+            )
+            if other != name:
+                fails_everywhere(load, f"another scheduler: .*{re.escape(f'{name}, this')}")
+                assert torch.equal(model.weight, before + 1)
+        dc.load_checkpoint(folder / name, model, optimizer, make(optimizer))
+        assert torch.equal(model.weight, before)
+
+
+FORGED: dict[str, tuple[list[Any], str]] = {
+    "nothing": ([], "do not cover"),
+    "half": ([(0, (0, 0), (1, 2))], "do not cover"),
+    "a hole": ([(0, (0, 0), (1, 2)), (0, (1, 1), (2, 2))], "do not cover"),
+    "twice": ([(0, (0, 0), (1, 2)), (0, (0, 0), (2, 2))], "do not cover"),
+    "beyond": ([(0, (0, 0), (3, 2))], "do not cover"),
+    "block": ([(0, (0, 0), (1, 2)), (0, (1, 0), (2, 2))], "holds a block of"),
+}
+
+
+@both
+@pytest.mark.parametrize("kind", FORGED)
+def test_shards_that_do_not_cover_a_tensor_are_refused(folder: Path, kind: str) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(torch.nn.Linear(2, 2, bias=False), grid)
+    path = dc.save_checkpoint(folder, model, sharded=True)
+    places, message = FORGED[kind]
+
+    def forge() -> None:
+        state = torch.load(io.BytesIO(read_checksummed(path)), weights_only=True)
+        state["shards"]["tensors"] = [([2, 2], places)]
+        write_checksummed(path, lambda file: torch.save(state, file))
+
+    dc.load_checkpoint(path, model)
+    on_rank_zero(forge)
+    fails_everywhere(lambda: dc.load_checkpoint(path, model), message)
+
+
 def same(a: Any, b: Any) -> None:
     """Assert that two states are equal, and of the same classes."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
+        assert a.dtype == b.dtype and torch.equal(a.to_dense(), b.to_dense())
     elif isinstance(a, list | tuple):
         assert len(a) == len(b)
         for one, other in zip(a, b, strict=True):
@@ -572,8 +775,7 @@ def test_a_checkpoint_that_cannot_be_loaded_safely_gives_way_to_the_one_before(
     fails_everywhere(lambda: dc.load_checkpoint(newer, run.model), "loaded safely")
     with told_on_one_rank("continuing from"):
         found = dc.load_checkpoint(folder, run.model)
-    assert found is not None and found.step == 1 and names(folder) == [path.name]
-    assert newer.with_name("checkpoint-0000000002.damaged.pt").exists()
+    assert found is not None and found.step == 1 and names(folder) == [newer.name, path.name]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -695,7 +897,7 @@ def test_another_job_in_the_folder_is_told_of_and_loses_nothing(
     path = dc.save_checkpoint(folder, run.model, step=1)
     save = partial(dc.save_checkpoint, folder, run.model, step=2, keep=1, sharded=sharded)
     if WORLD.rank == 0:
-        unfinished = folder / "checkpoint-0000000003.pt.0123.partial"
+        unfinished = folder / "checkpoint-0000000003.pt.0123456789abcdef.partial"
         unfinished.touch()
         with only_writer(folder):
             fails_everywhere(save, "another job is writing to this folder; choose a folder")

@@ -7,12 +7,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
+import zarr
 
 import distconv as dc
-from distconv.data import DataError, Dataset
+from distconv.data import DataError, Dataset, Loader
 from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.sample_files import FIELDS, SAMPLES, SOURCES, X, Y, Z, write_hdf5
 
@@ -212,3 +214,73 @@ def test_a_sample_number_that_is_not_whole_is_refused_on_every_rank() -> None:
     data = Dataset(X, dc.ProcessGrid(sample=-1))
     with pytest.raises(DataError, match=r"samples=1\.5 is not a whole number"):
         data.batch([1.5])
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("loads", ["loop", "batch"])
+def test_labels_that_differ_in_a_middle_sample_are_found_when_they_are_read(loads: str) -> None:
+    labels = np.arange(60)
+    labels[31] += WORLD.rank
+    volumes = np.zeros((60, 1, 4, 4), dtype=np.float32)
+    data = Dataset({"x": volumes, "y": labels}, dc.ProcessGrid(height=2))
+    seen: list[Any] = []
+
+    def read() -> None:
+        if loads == "loop":
+            seen.extend(Loader(data, batch_size=2))
+        else:
+            seen.extend(data.batch([i, i + 1]) for i in range(0, 60, 2))
+
+    fails_everywhere(read, "field 'y' is not the same on all ranks: rank 1 differs from rank 0")
+    assert len(seen) == 15
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("suffix", [".npy", ".h5", ".zarr", "many"])
+def test_other_files_under_one_path_are_found_when_they_are_opened(
+    folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = folder / f"node-{WORLD.rank}"
+    node.mkdir()
+    monkeypatch.chdir(node)
+    values = np.random.default_rng(0).random((60, 4, 4))
+    values[len(values) // 2 :] += WORLD.rank
+    name = f"x{suffix}"
+    if suffix == ".npy":
+        np.save(name, values)
+    elif suffix == ".h5":
+        with h5py.File(name, "w") as file:
+            file["x"] = values
+    elif suffix == ".zarr":
+        zarr.save_array(name, values)
+    else:
+        name = "*.npy"
+        for i, sample in enumerate(values):
+            np.save(f"x-{i:02d}.npy", sample)
+    WORLD.barrier()
+    grid = dc.ProcessGrid(height=2)
+    fails_everywhere(lambda: Dataset(f"/proc/self/cwd/{name}", grid), "the ranks differ: checksum")
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", ["x.nc", "x.anything", "folder", "*.nc"])
+def test_an_hdf5_file_is_known_by_its_first_bytes(folder: Path, name: str) -> None:
+    inner = folder / "folder"
+
+    def write() -> None:
+        inner.mkdir()
+        for path in (folder / "x.nc", folder / "x.anything"):
+            with h5py.File(path, "w") as file:
+                file["x"] = X
+        with h5py.File(inner / "a.nc", "w") as file:
+            file["x"] = X[0]
+        (folder / "old.cdf").write_bytes(b"CDF\x01" + bytes(100))
+        (folder / "x.txt").write_bytes(b"text")
+
+    on_rank_zero(write)
+    grid = dc.ProcessGrid(height=-1)
+    place = str(folder / name) if "*" not in name else str(inner / name)
+    found = Dataset(place, grid, inputs="x").batch([0]).full_tensor()
+    assert np.array_equal(found, X[:1])
+    for wrong, message in (("old.cdf", "NetCDF file of version 3.*nccopy"), ("x.txt", "'.txt'")):
+        fails_everywhere(lambda wrong=wrong: Dataset(folder / wrong, grid), message)

@@ -88,8 +88,8 @@ def test_ranks_shuffle_as_rank_zero_does_and_load_only_their_samples() -> None:
         assert sorted(seen) == X[:, 0, 0, 0].tolist()
         everyone = grid.all_gather_object(counted.loaded)
         # The second mini-batch is of one sample, of which each loads one for the sake of its shape.
-        # Where ranks load other samples, all load two first, to compare the dataset.
-        own = 4 // grid.shape["sample"] + 1 + 2 * (grid.shape["sample"] > 1)
+        # Where ranks load other samples, all load four and one more, to compare the dataset.
+        own = 4 // grid.shape["sample"] + 1 + 5 * (grid.shape["sample"] > 1)
         assert {len(loaded) for loaded in everyone} == {own}
 
 
@@ -273,7 +273,7 @@ DIVIDED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "subset": (
         lambda: DataLoader(Subset(BOTH, [WORLD.rank, 4, (WORLD.rank + 1) % 4]), 3),
-        r"of samples \[0, 2\] of the dataset, tensor 0 is not the same",
+        r"of samples \[0, 1, 2\] of the dataset, tensor 0 is not the same",
     ),
     "files": (
         lambda: DataLoader(TensorDataset(torch.from_numpy(X[WORLD.rank : WORLD.rank + 2])), 2),
@@ -293,7 +293,7 @@ DIVIDED: dict[str, tuple[Callable[[], Any], str]] = {
     "padded": (lambda: DataLoader(BOTH, 4, collate_fn=padded), "with 0 of .* pad all samples"),
     "left out": (
         lambda: DataLoader(BOTH, 4, collate_fn=without_the_first),
-        "rows in place of . samples at 0; expected all samples",
+        "rows in place of . samples at 0; expected all samples|stack expects a non-empty",
     ),
 }
 
@@ -346,6 +346,106 @@ def test_workers_draw_the_serial_noise_and_another_in_each_part_of_the_samples(
     for made in distribute(loader(), dc.ProcessGrid(sample=-1)):
         noise = made.full_tensor().frac()
         assert len({tuple(row) for row in noise.tolist()}) == len(noise)
+
+
+@several
+def test_a_class_table_in_another_order_on_each_rank_is_found() -> None:
+    # Of the classes, two have other numbers on the last rank, as list(set(names)) may give them.
+    labels = torch.arange(4).repeat(64)
+    other = torch.tensor([0, 2, 1, 3])[labels] if WORLD.rank == WORLD.size - 1 else labels
+    for extents in GRIDS[WORLD.size]:
+        torch.manual_seed(0)
+        loader = DataLoader(TensorDataset(other), 8, shuffle=True)
+        spread = distribute(loader, dc.ProcessGrid(**extents))
+        fails_everywhere(lambda spread=spread: list(spread), "tensor 0 is not the same on all r")
+
+
+@several
+def test_a_label_that_differs_late_on_replicas_is_found() -> None:
+    labels = torch.zeros(200)
+    labels[150] = WORLD.rank == WORLD.size - 1
+    spread = distribute(DataLoader(TensorDataset(labels), 1), dc.ProcessGrid(width=-1))
+    seen: list[Any] = []
+    fails_everywhere(lambda: seen.extend(spread), "tensor 0 is not the same on all ranks: rank")
+    assert len(seen) == 150
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("kinds", ["shuffled shuffled", "workers shuffled", "weighted workers"])
+def test_loaders_that_are_zipped_draw_as_in_the_serial_program(kinds: str) -> None:
+    def epochs(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(5)
+        first, second = (wrap(LOADERS[kind]()) for kind in kinds.split())
+        return [pair for _ in range(2) for pair in zip(first, second, strict=False)]
+
+    serial = epochs(lambda loader: loader)
+    grid = dc.ProcessGrid(**GRIDS[WORLD.size][0])
+    made = epochs(lambda loader: distribute(loader, grid))
+    assert len(made) == len(serial)
+    for wanted, found in zip(serial, made, strict=True):
+        for a, b in zip(wanted, found, strict=True):
+            assert torch.equal(b[0].full_tensor(), a[0])
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("kind", ["shuffled", "workers"])
+def test_a_zipped_loop_goes_on_where_its_state_was_taken(kind: str) -> None:
+    grid = dc.ProcessGrid(**GRIDS[WORLD.size][0])
+
+    def pair() -> list[Any]:
+        return [distribute(LOADERS[kind](), grid) for _ in range(2)]
+
+    torch.manual_seed(5)
+    loaders = pair()
+    started = zip(*loaders, strict=True)
+    next(started)
+    states = [loader.state_dict() for loader in loaders]
+    rest = [(a[0].full_tensor(), b[0].full_tensor()) for a, b in started]
+    torch.manual_seed(6)
+    resumed = pair()
+    for loader, state in zip(resumed, states, strict=True):
+        loader.load_state_dict(state)
+    found = [(a[0].full_tensor(), b[0].full_tensor()) for a, b in zip(*resumed, strict=True)]
+    assert len(found) == len(rest) == 2
+    assert all(all(map(torch.equal, x, y)) for x, y in zip(found, rest, strict=True))
+
+
+@pytest.mark.parallel([1, 2])
+def test_after_break_a_state_continues_the_epoch_and_the_next_loop_begins_another() -> None:
+    grid = dc.ProcessGrid(**GRIDS[WORLD.size][0])
+    torch.manual_seed(5)
+    serial = DataLoader(BOTH, 2, shuffle=True)
+    cut, whole = list(serial), list(serial)
+    torch.manual_seed(5)
+    loader = distribute(DataLoader(BOTH, 2, shuffle=True), grid)
+    for x, _ in loader:
+        assert torch.equal(x.full_tensor(), cut[0][0])
+        break
+    state = loader.state_dict()
+    assert all(
+        torch.equal(x.full_tensor(), wanted)
+        for (x, _), (wanted, _) in zip(loader, whole, strict=True)
+    )
+    resumed = distribute(DataLoader(BOTH, 2, shuffle=True), grid)
+    resumed.load_state_dict(state)
+    assert all(
+        torch.equal(x.full_tensor(), wanted)
+        for (x, _), (wanted, _) in zip(resumed, cut[1:], strict=True)
+    )
+
+
+@pytest.mark.parallel([1, 2])
+def test_attributes_and_length_are_those_of_the_loader() -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    loader = DataLoader(BOTH, 2, drop_last=True)
+    spread = distribute(loader, grid)
+    for name in ("dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "drop_last"):
+        assert getattr(spread, name) is getattr(loader, name)
+    assert len(spread) == len(loader) and len(spread.dataset) == SAMPLES
+    with pytest.raises(AttributeError, match="batchsize"):
+        _ = spread.batchsize
+    with pytest.raises(TypeError, match="no len"):
+        len(distribute(iter([torch.zeros(2)]), grid))
 
 
 @every_size

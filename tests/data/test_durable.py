@@ -21,6 +21,7 @@ import distconv as dc
 from distconv.data import DataError, durable
 from distconv.data.durable import (
     DamagedFile,
+    move_into_place,
     read_checksummed,
     remove_partial,
     write_atomically,
@@ -111,10 +112,44 @@ def test_a_file_that_goes_while_it_is_written_is_laid_to_another_job(tmp_path: P
 
 def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     write(tmp_path / "a-1.pt", b"1")
-    for name in ("a-1.pt.0123.partial", "a-2.pt.0123.partial", "b-1.pt.0123.partial"):
+    left = [f"a-{n}.pt.{'0123456789abcdef'}.partial" for n in (1, 2)]
+    others = ["a-1.pt.1a2b3c4d.partial", "a-best.pt.0123456789abcdef.partial", "a-1.pt.partial"]
+    for name in (*left, *others):
         (tmp_path / name).touch()
-    remove_partial(tmp_path, "a-*.pt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-1.pt", "b-1.pt.0123.partial"]
+    remove_partial(tmp_path, r"a-\d+\.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a-1.pt", *others])
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_is_replaced_whole(
+    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, partial = tmp_path / "a.zarr", tmp_path / "a.zarr.new"
+    for folder in (path, partial):
+        folder.mkdir()
+        (folder / folder.name).touch()
+    renamed: list[Path] = []
+
+    def replace(source: Path, target: Path) -> None:
+        renamed.append(Path(target))
+        if source == partial:
+            raise OSError("this rename fails")
+        os.rename(source, target)
+
+    if exchanges:
+        # In one step, so there is no moment at which nothing has the name.
+        monkeypatch.setattr(durable.os, "replace", replace)
+        move_into_place(partial, path)
+        assert not renamed
+    else:
+        monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+        with monkeypatch.context() as failing:
+            failing.setattr(durable.os, "replace", replace)
+            with pytest.raises(OSError, match="this rename fails"):
+                move_into_place(partial, path)
+        assert (path / "a.zarr").exists() and (partial / "a.zarr.new").exists()
+        move_into_place(partial, path)
+    assert (path / "a.zarr.new").exists() and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("tensors", [1, 100])

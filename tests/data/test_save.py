@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from distconv.data.writing import chunked, contiguous
 from distconv.geometry.layout import Box, rank_box
 from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.geometry import cuts_of, topologies
+from tests.support.mesh_runs import files_up_to
 from tests.support.strategies import Case, on_any_grid
 
 every_size = pytest.mark.parallel([1, 2, 4])
@@ -113,6 +115,25 @@ def test_a_rank_that_cannot_write_is_an_error_on_all_and_leaves_the_old_file(
     assert os.listdir(folder) == [path.name]
 
 
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_nothing(
+    folder: Path, suffix: str
+) -> None:
+    torch.manual_seed(0)
+    x = dc.distribute_tensor(torch.randn(4, 1, 256, 128), dc.ProcessGrid(height=-1))
+    chunks = (1, 1, 32, 32) if suffix == ".zarr" else None
+    for _ in range(3):
+        with files_up_to(3000):
+            fails_everywhere(
+                lambda: save(folder / f"x{suffix}", x, chunks=chunks),
+                f"x{suffix} cannot be written: .*File too large.*; free space",
+            )
+        WORLD.barrier()
+        assert not list(folder.iterdir())
+        WORLD.barrier()
+
+
 @several
 def test_a_folder_that_other_ranks_do_not_see_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,18 +189,43 @@ def test_plain_tensors_are_refused() -> None:
 
 
 @every_size
-def test_what_killed_writers_have_left_is_removed(folder: Path) -> None:
-    left = [folder / f"x.zarr.{n}.partial" for n in (1, 2)]
+def test_what_killed_writers_have_left_is_removed_and_nothing_else(folder: Path) -> None:
+    left = [folder / f"x.zarr.{n * 16}.partial" for n in "12"]
+    others = ["x.zarr.1234.partial", f"xyzarr.{'1' * 16}.partial"]
 
     def leave() -> None:
         left[0].mkdir()
         (left[0] / "zarr.json").write_text("{}")
-        left[1].write_text("")
+        for path in (left[1], *map(folder.joinpath, others)):
+            path.write_text("")
 
     on_rank_zero(leave)
     save(folder / "x.zarr", dc.distribute_tensor(torch.ones(2, 3), dc.ProcessGrid(sample=-1)))
     WORLD.barrier()
-    assert os.listdir(folder) == ["x.zarr"]
+    assert sorted(os.listdir(folder)) == sorted(["x.zarr", *others])
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_writer_killed_between_two_renames_loses_nothing_to_a_save_that_fails(
+    folder: Path,
+) -> None:
+    x = dc.distribute_tensor(torch.ones(2, 3), dc.ProcessGrid(sample=-1))
+    path = save(folder / "x.zarr", x)
+    halves = [f"x.zarr.{n * 16}.partial" for n in "12"]
+
+    def killed() -> None:
+        shutil.copytree(path, folder / halves[0])
+        path.rename(folder / halves[1])
+
+    on_rank_zero(killed)
+    with files_up_to(0):
+        fails_everywhere(lambda: save(path, x), "cannot be written")
+    WORLD.barrier()
+    assert sorted(os.listdir(folder)) == halves
+    WORLD.barrier()
+    save(path, x + 1)
+    WORLD.barrier()
+    assert os.listdir(folder) == ["x.zarr"] and np.array_equal(content(path), np.full((2, 3), 2))
 
 
 # Index arithmetic

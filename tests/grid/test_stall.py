@@ -126,8 +126,9 @@ def test_the_message_names_operators_and_lines_of_all_ranks(tmp_path: Path) -> N
     assert "rank 1: elsewhere at" in end.stderr
 
 
-def test_a_rank_that_leaves_is_noticed_long_before_the_limit(tmp_path: Path) -> None:
-    end = job(tmp_path, SET_UP + "if one: sys.exit()\ntrain(1)")
+@pytest.mark.parametrize("body", ["train(1)", "dc.save_checkpoint('run', model)"])
+def test_a_rank_that_leaves_is_noticed_long_before_the_limit(tmp_path: Path, body: str) -> None:
+    end = job(tmp_path, SET_UP + f"if one: sys.exit()\n{body}")
     assert end.returncode != 0
     assert "ranks wait for rank 1, which will not come" in end.stderr
     assert "rank 1: has left the program" in end.stderr

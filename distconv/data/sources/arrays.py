@@ -7,12 +7,16 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from distconv.data.sources.interface import Array, Source
 from distconv.data.sources.packing import ScaleAndOffset, put
 from distconv.geometry.layout import Box
+
+_BLOCKS, _BLOCK = 8, 4096
+"""The number and size, in bytes, of the blocks of a file that ranks compare."""
 
 
 class ArraySource(Source):
@@ -27,12 +31,18 @@ class ArraySource(Source):
     name: the name for error messages.
     single: whether the array is one sample, and has no dimension for samples.
     check: called before and after each read; raises if the values cannot be trusted.
+    path: the file or zarr folder of the array; None if it has none.
     """
 
     def __init__(
-        self, array: Any, name: str, single: bool = False, check: Callable[[], None] | None = None
+        self,
+        array: Any,
+        name: str,
+        single: bool = False,
+        check: Callable[[], None] | None = None,
+        path: Path | None = None,
     ) -> None:
-        self.name = name
+        self.name, self._path = name, path
         self._array, self._single, self._check = array, single, check
         shape = tuple(map(int, array.shape))
         if not shape and not single:
@@ -67,6 +77,15 @@ class ArraySource(Source):
                 "or copy it again"
             ) from error
 
+    def facts(self) -> dict[str, str]:
+        """Return facts for ranks to compare, with checksums of some values or parts of the file."""
+        facts = super().facts()
+        if self._path is not None and self._path.is_file():
+            facts |= facts_of_file(self._path)
+        elif self._path is not None or isinstance(self._array, np.ndarray):
+            facts |= self.first_values()  # not of an object that may compute them
+        return facts
+
     def read_into(self, out: Array, sample: int, box: Box) -> None:
         if self._check is not None:
             # A read beyond the end of a mapped file ends the process.
@@ -95,7 +114,7 @@ def open_npy(path: Path, single: bool = False) -> ArraySource:
     def check() -> None:
         check_unchanged(path, before, os.stat(path))
 
-    return ArraySource(array, path.name, single, check)
+    return ArraySource(array, path.name, single, check, path)
 
 
 def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource:
@@ -125,9 +144,9 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
             raise ValueError(
                 f"{path} is an array of its own and holds no {name!r}; leave out names"
             )
-        return ArraySource(found, path.name, single)
+        return ArraySource(found, path.name, single, path=path)
     name = only_name(path, name, sorted(arrays))
-    return ArraySource(arrays[name], f"{name!r} of {path.name}", single)
+    return ArraySource(arrays[name], f"{name!r} of {path.name}", single, path=path)
 
 
 def only_name(path: Path, name: str | None, names: list[str]) -> str:
@@ -154,6 +173,20 @@ def check_file(path: Path, kind: str) -> None:
         raise IsADirectoryError(f"{path} is a folder; name {kind} in it")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
+
+
+def facts_of_file(path: Path) -> dict[str, str]:
+    """Return the size of a file, and a checksum of blocks at equal distances, for ranks to compare.
+
+    So files of each node under one path, such as `/tmp/train.npy`, are noticed if they differ.
+    """
+    size = path.stat().st_size
+    number = 0
+    with open(path, "rb") as file:
+        for i in range(_BLOCKS):
+            file.seek(i * max(0, size - _BLOCK) // (_BLOCKS - 1))
+            number = crc32(file.read(_BLOCK), number)
+    return {f"size of {path.name}": f"{size} bytes", f"checksum of {path.name}": f"{number:08x}"}
 
 
 def check_unchanged(path: Path, before: os.stat_result, now: os.stat_result) -> None:

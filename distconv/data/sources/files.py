@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 
-from distconv.data.sources.arrays import check_unchanged
+from distconv.data.sources.arrays import check_unchanged, facts_of_file
 from distconv.data.sources.interface import Array, Source
 from distconv.geometry.layout import Box
 
@@ -54,8 +54,13 @@ class FilesSource(Source):
         source.read_into(out, sample - (self._ends[place - 1] if place else 0), box)
 
     def facts(self) -> dict[str, str]:
-        """Return the names of the files, the number of samples, and the facts of the first file."""
-        return self._facts | {
+        """Return the names of the files, the number of samples, and the facts of up to 8 files."""
+        last = len(self._paths) - 1
+        some = [self._paths[place] for place in sorted({i * last // 7 for i in range(1, 8)})]
+        others = [facts_of_file(path) for path in some if path.is_file()]
+        return {
+            **self._facts,
+            **{name: fact for facts in others for name, fact in facts.items()},
             f"files with {self.name}": ", ".join(path.name for path in self._paths),
             f"samples of {self.name}": str(self.samples),
         }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distconv.data.sources.arrays import check_file, check_unchanged, only_name
+from distconv.data.sources.arrays import check_file, check_unchanged, facts_of_file, only_name
 from distconv.data.sources.interface import Array, Source
 from distconv.data.sources.packing import ScaleAndOffset, put
 from distconv.geometry.layout import Box
@@ -94,19 +93,16 @@ class HDF5Source(Source):
             put(out, self._packing.unpacked(stored), self.name)
 
     def facts(self) -> dict[str, str]:
-        """Return facts for ranks to compare, with a checksum of the first values of two samples."""
-        digest = hashlib.sha256()
-        for sample in (0, self.samples - 1):
-            corner = Box((0,) * len(self.shape), (*(1,) * len(self.shape[:-1]), *self.shape[-1:]))
-            values = np.empty(corner.shape, self.dtype)
-            self.read_into(values, sample, corner)
-            digest.update(values.tobytes())
-        return super().facts() | {
-            f"size of {self._path.name}": f"{self._before.st_size} bytes",
-            f"attributes of {self._path.name}": _attributes(self._file),
-            f"attributes of {self.name}": _attributes(self._dataset),
-            f"checksum of {self.name}": digest.hexdigest()[:16],
-        }
+        """Return facts for ranks to compare, among them checksums of values and of the file."""
+        return (
+            super().facts()
+            | self.first_values()
+            | facts_of_file(self._path)
+            | {
+                f"attributes of {self._path.name}": _attributes(self._file),
+                f"attributes of {self.name}": _attributes(self._dataset),
+            }
+        )
 
 
 def open_hdf5(path: Path) -> h5py.File:

@@ -21,6 +21,10 @@ Field: TypeAlias = str | int | None
 KINDS = {".h5": "hdf5", ".hdf5": "hdf5", ".he5": "hdf5", ".npy": "npy", ".zarr": "zarr"}
 """Kinds of files by their suffixes."""
 
+_NETCDF = ".nc"
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+"""The first bytes of an HDF5 file."""
+
 _PATTERN = frozenset("*?[")
 ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
 
@@ -90,6 +94,8 @@ def _of_object(source: Any, field: Field, name: str) -> Source:
 def _of_path(path: Path, field: Field = None, single: bool = False) -> Source:
     """Return a source on one file or zarr folder; with `single` it is one sample."""
     kind = "zarr" if _is_zarr(path) else KINDS.get(path.suffix)
+    if kind is None and path.is_file():
+        kind = _kind_by_content(path)
     if field is not None and not isinstance(field, str):
         raise TypeError(f"{path}: {field!r} is not the name of a dataset; expected a text")
     if kind == "hdf5":
@@ -105,8 +111,25 @@ def _of_path(path: Path, field: Field = None, single: bool = False) -> Source:
         return open_npy(path, single)
     raise ValueError(
         f"{path}: its suffix {path.suffix!r} names no kind of file; expected one of "
-        f"{', '.join(KINDS)}, or pass a source, as distconv.data.HDF5Source(path, name)"
+        f"{', '.join(KINDS)}, an HDF5 or NetCDF file of any suffix, or pass a source, "
+        "as distconv.data.HDF5Source(path, name)"
     )
+
+
+def _kind_by_content(path: Path) -> str | None:
+    """Return the kind of a file with an unknown suffix, from its first bytes, or None.
+
+    NetCDF files of version 4, and many others, are HDF5 files. Raises ValueError for NetCDF files
+    of earlier versions.
+    """
+    with open(path, "rb") as file:
+        first = file.read(len(_SIGNATURE))
+    if first[:3] == b"CDF":
+        raise ValueError(
+            f"{path} is a NetCDF file of version 3, which is not read; convert it, as by "
+            f"nccopy -k nc4 {path.name} new{_NETCDF}"
+        )
+    return "hdf5" if first == _SIGNATURE else None
 
 
 def _is_zarr(path: Path) -> bool:
@@ -118,7 +141,7 @@ def _only_kind_in(folder: Path) -> str:
 
     Raises ValueError if there are no such files, or if they have several suffixes.
     """
-    suffixes = sorted({path.suffix for path in folder.iterdir()} & KINDS.keys())
+    suffixes = sorted({path.suffix for path in folder.iterdir()} & {*KINDS, _NETCDF})
     if len(suffixes) != 1:
         raise ValueError(
             f"{folder} holds {'files of ' + ', '.join(suffixes) if suffixes else 'no samples'}; "

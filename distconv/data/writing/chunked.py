@@ -81,13 +81,16 @@ def write_chunks(path: Path, name: str | None, box: Box, values: NDArray[Any]) -
     if not path.exists():
         raise unseen(path)
     array = _zarr(path).open_array(str(path), path=name, mode="r+")
-    array[box.slices] = values
     folder = path if name is None else path / name
-    chunks = (
-        range(start // extent, -(-stop // extent))
-        for start, stop, extent in zip(box.start, box.stop, array.chunks, strict=True)
+    along = (
+        [(i, max(start, i * n), min(stop, (i + 1) * n)) for i in range(start // n, -(-stop // n))]
+        for start, stop, n in zip(box.start, box.stop, array.chunks, strict=True)
     )
-    for place in product(*chunks):
+    for runs in product(*along):
+        place, low, high = zip(*runs, strict=True)
+        own = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.start, strict=True))
+        # One at a time: if one of several chunks fails, zarr writes the others in the background.
+        array[Box(low, high).slices] = values[own]
         chunk = folder / array.metadata.encode_chunk_key(place)
         if chunk.exists():  # not where all values are the array's fill value
             sync(chunk)

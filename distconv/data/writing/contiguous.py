@@ -6,6 +6,7 @@ write disjoint bytes with calls of the operating system alone; HDF5 needs no sup
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,21 +38,24 @@ def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]
         raise ImportError(
             f"{path}: writing HDF5 needs the package h5py; pip install 'distconv[data]'"
         ) from error
-    with h5py.File(path, "x") as file:
-        offsets = {}
-        for name, array in arrays.items():
-            room = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            room.set_layout(h5py.h5d.CONTIGUOUS)
-            room.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-            room.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            made = h5py.h5d.create(
-                file.id,
-                name.encode(),
-                h5py.h5t.py_create(array.dtype, logical=True),
-                h5py.h5s.create_simple(array.shape),
-                room,
-            )
-            offsets[name] = made.get_offset()
+    try:
+        with h5py.File(path, "x") as file:
+            offsets = {}
+            for name, array in arrays.items():
+                room = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+                room.set_layout(h5py.h5d.CONTIGUOUS)
+                room.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+                room.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+                made = h5py.h5d.create(
+                    file.id,
+                    name.encode(),
+                    h5py.h5t.py_create(array.dtype, logical=True),
+                    h5py.h5s.create_simple(array.shape),
+                    room,
+                )
+                offsets[name] = made.get_offset()
+    except RuntimeError as error:  # HDF5's own, where the file is closed on a full disk
+        raise OSError(errno.EIO, str(error)) from error
     return offsets
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import os
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distconv.data.durable import fresh_name, move_into_place, remove, remove_partial
+from distconv.data.durable import fresh_name, move_into_place, remove, remove_partial, writing_to
 from distconv.data.errors import check_call, on_rank_zero, together
 from distconv.data.sources.opening import KINDS, ZARR_FILES
 from distconv.data.writing import chunked, contiguous
@@ -77,21 +78,39 @@ def save(
     by_name = {None: chunks} if bare else chunks
     arrays = together(grid, lambda: {n: _describe(n, x, kind, by_name) for n, x in named.items()})
 
+    @writing_to(path)
     def prepare() -> str:
         _check_place(path, kind)
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_partial(path.parent, glob.escape(path.name))
+        if path.exists():
+            clean()
         return str(fresh_name(path))
+
+    def clean() -> None:
+        remove_partial(path.parent, re.escape(path.name))
+
+    @writing_to(path)
+    def create() -> dict[Any, int]:
+        return _create(partial, kind, arrays)
+
+    @writing_to(path)
+    def finish() -> None:
+        if partial.is_dir():
+            chunked.sync_tree(partial)
+        move_into_place(partial, path)
+        clean()
 
     partial = Path(on_rank_zero(grid, prepare))
     try:
-        offsets = on_rank_zero(grid, lambda: _create(partial, kind, arrays))
+        offsets = on_rank_zero(grid, create)
         for name, x in named.items():
-            _write(partial, name, x, arrays[name], offsets.get(name))
-        on_rank_zero(grid, lambda: _finish(partial, path))
+            _write(partial, path, name, x, arrays[name], offsets.get(name))
+        on_rank_zero(grid, finish)
     except BaseException:
-        if grid.rank == 0:
-            remove(partial)
+        # Every rank raises its own error of the failure, whatever becomes of the unfinished file.
+        with suppress(OSError):
+            if grid.rank == 0:
+                remove(partial)
         raise
     return path
 
@@ -182,13 +201,19 @@ def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict
 
 
 def _write(
-    partial: Path, name: str | None, x: DistTensor, array: Description, offset: int | None
+    partial: Path,
+    path: Path,
+    name: str | None,
+    x: DistTensor,
+    array: Description,
+    offset: int | None,
 ) -> None:
     """Write this rank's block of a tensor to a file or zarr folder. Collective.
 
     Of several ranks that hold replicas of a block, one writes it. Ranks that share a chunk of a
-    zarr array write in turns. `name` is the tensor's name in the file; None if it was saved
-    without one. `offset` is where the array begins in the file, in bytes; None for zarr.
+    zarr array write in turns. `partial` will be renamed to `path`. `name` is the tensor's name in
+    the file; None if it was saved without one. `offset` is where the array begins in the file, in
+    bytes; None for zarr.
     """
     grid, topology = x.grid, x.grid.topology
     box = rank_box(array.shape, x.cuts, topology, grid.rank)
@@ -199,6 +224,7 @@ def _write(
     mine = chunked.turn_of(grid.rank, x.cuts, topology, counts)
     for turn in range(prod(counts)):
 
+        @writing_to(path)
         def write(turn: int = turn) -> None:
             if replica or not box.size or turn != mine:
                 return
@@ -214,9 +240,3 @@ def _values(x: DistTensor) -> NDArray[Any]:
     """Return this rank's block as a contiguous numpy array."""
     own = x.shard.detach().resolve_conj().resolve_neg().cpu()
     return np.ascontiguousarray(own.numpy())
-
-
-def _finish(partial: Path, path: Path) -> None:
-    if partial.is_dir():
-        chunked.sync_tree(partial)
-    move_into_place(partial, path)
