@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distconv.geometry.layout import Layout
 from distconv.geometry.topology import Topology
+from distconv.grid.program_lines import user_line
 from distconv.torch_private import autocast_is_on
 
 Call = tuple[Any, Sequence[Any], Mapping[str, Any] | None]
@@ -35,6 +36,8 @@ class CurrentCall(threading.local):
 
     call: Call = NO_CALL
     """The outermost function on DistTensors; `NO_CALL` where none is running."""
+    error: str | None = None
+    """The last error that a function on DistTensors has raised, in words."""
 
 
 CURRENT = CurrentCall()
@@ -57,8 +60,26 @@ class running:
         if self._before is NO_CALL:
             CURRENT.call = self._call
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         CURRENT.call = self._before
+        if error is not None:
+            note_error(self._call[0], error)
+
+
+def note_error(function: Any, error: BaseException) -> None:
+    """Keep an error that `function` raises, for other ranks that may wait for this one in vain.
+
+    The program may catch it, and only this rank may have met it.
+    """
+    words = str(error).partition("\n")[0]
+    kind = type(error).__name__
+    CURRENT.error = f"{kind}: {words} in {operator_name(function)} at {user_line()}"
+
+
+def error_of(thread: int) -> str | None:
+    """Return the last error of functions on DistTensors in a thread, by its id; or None."""
+    error: str | None = _THREADS.get(thread, {}).get("error")
+    return error
 
 
 def operator_name(function: Any) -> str:

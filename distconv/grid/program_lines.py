@@ -9,10 +9,13 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
+
+from distconv.transport.launch import switched_on
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _LAYERS = str(Path(__file__).resolve().parents[2] / "layers") + os.sep
@@ -72,8 +75,36 @@ def _user_line(frame: FrameType | None) -> str:
 
 def _line(frame: FrameType) -> str:
     file = Path(frame.f_code.co_filename)
-    if file.is_relative_to(Path.cwd()):
+    with suppress(OSError, ValueError):  # where it lies elsewhere, or the current folder is gone
         file = file.relative_to(Path.cwd())
     function = frame.f_code.co_name
     within = "" if function == "<module>" else f" in {function}"
     return f"{file}:{frame.f_lineno}{within}"
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Take the library's frames out of the traceback of an error, and of those it came from.
+
+    A traceback of nothing else stays as it is, and with DISTCONV_DEBUG=1 every one.
+    """
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain and not switched_on("DISTCONV_DEBUG"):
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = _without_own_frames(one.__traceback__)
+            chain += [one.__cause__, one.__context__]
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    entries = []
+    outer = traceback
+    while outer is not None:
+        if not outer.tb_frame.f_code.co_filename.startswith(_OWN):
+            entries.append(outer)
+        outer = outer.tb_next
+    kept = None
+    for entry in reversed(entries):
+        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept or traceback
