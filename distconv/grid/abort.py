@@ -74,7 +74,8 @@ class _Abort:
         def report() -> None:
             if rank:
                 time.sleep(_GRACE + min(0.1 * rank, 2.0))
-            sys.stdout.flush()
+            with contextlib.suppress(Exception):  # where it is closed
+                sys.stdout.flush()
             print(f"distconv: rank {rank} of {ranks} raised", file=sys.stderr)
             self._report(kind, error, traceback)  # type: ignore[operator]
             if isinstance(sys.stderr, StringIO) and sys.__stderr__ is not None:
@@ -187,7 +188,8 @@ def _abort(report: Callable[[], None] | None) -> NoReturn:
         _timer(_LAST + _PATIENCE, os._exit, 1)
         flush_files()
         if report is not None:
-            report()
+            with contextlib.suppress(Exception):
+                report()
         time.sleep(_FORWARDING)
         _end_all()
     finally:

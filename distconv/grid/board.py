@@ -1,8 +1,8 @@
 """A board on which the watching threads of all ranks leave notes for each other.
 
-The ranks are a tree of links: each holds a link to the rank above it, and rank 0 keeps the notes.
-Notes and questions go up the tree, and answers come down. Without them nothing is sent. No call
-waits for a rank that has stopped.
+The ranks form a tree: each has a link to the rank above it, and rank 0 keeps the notes. Notes and
+questions go up the tree, and answers come down. Nothing else is sent. A call waits at most some
+seconds for a rank that has stopped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ALARM, LEFT = "alarm", "left"
 alarm, and the last end, are announced to all ranks."""
 
 _FANOUT = 64
-"""The number of ranks that share a link to the next of 64 such groups, and so on: the tree of
-65,536 ranks has three levels, and rank 0 holds 141 links."""
+"""The number of ranks of a group, of groups of a larger group, and so on; the first rank of a group
+is above the others. The tree of 65,536 ranks has three levels, and rank 0 has 141 links."""
 
 _ANSWER = 5.0
 """Seconds that the rank above has for an answer; after them it counts as lost."""
@@ -67,8 +67,8 @@ def open_board(comm: ObjectCommunicator) -> Board:
     except LinkLost as error:
         print(
             f"distconv: the watching thread of rank {comm.rank} is alone: {error}. If this rank "
-            "waits in vain, its message names no other rank's place; open the ports between the "
-            "nodes",
+            "waits too long, its report does not say where other ranks are; open the ports between "
+            "the nodes",
             file=sys.stderr,
             flush=True,
         )
@@ -241,7 +241,7 @@ class Board:
             self._lose(link)
 
     def _lose(self, link: Link | None) -> None:
-        """Go on without a link. Without the one above, all who wait for an answer get None."""
+        """Close a link. Without the one above, all ranks that wait for an answer get None."""
         if link is None:
             return
         link.close()

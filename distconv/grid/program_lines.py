@@ -83,9 +83,9 @@ def _line(frame: FrameType) -> str:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Take the library's frames out of the traceback of an error, and of those it came from.
+    """Remove the library's frames from the traceback of an error, and of the errors it came from.
 
-    A traceback of nothing else stays as it is, and with DISTCONV_DEBUG=1 every one.
+    With DISTCONV_DEBUG=1, and for errors of the library's own commands, nothing is removed.
     """
     seen: set[int] = set()
     chain: list[BaseException | None] = [error]
@@ -98,13 +98,16 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the library's frames, or as it is if no program has called it."""
     entries = []
     outer = traceback
     while outer is not None:
-        if not outer.tb_frame.f_code.co_filename.startswith(_OWN):
-            entries.append(outer)
+        entries.append((outer.tb_frame.f_code.co_filename, outer))
         outer = outer.tb_next
+    if not any(is_of_program(file) for file, _ in entries):
+        return traceback
     kept = None
-    for entry in reversed(entries):
-        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return kept or traceback
+    for file, entry in reversed(entries):
+        if not file.startswith(_OWN):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept

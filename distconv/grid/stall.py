@@ -33,7 +33,7 @@ _GRACE = 2.0
 _ANSWER = 5.0
 """Seconds that the other ranks have for their answers."""
 _COMPARED, _COMPARED_IN_ALL = 256, 2**20
-"""The number of latest steps that the ranks compare then, each rank and all together at most."""
+"""The largest number of latest steps that the ranks compare then: of each rank, and of all."""
 _TURN = 3.0
 """Seconds from the report of one rank to that of the next, where ranks cannot ask each other."""
 _READ = 256
@@ -103,7 +103,10 @@ class Watch:
     def _look(self) -> None:
         due = 0.0
         while not self._leaving.is_set():
-            self._board.serve(due - time.monotonic())
+            board = self._board
+            board.serve(due - time.monotonic())
+            if board is not self._board:
+                board.close()  # of the time before `connect`
             if time.monotonic() >= due:
                 due = time.monotonic() + self._period
                 why = None
@@ -211,7 +214,7 @@ class Watch:
             abort_job()
 
     def _serve(self, seconds: float) -> None:
-        """Pass messages of other ranks on for some seconds."""
+        """Forward messages of other ranks for some seconds."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self._board.serve(left)

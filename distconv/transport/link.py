@@ -250,13 +250,16 @@ def _accepted(
 
 
 class _Greeting:
-    """The part of a caller's greeting that has arrived; the rest may come `until` a time."""
+    """The part of a caller's greeting that has arrived.
+
+    The rest is due at `until`, a time of `time.monotonic`.
+    """
 
     def __init__(self, until: float):
         self.until, self.said = until, b""
 
     def is_whole(self, caller: socket.socket) -> bool:
-        """Receive what has arrived, and return whether nothing is missing any more.
+        """Receive further bytes, and return whether the greeting is complete.
 
         The greeting of a caller that has gone is due at once.
         """
