@@ -28,6 +28,10 @@ _THREADS: dict[int, dict[str, Any]] = {}
 """The `CURRENT` of each thread."""
 
 
+_WORDS = 300
+"""The number of characters of an error that other ranks are told."""
+
+
 class CurrentCall(threading.local):
     """The outermost torch function on DistTensors that the current thread is running."""
 
@@ -69,11 +73,12 @@ class running:
 def note_error(function: Any, error: BaseException) -> None:
     """Keep an error that `function` raises, for other ranks that may wait for this one in vain.
 
-    The program may catch it, and only this rank may have met it.
+    The program may catch it, and only this rank may have met it. An error that says that it is on
+    all ranks, by an attribute `on_all_ranks`, is not kept.
     """
-    words = str(error).partition("\n")[0]
-    kind = type(error).__name__
-    CURRENT.error = f"{kind}: {words} in {operator_name(function)} at {user_line()}"
+    if not getattr(error, "on_all_ranks", False):
+        words, kind = str(error).partition("\n")[0][:_WORDS], type(error).__name__
+        CURRENT.error = f"{kind}: {words} in {operator_name(function)} at {user_line()}"
 
 
 def error_of(thread: int) -> str | None:

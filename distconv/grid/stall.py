@@ -23,7 +23,7 @@ from distconv.grid.board import ALARM, LEFT, Board, open_board
 from distconv.grid.calls import error_of, operator_name, operator_of
 from distconv.grid.journal import Entries, Journal, first_difference
 from distconv.grid.program_lines import place_of
-from distconv.grid.rank_words import by_ranks, ranks_in_words
+from distconv.grid.rank_words import by_ranks, errors_in_words, ranks_in_words
 from distconv.grid.waits import StreamWait, Wait, Waiting
 
 _VARIABLE = "DISTCONV_TIMEOUT"
@@ -264,9 +264,8 @@ def _report(why: str, size: int, states: dict[int, _State], reached: bool) -> st
         words = [theirs.words(number) for theirs in entries]
         lines.append(f"Step {number} is the first in which they differ. {by_ranks(words, ': ')}.")
     met = [states[rank].error if rank in states else None for rank in range(size)]
-    if len(set(met)) > 1:  # what all have met, they have caught together
-        errors = by_ranks([error or "none" for error in met], ": ")
-        lines.append(f"Errors differ, which the program has caught. {errors}.")
+    if errors := errors_in_words(met):
+        lines.append(errors)
     return "\n".join(
         (
             f"distconv: ranks wait {why}",
