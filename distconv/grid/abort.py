@@ -8,6 +8,7 @@ import gc
 import io
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -15,8 +16,9 @@ import time
 from collections.abc import Callable
 from io import StringIO
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
+from distconv.grid.program_lines import hide_own_frames
 from distconv.transport.launch import is_copy, place_by_torch
 
 _GRACE = 2.5
@@ -28,6 +30,12 @@ _PATIENCE = 5.0
 _LAST = 4.0
 """Seconds allowed for functions registered with atexit, and for flushing files, before that."""
 
+_WRITING = 2.0
+"""Seconds allowed for a report to be taken from a full pipe."""
+
+AT_LAST = 2 * _LAST + _PATIENCE + _WRITING
+"""Seconds after which a process that aborts its job ends, whatever its threads wait for."""
+
 _FORWARDING = 0.5
 """Seconds allowed for the launcher to forward the report, which an abort may cut off."""
 
@@ -35,12 +43,15 @@ _FORWARDING = 0.5
 def abort_when_a_rank_raises() -> None:
     """Let an uncaught exception print its traceback and end all ranks of the job.
 
+    The traceback has no frames of the library, unless DISTCONV_DEBUG=1.
+
     If several ranks raise, one of them reports its error: rank 0 at once, any other after some
     seconds in which the job has not ended. Processes started by a rank, such as workers, behave as
     before. `sys.exit` is no uncaught exception to Python, and does not end the other ranks.
     """
-    if not isinstance(sys.excepthook, _Abort):
-        sys.excepthook = _Abort(sys.excepthook)
+    hook = getattr(sys, "excepthook", sys.__excepthook__)
+    if not isinstance(hook, _Abort):
+        sys.excepthook = _Abort(hook)
 
 
 class _Abort:
@@ -50,6 +61,8 @@ class _Abort:
     def __call__(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
+        hide_own_frames(error)
+        traceback = error.__traceback__
         rank, ranks = _place()
         if ranks == 1:
             self._report(kind, error, traceback)  # type: ignore[operator]
@@ -61,7 +74,8 @@ class _Abort:
         def report() -> None:
             if rank:
                 time.sleep(_GRACE + min(0.1 * rank, 2.0))
-            sys.stdout.flush()
+            with contextlib.suppress(Exception):  # where it is closed
+                sys.stdout.flush()
             print(f"distconv: rank {rank} of {ranks} raised", file=sys.stderr)
             self._report(kind, error, traceback)  # type: ignore[operator]
             if isinstance(sys.stderr, StringIO) and sys.__stderr__ is not None:
@@ -105,6 +119,17 @@ def _place() -> tuple[int, int]:
 
 
 def flush_files() -> None:
+    """Flush all open files of the program, for some seconds: a full pipe takes nothing."""
+    flushing = threading.Thread(target=_flush_files, daemon=True)
+    try:
+        flushing.start()
+    except RuntimeError:  # there is no thread to be had
+        _flush_files()
+    else:
+        flushing.join(_LAST)
+
+
+def _flush_files() -> None:
     """Flush all open files of the program: text layers first, then the buffers beneath them."""
     layers: tuple[list[io.IOBase], ...] = [], [], []
     gc.unfreeze()  # or files that were open when the program called gc.freeze would stay unseen
@@ -122,36 +147,75 @@ ABANDONED = threading.Event()
 """Set when the job is about to be aborted, so that nobody waits for other ranks any more."""
 
 
-def abort_job(report: Callable[[], None] | None = None) -> None:
+def say(text: str) -> None:
+    """Write a line to standard error, as far as that takes it within seconds, and raise nothing."""
+    left = memoryview(f"{text}\n".encode(errors="replace"))
+    until = time.monotonic() + _WRITING
+    with contextlib.suppress(OSError):
+        while left and _takes_more(until - time.monotonic()):
+            left = left[os.write(2, left[: select.PIPE_BUF]) :]
+
+
+def _takes_more(seconds: float) -> bool:
+    """Return whether standard error takes more bytes within some seconds."""
+    waiting = select.poll()
+    waiting.register(2, select.POLLOUT)
+    return bool(waiting.poll(1000 * max(seconds, 0)))
+
+
+def abort_job(report: Callable[[], None] | None = None) -> NoReturn:
     """End all ranks of the job; this process does not return.
 
     First, within seconds, functions registered with atexit run and open files are flushed. Then
-    `report` is called, to print an error.
+    `report` is called, to print an error. Where one of them neither returns nor lets another thread
+    begin, the thread of `end_when_abandoned` ends the process.
     """
-    sys.stderr.flush()
-    limit = threading.Timer(_LAST, _abort, (report,))
-    limit.start()
-    ABANDONED.set()
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()  # but not MPI's, which waits for other ranks
-    limit.cancel()
-    _abort(report)
+    try:
+        ABANDONED.set()
+        limit = _timer(_LAST, _abort, report)
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()  # but not MPI's, which waits for other ranks
+        limit.cancel()
+        _abort(report)
+    finally:
+        os._exit(1)
 
 
-def _abort(report: Callable[[], None] | None) -> None:
+def _abort(report: Callable[[], None] | None) -> NoReturn:
     """Flush files, call `report`, and end all ranks. Any thread may call it."""
-    flush_files()
-    if report is not None:
-        with contextlib.suppress(Exception):
-            report()
-    # MPI may be busy in another thread's wait; the launcher ends the other ranks in any case.
-    killer = threading.Timer(_PATIENCE, os._exit, (1,))
-    killer.daemon = True
-    killer.start()
-    time.sleep(_FORWARDING)
+    try:
+        # MPI may be busy in another thread's wait; the launcher ends the other ranks in any case.
+        _timer(_LAST + _PATIENCE, os._exit, 1)
+        flush_files()
+        if report is not None:
+            with contextlib.suppress(Exception):
+                report()
+        time.sleep(_FORWARDING)
+        _end_all()
+    finally:
+        os._exit(1)
+
+
+def _end_all() -> None:
+    """End all ranks by their launcher; under torchrun it is enough that this process ends."""
     if place_by_torch():
-        os._exit(1)  # and torchrun ends the others, or starts all anew
+        return  # and torchrun ends the others, or starts all anew
     if MPI := _running():
+        if not _takes_more(0):  # MPI would wait with its own words, and let no thread run
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         MPI.COMM_WORLD.Abort(1)
-    # Before MPI has started, MPICH's launcher treats any exit status as success, but no signal.
+    # Before MPI has started, MPICH's launcher treats any exit status as success, but no signal, and
+    # no request to abort, which MPI would send as this line.
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=1\n")
+        time.sleep(_FORWARDING)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _timer(seconds: float, act: Callable[..., object], argument: Any) -> threading.Timer:
+    """Call `act(argument)` in a thread after some seconds, where a thread can begin."""
+    timer = threading.Timer(seconds, act, (argument,))
+    timer.daemon = True
+    with contextlib.suppress(RuntimeError):
+        timer.start()
+    return timer

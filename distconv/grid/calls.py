@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distconv.geometry.layout import Layout
 from distconv.geometry.topology import Topology
+from distconv.grid.program_lines import user_line
 from distconv.torch_private import autocast_is_on
 
 Call = tuple[Any, Sequence[Any], Mapping[str, Any] | None]
@@ -27,6 +28,10 @@ _THREADS: dict[int, dict[str, Any]] = {}
 """The `CURRENT` of each thread."""
 
 
+_WORDS = 300
+"""The number of characters of an error that other ranks are told."""
+
+
 class CurrentCall(threading.local):
     """The outermost torch function on DistTensors that the current thread is running."""
 
@@ -35,6 +40,8 @@ class CurrentCall(threading.local):
 
     call: Call = NO_CALL
     """The outermost function on DistTensors; `NO_CALL` where none is running."""
+    error: str | None = None
+    """The last error that a function on DistTensors has raised, in words."""
 
 
 CURRENT = CurrentCall()
@@ -57,8 +64,27 @@ class running:
         if self._before is NO_CALL:
             CURRENT.call = self._call
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         CURRENT.call = self._before
+        if error is not None:
+            note_error(self._call[0], error)
+
+
+def note_error(function: Any, error: BaseException) -> None:
+    """Keep an error that `function` raises, for other ranks that may wait for this one in vain.
+
+    The program may catch it, and only this rank may have met it. An error that says that it is on
+    all ranks, by an attribute `on_all_ranks`, is not kept.
+    """
+    if not getattr(error, "on_all_ranks", False):
+        words, kind = str(error).partition("\n")[0][:_WORDS], type(error).__name__
+        CURRENT.error = f"{kind}: {words} in {operator_name(function)} at {user_line()}"
+
+
+def error_of(thread: int) -> str | None:
+    """Return the last error of functions on DistTensors in a thread, by its id; or None."""
+    error: str | None = _THREADS.get(thread, {}).get("error")
+    return error
 
 
 def operator_name(function: Any) -> str:

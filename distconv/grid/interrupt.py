@@ -1,8 +1,9 @@
 """Ending ranks that would wait in MPI for ever, after an interrupt or the loss of their launcher.
 
 While a rank waits in MPI, Python raises no KeyboardInterrupt. Interrupted ranks would wait for
-messages that are never sent. One thread watches for interrupts and for the launcher's end; another
-one, in each worker process that multiprocessing starts, ends the worker with its rank.
+messages that are never sent. One thread watches for interrupts, for the launcher's end, and for an
+abort of the job that does not come to its end; another one, in each worker process that
+multiprocessing starts, ends the worker with its rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 from multiprocessing.util import register_after_fork
 
-from distconv.grid.abort import flush_files
+from distconv.grid.abort import ABANDONED, AT_LAST, flush_files, say
 from distconv.transport.launch import launched
 
 PATIENCE = 5.0
@@ -67,7 +68,12 @@ def _signals() -> int | None:
 def _watch(launcher: int, signals: int | None) -> None:
     """Wait for an interrupt, or the end of process `launcher`, and end this process."""
     last: float | None = None
+    aborted: float | None = None
     while True:
+        if ABANDONED.is_set():
+            aborted = aborted or time.monotonic()
+            if time.monotonic() > aborted + AT_LAST:
+                os._exit(1)
         if signals is None:
             time.sleep(_INTERVAL)
         elif select.select([signals], [], [], _INTERVAL)[0]:
@@ -87,12 +93,13 @@ def _watch(launcher: int, signals: int | None) -> None:
 
 def _end(why: str) -> None:
     """Print `why`, flush files, and kill this process and its group. Any thread may call it."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"distconv: process {os.getpid()} {why}\n".encode())
-    flush_files()
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        say(f"distconv: process {os.getpid()} {why}")
+        flush_files()
+    finally:
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _leave_signals_to_the_rank() -> None:

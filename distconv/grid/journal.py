@@ -24,7 +24,7 @@ import torch
 
 from distconv.grid.calls import CURRENT, call_in_words, function_in_words
 from distconv.grid.program_lines import is_parked, place_of, user_line
-from distconv.grid.rank_words import by_ranks
+from distconv.grid.rank_words import by_ranks, errors_in_words
 from distconv.grid.waits import Wait, Waiting
 from distconv.torch_private import backward_pass
 from distconv.transport.interface import Comparison
@@ -47,6 +47,8 @@ class DivergenceError(RuntimeError):
 
     A program that catches the error on all ranks may continue.
     """
+
+    on_all_ranks = True
 
 
 class Entries(NamedTuple):
@@ -284,13 +286,14 @@ class Journal:
 
     def _differences(self) -> str:
         """Return the error message for ranks that differ, and reset the journal. Collective."""
-        told = self.latest_entries(), place_of(self.thread), self._tags.last
+        told = self.latest_entries(), place_of(self.thread), self._tags.last, CURRENT.error
         with Wait(self.waiting):
-            ranks, places, tags = zip(*self._comm.allgather(told), strict=True)
+            ranks, places, tags, errors = zip(*self._comm.allgather(told), strict=True)
         number = first_difference(ranks)
         # A program that catches the error continues with the same numbers on all ranks.
         self._tags.last = max(tags)
         self._checksum = self._since = 0
+        CURRENT.error = None
         for known in (self._calls, self._steps, self._counts, self._last):
             known.clear()
         ends = [entries.first + len(entries.texts) - 1 for entries in ranks]
@@ -304,12 +307,13 @@ class Journal:
         else:
             found = f"in collective step {number}"
             steps = [entries.words(number) for entries in ranks]
+        met = f"{words} " if (words := errors_in_words(errors)) else ""
         hint = f" {_VARIABLE}=1 compares before every step, and names its line."
         return (
             f"the ranks differ {found}. {by_ranks(steps, ': ')}. They are now: "
-            f"{by_ranks(places, ' at ')}. All ranks have to run the same operators with the same "
-            "arguments in the same order; look for a condition on the rank, or on data that the "
-            f"ranks do not share.{'' if self.debug else hint}"
+            f"{by_ranks(places, ' at ')}. {met}All ranks have to run the same operators with the "
+            "same arguments in the same order; look for a condition on the rank, or on data that "
+            f"the ranks do not share.{'' if self.debug else hint}"
         )
 
     def _change_thread(self) -> None:

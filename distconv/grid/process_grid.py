@@ -26,7 +26,12 @@ from distconv.grid.ranks import ranks_of, world
 from distconv.grid.stall import time_limit
 from distconv.grid.waits import Wait
 from distconv.transport.interface import Communicator, ObjectCommunicator
-from distconv.transport.launch import check_is_rank, launched, start_line
+from distconv.transport.launch import (
+    check_is_rank,
+    keep_launcher_from_children,
+    launched,
+    start_line,
+)
 from distconv.transport.torch_groups import TorchCommunicator
 
 if TYPE_CHECKING:
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
 
 if launched():  # a rank may raise before it makes a grid, for which the others wait
     abort_when_a_rank_raises()
+    keep_launcher_from_children()
 
 _grids: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
 """All grids of this process, by identity, since several grids may be equal."""
@@ -49,7 +55,8 @@ class ProcessGrid(Grid):
     Raises ValueError on every rank, when the extents do not fit the number of ranks, or device or
     transport is not available. Raises RuntimeError on every rank, when the environment shows
     several processes that do not know each other, which DISTCONV_ALLOW_SINGLE=1 allows; and in a
-    worker process, which is no rank.
+    worker process, which is no rank. Raises TypeError for any other axis. Warns if one rank is
+    alone in a job of several tasks.
 
     Parameters
     ----------
@@ -81,11 +88,18 @@ class ProcessGrid(Grid):
         width: int = 1,
         device: str | torch.device | None = None,
         transport: str | None = None,
+        **unknown: Any,
     ):
+        if unknown:
+            name, extent = next(iter(unknown.items()))
+            raise TypeError(
+                f"ProcessGrid: {name}={extent!r} is no axis; the axes are {', '.join(AXES)}"
+                + ("; sample partitions the mini-batch" if "batch" in name else "")
+            )
         self._ranks = ranks_of(comm)
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
+        abort_when_a_rank_raises()
         if len(self._ranks) > 1:
-            abort_when_a_rank_raises()
             end_when_abandoned()
         journal = communicators.journal(self._ranks)
         with Wait(journal.waiting):

@@ -9,10 +9,13 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
+
+from distconv.transport.launch import switched_on
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _LAYERS = str(Path(__file__).resolve().parents[2] / "layers") + os.sep
@@ -72,8 +75,39 @@ def _user_line(frame: FrameType | None) -> str:
 
 def _line(frame: FrameType) -> str:
     file = Path(frame.f_code.co_filename)
-    if file.is_relative_to(Path.cwd()):
+    with suppress(OSError, ValueError):  # where it lies elsewhere, or the current folder is gone
         file = file.relative_to(Path.cwd())
     function = frame.f_code.co_name
     within = "" if function == "<module>" else f" in {function}"
     return f"{file}:{frame.f_lineno}{within}"
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Remove the library's frames from the traceback of an error, and of the errors it came from.
+
+    With DISTCONV_DEBUG=1, and for errors of the library's own commands, nothing is removed.
+    """
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain and not switched_on("DISTCONV_DEBUG"):
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = _without_own_frames(one.__traceback__)
+            chain += [one.__cause__, one.__context__]
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the library's frames, or as it is if no program has called it."""
+    entries = []
+    outer = traceback
+    while outer is not None:
+        entries.append((outer.tb_frame.f_code.co_filename, outer))
+        outer = outer.tb_next
+    if not any(is_of_program(file) for file, _ in entries):
+        return traceback
+    kept = None
+    for file, entry in reversed(entries):
+        if not file.startswith(_OWN):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept

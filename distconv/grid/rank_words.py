@@ -29,6 +29,13 @@ def by_ranks(texts: Sequence[str], between: str) -> str:
     )
 
 
+def errors_in_words(met: Sequence[str | None]) -> str:
+    """Return the last error of each rank as a sentence; "" where all have met the same, or none."""
+    if len(set(met)) < 2:
+        return ""  # the ranks have caught it together
+    return f"Errors differ. {by_ranks([error or 'no error' for error in met], ': ')}."
+
+
 def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a text for each value that differs: "x is 1 on rank 0 and 2 on rank 1".
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
+from numbers import Number
 from typing import Any
 
+from distconv.geometry.topology import AXES
+from distconv.grid.stall import time_limit_or_default
 from distconv.torch_private import default_store
 from distconv.transport import launch
 from distconv.transport.interface import Communicator
-from distconv.transport.torch_groups import TorchCommunicator
+from distconv.transport.torch_groups import NO_LIMIT, TorchCommunicator
 
 
 def world() -> Communicator:
@@ -20,11 +25,13 @@ def world() -> Communicator:
     It is for grids; a program uses `ProcessGrid.comm`. The first call starts MPI, or connects to
     the store of torchrun or of torch.distributed's default group. A process that none of these
     has started is the only rank. Raises RuntimeError in a worker process, which is no rank, and
-    if the program has not started MPI or has ended it.
+    where MPI has not been started or has ended.
     """
     launch.check_is_rank()
-    launch.check_mpi_runs()
-    return _world()
+    job = _world()
+    if not isinstance(job, TorchCommunicator):
+        launch.check_mpi_runs()
+    return job
 
 
 def world_if_rank() -> Communicator | None:
@@ -41,6 +48,8 @@ def _world() -> Communicator:
         launch.note_joined()
         return _by_torch()
     if launch.has_mpi():
+        launch.check_mpi_runs()
+        launch.keep_launcher_from_children()
         from distconv.transport.mpi import MPICommunicator
 
         return MPICommunicator(launch.mpi().COMM_WORLD, "world")
@@ -54,11 +63,41 @@ def _by_torch() -> TorchCommunicator:
         store = default_store()
         rank, size = distributed.get_rank(), distributed.get_world_size()
     else:
-        store, rank, size = next(distributed.rendezvous("env://"))
+        store, rank, size = _met_by_environment()
     # torchrun keeps its store when it restarts ranks, with the addresses of lost ones.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = distributed.PrefixStore(f"distconv {attempt} {size}", store)
     return TorchCommunicator(own, rank, tuple(range(size)), "world")
+
+
+def _met_by_environment() -> tuple[Any, int, int]:
+    """Return the store at MASTER_ADDR, this process's rank, and the number of ranks.
+
+    Raises RuntimeError where the ranks have not met within DISTCONV_TIMEOUT seconds, and ValueError
+    for a rank that cannot be.
+    """
+    from torch import distributed
+
+    place = launch.place_by_torch()
+    if place is None or place[0] >= place[1]:
+        rank, size = (os.environ[name] for name in ("RANK", "WORLD_SIZE"))
+        raise ValueError(
+            f"ProcessGrid: RANK={rank} is no rank of WORLD_SIZE={size}; set RANK to a number from "
+            "0 to WORLD_SIZE - 1 on each rank, as torchrun does"
+        )
+    limit = time_limit_or_default()
+    try:
+        waited = timedelta(seconds=min(limit, NO_LIMIT.total_seconds()))
+        store, rank, size = next(distributed.rendezvous("env://", timeout=waited))
+    except (RuntimeError, ValueError) as error:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        raise RuntimeError(
+            f"ProcessGrid: rank {place[0]} has not met the other {place[1] - 1} of "
+            f"WORLD_SIZE={place[1]} at MASTER_ADDR={address}, MASTER_PORT={port} within "
+            f"DISTCONV_TIMEOUT={limit:g} seconds ({str(error).splitlines()[0]}). Start all ranks, "
+            "with the address of rank 0's host and a port that is free there"
+        ) from error
+    return store, rank, size
 
 
 def ranks_of(comm: Any) -> tuple[int, ...]:
@@ -68,7 +107,14 @@ def ranks_of(comm: Any) -> tuple[int, ...]:
         return _by_number(comm, job)
     if comm is None:
         launch.check_launch(job.size)
+        if notice := launch.notice_of_tasks(job.size):
+            warnings.warn(f"ProcessGrid: {notice}", stacklevel=3)
         return job.ranks
+    if isinstance(comm, Number):
+        raise TypeError(
+            f"ProcessGrid: {comm} ranks along which axis? Name it, as in "
+            f"ProcessGrid(sample={comm}); the axes are {', '.join(AXES)}"
+        )
     if not isinstance(job, TorchCommunicator):
         return _of_mpi(comm)
     if isinstance(comm, TorchCommunicator):

@@ -10,22 +10,21 @@ in which they differ, and aborts the job.
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from distconv.grid.abort import ABANDONED, abort_job
-from distconv.grid.calls import operator_name, operator_of
+from distconv.grid.abort import ABANDONED, abort_job, say
+from distconv.grid.board import ALARM, LEFT, Board, open_board
+from distconv.grid.calls import error_of, operator_name, operator_of
 from distconv.grid.journal import Entries, Journal, first_difference
 from distconv.grid.program_lines import place_of
-from distconv.grid.rank_words import by_ranks, ranks_in_words
+from distconv.grid.rank_words import by_ranks, errors_in_words, ranks_in_words
 from distconv.grid.waits import StreamWait, Wait, Waiting
-from distconv.transport.torch_groups import Store, open_store
 
 _VARIABLE = "DISTCONV_TIMEOUT"
 _DEFAULT = 300.0
@@ -33,8 +32,12 @@ _GRACE = 2.0
 """Seconds that messages of a rank that has left may still be on their way."""
 _ANSWER = 5.0
 """Seconds that the other ranks have for their answers."""
-_COMPARED = 256
-"""The number of latest steps that the ranks compare then."""
+_COMPARED, _COMPARED_IN_ALL = 256, 2**20
+"""The largest number of latest steps that the ranks compare then: of each rank, and of all."""
+_TURN = 3.0
+"""Seconds from the report of one rank to that of the next, where ranks cannot ask each other."""
+_READ = 256
+"""The number of ranks whose notes are read at once."""
 _UNKNOWN = Entries(1, (), ())
 """The entries of a rank that has not told them."""
 
@@ -54,29 +57,12 @@ def time_limit() -> float:
     return seconds
 
 
-class Board:
-    """Short texts and counters by which the watching threads of all ranks inform each other.
-
-    The board keeps them in a store of torch.distributed on the first rank.
-    """
-
-    def __init__(self, store: Store = None):
-        self._store = store
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the store's method of the name `method`, and return its result.
-
-        Returns None if the store cannot be reached.
-        """
-        try:
-            return None if self._store is None else getattr(self._store, method)(*arguments)
-        except RuntimeError:
-            self._store = None
-
-    def read(self, name: str) -> str | None:
-        """Return the text stored under `name`, or None."""
-        note = self.ask("get", name) if self.ask("check", [name]) else None
-        return None if note is None else note.decode()
+def time_limit_or_default() -> float:
+    """Return `time_limit()`, or the default where that raises, which a grid does on all ranks."""
+    try:
+        return time_limit()
+    except ValueError:
+        return _DEFAULT
 
 
 class Watch:
@@ -88,12 +74,10 @@ class Watch:
     def __init__(self, rank: int, size: int, waiting: Waiting):
         self._rank, self._size, self._waiting = rank, size, waiting
         self._journal, self._board = Journal(None, waiting), Board()
-        try:
-            self._limit = time_limit()
-        except ValueError:
-            self._limit = _DEFAULT  # and the grid raises the error, on all ranks
+        self._limit = time_limit_or_default()
         # A large job asks the first rank less often.
         self._period = max(min(1.0, self._limit / 8), size / 2000)
+        self._compared = max(1, min(_COMPARED, _COMPARED_IN_ALL // size))
         self._answered = False
         self._leaving = threading.Event()
         self._looking = threading.Thread(target=self._look, name="distconv-watch", daemon=True)
@@ -101,7 +85,8 @@ class Watch:
 
     def connect(self, comm: Any, journal: Journal) -> None:
         """Begin to inform the other ranks' watches about this rank's journal. All ranks call it."""
-        self._board, self._journal = Board(open_store(comm)), journal
+        alone, self._board, self._journal = self._board, open_board(comm), journal
+        alone.wake()
         if not _WATCHES:
             atexit.register(_leave_together, os.getpid())
         _WATCHES.append(self)
@@ -109,47 +94,48 @@ class Watch:
     def leave(self) -> None:
         """Tell the other ranks that this rank's program has ended, and after how many steps."""
         self._leaving.set()
-        self._looking.join()
-        self._board.ask("set", f"left/{self._rank}", str(self._journal.number))
-        self._board.ask("add", "left", 1)
+        self._board.wake()
 
     def wait_for_others(self) -> None:
-        """Wait until the programs of all ranks have ended, or the job is aborted.
-
-        The first rank, which keeps the store, goes last.
-        """
-        self._until("left", self._size)
-        if self._rank:
-            self._board.ask("add", "read", 1)
-        else:
-            self._until("read", self._size - 1)
-
-    def _until(self, name: str, enough: int) -> None:
-        """Wait until counter `name` reaches `enough`, or the store cannot be reached."""
-        pause, longest = 0.001, max(0.02, self._size / 10_000)
-        while (count := self._board.ask("add", name, 0)) is not None and count < enough:
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+        """Wait until the programs of all ranks have ended, or the job is aborted."""
+        self._looking.join()
 
     def _look(self) -> None:
-        while not self._leaving.wait(self._period):
-            why = self._wrong()
-            if why:
-                self._alarm(why)
-            self._answer()
+        due = 0.0
+        while not self._leaving.is_set():
+            board = self._board
+            board.serve(due - time.monotonic())
+            if board is not self._board:
+                board.close()  # of the time before `connect`
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._period
+                why = None
+                with suppress(Exception):  # of what the program changes meanwhile: look again
+                    why = self._wrong()
+                if why:
+                    self._alarm(why)
+            with suppress(Exception):
+                self._answer()
+        self._board.post(f"left/{self._rank}", self._journal.number)
+        self._board.add(LEFT)
+        self._board.close()
 
     def _wrong(self) -> str | None:
         """Return the reason to report, if ranks wait too long or in vain; else None."""
+        wait = self._waiting.now
+        host = _seconds(wait)
+        too_long = f"for more than {_VARIABLE}={self._limit:g} seconds"
+        if host > self._limit:
+            return too_long
         try:
             for check in self._waiting.checks:
                 check()
             given = self._waiting.oldest_of_streams()
         except RuntimeError as error:
             return f"in vain: {error} (rank {self._rank})"
-        wait = self._waiting.now
-        host, stream = _seconds(wait), _seconds(given)
-        if max(host, stream) > self._limit:
-            return f"for more than {_VARIABLE}={self._limit:g} seconds"
+        stream = _seconds(given)
+        if stream > self._limit:
+            return too_long
         late = []
         if wait is not None and host > _GRACE:
             late.append((wait.peers and wait.peers(), self._journal.number))
@@ -162,27 +148,36 @@ class Watch:
 
     def _gone(self, peers: Iterable[int] | None, step: int) -> Iterator[int]:
         """Yield the ranks of `peers`, or of all for None, that have ended before step `step`."""
-        if self._board.ask("add", "left", 0):
-            for rank in range(self._size) if peers is None else peers:
-                steps = self._board.read(f"left/{rank}")
-                if steps is not None and int(steps) < step:
+        [left] = self._board.read([LEFT])
+        if left:
+            ranks = range(self._size) if peers is None else peers
+            for rank, steps in self._notes("left", ranks):
+                if isinstance(steps, int) and steps < step:
                     yield rank
+
+    def _notes(self, name: str, ranks: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """Yield each rank that has left a note of this name, with the note."""
+        ranks = list(ranks)
+        for first in range(0, len(ranks), _READ):
+            some = ranks[first : first + _READ]
+            notes = self._board.read([f"{name}/{rank}" for rank in some])
+            yield from ((rank, n) for rank, n in zip(some, notes, strict=True) if n is not None)
 
     def _has_parted(self) -> bool:
         """Return whether this waiting rank's latest entries differ from the next waiting rank's.
 
         Each waiting rank posts its entries. If any ranks differ, two neighbours do.
         """
-        first, texts, _ = self._journal.latest_entries(_COMPARED)
+        first, texts, _ = self._journal.latest_entries(self._compared)
         sums = [crc32(text.encode()) for text in texts]
-        self._board.ask("set", f"waits/{self._rank}", json.dumps((first, sums)))
-        note = self._board.read(f"waits/{(self._rank + 1) % self._size}")
-        if note is None:
-            return False
-        other, others = json.loads(note)
-        begin = max(first, other)
-        pairs = zip(sums[begin - first :], others[begin - other :], strict=False)
-        return any(mine != theirs for mine, theirs in pairs)
+        self._board.post(f"waits/{self._rank}", (first, sums))
+        [note] = self._board.read([f"waits/{(self._rank + 1) % self._size}"])
+        with suppress(ValueError, TypeError):  # where there is no note, or none of this kind
+            other, others = note
+            begin = max(first, other)
+            pairs = zip(sums[begin - first :], others[begin - other :], strict=False)
+            return any(mine != theirs for mine, theirs in pairs)
+        return False
 
     def _state(self) -> _State:
         """Return this rank's place in the program, in words, and its latest journal entries."""
@@ -196,50 +191,68 @@ class Watch:
         operator = operator_of(journal.thread)
         what += f" in {operator}" if operator else ""
         what += f" at {place_of(journal.thread)}, after {journal.number} collective steps"
-        return _State(what, journal.latest_entries(_COMPARED))
+        return _State(what, journal.latest_entries(self._compared), error_of(journal.thread))
 
     def _answer(self) -> None:
         """Post this rank's state, once, as soon as any rank has raised the alarm."""
-        if not self._answered and self._board.read("alarm") is not None:
+        if not self._answered and ALARM in self._board.announced:
             self._answered = True
-            self._board.ask("set", f"state/{self._rank}", json.dumps(self._state()))
+            self._board.post(f"state/{self._rank}", self._state())
 
     def _alarm(self, why: str) -> None:
         """Report the states of all ranks and end the job, unless another rank does so already."""
-        self._board.ask("set", "alarm", "")
-        self._answer()
-        if self._board.ask("add", "reporters", 1) not in (None, 1):
-            time.sleep(4 * _ANSWER)  # the first to report ends the job
-        states = self._states()
-        sys.stdout.flush()
-        print(_report(why, self._size, states), file=sys.__stderr__, flush=True)
-        abort_job()
+        try:
+            reporters = self._board.add(ALARM)
+            self._answer()
+            if reporters is None:  # each rank decides alone, and one may end the job for all
+                time.sleep(min(_TURN * self._rank, 10 * _TURN))
+            elif reporters > 1:
+                self._serve(4 * _ANSWER)  # the first to report ends the job
+            states = self._states()
+            say(_report(why, self._size, states, self._board.reaches))
+        finally:
+            abort_job()
+
+    def _serve(self, seconds: float) -> None:
+        """Forward messages of other ranks for some seconds."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._board.serve(left)
 
     def _states(self) -> dict[int, _State]:
         """Return, by rank, the states of ranks that answer within some seconds, or have ended."""
         states = {self._rank: self._state()}
         end = time.monotonic() + _ANSWER
-        while len(states) < self._size and time.monotonic() < end:
-            for rank in set(range(self._size)) - set(states):
-                if (steps := self._board.read(f"left/{rank}")) is not None:
-                    states[rank] = _State(f"has left the program, after {steps} collective steps")
-                elif (note := self._board.read(f"state/{rank}")) is not None:
-                    what, entries = json.loads(note)
-                    states[rank] = _State(what, Entries(*entries))
-            time.sleep(min(0.1, self._period))
+        while len(states) < self._size and time.monotonic() < end and self._board.reaches:
+            for rank, steps in self._notes("left", set(range(self._size)) - set(states)):
+                states[rank] = _State(f"has left the program, after {steps} collective steps")
+            for rank, note in self._notes("state", set(range(self._size)) - set(states)):
+                with suppress(ValueError, TypeError):  # a note of another kind
+                    what, entries, error = note
+                    states[rank] = _State(str(what), Entries(*entries), error)
+            self._serve(min(0.1, self._period))
         return states
 
 
 class _State(NamedTuple):
-    """The place of a rank in its program, in words, and the latest entries of its journal."""
+    """The place of a rank in its program, in words, and the latest entries of its journal.
+
+    `error` is the last error that a function on DistTensors has raised there.
+    """
 
     what: str
     entries: Entries = _UNKNOWN
+    error: str | None = None
 
 
-def _report(why: str, size: int, states: dict[int, _State]) -> str:
-    """Return the report: the reason, each rank's place, and the first step that differs."""
+def _report(why: str, size: int, states: dict[int, _State], reached: bool) -> str:
+    """Return the report: the reason, each rank's place, and the first step that differs.
+
+    `reached` tells whether the others could be asked.
+    """
     silent = "does not answer; it was killed or stopped, or runs code that lets no thread run"
+    if not reached:
+        silent = f"cannot be asked, as one of them {silent.replace('it was', 'was')}"
     places: dict[str, list[int]] = {}
     for rank in range(size):
         places.setdefault(states[rank].what if rank in states else silent, []).append(rank)
@@ -250,6 +263,9 @@ def _report(why: str, size: int, states: dict[int, _State]) -> str:
         entries = [states[r].entries if r in states else _UNKNOWN for r in range(size)]
         words = [theirs.words(number) for theirs in entries]
         lines.append(f"Step {number} is the first in which they differ. {by_ranks(words, ': ')}.")
+    met = [states[rank].error if rank in states else None for rank in range(size)]
+    if errors := errors_in_words(met):
+        lines.append(errors)
     return "\n".join(
         (
             f"distconv: ranks wait {why}",

@@ -173,7 +173,7 @@ class Machine:
     """Bytes of memory of a rank."""
     environment: dict[str, str] = field(default_factory=dict)
     """The variables with which operators are timed, such as the allocator's, and jobs run. The
-    shell of a job replaces `$NAME` in them."""
+    shell of a job replaces `$NAME` and `${NAME:-/tmp}` in them, and nothing else."""
     launch: Launch | None = None
     """How jobs start there, if the file says so."""
     sources: dict[str, str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from distconv.geometry.layout import (
     rank_box,
     replicating_axes,
 )
-from distconv.grid.calls import CURRENT, NO_CALL, operator_name, running
+from distconv.grid.calls import CURRENT, NO_CALL, note_error, operator_name, running
 from distconv.grid.device_mesh import arranged, axes_of_mesh
 from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
@@ -86,6 +86,9 @@ class DistTensor(DistTensorBase):
                     return _keep_journal_entry(args, _run(rule, func, args, kwargs))
                 _enter_call(func, args, kwargs)
                 return _run(rule, func, args, kwargs)
+            except Exception as error:
+                note_error(func, error)
+                raise
             finally:
                 CURRENT.call = NO_CALL
         if func in METADATA:

@@ -193,8 +193,14 @@ def check_job(job: Namespace) -> None:
         text = getattr(job, name)
         if text is not None and not re.fullmatch(r"[\w.@:%+=-]+", text):
             raise ValueError(f"{name} {text!r} is not one word; use letters, digits, - and _")
-    for text in (*job.setup, *job.directive, *job.command_line):
-        if "\n" in text or "\0" in text:
+    for variable in job.variables:
+        if not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
+            raise ValueError(
+                f"environment: {variable!r} is no name of a variable; use letters, digits and _"
+            )
+    of_machine = (*job.options, *job.variables.values(), str(job.machine or ""))
+    for text in (*job.setup, *job.directive, *job.command_line, *of_machine):
+        if re.search(r"[\0\r\n]", text):
             raise ValueError(f"{text!r} has more than one line; give each line by itself")
 
 
@@ -250,5 +256,10 @@ def _filled(lines: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _word(value: str) -> str:
-    """Quote a value as one word of the shell, which still replaces `$NAME` in it."""
-    return value if re.fullmatch(r"[\w./:,=+@-]+", value) else f'"{value}"'
+    """Quote a value as one word of the shell, which replaces `$NAME` and `${NAME:-/tmp}` only."""
+    if re.fullmatch(r"[\w./:,=+@-]+", value):
+        return value
+    replaced = r"\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*(?::-[\w./-]*)?\}"
+    # Any other character with a meaning in quotes stands for itself behind a backslash.
+    quoted = re.sub(rf'({replaced})|([$`"\\])', lambda found: found[1] or f"\\{found[2]}", value)
+    return f'"{quoted}"'

@@ -22,6 +22,10 @@ Due = list[tuple[int, Message]]
 """Clients, each with the answer to send now."""
 
 
+class MalformedRequest(ValueError):
+    """A client has sent bytes that are no request; nothing was changed by them."""
+
+
 @dataclass
 class Report:
     """The course of a training with a server, as `serve` returns it.
@@ -120,10 +124,11 @@ class Server:
     def handle(self, client: int, request: Message) -> Due:
         """Handle a client's request. Return the answers to send now, each with its client's number.
 
-        An answer may be for a client that has waited for this one. Raises ValueError if clients
-        train another model, or save under different numbers.
+        An answer may be for a client that has waited for this one. Raises MalformedRequest for a
+        message that is no request, and ValueError if clients train another model, or save under
+        different numbers.
         """
-        kind = Kind(request.numbers[0])
+        kind = self._kind(request)
         if kind in self._rule.kinds:
             return self._take(client, kind, request)
         if kind == Kind.HELLO:
@@ -140,7 +145,15 @@ class Server:
         if kind == Kind.DONE:
             self.active.discard(client)
             return [(client, self._answer()), *self._settled()]
-        raise ValueError(f"client {client} asks for {kind.name}, which this method does not know")
+        raise MalformedRequest(f"a {kind.name}, which this method does not know")
+
+    def _kind(self, request: Message) -> Kind:
+        """Return the kind of a request; raise MalformedRequest if its numbers make no sense."""
+        number, version, samples, steps, *_ = request.numbers
+        known = number in set(Kind)
+        if not known or not 0 <= version <= self.report.updates or samples < 0 or steps < 0:
+            raise MalformedRequest(f"the numbers {request.numbers} are those of no request")
+        return Kind(number)
 
     def drop(self, client: int, why: str) -> Due:
         """Go on without a client that was lost, and return the answers that waited for it alone.
@@ -155,7 +168,10 @@ class Server:
 
     def _take(self, client: int, kind: Kind, request: Message) -> Due:
         _, version, samples, steps, *_ = request.numbers
-        tensors = self._packing.unpack(request.payload)
+        try:
+            tensors = self._packing.unpack(request.payload)
+        except ValueError as error:
+            raise MalformedRequest(str(error)) from error
         self._average_buffers(tensors[len(self._parameters) :])
         self.report.requests[client] += 1
         self.report.staleness[self.report.updates - version] += 1
@@ -231,7 +247,7 @@ class Server:
         return message(numbers, None if tensors is None else self._packing.pack(tensors))
 
     def _check(self, client: int, request: Message) -> None:
-        theirs = bytes(request.payload.numpy()).decode()
+        theirs = bytes(request.payload.numpy()).decode(errors="replace")
         if theirs != self._agreed:
             raise ValueError(
                 f"client {client} trains {theirs!r}, the server serves {self._agreed!r}; build the "

@@ -20,8 +20,8 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import time_limit
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
-from distconv.training.requests import Connection, Kind, ServerLost, ServerParts
-from distconv.training.server import Due, Report, Rule, Server
+from distconv.training.requests import Connection, Kind, ServerLost, ServerParts, failed
+from distconv.training.server import Due, MalformedRequest, Report, Rule, Server
 from distconv.training.server_checkpoints import ServerCheckpoints
 from distconv.training.team import Team
 from distconv.transport.link import Link, LinkLost, rest
@@ -205,7 +205,13 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
             if request.numbers[0] == Kind.LEAVE:
                 deliver(lose(client, "its program has failed"))
             else:
-                deliver(server.handle(client, request))
+                try:
+                    due = server.handle(client, request)
+                except MalformedRequest as error:
+                    with suppress(LinkLost):  # the client ends as well, and knows why
+                        open_links[client].send(failed(f"client {client} sent {error}"))
+                    due = lose(client, f"it has sent a message that is none: {error}")
+                deliver(due)
             state.save_if_due()
         if not heard:
             rest(open_links.values())

@@ -228,3 +228,4 @@ def _watched(rank: int, size: int) -> Iterator[None]:
             yield
     finally:
         watch.leave()
+        watch.wait_for_others()

@@ -35,6 +35,9 @@ _STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 """The tasks of one srun. SLURM_NTASKS is also set in the shell of a whole allocation, where a
 program started by itself is meant to be alone."""
 
+_ALLOCATED = ("SLURM_NTASKS", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "PBS_NP")
+"""Variables with the number of tasks of a job, also set where a program was started by itself."""
+
 _FIRST_UNNUMBERED_STEP = 0xFFFFFFF0
 """Slurm numbers steps other than the user's srun, such as a batch script, from here."""
 
@@ -96,7 +99,7 @@ def check_is_rank() -> None:
             "of the job, and cannot send messages itself; return plain tensors from workers, and "
             "make grids and DistTensors of them in the rank"
         )
-    started = "mpi4py.MPI" in sys.modules or _has_joined or has_default_group()
+    started = _ranks_of_mpi() > 1 or _has_joined or has_default_group()
     if not started and multiprocessing.parent_process() is not None and launched():
         raise RuntimeError(
             f"distconv: process {os.getpid()} ({multiprocessing.current_process().name}) is a "
@@ -109,26 +112,7 @@ def check_is_rank() -> None:
 def mpi() -> ModuleType:
     """Return the module `mpi4py.MPI`, and start MPI; raise RuntimeError in a worker process."""
     check_is_rank()
-    module = _imported_mpi()
-    check_mpi_runs()
-    return module
-
-
-def check_mpi_runs() -> None:
-    """Raise `RuntimeError` if the ranks meet by MPI, which has not started or has ended."""
-    MPI: Any = sys.modules.get("mpi4py.MPI")
-    if MPI is None or meets_by_torch():
-        return
-    if not MPI.Is_initialized():
-        raise RuntimeError(
-            "distconv: MPI has not been started, as after mpi4py.rc.initialize = False; call "
-            "MPI.Init() before the first grid, or let mpi4py start MPI"
-        )
-    if MPI.Is_finalized():
-        raise RuntimeError(
-            "distconv: the program has called MPI.Finalize(), and no rank can send messages any "
-            "more; leave that to the exit, where mpi4py calls it"
-        )
+    return _imported_mpi()
 
 
 @cache
@@ -137,6 +121,38 @@ def _imported_mpi() -> ModuleType:
     from mpi4py import MPI
 
     return MPI
+
+
+def check_mpi_runs() -> None:
+    """Raise `RuntimeError` if MPI, once imported, has not been started, or has ended."""
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and MPI.Is_finalized():
+        raise RuntimeError(
+            "ProcessGrid: MPI has ended, by MPI.Finalize(); make and use grids before, or leave "
+            "that call out, as mpi4py makes it at the end of the program"
+        )
+    if MPI is not None and not MPI.Is_initialized():
+        raise RuntimeError(
+            "ProcessGrid: MPI has not been started, as mpi4py.rc.initialize is False; call "
+            "MPI.Init_thread() on every rank before the first grid, or leave mpi4py.rc.initialize "
+            "as it is"
+        )
+
+
+def keep_launcher_from_children() -> None:
+    """Hide MPICH's connection to its launcher, once MPI runs, from processes that this rank starts.
+
+    A child that imports mpi4py, as a spawned worker may, would start MPI with a connection that it
+    does not have, and end the job.
+    """
+    if _ranks_of_mpi():
+        os.environ.pop("PMI_FD", None)
+
+
+def _ranks_of_mpi() -> int:
+    """Return the number of ranks of MPI, 0 where it does not run."""
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    return MPI.COMM_WORLD.size if MPI and MPI.Is_initialized() and not MPI.Is_finalized() else 0
 
 
 def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
@@ -199,9 +215,7 @@ def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
     meeting = all(environment.get(name) for name in _MEETING)
     if meeting and _BY_TORCHRUN in environment:
         return True  # where MPI or Slurm has started torchrun on each node, too
-    started: Any = sys.modules.get("mpi4py.MPI")
-    runs = started is not None and started.Is_initialized() and not started.Is_finalized()
-    by_mpi = (runs and started.COMM_WORLD.size > 1) or any(
+    by_mpi = _ranks_of_mpi() > 1 or any(
         (_whole(environment.get(name)) or 1) > 1 for name in _SIZES_OF_MPI
     )
     return (meeting or has_default_group()) and not by_mpi
@@ -255,6 +269,22 @@ def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> Non
                 f"is one of {size}, and each would compute by itself. {_way_out(name, size)}. "
                 f"Where one rank is meant, unset {name} or set {ALLOW_SINGLE}=1"
             )
+
+
+def notice_of_tasks(ranks: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a warning if `ranks` is 1 in a job of several tasks, else None.
+
+    The shell of a job may start one process on purpose, so that it is no error.
+    """
+    if ranks > 1 or launched(environment) or switched_on(ALLOW_SINGLE, environment):
+        return None
+    for name in _ALLOCATED:
+        if (tasks := _whole(environment.get(name)) or 0) > 1:
+            return (
+                f"one rank computes everything, in a job of {name}={tasks} tasks; start the "
+                f"program by the job's launcher, as srun -n {tasks}, or set {ALLOW_SINGLE}=1"
+            )
+    return None
 
 
 def _way_out(name: str, size: int) -> str:

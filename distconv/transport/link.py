@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import select
+import selectors
 import socket
 import struct
 import time
@@ -29,7 +30,10 @@ _HEAD = struct.Struct(f"<{_NUMBERS + 1}q")
 _GREETING = struct.Struct("<32sq")
 """The first bytes from a caller: the token of the rank that it calls, and the caller's rank."""
 _GREETED = 5.0
-"""Seconds allowed for a greeting, which a stranger may never send."""
+"""Seconds allowed for each greeting, which a stranger may never send."""
+
+LOOPBACK = "127.0.0.1"
+"""The address at which the processes of one host reach each other, and nobody else does."""
 
 _QUIET, _PROBES = 60, 5
 """Seconds without a message after which TCP probes the other machine, and the number of probes
@@ -95,9 +99,11 @@ class Link:
             self._missing = self._missing[count:]
             if not self._missing and self._numbers is None:
                 *numbers, size = _HEAD.unpack(self._head)
-                self._numbers = tuple(numbers)
-                self._payload = torch.empty(size, dtype=torch.uint8)
-                self._missing = _memory(self._payload)
+                try:
+                    self._payload = torch.empty(size, dtype=torch.uint8)
+                except RuntimeError as error:
+                    raise self._lost(f"it announces a message of {size} bytes") from error
+                self._numbers, self._missing = tuple(numbers), _memory(self._payload)
         assert self._numbers is not None
         arrived = Message(self._numbers, self._payload)
         self._numbers, self._missing = None, memoryview(self._head)
@@ -128,7 +134,9 @@ class Link:
             rest([self])
 
     def close(self) -> None:
-        """Close the link; messages on their way are lost."""
+        """Close the link, also in forked processes; messages not yet sent are lost."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def register(self, waiting: select.poll) -> None:
@@ -175,14 +183,18 @@ def open_links(
     LinkLost if a rank in `called` cannot be reached.
     """
     limit = min(limit, 1e7)  # a socket takes no infinite time
-    token, host = secrets.token_hex(16), socket.gethostname()
-    listener = socket.create_server(("", 0), backlog=len(calling)) if calling else None
+    token = secrets.token_hex(16)
+    hosts = comm.allgather(socket.gethostname())
+    here = hosts[comm.rank]
+    from_here = all(hosts[peer] == here for peer in calling)
+    own = LOOPBACK if from_here else ""
+    listener = socket.create_server((own, 0), backlog=socket.SOMAXCONN) if calling else None
     port = None if listener is None else listener.getsockname()[1]
-    places = comm.allgather((host, port, token))
+    places = comm.allgather((port, token))
     connections: dict[int, socket.socket] = {}
     for peer in called:
-        there, port, theirs = places[peer]
-        address = "localhost" if there == host else there, port
+        there, theirs = places[peer]
+        address = LOOPBACK if hosts[peer] == here else hosts[peer], there
         try:
             connections[peer] = socket.create_connection(address, limit)
             connections[peer].sendall(_GREETING.pack(theirs.encode(), comm.rank))
@@ -203,24 +215,60 @@ def _accepted(
 ) -> dict[int, socket.socket]:
     """Return the connections of the ranks `calling` that call in `limit` seconds, by rank.
 
-    Callers without the right token are turned away.
+    Callers are greeted all at once. Those without the right token, or without a whole greeting in
+    some seconds, are turned away.
     """
     found: dict[int, socket.socket] = {}
+    greetings: dict[socket.socket, _Greeting] = {}
     until = time.monotonic() + limit
-    with suppress(TimeoutError):
-        while len(found) < len(calling):
-            listener.settimeout(max(until - time.monotonic(), 1e-3))
-            connection, _ = listener.accept()
-            connection.settimeout(_GREETED)
-            said = b""
-            with suppress(OSError):
-                while more := connection.recv(_GREETING.size - len(said)):
-                    said += more
-            if len(said) == _GREETING.size and said.startswith(token.encode()):
-                found[_GREETING.unpack(said)[1]] = connection
-            else:
-                connection.close()
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(listener, selectors.EVENT_READ)
+        while len(found) < len(calling) and (now := time.monotonic()) < until:
+            for key, _ in waiting.select(min(until - now, _GREETED / 5)):
+                caller: Any = key.fileobj
+                if caller is listener:
+                    with suppress(OSError):  # a caller may have gone already
+                        caller, _ = listener.accept()
+                        caller.setblocking(False)
+                        greetings[caller] = _Greeting(time.monotonic() + _GREETED)
+                        waiting.register(caller, selectors.EVENT_READ)
+                elif greetings[caller].is_whole(caller):
+                    waiting.unregister(caller)
+                    said, rank = _GREETING.unpack(greetings.pop(caller).said)
+                    if said == token.encode() and rank in calling:
+                        found[rank] = caller
+                    else:
+                        caller.close()
+            for caller in [c for c, g in greetings.items() if time.monotonic() > g.until]:
+                waiting.unregister(caller)
+                greetings.pop(caller)
+                caller.close()
+    for caller in greetings:
+        caller.close()
     return found
+
+
+class _Greeting:
+    """The part of a caller's greeting that has arrived.
+
+    The rest is due at `until`, a time of `time.monotonic`.
+    """
+
+    def __init__(self, until: float):
+        self.until, self.said = until, b""
+
+    def is_whole(self, caller: socket.socket) -> bool:
+        """Receive further bytes, and return whether the greeting is complete.
+
+        The greeting of a caller that has gone is due at once.
+        """
+        more = b""
+        with suppress(OSError):
+            more = caller.recv(_GREETING.size - len(self.said))
+        self.said += more
+        self.until = self.until if more else 0.0
+        return len(self.said) == _GREETING.size
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from distconv.transport.buffers import BufferPool
 from distconv.transport.interface import Comparison, Message, Request, with_opposites
-from distconv.transport.launch import check_is_rank
+from distconv.transport.launch import check_is_rank, check_mpi_runs
 from distconv.transport.sums import Summand
 from distconv.transport.tags import Tags
 
@@ -74,6 +74,7 @@ class MPICommunicator:
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
         check_is_rank()
+        check_mpi_runs()
         release_abandoned()
         most = with_opposites(numbers)
         request = self.mpi.Iallreduce(MPI.IN_PLACE, most, MPI.MAX)
@@ -118,6 +119,8 @@ class MPITransport:
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> MPIRequest:
+        if MPI.Is_finalized():
+            check_mpi_runs()
         receive, send, requests = self._comm.Irecv, self._comm.Isend, list[MPI.Request]()
         release_abandoned()
         under_way = MPIRequest(requests, (arriving, leaving))
@@ -128,6 +131,8 @@ class MPITransport:
         return under_way
 
     def all_reduce(self, tensor: torch.Tensor, group: MPICommunicator) -> Request:
+        if MPI.Is_finalized():
+            check_mpi_runs()
         summand = Summand.of(tensor, "MPI")
         numbers = summand.numbers
         typed = [*_bytes(numbers)[:1], numbers.numel(), _DATATYPES[numbers.dtype]]

@@ -6,6 +6,7 @@ The ranks of a group find each other by the group's name in a store.
 from __future__ import annotations
 
 import pickle
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from distconv.device import groups
 from distconv.device.kinds import is_accelerator
 from distconv.torch_private import gather_flat
 from distconv.transport.interface import Comparison, with_opposites
+from distconv.transport.link import LOOPBACK
 
 if TYPE_CHECKING:
     from distconv.transport.interface import Communicator
@@ -51,23 +53,29 @@ def why_no_process_groups(device: str) -> str | None:
 def open_store(comm: Communicator) -> Store:
     """Return a new store over TCP, which the first rank keeps; None on ranks that cannot reach it.
 
-    All ranks of `comm` call it. The first rank must leave last.
+    All ranks of `comm` call it. The first rank must leave last. Only processes of one host can
+    reach the store where all ranks run there, and its keys have a prefix that only ranks know.
     """
     from torch.distributed import TCPStore
 
     store: Store = None
     hosts = comm.allgather(socket.gethostname())
     # The name of a single machine may be unknown to itself.
-    first = hosts[0] if len(set(hosts)) > 1 else "localhost"
+    first = hosts[0] if len(set(hosts)) > 1 else LOOPBACK
     if comm.rank == 0:
+        listening = None
+        if first == LOOPBACK:
+            listening = socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN).detach()
         with suppress(RuntimeError):
-            store = TCPStore(first, 0, None, True, _REACH, wait_for_workers=False)
-    port = comm.bcast(None if store is None else store.port)
+            store = TCPStore(
+                first, 0, None, True, _REACH, wait_for_workers=False, master_listen_fd=listening
+            )
+    port, secret = comm.bcast((None if store is None else store.port, secrets.token_hex(16)))
     if comm.rank and port is not None:
-        there = "localhost" if hosts[comm.rank] == hosts[0] else first
+        there = LOOPBACK if hosts[comm.rank] == hosts[0] else first
         with suppress(RuntimeError):
             store = TCPStore(there, port, None, False, _REACH, wait_for_workers=False)
-    return store
+    return None if store is None else prefixed(secret, store)
 
 
 def common_store(comm: Communicator) -> Store:

@@ -386,3 +386,17 @@ for _ in range(3):
 """
     end = job(tmp_path, body)
     assert (end.returncode, end.stderr) == (0, "")
+
+
+@pytest.mark.parallel([2, 4])
+def test_the_others_are_told_of_an_error_that_one_rank_has_caught(grid: dc.ProcessGrid) -> None:
+    x = planes(grid)
+
+    def caught() -> None:
+        with pytest.raises((RuntimeError, ValueError)):
+            x.reshape(7)
+        x.sum()
+
+    told = differing(lambda: F.avg_pool2d(x, 3, 1, 1), caught)
+    assert "Errors differ. " in told
+    assert f"rank {LAST}: " in told and "in torch.Tensor.reshape at " in told

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import distconv
 from distconv.transport import launch
 from distconv.transport.launch import check_launch, launched, switched_on
 from tests.support.jobs import end_of, start
@@ -109,6 +113,112 @@ def test_an_error_of_one_rank_before_mpi_has_started_ends_the_job(tmp_path: Path
     end = end_of(start(script, 2))
     assert end.returncode != 0 and "distconv: rank 1 of 2 raised" in end.stderr
     assert end.stderr.count("ValueError: before there is a grid") == 1
+    assert end.returncode == 1 and "Killed (signal 9)" not in end.stdout + end.stderr
+
+
+UNSTARTED = """
+import mpi4py
+mpi4py.rc.initialize = False
+import distconv as dc
+try:
+    dc.ProcessGrid(height=-1)
+except RuntimeError as error:
+    print(error)
+from mpi4py import MPI
+MPI.Init_thread()
+x = dc.distribute_tensor(__import__("torch").ones(1, 1, 8, 8), dc.ProcessGrid(height=-1))
+print(x.sum().item())
+MPI.Finalize()
+for use in (lambda: dc.ProcessGrid(height=-1), lambda: dc.ProcessGrid(width=-1), x.sum):
+    try:
+        use()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_mpi_that_does_not_run_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNSTARTED)
+    end = end_of(start(script, 2))
+    assert end.returncode == 0, end.stderr
+    assert end.stdout.count("mpi4py.rc.initialize is False; call MPI.Init_thread() on every") == 2
+    assert end.stdout.count("64.0") == 2
+    assert end.stdout.count("MPI has ended, by MPI.Finalize(); make and use grids before") == 6
+
+
+SPAWNED = """
+from mpi4py import MPI
+import multiprocessing
+import distconv as dc
+
+def work(_):
+    try:
+        dc.ProcessGrid(height=-1)
+    except RuntimeError as error:
+        return str(error)
+
+if __name__ == "__main__":
+    for _ in range(2):  # before the first grid, and after it
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(*pool.map(work, [0]))
+        assert dc.ProcessGrid(height=-1).size == 2
+"""
+
+
+def test_spawned_workers_of_a_script_that_imports_mpi4py_do_not_end_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNED)
+    end = end_of(start(script, 2))
+    assert end.returncode == 0, end.stderr
+    assert end.stdout.count("is a worker that multiprocessing has started") == 4
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4 tasks; .* srun -n 4, or set DISTCONV_ALLOW_SIN"),
+        (SRUN | {"SLURM_STEP_ID": "4294967291"}, "SLURM_NTASKS=4 tasks"),
+        ({"FLUX_JOB_SIZE": "8"}, "FLUX_JOB_SIZE=8 tasks"),
+        ({}, None),
+        ({"SLURM_NTASKS": "1"}, None),
+        ({"SLURM_NTASKS": "4", "DISTCONV_ALLOW_SINGLE": "1"}, None),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+    ],
+)
+def test_one_rank_in_a_job_of_several_tasks_warns(
+    environment: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = launch.notice_of_tasks(1, environment)
+    assert re.search(message, found or "") if message else found is None
+    assert launch.notice_of_tasks(4, environment) is None
+    for name in [name for name in os.environ if name.startswith(("SLURM", "PMI", "OMPI", "WORLD"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        distconv.ProcessGrid()
+    assert len(warned) == (message is not None)
+
+
+HIDDEN = """
+import sys
+import torch, distconv as dc
+x = dc.distribute_tensor(torch.ones(2, 2, 8, 8), dc.ProcessGrid(height=-1))
+torch.nn.functional.avg_pool2d(x, 99)
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_errors_hide_the_librarys_own_frames_unless_debugging(tmp_path: Path, ranks: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HIDDEN)
+    end = end_of(start(script, ranks, fresh=False))
+    assert end.returncode == 1 and "avg_pool2d(x, 99)" in end.stderr and "Error: " in end.stderr
+    assert "distconv/tensor" not in end.stderr and "distconv/ops" not in end.stderr
+    end = end_of(start(script, ranks, fresh=False, DISTCONV_DEBUG="1"))
+    assert end.returncode == 1 and "distconv/tensor/dist_tensor.py" in end.stderr
 
 
 @pytest.mark.parametrize(
@@ -132,29 +242,3 @@ def test_too_little_shared_memory_is_named_before_mpi_dies_of_it(
     launch._warn_of_little_memory({"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": str(rank)})
     printed = capsys.readouterr().err
     assert ("3.0 MiB free, and MPICH needs about 4.0 MiB there for 4 ranks" in printed) == said
-
-
-ENDED = """
-import mpi4py
-mpi4py.rc.initialize = {initialize}
-from mpi4py import MPI
-import distconv as dc
-if {initialize}:
-    dc.ProcessGrid(height=-1)
-    MPI.Finalize()
-dc.ProcessGrid(height=-1)
-"""
-
-
-@pytest.mark.parametrize(
-    ("initialize", "message"),
-    [(False, "MPI has not been started"), (True, r"the program has called MPI.Finalize()")],
-)
-def test_a_grid_before_mpi_starts_or_after_it_ends_is_an_error(
-    tmp_path: Path, initialize: bool, message: str
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ENDED.format(initialize=initialize))
-    for ranks in (0, 2):
-        end = end_of(start(script, ranks))
-        assert end.returncode and f"RuntimeError: distconv: {message}" in end.stderr

@@ -134,6 +134,22 @@ def test_what_is_no_communicator_is_refused() -> None:
         dc.ProcessGrid("world")  # type: ignore[arg-type]
 
 
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize(
+    ("given", "extents", "said"),
+    [
+        ((), {"batch": 2}, "batch=2 is no axis"),
+        ((), {"widht": 2}, "widht=2 is no axis"),
+        ((2,), {}, "2 ranks along which axis? Name it, as in ProcessGrid(sample=2)"),
+    ],
+)
+def test_what_is_no_axis_names_the_six(given: tuple, extents: dict, said: str) -> None:
+    with pytest.raises(TypeError) as error:
+        dc.ProcessGrid(*given, **extents)
+    assert said in str(error.value)
+    assert "the axes are sample, channel, filter, depth, height, width" in str(error.value)
+
+
 @pytest.mark.parallel([2])
 def test_a_rank_outside_the_communicator_cannot_make_a_grid() -> None:
     part = WORLD.Split(0 if WORLD.rank == 0 else MPI.UNDEFINED)

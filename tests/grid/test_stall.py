@@ -118,12 +118,74 @@ def test_a_hang_ends_with_one_message(ends: dict[str, Any], what: str) -> None:
     assert "rank 0" in end.stderr and "rank 1" in end.stderr and "script.py:" in end.stderr
 
 
+FULL = """
+import os
+ours, full = os.pipe()
+os.set_blocking(full, False)
+try:
+    while True: os.write(full, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(full, True)
+"""
+
+HINDRANCES = {
+    "standard error is closed": "os.close(2)",
+    "standard error is full": FULL + "os.dup2(full, 2)",
+    "standard output is full": FULL
+    + "os.dup2(full, 1); kept = os.fdopen(full, 'w'); kept.write('text in a buffer')",
+    "standard error is broken": "ours, full = os.pipe(); os.close(ours); os.dup2(full, 2)",
+    "sys.stderr is closed": "sys.stderr.close(); sys.__stderr__.close()",
+    "no thread can be had": """
+def start(thread): raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+""",
+    "atexit waits, and no thread can be had": """
+def start(thread): raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+import atexit
+atexit.register(time.sleep, 1000)
+""",
+    "the folder is gone": "os.chdir(sys.argv[1]); os.rmdir(sys.argv[1])",
+    "there is no hook": "del sys.excepthook",
+}
+
+
+def test_nothing_keeps_the_watching_thread_from_ending_the_job(tmp_path: Path) -> None:
+    def end(i: int, hindrance: str) -> Any:
+        folder = tmp_path / str(i)
+        (folder / "gone").mkdir(parents=True)
+        body = hindrance.replace("sys.argv[1]", repr(f"{folder}/gone"))
+        lines = "".join(f"    {line}\n" for line in body.splitlines())
+        text = f"import time\n{SET_UP}\nif not one:\n{lines}\nelse: time.sleep(1000)\nsmall.sum()"
+        return job(folder, text, DISTCONV_TIMEOUT="4")
+
+    with ThreadPoolExecutor(4) as pool:
+        ends = dict(zip(HINDRANCES, pool.map(end, range(99), HINDRANCES.values()), strict=True))
+    for what, ended in ends.items():
+        assert ended.returncode != 0, what
+        told = "ranks wait for more than DISTCONV_TIMEOUT=4 seconds" in ended.stderr
+        assert told or what.startswith("standard error"), (what, ended.stderr)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_others_end_where_rank_0_has_stopped(tmp_path: Path, ranks: int) -> None:
+    body = "if not grid.rank: os.kill(os.getpid(), signal.SIGSTOP)\nsmall.sum()"
+    end = job(tmp_path, SET_UP + body, ranks, DISTCONV_TIMEOUT="4")
+    assert end.returncode != 0 and end.stderr.count("distconv: ranks wait for more than") == 1
+    assert "rank 1: waiting for" in end.stderr and "cannot be asked, as one of them" in end.stderr
+
+
 def test_the_message_names_operators_and_lines_of_all_ranks(tmp_path: Path) -> None:
     body = "for i in range(17):\n    if one and i == 16: time.sleep(1000)\n    train(1)"
     end = job(tmp_path, "import time\n" + SET_UP + body, ranks=3, DISTCONV_TIMEOUT="4")
     assert "ranks wait for more than DISTCONV_TIMEOUT=4 seconds" in end.stderr
     assert "ranks 0, 2: waiting" in end.stderr and ".conv2d at" in end.stderr
     assert "rank 1: elsewhere at" in end.stderr
+
+
+def test_the_message_names_an_error_that_one_rank_has_met_and_caught(ends: dict[str, Any]) -> None:
+    said = ends["a rank meets a class that is not there, and catches it"].stderr
+    assert re.search(r"Errors differ\. .*rank 1: .*7.* in .*cross_entropy at .*script.py:\d+", said)
 
 
 @pytest.mark.parametrize("body", ["train(1)", "dc.save_checkpoint('run', model)"])

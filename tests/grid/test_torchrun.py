@@ -6,6 +6,7 @@ These tests launch jobs of their own.
 from __future__ import annotations
 
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -137,6 +138,35 @@ def test_a_rank_that_ends_in_the_middle_is_an_error_that_says_so(tmp_path: Path)
     assert "Where it says that a connection was closed, another rank has ended" in end.stderr, (
         end.stderr
     )
+
+
+MEETINGS = {
+    "rank 0 waits for another": {"RANK": "0"},
+    "nobody is there": {"RANK": "1"},
+    "no such host": {"RANK": "1", "MASTER_ADDR": "no-such-host.invalid"},
+    "no such rank": {"RANK": "-1"},
+    "a rank too many": {"RANK": "2"},
+}
+
+
+def test_ranks_that_do_not_meet_end_within_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import distconv as dc\ndc.ProcessGrid(height=-1)")
+
+    def end(port: int, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-S", "-E", *forked(path)]
+        return end_of(started(command, **meeting | variables, DISTCONV_TIMEOUT="2"))
+
+    with ThreadPoolExecutor() as pool:
+        ends = list(pool.map(end, range(29_731, 29_740), MEETINGS.values()))
+    for told, variables in zip((end.stderr for end in ends), MEETINGS.values(), strict=True):
+        rank = variables["RANK"]
+        if rank in ("0", "1"):
+            assert f"rank {rank} has not met the other 1 of WORLD_SIZE=2 at MASTER_ADDR=" in told
+            assert "within DISTCONV_TIMEOUT=2 seconds" in told, told
+        else:
+            assert f"RANK={rank} is no rank of WORLD_SIZE=2" in told, told
 
 
 def test_workers_are_no_ranks(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import re
 import shlex
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,6 +178,55 @@ def test_scripts_for_machines_are_bound_and_have_their_variables(
 
 def exports(text: str) -> list[str]:
     return [line for line in commands(text) if line.startswith("export ")]
+
+
+HOSTILE = """a"; touch x; $(touch x) `touch x` ${A:-$(touch x)} \\" $1 ' !! & é"""
+
+
+def test_no_value_of_a_machine_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine = Machine.load(ROOT / "machines/perlmutter.json")
+    machine.environment = {"A": HOSTILE, "B": "$HOME/${C:-/tmp}/${D}"}
+    machine.save(tmp_path / "machine.json")
+    assert main(["launch", "--dry-run", f"--machine={tmp_path}/machine.json", *JOB, *PROGRAM]) == 0
+    lines = [*exports(capsys.readouterr().out)[-2:], 'printf "%s\\0" "$A" "$B"']
+    shown = subprocess.run(
+        ["bash", "-c", "\n".join(lines)],
+        env={"HOME": "/home/me", "D": "d", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert (shown.stdout, shown.stderr) == (f"{HOSTILE}\0/home/me//tmp/d\0", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["machine.json"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"environment": {"A=1; touch x; B": "1"}}, "'A=1; touch x; B' is no name of a variable"),
+        ({"environment": {"A": "1\ntouch x"}}, "has more than one line"),
+        ({"options": ("--exclusive\ntouch x",)}, "has more than one line"),
+    ],
+)
+def test_a_machine_cannot_add_lines_to_a_script(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, entries: dict[str, Any], message: str
+) -> None:
+    machine = Machine.load(ROOT / "machines/perlmutter.json")
+    assert machine.launch is not None
+    machine.environment = entries.get("environment", {})
+    machine.launch = replace(machine.launch, options=entries.get("options", ()))
+    machine.save(tmp_path / "machine.json")
+    of = f"--machine={tmp_path}/machine.json"
+    assert message in refusal(capsys, "--dry-run", of, *JOB, *PROGRAM)
+
+
+def test_a_path_with_a_line_break_does_not_leave_its_comment(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "a\ntouch x #.json"
+    Machine.load(ROOT / "machines/perlmutter.json").save(path)
+    said = refusal(capsys, "--dry-run", f"--machine={path}", *JOB, *PROGRAM)
+    assert "has more than one line" in said
 
 
 def test_options_go_before_those_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:

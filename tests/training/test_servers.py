@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import socket
+import struct
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from distconv.training import AsynchronousElastic, Cosine, Downpour, Recipe
+from distconv.training import AsynchronousElastic, Cosine, Downpour, Recipe, serving
 from distconv.training.parcel import Packing, dealt_out
 from distconv.training.requests import Kind
-from distconv.transport.link import message
+from distconv.transport.link import Link, message
 from tests.support.serial import deviation
 from tests.support.servers import InProcess
 
@@ -309,3 +312,39 @@ def test_tensors_come_out_of_a_message_as_they_went_in(kinds: list[Any]) -> None
         packing.unpack(torch.cat([whole, whole.new_zeros(16)]))
     with pytest.raises(ValueError, match="synchronous=True; give both the same"):
         Downpour(partial(SGD, lr=0.1), push=2, synchronous=True)
+
+
+def bytes_of(numbers: tuple[int, ...], payload: bytes = b"") -> bytes:
+    """Return a message as a link sends it."""
+    return struct.pack("<7q", *numbers, *(0,) * (6 - len(numbers)), len(payload)) + payload
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        bytes_of((99,)),
+        bytes_of((Kind.ANSWER,)),
+        bytes_of((Kind.PULL,)),
+        bytes_of((Kind.PUSH, 0, 1, 1), b"\1" * 5),
+        bytes_of((Kind.PUSH, 7, 1, 1), Packing([GOAL]).pack([GOAL]).numpy().tobytes()),
+        bytes_of((Kind.PUSH, 0, -1, 1), Packing([GOAL]).pack([GOAL]).numpy().tobytes()),
+        struct.pack("<7q", Kind.PUSH, 0, 1, 1, 0, 0, -8),
+    ],
+)
+def test_a_malformed_message_of_one_worker_ends_that_worker_and_not_the_job(
+    malformed: bytes,
+) -> None:
+    root = InProcess(Point, Downpour(partial(SGD, lr=0.1)), 2)
+    pairs = [socket.socketpair() for _ in range(2)]
+    good, bad = (theirs for _, theirs in pairs)
+    push = Packing([GOAL]).pack([GOAL]).numpy().tobytes()
+    bad.sendall(malformed)
+    good.sendall(bytes_of((Kind.PUSH, 0, 1, 1), push) + bytes_of((Kind.DONE,)))
+    links = {client: Link(client, ours) for client, (ours, _) in enumerate(pairs)}
+    state: Any = SimpleNamespace(save_if_due=lambda: None)
+    with pytest.warns(UserWarning, match="client 1 is dropped"):
+        serving._run(root.server, links, state)
+    assert root.server.report.requests == {0: 1} and [*root.server.report.lost] == [1]
+    assert torch.equal(root.model.place, Point().place - 0.1 * GOAL)
+    for end in (*links.values(), good, bad):
+        end.close()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
+from math import inf
+from typing import Any
 
 import pytest
 import torch
 from mpi4py import MPI
 
+from distconv.transport import link as transport_link
 from distconv.transport.link import Link, LinkLost, LinkSilent, message, open_links
 
 WORLD = MPI.COMM_WORLD
@@ -47,21 +51,65 @@ def test_waits_end() -> None:
 
 
 class Alone:
-    """The communicator of two ranks, of which the other calls only if it has to."""
+    """The communicator of two ranks, of which the other calls last, or not at all.
+
+    `call(port, token)` stands for everybody who calls this rank.
+    """
 
     rank, size = 0, 2
 
-    def allgather(self, place: tuple[str, int, str]) -> list[object]:
-        """Let a stranger call in place of the other rank, and leave."""
-        with socket.create_connection(("localhost", place[1])) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1" + bytes(40))
-        return [place, None]
+    def __init__(self, call: Callable[[int, str], object]):
+        self.call = call
+
+    def allgather(self, value: Any) -> list[Any]:
+        if isinstance(value, tuple):
+            self.call(*value)
+        return [value, value]
 
 
 def test_a_link_to_a_rank_that_does_not_call_is_lost_and_a_stranger_is_none() -> None:
-    link = open_links(Alone(), [], [1], 0.2)[1]  # type: ignore[arg-type]
+    def call(port: int, _: str) -> None:
+        with socket.create_connection(("localhost", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1" + bytes(40))
+
+    link = open_links(Alone(call), [], [1], 0.2)[1]
     with pytest.raises(LinkLost, match="rank 1 is lost"):
         link.poll()
+
+
+def test_silent_strangers_do_not_keep_a_rank_from_calling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_link, "_GREETED", inf)
+    callers = []
+
+    def call(port: int, token: str) -> None:
+        callers.extend(socket.create_connection(("localhost", port)) for _ in range(6))
+        callers[2].sendall(b"half a greeting")
+        callers.append(socket.create_connection(("localhost", port)))
+        callers[-1].sendall(transport_link._GREETING.pack(token.encode(), 1))
+
+    link = open_links(Alone(call), [], [1], 60)[1]
+    assert link.poll() is None
+    for caller in callers:
+        caller.close()
+    link.close()
+
+
+def test_on_one_host_nobody_outside_can_call() -> None:
+    def call(port: int, _: str) -> None:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port)).close()
+
+    open_links(Alone(call), [], [1], 0.1)[1].close()
+
+
+@pytest.mark.parametrize("size", [-5, 2**62])
+def test_a_message_of_an_impossible_size_loses_the_link(size: int) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(transport_link._HEAD.pack(*range(6), size))
+    with pytest.raises(LinkLost, match=f"rank 1 is lost: it announces a message of {size} bytes"):
+        Link(1, ours).poll()
+    ours.close()
+    theirs.close()
 
 
 @pytest.mark.parallel([3])

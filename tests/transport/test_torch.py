@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import subprocess
 from pathlib import Path
 
@@ -60,6 +61,12 @@ def test_ranks_of_one_machine_meet_though_it_does_not_know_its_name(monkeypatch)
     assert store is not None
     store.set(f"rank {WORLD.rank}", "here")
     assert store.get(f"rank {1 - WORLD.rank}") == b"here"
+    # Nobody outside can reach the store, and whoever reaches it does not know its keys.
+    port = store.underlying_store.port
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port)).close()
+    stranger = torch.distributed.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    assert not stranger.check([f"rank {WORLD.rank}"])
     WORLD.barrier()
 
 
