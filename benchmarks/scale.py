@@ -214,13 +214,13 @@ def page(machine: Machine, found: Outcome) -> str:
         "predictions and publications differ.\n",
     ]
     lines += [f"![{e.measure}](scale-{e.name}.png)\n", f"Published: {e.source}.\n"]
-    heads = ("step", "compute", "exposed messages", "hidden messages", "memory a GPU")
+    heads = ("step", "compute", "exposed messages", "memory a GPU")
     rows = [[e.per, "all GPUs", *heads, e.measure, "published"]]
     for grid, place, p, value in zip(
         e.grids, found.places, found.predictions, found.values, strict=True
     ):
         said = e.published.get(place)
-        times = (f"{1e3 * s:.1f} ms" for s in (p.seconds, p.compute, p.exposed, p.hidden))
+        times = (f"{1e3 * s:.1f} ms" for s in (p.seconds, p.compute, p.exposed))
         sizes = f"{place:,}", f"{prod(grid.values()):,}"
         last = f"{value:.2f}", "" if said is None else f"{said:.1f}"
         rows.append([*sizes, *times, f"{p.peak / 2**30:.1f} GiB", *last])

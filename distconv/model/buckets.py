@@ -88,9 +88,10 @@ class Bucket:
         request.wait()
 
         def counted() -> list[int]:
-            # A dry run assumes that all ranks use the same parameters. On a GPU the host waits.
             counts = flat[-len(used) :]
-            return [int(n.real) for n in (used if counts.is_meta else counts.tolist())]
+            if counts.is_meta:  # A dry run assumes that all ranks use the same parameters.
+                return [n * self.comm.size for n in used]
+            return [int(n.real) for n in counts.tolist()]  # for which the host waits on a GPU
 
         ranks = counted() if flat.is_cpu else []
         for i, view in outside:

@@ -35,7 +35,6 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import check_untraced
 from distconv.tensor.ownership import disown, is_owned
 from distconv.tensor.redistribution import check_grid
-from distconv.tensor.sample_format import set_weight_formats
 from distconv.torch_private import hooks_of_module
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -58,12 +57,11 @@ def parallelize(
 ) -> Module:
     """Make `module` compute on DistTensors of `grid` with the serial program's results; return it.
 
-    Parameters and buffers become those of rank 0, on the grid's device; weights of 2-D convolutions
-    on CPUs get channels last in memory, oneDNN's format. From then on, when `backward()` returns,
-    the gradients of the parameters are the serial program's on every rank. A parameter that takes
-    no part in a backward pass keeps the gradient it had, or None. Hooks on parameters that are
-    registered before the forward pass get these gradients, too. The state_dict stays that of the
-    plain module.
+    Parameters and buffers become those of rank 0, on the grid's device, and keep their memory
+    format. From then on, when `backward()` returns, the gradients of the parameters are the serial
+    program's on every rank. A parameter that takes no part in a backward pass keeps the gradient it
+    had, or None. Hooks on parameters that are registered before the forward pass get these
+    gradients, too. The state_dict stays that of the plain module.
 
     All ranks of the grid call it together, and run the same forward and backward passes.
 
@@ -128,7 +126,6 @@ def parallelize(
     _compare_modules(state, grid)
     if any(tensor.device != grid.device for tensor in state.values()):
         module.to(grid.device)
-    set_weight_formats(module, grid)
     for tensor in (*module.parameters(), *module.buffers()):
         broadcast(tensor, grid)
     if shard_parameters:

@@ -22,7 +22,7 @@ from distconv.planning.operators import OperatorTimes
 from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Compute, Recording
 from distconv.planning.table import Cell, byte_size, milliseconds, size_cell, table, time_cell
-from distconv.planning.timeline import Segment, Timeline, play
+from distconv.planning.timeline import Segment, Timeline, play, union_length
 
 PLAYED = 4
 """The largest grid that is simulated rank by rank; of larger ones the first rank, the middle one
@@ -45,7 +45,8 @@ class LayerTime:
     exposed: float
     """Seconds in which the rank waits for messages, or starts them."""
     hidden: float
-    """Seconds of messages that pass while the rank computes."""
+    """Seconds in which messages are under way while the rank does other work, as `timeline` counts
+    them: from their start until the rank waits for them."""
     kept: int
     """Bytes kept for the backward pass."""
     shape: tuple[int, ...] | None
@@ -118,7 +119,7 @@ class Prediction:
 
     @property
     def hidden(self) -> float:
-        """Return the seconds of messages that pass while the slowest rank computes."""
+        """Return the layers' `hidden` seconds of messages, on the slowest rank."""
         return sum(layer.hidden for layer in self.layers)
 
     @property
@@ -260,9 +261,11 @@ def _layers(recording: Recording, line: Timeline) -> tuple[LayerTime, ...]:
         if what == "compute":
             what = "forward" if s.place.phase == "forward" else "backward"
         sums[s.place.layer][what] += s.stop - s.start
+    under_way: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for p in line.passages[recording.rank]:
-        hidden = p.seconds - p.exposed
-        sums[p.place.layer]["hidden"] += hidden if hidden > 1e-9 else 0.0
+        under_way[p.place.layer].append((p.start, p.stop))
+    for layer, intervals in under_way.items():
+        sums[layer]["hidden"] = union_length(intervals)
     types, kept, shapes = recording.layers, recording.kept, recording.shapes
     return tuple(
         LayerTime(name, types.get(name, ""), **sums[name], kept=kept[name], shape=shapes.get(name))

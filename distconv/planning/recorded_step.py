@@ -33,15 +33,26 @@ OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
 
 def mean_square(output: Any) -> Tensor:
-    """Return the mean squared error between a module's first result and zeros."""
-    y = tensors_in(output)[0]
-    return F.mse_loss(y, torch.zeros_like(y))
+    """Return the sum of the mean squared errors between a module's results and zeros."""
+    return _sum_of_losses(output, lambda y: F.mse_loss(y, torch.zeros_like(y)))
 
 
 def cross_entropy(output: Any) -> Tensor:
-    """Return the cross entropy of logits (samples, classes, ...), with class 0 as every label."""
-    y = tensors_in(output)[0]
-    return F.cross_entropy(y, torch.zeros_like(y.detach()[:, 0], dtype=torch.int64))
+    """Return the sum of the cross entropies of a module's results, with class 0 as every label.
+
+    Each result has logits (samples, classes, ...).
+    """
+    return _sum_of_losses(
+        output, lambda y: F.cross_entropy(y, torch.zeros_like(y.detach()[:, 0], dtype=torch.int64))
+    )
+
+
+def _sum_of_losses(output: Any, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the sum of `loss` over all results of a module that have floating-point numbers."""
+    losses = [loss(y) for y in tensors_in(output) if y.is_floating_point()]
+    if not losses:
+        raise TypeError("the result has no floating-point tensor to minimise; pass a loss function")
+    return sum(losses[1:], losses[0])
 
 
 LOSSES: dict[str, Loss] = {"mse": mean_square, "cross-entropy": cross_entropy}
@@ -92,8 +103,8 @@ def record_step(
     layout: the layout of the inputs, or one for each; by default every dimension is cut over the
         axis of its own name.
     dtype: the type of the inputs, or one for each; the first parameter's by default.
-    loss: a function, or a name in `LOSSES`; with None the forward pass alone is recorded, up to the
-        first layer that is refused.
+    loss: a function, or a name in `LOSSES`, whose loss is summed over all results; with None the
+        forward pass alone is recorded, up to the first layer that is refused.
     optimizer: a function of the parameters, or a name in `OPTIMIZERS`.
     autocast: the type of `torch.autocast` around the module and the loss; None without it.
     input_gradients: whether the inputs require gradients, too.

@@ -9,7 +9,7 @@ time is measured against the time since they last met.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,13 +33,15 @@ class Segment(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """Messages or a reduction as one simulated rank sees them, with the seconds it waits."""
+    """The time from the start of messages, or of a reduction, until a simulated rank waits for it.
+
+    In this time the rank does other work.
+    """
 
     place: Place
-    """The place of the step that started it."""
-    seconds: float
-    exposed: float
-    """Seconds in which the rank did nothing else."""
+    """The place of the step that started them."""
+    start: float
+    stop: float
 
 
 @dataclass
@@ -50,6 +52,8 @@ class _UnderWay:
     cost: Cost
     begun: float
     """The time when the rank, and ranks with equal work, have started it."""
+    posted: float
+    """The time when this rank goes on with other work."""
     served: float | None = None
     """The time when they next wait for anything."""
 
@@ -94,7 +98,7 @@ class Timeline(NamedTuple):
     """A simulated step, as `play` returns it: its seconds, and each simulated rank's time.
 
     The time of a rank is a list of `Segment`s, stretches with one activity, and a list of
-    `Passage`s, its messages and reductions.
+    `Passage`s, its messages and reductions while it does other work.
     """
 
     seconds: float
@@ -125,6 +129,15 @@ class Timeline(NamedTuple):
             if segment.what == "communication":
                 path.append(segment._replace(start=moment))
         return path[::-1]
+
+
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals, in their unit."""
+    length, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        length += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return length
 
 
 def play(recordings: Sequence[Recording], machine: Machine, times: OperatorTimes) -> Timeline:
@@ -199,7 +212,7 @@ def _start(rank: _Rank, event: Start, machine: Machine) -> None:
         begun = rank.all_here(machine)
         rank.add(rank.now, rank.now + cost.posted, "communication", event.place)
         rank.now += cost.posted
-    rank.started[event.number] = movement = _UnderWay(event, cost, begun)
+    rank.started[event.number] = movement = _UnderWay(event, cost, begun, rank.now)
     rank.unserved.append(movement)
 
 
@@ -229,9 +242,8 @@ def _finish(rank: _Rank, event: Completion, ranks: Mapping[int, _Rank], machine:
     own = min(waited, cost.total)
     rank.add(rank.now, stop - own, "wait", event.place, follows)
     rank.add(stop - own, stop, "communication", event.place, follows if own == waited else None)
+    rank.passages.append(Passage(mine.start.place, mine.posted, rank.now))
     rank.now = rank.met = stop
-    exposed = waited + (0.0 if machine.asynchronous else cost.posted)
-    rank.passages.append(Passage(mine.start.place, cost.total, exposed))
     return True
 
 

@@ -170,7 +170,8 @@ def verify(
         a float64 network, too. Wrong results stand out best in float64. By default, a tensor that
         amplifies rounding (behind a batch norm over a few elements, say) may also differ by a
         hundred times the difference that the serial program shows when its input and parameters are
-        changed in their last place.
+        changed in their last place; or by a hundred times the serial program's own difference from
+        float64, if the module runs in float64 as well and agrees there.
     backward: whether to compare gradients. Differences in the gradients of a layer's parameters are
         relative to the largest of these gradients, because a bias before a norm has a gradient that
         is zero up to rounding. Buffers are treated likewise: the running mean of values that a norm
@@ -190,19 +191,15 @@ def verify(
     gpus = [grid.device] if grid.computes_on_gpu else []
     forked = torch.random.fork_rng(gpus, device_type=rehearsed())
     with forked, torch.set_grad_enabled(backward), without_counting(), ieee_float32():
-        rows, notes, dtypes = _compare(module, inputs, of_inputs, layouts, grid, seed, progress)
-    allowance = 0.0
-    if tolerance is None:
-        kinds = {d.to_real() if d.is_complex else d for d in dtypes}
-        tolerance = max((_TOLERANCE.get(d, _HALF * torch.finfo(d).eps) for d in kinds), default=0)
-        allowance = _AMPLIFIED
-    everywhere = grid.all_gather_object([(row.difference, row.rounding) for row in rows])
-    judged = []
-    for row, *each in zip(rows, *everywhere, strict=True):
-        difference = max(math.inf if math.isnan(d) else d for d, _ in each)
-        rounding = max(r if math.isfinite(r) else 0.0 for _, r in each)
-        ok = difference <= max(tolerance, min(allowance * rounding, _UNTELLING))
-        judged.append(replace(row, difference=difference, rounding=rounding, ok=ok))
+        how = of_inputs, layouts, grid, seed
+        rows, notes, serial = _compare(module, inputs, *how, progress)
+        allowance = 0.0
+        if tolerance is None:
+            tolerance, allowance = _tolerance(serial.dtypes), _AMPLIFIED
+        judged = _judged(rows, tolerance, allowance, grid)
+        short = any(torch.finfo(d).bits < 64 for d in serial.dtypes)
+        if allowance and short and serial.random is None and not all(row.ok for row in judged):
+            judged = _judged_by_float64(judged, module, inputs, how, serial)
     amplified = sum(row.ok and row.difference > tolerance for row in judged)
     if amplified:
         notes.append(
@@ -221,6 +218,84 @@ def verify(
     if show and grid.rank == 0:
         print(verification, flush=True)
     return verification
+
+
+def _tolerance(dtypes: set[torch.dtype]) -> float:
+    """Return the default tolerance for tensors of these types: that of the coarsest."""
+    kinds = {d.to_real() if d.is_complex else d for d in dtypes}
+    return max((_TOLERANCE.get(d, _HALF * torch.finfo(d).eps) for d in kinds), default=0)
+
+
+def _judged(
+    rows: Sequence[TensorComparison],
+    tolerance: float,
+    allowance: float,
+    grid: ProcessGrid,
+    most: float = _UNTELLING,
+) -> list[TensorComparison]:
+    """Return the rows with the largest numbers of all ranks, judged by these. Collective.
+
+    A difference is ok within the tolerance, or within `allowance` times the row's rounding, but at
+    most `most`.
+    """
+    everywhere = grid.all_gather_object([(row.difference, row.rounding) for row in rows])
+    judged = []
+    for row, *each in zip(rows, *everywhere, strict=True):
+        difference = max(math.inf if math.isnan(d) else d for d, _ in each)
+        rounding = max(r if math.isfinite(r) else 0.0 for _, r in each)
+        ok = difference <= max(tolerance, min(allowance * rounding, most))
+        judged.append(replace(row, difference=difference, rounding=rounding, ok=ok))
+    return judged
+
+
+def _judged_by_float64(
+    rows: list[TensorComparison],
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    how: tuple[Any, Any, Any, Any],
+    serial: _ModuleRun,
+) -> list[TensorComparison]:
+    """Return the rows, those that deviate judged once more by the module in float64. Collective.
+
+    Such a row is ok if grid and serial program agree in float64, and differ in their own types at
+    most `_AMPLIFIED` times as much as the serial program does from itself in float64. A module that
+    cannot compute in float64 keeps its rows.
+
+    Parameters
+    ----------
+    how: the arguments of `_compare` between the inputs and `progress`.
+    serial: the serial run in the module's own types.
+    """
+    grid: ProcessGrid = how[2]
+    doubles = [
+        x.to(torch.promote_types(x.dtype, torch.float64)) if _is_continuous(x) else x
+        for x in inputs
+    ]
+    try:
+        exact, _, precise = _compare(
+            copy.deepcopy(module).double(), doubles, *how, lambda comparison: None
+        )
+    except (RuntimeError, TypeError, ValueError):
+        return rows
+    exact = _judged(exact, _tolerance(precise.dtypes), _AMPLIFIED, grid)
+    agree = {(row.layer, row.kind) for row in exact if row.ok}
+    precise.round_as(serial)
+    # Of few elements, some are right by chance where others of their layer are not.
+    own: dict[tuple[str, str], float] = {}
+    for row in _compared(precise, serial):
+        of = _layer(row)
+        own[of] = max(own.get(of, 0.0), row.difference)
+    again = [replace(row, rounding=own.get(_layer(row), 0.0)) for row in rows]
+    again = _judged(again, 0.0, _AMPLIFIED, grid, math.inf)
+    return [
+        new if not row.ok and new.ok and (row.layer, row.kind) in agree else row
+        for row, new in zip(rows, again, strict=True)
+    ]
+
+
+def _layer(row: TensorComparison) -> tuple[str, str]:
+    """Return the kind of a row, and its layer: of a parameter or buffer the one that has it."""
+    return row.kind, row.layer if row.kind == "output" else row.layer.rpartition(".")[0]
 
 
 def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> list[Tensor]:
@@ -270,11 +345,11 @@ def _compare(
     grid: ProcessGrid,
     seed: int,
     progress: Callable[[TensorComparison], object],
-) -> tuple[list[TensorComparison], list[str], set[torch.dtype]]:
+) -> tuple[list[TensorComparison], list[str], _ModuleRun]:
     """Run a module serially and on the grid; return the comparison of all tensors.
 
-    Returns the rows of the result, notes on layers that draw random numbers, and the types of
-    tensors that occur. `of_inputs` are the layouts of the inputs, `layouts` those of submodules'
+    Returns the rows of the result, notes on layers that draw random numbers, and the serial run.
+    `of_inputs` are the layouts of the inputs, `layouts` those of submodules'
     inputs.
     """
     plain, model = copy.deepcopy(module).to(grid.device), copy.deepcopy(module)
@@ -313,9 +388,7 @@ def _compare(
             f"{serial.random} draws random numbers, which on a grid are not those of serial "
             "torch; from there on differences say nothing. Run it without (module.eval())"
         )
-    outputs = (x for several in serial.outputs.values() for x in several or ())
-    present = (*inputs, *plain.parameters(), *outputs)
-    return rows, notes, {x.dtype for x in present if _is_continuous(x)}
+    return rows, notes, serial
 
 
 class _ModuleRun(ModuleCalls):
@@ -350,6 +423,8 @@ class _ModuleRun(ModuleCalls):
         """The layer that is refused, and why."""
         self.random: str | None = None
         """The first layer that drew random numbers."""
+        self.dtypes = {x.dtype for x in (*inputs, *module.parameters()) if _is_continuous(x)}
+        """The types of inputs, parameters and outputs that have continuous numbers."""
         self._serial, self._generator = serial, generator
         self._last: list[tuple[Tensor, int | None]] = []
         self._state = torch.get_rng_state()
@@ -388,7 +463,8 @@ class _ModuleRun(ModuleCalls):
         if self.shapes == serial.shapes:
             for i, seed in serial.seeds.items():
                 last = i == max(serial.seeds)
-                results[i].backward(seed.to(results[i].device), retain_graph=not last)
+                seed = seed.to(results[i].device, results[i].dtype)
+                results[i].backward(seed, retain_graph=not last)
         self.gradients = {name: p.grad for name, p in reversed([*module.named_parameters()])}
         names = (f"input[{i}]" if i else "input" for i in range(len(leaves)))
         self.of_inputs = {name: x.grad for name, x in zip(names, leaves, strict=True)}
@@ -409,6 +485,23 @@ class _ModuleRun(ModuleCalls):
                 for x, (y, written) in zip(tensors, last, strict=True)
             )
         self.outputs[name] = None if same else [x.detach().clone() for x in tensors]
+        self.dtypes |= {x.dtype for x in tensors if _is_continuous(x)}
+
+    def round_as(self, other: _ModuleRun) -> None:
+        """Round all tensors to the types that they have in another run."""
+        for name, several in self.outputs.items():
+            theirs = other.outputs.get(name)
+            if several and theirs and len(several) == len(theirs):
+                several[:] = [x.to(y.dtype) for x, y in zip(several, theirs, strict=True)]
+        for mine, those in (
+            (self.buffers, other.buffers),
+            (self.gradients, other.gradients),
+            (self.of_inputs, other.of_inputs),
+        ):
+            for name, x in mine.items():
+                y = those.get(name)
+                if x is not None and y is not None:
+                    mine[name] = x.to(y.dtype)
 
     def _look_for_random_numbers(self, name: str) -> None:
         state = torch.get_rng_state()

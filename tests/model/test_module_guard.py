@@ -66,7 +66,7 @@ def test_a_rank_whose_parameters_are_all_frozen_is_told_too() -> None:
 def test_memory_formats_that_differ_are_named() -> None:
     torch.manual_seed(0)
     grid = dc.ProcessGrid(sample=-1)
-    model = dc.parallelize(net(), grid)
+    model = dc.parallelize(net().to(memory_format=torch.channels_last), grid)
     if WORLD.rank == 1:
         model[0].to(memory_format=torch.contiguous_format)
     x = dc.distribute_tensor(torch.rand(4, 3, 8, 8), grid)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import distconv as dc
@@ -172,3 +173,38 @@ def test_autocast_and_scaled_gradients_agree_within_the_rounding_of_half_types(k
     for (name, _), serial, actual in zip(exact.named_parameters(), *errors, strict=True):
         with noted(name, serial, actual):
             assert actual <= 3 * serial + 16 * eps
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("asked", [None, "1"])
+def test_parameters_keep_the_strides_that_programs_view_as_vectors(
+    asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asked:
+        monkeypatch.setenv("DISTCONV_CHANNELS_LAST", asked)
+    serial, model = twins(dtype=torch.float32)
+    for name, x in model.state_dict().items():  # safetensors writes contiguous tensors only
+        assert x.is_contiguous() and x.stride() == serial.state_dict()[name].stride(), name
+    x, labels = batch(dtype=torch.float32)
+    for module, given in ((serial, [x, labels]), (model, distributed(x, labels))):
+        optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+
+        def closure(
+            module: nn.Module = module, given: Any = given, optimizer: Any = optimizer
+        ) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(module(given[0]), given[1])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        prune.global_unstructured(
+            [(module.features[0], "weight")], prune.L1Unstructured, amount=0.25
+        )
+    agree(serial, model, 1e-4)
+    mine, wanted = (
+        [parameters_to_vector(m.parameters()), torch.cat([p.grad.view(-1) for p in m.parameters()])]
+        for m in (model, serial)
+    )
+    for vector, expected in zip(mine, wanted, strict=True):
+        assert deviation(vector, expected) <= 1e-4

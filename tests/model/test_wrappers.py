@@ -89,8 +89,7 @@ def test_plain_modules_are_wrapped_as_ever() -> None:
 @pytest.mark.parallel([2, 3])
 def test_a_parallelized_module_that_is_sharded_says_so_when_it_is_called() -> None:
     grid = dc.ProcessGrid(sample=-1)
-    # FSDP takes contiguous weights only, and those of planes have channels last.
-    module = sharded(dc.parallelize(nn.Sequential(nn.Conv2d(3, 2, 1)), grid))
+    module = sharded(dc.parallelize(net(), grid))
     message = raised_everywhere(TypeError, lambda: module(batch(grid)))
     assert "is wrapped by FSDPModule" in message
 

@@ -7,9 +7,9 @@ import subprocess
 import time
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
-from distconv.planning import predict
+from distconv.planning import plan, predict
 from distconv.planning.machine import Table
 from distconv.planning.operator_timing import wait_for_all
 from distconv.planning.operators import OperatorTimes
@@ -73,9 +73,46 @@ def test_messages_that_move_only_while_both_sides_wait_hide_behind_nothing_of_th
         machine.links["within"] = dataclasses.replace(machine.links["within"], eager=eager)
         recordings = record_ranks(module, [whole], {"height": 2})
         line = play(recordings, machine, OperatorTimes(machine, 2))
-        rank_of[eager] = sum(p.exposed for p in line.passages[1])
+        rank_of[eager] = sum(
+            s.stop - s.start for s in line.segments[1] if s.what in ("wait", "communication")
+        )
     # Rank 0 has one row more, and comes later to its wait.
     assert rank_of[0] > rank_of[None]
+
+
+@pytest.mark.parametrize("eager", [None, 0])
+def test_messages_are_hidden_from_their_start_until_they_are_waited_for_as_in_a_timeline(
+    eager: int | None,
+) -> None:
+    machine = described()
+    machine.links["within"] = dataclasses.replace(machine.links["within"], eager=eager)
+    p = predict(nn.Conv2d(64, 64, 3, padding=1), (1, 64, 64, 64), {"height": 2}, machine)
+    (layer,) = (x for x in p.layers if x.name == "Conv2d")
+    # The convolution of the block runs while its halos are under way; those of the sides follow.
+    assert 0.8 * layer.forward <= layer.hidden <= layer.forward
+
+
+def test_all_results_of_a_network_have_a_loss_and_nothing_warns(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.unused = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 1)
+            self.one, self.other = nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.body(x)
+            return {"one": self.one(y), "other": self.other(y), "largest": y.argmax(1)}
+
+    for loss in ("mse", "cross-entropy"):
+        p = predict(Heads(), SHAPE, {"height": 2}, described(), loss=loss)
+        one, other = ([x for x in p.layers if x.name == name][0] for name in ("one", "other"))
+        assert min(one.backward, other.backward) > max(one.forward, other.forward)
+    assert plan(Heads(), SHAPE, 2, described()).grid
+    first = predict(Heads(), SHAPE, {"height": 2}, described(), loss=lambda y: y["one"].sum())
+    assert not [x for x in first.layers if x.name == "other"][0].backward
+    assert not recwarn.list
 
 
 def test_ranks_wait_for_the_slower_ones_of_those_that_do_the_same() -> None:

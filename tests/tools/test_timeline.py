@@ -13,9 +13,10 @@ import torch
 from mpi4py import MPI
 
 import distconv as dc
+from distconv.planning.timeline import union_length
 from distconv.tools.command_line import main
 from distconv.tools.timeline.recording import Offset, measure_offsets, on_clock_of_rank_0
-from distconv.tools.timeline.report import read_trace, spans, spans_under_way, times_of_ranks, total
+from distconv.tools.timeline.report import read_trace, spans, spans_under_way, times_of_ranks
 from examples import timeline as example
 from tests.support.everywhere import ended_with_one_line
 from tests.support.serial import raised_everywhere
@@ -177,7 +178,7 @@ def test_a_timeline_is_added_up(tmp_path: Path, capsys: pytest.CaptureFixture) -
     assert main(["timeline", str(file), "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
     assert shown["under_way"] == {"halo": 0.004}
-    assert total([(0, 2), (1, 3), (5, 6)]) == 4
+    assert union_length([(0, 2), (1, 3), (5, 6)]) == 4
     file.write_text("{}")
     message = "is no timeline; record one by"
     ended_with_one_line(lambda: main(["timeline", str(file)]), message, capsys)

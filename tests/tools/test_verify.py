@@ -311,6 +311,32 @@ def test_what_rounding_blurs_is_not_a_licence_for_anything() -> None:
     assert not result.ok
 
 
+@pytest.mark.parallel([1, 2])
+def test_gradients_that_norms_over_few_elements_cancel_are_judged_by_float64() -> None:
+    for seed in (100, 130, 146):  # in which the serial gradient of a bias is 0, and ours is not
+        torch.manual_seed(seed)
+        layers: list[nn.Module] = [nn.Conv2d(3, 3, 3, padding=1)]
+        for _ in range(1 + seed % 5):
+            norm = nn.InstanceNorm2d(3, affine=True)
+            layers += [norm, nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1)]
+        module, x = nn.Sequential(*layers), 1 + 0.01 * torch.randn(2, 3, 2, 1)
+        result = dc.verify(module, x, dc.ProcessGrid(sample=-1), show=False)
+        assert result.ok, (seed, result.first_deviation)
+
+
+@pytest.mark.parallel([1, 2])
+def test_what_is_wrong_in_float32_alone_is_a_deviation() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            wrong = isinstance(x, dc.DistTensor) and x.dtype == torch.float32
+            return x * 1.01 if wrong else x
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Wrong(), nn.Conv2d(4, 4, 1))
+    result = dc.verify(module, torch.randn(2, 3, 9, 7), dc.ProcessGrid(sample=-1), show=False)
+    assert result.first_deviation is not None and result.first_deviation.layer == "2"
+
+
 @pytest.mark.parallel([2])
 def test_modules_that_differ_between_ranks_are_refused_on_all() -> None:
     grid = dc.ProcessGrid(height=2)

@@ -25,6 +25,7 @@ from distconv.ops.conv.local_convolution import LocalConvolution, crop_outputs
 from distconv.ops.support.operands import Placement
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import record_gather
+from distconv.tensor.sample_format import one_channel_in_sample_format
 
 
 def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
@@ -66,7 +67,8 @@ def overlapped_convolution(
     """
     record_gather(x, edge.plan, x.cuts, operator)
     transfer = Transfer(edge.plan, x.grid)
-    made: Tensor = _OverlappedConvolution.apply(x.shard, weight, bias, local, edge, transfer)
+    block = one_channel_in_sample_format(x.shard, x.shape, x.cuts, x.grid)
+    made: Tensor = _OverlappedConvolution.apply(block, weight, bias, local, edge, transfer)
     return crop_outputs(made, edge.crop)
 
 

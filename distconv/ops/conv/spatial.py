@@ -29,6 +29,7 @@ from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement, filled_block
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_by, plan_to_gather
+from distconv.tensor.sample_format import one_channel_in_sample_format
 
 
 class _Plan(NamedTuple):
@@ -73,6 +74,7 @@ def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _P
     if plan.boundary is not None:
         return overlapped_convolution(x, weight, bias, plan.local, plan.boundary, operator)
     buffer = gather_by(plan.inputs, x, part.cuts, operator)
+    buffer = one_channel_in_sample_format(buffer, x.shape, x.cuts, x.grid)
     if plan.weighted and not weight.numel():
         return part.empty_result(buffer, weight, bias)
     if 0 not in plan.made:

@@ -75,7 +75,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "the file of a machine, measured by `calibrate` or described (default: %(default)s)"
     add("--machine", type=Path, default=Path("machine.json"), metavar="FILE", help=text)
-    add("--loss", choices=LOSSES, default="mse", help="the loss to minimise (%(default)s)")
+    add("--loss", choices=LOSSES, default="mse", help="the loss of each result (%(default)s)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the optimizer (%(default)s)")
     add("--autocast", choices=DTYPES[2:], help="the type of autocast around module and loss")
     add("--shard-parameters", action="store_true", help="cut weights, as parallelize does")

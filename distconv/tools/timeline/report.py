@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from distconv.planning.timeline import union_length
 from distconv.tools.timeline.messages import KINDS, ROWS, Event
 
 Interval = tuple[float, float]
@@ -61,10 +62,10 @@ def _of_rank(rank: int, events: list[Event]) -> RankTimes:
         of_kind = [e for e in timed if e["cat"] == kind]
         waits = [e for e in timed if e["cat"] == ROWS[1] and e["name"] == kind]
         if of_kind:
-            under_way[kind] = total(spans_under_way(of_kind)) / 1e6
-            exposed[kind] = total(spans(waits)) / 1e6
+            under_way[kind] = union_length(spans_under_way(of_kind)) / 1e6
+            exposed[kind] = union_length(spans(waits)) / 1e6
             received[kind] = sum(e["args"]["bytes"] for e in waits)
-    rows = [total(spans(e for e in timed if e["cat"] == row)) / 1e6 for row in ROWS]
+    rows = [union_length(spans(e for e in timed if e["cat"] == row)) / 1e6 for row in ROWS]
     return RankTimes(rank, span / 1e6, max(rows[0], rows[2]), rows[1], under_way, exposed, received)
 
 
@@ -83,15 +84,6 @@ def spans_under_way(events: Iterable[Event]) -> list[Interval]:
         else:
             found.append((begun.pop(event["id"]), event["ts"]))
     return found
-
-
-def total(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of intervals, in their unit."""
-    length, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        length += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return length
 
 
 def times_as_text(rows: Sequence[RankTimes]) -> str:

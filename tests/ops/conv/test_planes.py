@@ -92,8 +92,7 @@ def test_networks_train_as_serial_ones(extents: dict[str, int], loss: Any, last:
     for part in (model.first, model.norm, model.down, model.up):
         part.register_forward_hook(lambda _m, _i, made: seen.append(is_last(made)))
     made = model(d)
-    assert seen == [True] * 4  # by the format of the weights
-    assert is_last(d) == last
+    assert seen == [last] * 4 and is_last(d) == last
     loss(made, e).backward()
     expected = serial(x)
     loss(expected, y).backward()
@@ -103,6 +102,40 @@ def test_networks_train_as_serial_ones(extents: dict[str, int], loss: Any, last:
     for p, wanted in zip(model.parameters(), serial.parameters(), strict=True):
         assert p.grad is not None and wanted.grad is not None and p.grad.stride() == p.stride()
         assert deviation(p.grad, wanted.grad) <= 10 * CLOSE
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("extents", [{"height": -1}, {"sample": -1}], ids=str)
+@pytest.mark.parametrize("method", ["assembled", "overlapped"])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.usefixtures("any_size")
+def test_activations_and_their_gradients_keep_one_format_behind_any_stem(
+    extents: dict[str, int], method: str, channels: int
+) -> None:
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(**extents, device="cpu")
+    serial = nn.Sequential(
+        *(nn.Conv2d(channels, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, 1, 1, bias=False)),
+        *(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3, padding=1)),
+    )
+    model = dc.parallelize(copy.deepcopy(serial), grid)
+    x = torch.randn(4, channels, 16, 8)
+    seen: list[bool] = []
+
+    def look(_m: Any, _i: Any, made: Any) -> None:
+        seen.append(is_last(made))
+        made.register_hook(lambda gradient: seen.append(is_last(gradient)))
+
+    for part in model:
+        part.register_forward_hook(look)
+    with dc.method(method):
+        made = model(2 * dc.distribute_tensor(x, grid))
+        made.square().sum().backward()
+    assert seen == [True] * 14
+    expected = serial(2 * x)
+    expected.square().sum().backward()
+    assert deviation(made.full_tensor(), expected) <= CLOSE
+    same_gradients(model, serial, 10 * CLOSE)
 
 
 @pytest.mark.parallel([1, 2])
@@ -225,9 +258,10 @@ def test_a_variable_decides_for_planes_and_volumes(
     x = torch.randn(2, 3, *(8, 6, 4)[:dims])
     d = dc.distribute_tensor(x, grid)
     last = chosen == "1"
-    for t in (d.shard, *(p for p in model.parameters() if p.dim() > 1)):
-        assert t.is_contiguous(memory_format=form) is last and t.is_contiguous() is not last
     made, expected = model(d), serial(x)
+    for t in (d.shard, made.shard):
+        assert t.is_contiguous(memory_format=form) is last and t.is_contiguous() is not last
+    assert all(p.is_contiguous() for p in model.parameters())
     made.square().sum().backward()
     expected.square().sum().backward()
     assert deviation(made.full_tensor(), expected) <= CLOSE
