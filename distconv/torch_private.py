@@ -421,6 +421,18 @@ def upsampling(mode: str, antialias: bool, spatial: int) -> Callable[..., Tensor
 assert_async: Callable[..., None] = torch._assert_async
 """Raise where a one-element tensor is 0, on a GPU without a wait of the host."""
 
+is_all_true: Callable[[Tensor], Tensor] = torch._is_all_true
+is_any_true: Callable[[Tensor], Tensor] = torch._is_any_true
+"""Return whether all, or any, elements are true. torch.distributions checks its arguments by
+them."""
+
+standard_gamma: Callable[..., Tensor] = torch._standard_gamma
+standard_gamma_grad: Callable[[Tensor, Tensor], Tensor] = torch._standard_gamma_grad
+sample_dirichlet: Callable[..., Tensor] = torch._sample_dirichlet
+dirichlet_grad: Callable[[Tensor, Tensor, Tensor], Tensor] = torch._dirichlet_grad
+"""Draw gamma and Dirichlet numbers, and return their derivatives. torch.distributions draws by
+them."""
+
 unscale_gradients: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiply gradients in place, and note values that are not finite. Without it GradScaler has no
 rule."""

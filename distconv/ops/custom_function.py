@@ -260,13 +260,19 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     name = f"{cls.__name__}.apply"
     if keeps_inputs(cls):
         return apply_of_torch(cls)(*arguments, **keywords)
-    if cls is not CheckpointFunction and cls.__module__.partition(".")[0] == "torch":
+    if cls is not CheckpointFunction and _of_torch(cls):
         reason = "this torch.autograd.Function of torch was applied to a distributed tensor"
         refuse(name, reason, *tensors, way_out=ADVICE_FOR_FUNCTIONS)
     grid = common_grid(name, tensors)
     given = recorded(name, _by_position(cls, arguments, keywords))
     # The gradient of a merged tensor has its shape, as only its blocks do, too.
     return _Call(cls, tuple(map(in_blocks, given)), grid).run()
+
+
+def _of_torch(function: Any) -> bool:
+    """Return whether a Function is torch's own; those of distributions call torch's functions."""
+    module = f"{function.__module__}."
+    return module.startswith("torch.") and not module.startswith("torch.distributions.")
 
 
 def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:

@@ -49,6 +49,10 @@ def _above(rng: random.Random, shape: Sequence[int]) -> Tensor:
     return 1 + _unit(rng, shape)
 
 
+def _large(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return 10 + _unit(rng, shape)
+
+
 def _integers(rng: random.Random, shape: Sequence[int]) -> Tensor:
     return (4 * _unit(rng, shape)).long()
 
@@ -283,6 +287,10 @@ def _undifferentiated(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def _counted(function: Any, x: Tensor, p: Tensor) -> Tensor:
+    return function(2 + x.detach(), p.detach())
+
+
 def _with_constant_target(function: Any, x: Tensor, target: Tensor) -> Any:
     return function(x, target.detach(), reduction="sum")
 
@@ -412,6 +420,10 @@ _POINTWISE: Table = {
         of(UNIT),
     ),
     **_each("acosh arccosh", of(ABOVE)),
+    **_each("_standard_gamma_grad", of(ABOVE, ABOVE, through=_undifferentiated)),
+    **_each(
+        "_dirichlet_grad", of(UNIT, ABOVE, Operand(X.shape, _large), through=_undifferentiated)
+    ),
     **_each("real imag", of(COMPLEX)),
     **_each(
         """
@@ -838,6 +850,7 @@ _TO_PYTHON: Table = {
     **_each("allclose", of(X, X), of(X, X, 0.1, 100.0)),
     **_each("is_same_size", of(X, ROWS)),
     **_each("is_nonzero", of(NUMBER)),
+    **_each("_is_all_true _is_any_true", of(BOOLEANS)),
     **_each("_assert_async", of(NUMBER, "is 0", through=_asserted)),
     **_each("is_conj is_neg", of(COMPLEX)),
     **_each("stride", of(X, through=lambda f, x: x * sum(f(x)))),
@@ -863,6 +876,11 @@ _RANDOM: Table = {
     **_each("rand_like randn_like normal uniform kaiming_uniform", of(X)),
     **_each("randint_like", of(X, 5)),
     **_each("bernoulli", of(UNIT)),
+    **_each("random", of(X), of(X, 7), of(X, -3, 2**40)),
+    **_each("torch.normal", of(X, UNIT), of(ROWS, Operand((7,), _unit, plain=True)), of(X, 0.5)),
+    **_each("poisson _standard_gamma _sample_dirichlet", of(ABOVE)),
+    **_each("multinomial", of(Operand((5, 7), _unit), 3), of(Operand((7,), _unit), 9, True)),
+    **_each("binomial", of(Operand(X.shape, _signs), UNIT, through=_counted)),
 }
 
 _AUTOGRAD: Table = {
