@@ -56,7 +56,6 @@ _CHECKED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.pairwise_distance: lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: (x1 - x2 + eps).norm(
         p, -1, keepdim
     ),
-    torch.bmm: lambda input, mat2: torch.matmul(input, mat2),
     torch.chain_matmul: lambda *matrices: reduce(torch.matmul, matrices),
     torch.bucketize: lambda input, boundaries, **options: torch.searchsorted(
         boundaries, input, **options

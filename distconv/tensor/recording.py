@@ -53,6 +53,9 @@ _OF_SPARSE: set[Any] = {
 }
 """Functions that accept plain sparse matrices beside distributed tensors."""
 
+_OF_SPARSE_BATCHES: set[Any] = {torch.bmm, torch.Tensor.bmm}
+"""Functions that accept plain batches of sparse matrices beside distributed tensors."""
+
 
 _node_of_wrapper: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 """Return the node at which torch has recorded a DistTensor itself, or None."""
@@ -109,7 +112,8 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
         if isinstance(x, DistTensorBase) or not isinstance(x, Tensor) or is_owned(x):
             continue
         sparse = x.layout is not torch.strided
-        if sparse and (x.requires_grad or x.dim() != 2 or operator not in _OF_SPARSE):
+        dims = 3 if operator in _OF_SPARSE_BATCHES else 2 if operator in _OF_SPARSE else None
+        if sparse and (x.requires_grad or x.dim() != dims):
             refuse(
                 operator_name(operator),
                 f"a tensor of layout {x.layout} meets distributed ones",
