@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -552,6 +552,21 @@ def in_data_parallel() -> bool:
     ranks.
     """
     return DistributedDataParallel._active_ddp_module is not None
+
+
+def before_data_parallel(check: Callable[[nn.Module, str, nn.Module], None]) -> None:
+    """Call `check(wrapper, "module", module)` first when a DistributedDataParallel is made.
+
+    Without it torch first asks for a process group, which a program with distconv does not need.
+    """
+    make = DistributedDataParallel.__init__
+
+    @wraps(make)
+    def checked(self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        check(self, "module", module)
+        make(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = checked
 
 
 def is_flat_parameter(x: Tensor) -> bool:

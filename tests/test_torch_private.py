@@ -622,6 +622,16 @@ def test_states_carry_versions() -> None:
 
 def test_wrappers_are_known() -> None:
     assert not private.in_data_parallel()
+    seen: list[Any] = []
+    make = nn.parallel.DistributedDataParallel.__init__
+    try:
+        private.before_data_parallel(lambda *given: seen.append(given[1:]))
+        module = nn.Linear(1, 1)
+        with pytest.raises((ValueError, RuntimeError)):
+            nn.parallel.DistributedDataParallel(module=module)
+        assert seen == [("module", module)]
+    finally:
+        nn.parallel.DistributedDataParallel.__init__ = make
     assert not private.is_flat_parameter(torch.ones(1))
     flat: Any = torch.ones(1)
     flat._is_flat_param = True

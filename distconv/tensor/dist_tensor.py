@@ -480,7 +480,7 @@ def _keep_journal_entry(args: Sequence[Any], copy: Any) -> Any:
 _OWN_AFFAIRS = {
     *UNCHECKED,
     *(getattr(torch.Tensor, name) for name in ("detach", "clone", "contiguous", "cpu")),
-    *(getattr(torch.Tensor, name) for name in ("register_hook", "retain_grad")),
+    *(getattr(torch.Tensor, name) for name in ("register_hook", "retain_grad", "stride", "type")),
     *(getattr(torch.Tensor, f"is_{name}") for name in ("contiguous", "conj", "neg", "same_size")),
     *(getattr(torch.Tensor, name).__get__ for name in ("data", "retains_grad")),
     torch.Tensor.register_post_accumulate_grad_hook,
