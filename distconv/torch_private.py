@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -421,6 +421,18 @@ def upsampling(mode: str, antialias: bool, spatial: int) -> Callable[..., Tensor
 assert_async: Callable[..., None] = torch._assert_async
 """Raise where a one-element tensor is 0, on a GPU without a wait of the host."""
 
+is_all_true: Callable[[Tensor], Tensor] = torch._is_all_true
+is_any_true: Callable[[Tensor], Tensor] = torch._is_any_true
+"""Return whether all, or any, elements are true. torch.distributions checks its arguments by
+them."""
+
+standard_gamma: Callable[..., Tensor] = torch._standard_gamma
+standard_gamma_grad: Callable[[Tensor, Tensor], Tensor] = torch._standard_gamma_grad
+sample_dirichlet: Callable[..., Tensor] = torch._sample_dirichlet
+dirichlet_grad: Callable[[Tensor, Tensor, Tensor], Tensor] = torch._dirichlet_grad
+"""Draw gamma and Dirichlet numbers, and return their derivatives. torch.distributions draws by
+them."""
+
 unscale_gradients: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiply gradients in place, and note values that are not finite. Without it GradScaler has no
 rule."""
@@ -554,6 +566,21 @@ def in_data_parallel() -> bool:
     ranks.
     """
     return DistributedDataParallel._active_ddp_module is not None
+
+
+def before_data_parallel(check: Callable[[nn.Module, str, nn.Module], None]) -> None:
+    """Call `check(wrapper, "module", module)` first when a DistributedDataParallel is made.
+
+    Without it torch first asks for a process group, which a program with distconv does not need.
+    """
+    make = DistributedDataParallel.__init__
+
+    @wraps(make)
+    def checked(self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        check(self, "module", module)
+        make(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = checked
 
 
 def is_flat_parameter(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed, distributions, nn
 from torch.autograd import Function, forward_ad
 from torch.profiler import profile
 from torch.utils import checkpoint
@@ -472,6 +472,23 @@ def test_upsampling_takes_sizes_and_scales(mode: str, antialias: bool, n: int) -
     assert torch.equal(actual, expected)
 
 
+def test_distributions_check_and_draw_by_these_functions() -> None:
+    x = torch.full((2, 3), 2.0).as_subclass(Heard)
+    called: Any = (private.is_all_true, private.standard_gamma, private.sample_dirichlet)
+    for make in (distributions.Gamma, distributions.Dirichlet):
+        make(*(x, x)[: 1 + (make is distributions.Gamma)]).sample()
+    assert set(called) <= set(Heard.asked)
+    bits = torch.tensor([True, False])
+    assert private.is_any_true(bits) and not private.is_all_true(bits)
+    concentration = torch.full((3,), 2.0, dtype=torch.float64, requires_grad=True)
+    drawn = private.standard_gamma(concentration)
+    (slope,) = torch.autograd.grad(drawn.sum(), concentration)
+    assert torch.equal(private.standard_gamma_grad(concentration.detach(), drawn), slope)
+    drawn = private.sample_dirichlet(concentration)
+    total = concentration.detach().sum().expand(3)
+    assert private.dirichlet_grad(drawn.detach(), concentration.detach(), total).shape == (3,)
+
+
 def test_functions_of_lists_and_checks_compute_what_their_names_say() -> None:
     private.assert_async(torch.ones(1), "not reached")
     with pytest.raises(RuntimeError, match="a reason"):
@@ -619,6 +636,16 @@ def test_schedulers_within_a_scheduler_are_known() -> None:
 
 def test_wrappers_are_known() -> None:
     assert not private.in_data_parallel()
+    seen: list[Any] = []
+    make = nn.parallel.DistributedDataParallel.__init__
+    try:
+        private.before_data_parallel(lambda *given: seen.append(given[1:]))
+        module = nn.Linear(1, 1)
+        with pytest.raises((ValueError, RuntimeError)):
+            nn.parallel.DistributedDataParallel(module=module)
+        assert seen == [("module", module)]
+    finally:
+        nn.parallel.DistributedDataParallel.__init__ = make
     assert not private.is_flat_parameter(torch.ones(1))
     flat: Any = torch.ones(1)
     flat._is_flat_param = True

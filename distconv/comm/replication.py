@@ -63,7 +63,7 @@ class _Unreplicate(ShardFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
-        return _alias(local)
+        return alias(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,7 +76,7 @@ class _Replicate(ShardFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
-        return _alias(local)
+        return alias(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,7 +84,7 @@ class _Replicate(ShardFunction):
         return unreplicate(all_reduce_with_grad(grads[0], *ctx.movement), *ctx.movement), None, None
 
 
-def _alias(tensor: Tensor) -> Tensor:
+def alias(tensor: Tensor) -> Tensor:
     """Return an alias of a tensor; unlike view_as() this always keeps its strides."""
     alias: Tensor = torch.ops.aten.alias(tensor)
     return alias

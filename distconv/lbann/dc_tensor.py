@@ -100,7 +100,7 @@ class DCTensor(DistTensor):
                 "library; use to_replicate()"
             )
         x = self.redistribute(Layout(sample=tuple(extents)))
-        return x if innermost_call() is not None else mark_handed_out(x.to_local())
+        return x if innermost_call() is not None else mark_handed_out(x.to_local(grad="part"))
 
     @classmethod
     def __torch_function__(

@@ -12,13 +12,15 @@ from functools import cache
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from distconv.torch_private import in_data_parallel, is_flat_parameter
+from distconv.tensor.ownership import is_owned
+from distconv.torch_private import before_data_parallel, in_data_parallel, is_flat_parameter
 
 _WRAPPERS = frozenset(
-    ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+    "DistributedDataParallel DataParallel FullyShardedDataParallel FSDPModule DDP "
+    "ReplicateModule".split()
 )
 _SHARDED = frozenset(("DTensor",))
-"""Names of torch's wrappers, so that these need not be imported."""
+"""Names of torch's wrappers, so that these need not be imported. `replicate` makes the last two."""
 
 _WAY_OUT = (
     "parallelize adds up the gradients over all ranks itself: use parallelize(module, grid) of the "
@@ -59,18 +61,22 @@ def check_no_active_wrapper() -> None:
 def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
     """Let torch's wrappers raise TypeError if they get a module with a parallelized submodule.
 
-    `parallelized(module)` is true for a parallelized module.
+    A module that only holds parameters of a parallelized one, as `replicate` makes it, is refused
+    as well. `parallelized(module)` is true for a parallelized module.
     """
 
-    def check(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    def check(wrapper: nn.Module, _: str, module: nn.Module | None) -> None:
         kind = _among(type(wrapper), _WRAPPERS)
-        if kind and module is not None and any(map(parallelized, module.modules())):
+        if not kind or not isinstance(module, nn.Module):
+            return
+        if any(map(parallelized, module.modules())) or any(map(is_owned, module.parameters())):
             raise TypeError(
                 f"{kind} is put around a parallelized module, whose gradients it would change once "
                 f"more. {_WAY_OUT}"
             )
 
     register_module_module_registration_hook(check)
+    before_data_parallel(check)
 
 
 def _among(kind: type, names: frozenset[str]) -> str:

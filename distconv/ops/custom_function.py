@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from distconv.geometry.layout import Cuts, Shape
 from distconv.grid.interface import Grid
 from distconv.ops.support.merged import in_blocks
-from distconv.ops.support.operands import common_grid, shard_of
+from distconv.ops.support.operands import as_distributed, common_grid, shard_of
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -91,7 +92,7 @@ class _Call:
     """One call of a user's Function; its node in the graph keeps it for the backward pass."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], grid: Grid) -> None:
-        self._function, self._arguments, self._grid = function, arguments, grid
+        self.function, self._arguments, self._grid = function, arguments, grid
         self._inputs = [
             _BlockPlace.of(x, grid) if isinstance(x, Tensor) else None for x in arguments
         ]
@@ -119,7 +120,7 @@ class _Call:
         Saved tensors and other settings of the user's `ctx` are copied to `node`, the node in the
         graph of the shards.
         """
-        function, context, grid = self._function, self._context, self._grid
+        function, context, grid = self.function, self._context, self._grid
         if _has_setup_context(function):
             result = function.forward(*arguments)
             function.setup_context(context, arguments, result)
@@ -127,6 +128,7 @@ class _Call:
             result = function.forward(context, *arguments)
         self._several = isinstance(result, tuple)
         outputs = result if self._several else (result,)
+        outputs = tuple(self._distributed(x, arguments) for x in outputs)
         self._check(outputs)
         self._outputs = [
             _BlockPlace.of(x, grid) if isinstance(x, DistTensorBase) else None for x in outputs
@@ -139,9 +141,15 @@ class _Call:
         context.to_save = context.non_differentiable = ()
         return tuple(map(shard_of, outputs))
 
+    def _distributed(self, output: Any, arguments: tuple[Any, ...]) -> Any:
+        """Return an output, distributed if it is a plain argument to which forward has written."""
+        if isinstance(output, Tensor) and any(output is x for x in arguments):
+            return as_distributed(output, self._grid)
+        return output
+
     def _check(self, outputs: tuple[Any, ...]) -> None:
         """Refuse inputs written in place and plain outputs, whose gradients would be wrong."""
-        name, context = self._function.__name__, self._context
+        name, context = self.function.__name__, self._context
         if context.dirty_tensors:
             reason = "it writes to its inputs in place"
             way_out = "Return a new tensor instead of marking an input as dirty"
@@ -163,8 +171,7 @@ class _Call:
         `parts` are this rank's parts of the gradients of the outputs. The sum of the parts over all
         ranks with the same block is the gradient.
         """
-        function, context = self._function, self._context
-        name = f"{function.__name__}.backward"
+        context, name = self._context, f"{self.function.__name__}.backward"
         context.saved_tensors = tuple(
             x if place is None else place.tensor(x)
             for x, place in zip(node.saved_tensors, self._saved, strict=True)
@@ -173,11 +180,8 @@ class _Call:
             part if place is None else place.gradient(part)
             for part, place in zip(parts, self._outputs, strict=True)
         ]
-        if hasattr(Function, "boxed_grads_call") and function.boxed_grads_call:
-            gradients = [gradients]  # one list, not one argument for each
-        overridden = function.vjp is not Function.vjp
         try:
-            result = (function.vjp if overridden else function.backward)(context, *gradients)
+            result = self._gradients(node, gradients)
         finally:
             context.saved_tensors = ()
         returned = result if isinstance(result, tuple) else (result,)
@@ -197,13 +201,49 @@ class _Call:
             if place is not None
         ]
 
+    def _gradients(self, node: Any, gradients: list[Any]) -> Any:
+        """Return what the user's backward returns for the gradients of the outputs."""
+        function = self.function
+        if hasattr(Function, "boxed_grads_call") and function.boxed_grads_call:
+            gradients = [gradients]  # one list, not one argument for each
+        overridden = function.vjp is not Function.vjp
+        return (function.vjp if overridden else function.backward)(self._context, *gradients)
+
+
+class _ModuleHooks(_Call):
+    """The call by which torch puts full backward hooks of a module on its inputs or outputs.
+
+    The Function returns its inputs. The hooks get and return serial gradients; those of unused
+    outputs are zeros, where serial torch has None.
+    """
+
+    def _distributed(self, output: Any, arguments: tuple[Any, ...]) -> Any:
+        """Return an output, which may be a plain tensor that passes through."""
+        return output
+
+    def _check(self, outputs: tuple[Any, ...]) -> None:
+        """Accept plain tensors, which pass through."""
+
+    def forward(self, node: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        node.serial_hooks = []
+        shards = super().forward(node, arguments)
+        self._outputs = self._inputs
+        return shards
+
+    def _gradients(self, node: Any, gradients: list[Any]) -> tuple[Any, ...]:
+        passed = tuple(gradients)
+        for hook in node.serial_hooks:
+            changed = hook(passed, tuple(gradients))
+            passed = passed if changed is None else tuple(changed)
+        return passed
+
 
 class _OnShards(Function):
     """The torch Function that makes a `_Call` one node of the shards' graph."""
 
     @staticmethod
     def forward(node: Any, call: _Call, arguments: tuple[Any, ...], *shards: Tensor) -> Any:
-        node.call = call
+        node.call, node.function = call, call.function
         return call.forward(node, arguments)
 
     @staticmethod
@@ -260,13 +300,21 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     name = f"{cls.__name__}.apply"
     if keeps_inputs(cls):
         return apply_of_torch(cls)(*arguments, **keywords)
-    if cls is not CheckpointFunction and cls.__module__.partition(".")[0] == "torch":
+    if cls not in (CheckpointFunction, BackwardHookFunction) and _of_torch(cls):
         reason = "this torch.autograd.Function of torch was applied to a distributed tensor"
         refuse(name, reason, *tensors, way_out=ADVICE_FOR_FUNCTIONS)
     grid = common_grid(name, tensors)
-    given = recorded(name, _by_position(cls, arguments, keywords))
+    # Plain arguments, such as memory to write to, are compared where they meet distributed ones.
+    given = recorded(name, _by_position(cls, arguments, keywords), compared=False)
     # The gradient of a merged tensor has its shape, as only its blocks do, too.
-    return _Call(cls, tuple(map(in_blocks, given)), grid).run()
+    kind = _ModuleHooks if cls is BackwardHookFunction else _Call
+    return kind(cls, tuple(map(in_blocks, given)), grid).run()
+
+
+def _of_torch(function: Any) -> bool:
+    """Return whether a Function is torch's own; those of distributions call torch's functions."""
+    module = f"{function.__module__}."
+    return module.startswith("torch.") and not module.startswith("torch.distributions.")
 
 
 def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:

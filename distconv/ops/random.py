@@ -56,12 +56,16 @@ def uniform_at(numbers: Tensor, key: Tensor) -> Tensor:
 
     No communication.
     """
+    return _right(_bits_at(numbers, key), 11).double() * 2.0**-53
+
+
+def _bits_at(numbers: Tensor, key: Tensor) -> Tensor:
+    """Return random integers of 64 bits, computed from integers and a key."""
     # Integer arithmetic wraps around modulo 2^64, as the generator requires.
     bits = (numbers + 1) * _GOLDEN + key
     for shift, factor in _MIX:
         bits = (bits ^ _right(bits, shift)) * factor
-    bits = bits ^ _right(bits, 31)
-    return _right(bits, 11).double() * 2.0**-53
+    return bits ^ _right(bits, 31)
 
 
 def normal_at(numbers: Tensor, key: Tensor) -> Tensor:
@@ -272,7 +276,7 @@ def _fills(name: str, values: Callable[..., Tensor]) -> None:
     @implements(method)
     @_serial_in_parameters(method)
     def rule(input: DistTensor, *args: float, generator: Any = None, **kwargs: float) -> DistTensor:
-        _only_default(name, generator, input)
+        only_default(name, generator, input)
         _require_real(name, input, input.dtype)
         method(torch.zeros(1, dtype=input.dtype), *args, generator=torch.Generator(), **kwargs)
         return _written(input, values(_uniform(input), *args, **kwargs), name)
@@ -315,7 +319,7 @@ def gumbel_softmax(
 
 @implements(torch.Tensor.bernoulli_)
 def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> DistTensor:
-    _only_default("bernoulli_", generator, input)
+    only_default("bernoulli_", generator, input)
     shape = tuple(input.shape)
     if not isinstance(p, Tensor):
         _check(torch.Tensor.bernoulli_, input.dtype, p)
@@ -325,6 +329,33 @@ def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> Dis
     drawn = _uniform(input)
     limit = _probabilities(block, "bernoulli_")
     return _written(input, (drawn < limit).to(input.dtype), "bernoulli_")
+
+
+@implements(torch.Tensor.random_)
+@_serial_in_parameters(torch.Tensor.random_)
+def random_(input: DistTensor, *bounds: Any, generator: Any = None, **named: Any) -> DistTensor:
+    only_default("random_", generator, input)
+    _require_real("random_", input, input.dtype)
+    _check(torch.Tensor.random_, input.dtype, *bounds, **named)
+    given = (*bounds, *(named[name] for name in ("from", "to") if name in named))
+    first, stop = (0, *given)[-2:] if given else (0, None)
+    span = (_largest(input.dtype) + 1 if stop is None else stop) - first
+    if span > 2**63:
+        reason = f"a range of {span} integers is not supported"
+        refuse("random_", reason, input, way_out="Choose one of 2**63 or fewer")
+    if span <= 2**53:
+        return _written(
+            input, _integers(_uniform(input), input.dtype, first, first + span), "random_"
+        )
+    bits = _bits_at(global_numbers(input, input.dim()), _key(input.grid))
+    return _written(input, first + _right(bits, 1) % min(span, 2**63 - 1), "random_")
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """Return the largest integer that torch's `random_()` draws for a type."""
+    if dtype == torch.bool:
+        return 1
+    return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 _INITIALIZERS: dict[str, Callable[..., Tensor]] = {
@@ -359,7 +390,8 @@ def init_kaiming_uniform_(
     return tensor.uniform_(-bound, bound, generator=generator)
 
 
-def _only_default(name: str, generator: Any, input: DistTensor) -> None:
+def only_default(name: str, generator: Any, input: Any) -> None:
+    """Refuse a call of the function `name` on `input` with a `generator`."""
     if generator is not None:
         reason = "a generator of its own would have to be the same on every rank"
         way_out = "Leave generator out; the numbers follow torch.manual_seed on rank 0"

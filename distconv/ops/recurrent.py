@@ -1,4 +1,7 @@
-"""Recurrent layers: sequences and features are made whole on every rank, mini-batches stay cut."""
+"""Recurrent layers and cells: mini-batches stay cut.
+
+Layers make sequences and features whole on every rank.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.support.metadata_checks import check_on_meta
@@ -65,3 +69,41 @@ def _recurrent(function: Callable[..., Any]) -> None:
 
 for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
     _recurrent(_function)
+
+
+def _gates(
+    input: Any, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return a cell's linear functions of its input and of its state."""
+    return F.linear(input, w_ih, b_ih), F.linear(hx, w_hh, b_hh)
+
+
+def _lstm_cell(input: Any, hx: Sequence[Any], *weights: Any) -> tuple[Tensor, Tensor]:
+    new, before = _gates(input, hx[0], *weights)
+    i, f, g, o = (new + before).chunk(4, -1)
+    state = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * state.tanh(), state
+
+
+def _gru_cell(input: Any, hx: Any, *weights: Any) -> Tensor:
+    (r, z, n), (r_before, z_before, n_before) = (
+        gates.chunk(3, -1) for gates in _gates(input, hx, *weights)
+    )
+    new = (n + (r + r_before).sigmoid() * n_before).tanh()
+    return new + (z + z_before).sigmoid() * (hx - new)
+
+
+def _cell(function: Callable[..., Any], rule: Callable[..., Any]) -> None:
+    @implements(function)
+    def checked(
+        input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    ) -> Any:
+        given = tuple(hx) if isinstance(hx, (tuple, list)) else hx
+        check_on_meta(function, input, given, w_ih, w_hh, b_ih, b_hh)
+        return rule(input, given, w_ih, w_hh, b_ih, b_hh)
+
+
+_cell(torch.lstm_cell, _lstm_cell)
+_cell(torch.gru_cell, _gru_cell)
+_cell(torch.rnn_tanh_cell, lambda *operands: torch.add(*_gates(*operands)).tanh())
+_cell(torch.rnn_relu_cell, lambda *operands: torch.add(*_gates(*operands)).relu())

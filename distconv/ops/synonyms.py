@@ -16,7 +16,7 @@ from torch import Tensor
 from distconv.ops.support.argument_forms import takes_sequence
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.tensor.dispatch import RULES
-from distconv.torch_private import composition
+from distconv.torch_private import composition, is_all_true, is_any_true
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "allclose": lambda input, other, *tolerances, **named: bool(
@@ -55,7 +55,6 @@ _CHECKED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.pairwise_distance: lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: (x1 - x2 + eps).norm(
         p, -1, keepdim
     ),
-    torch.bmm: lambda input, mat2: torch.matmul(input, mat2),
     torch.chain_matmul: lambda *matrices: reduce(torch.matmul, matrices),
     torch.bucketize: lambda input, boundaries, **options: torch.searchsorted(
         boundaries, input, **options
@@ -99,6 +98,8 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
     ),
     # Samples and lengths of queries stay cut; features, keys and values are made whole.
     F.multi_head_attention_forward: composition(F.multi_head_attention_forward),
+    is_all_true: lambda input: input.all(),
+    is_any_true: lambda input: input.any(),
     torch.linalg.diagonal: lambda A, *, offset=0, dim1=-2, dim2=-1: A.diagonal(offset, dim1, dim2),
     Tensor.mT.__get__: lambda input: input.transpose(-2, -1),  # type: ignore[attr-defined]
     **dict.fromkeys((torch.ger, Tensor.ger), lambda input, vec2: torch.outer(input, vec2)),

@@ -83,10 +83,7 @@ WAYS_OUT: dict[Any, str] = {
         for function in (torch.Tensor.storage_offset, torch.Tensor.data_ptr)
     },
     torch_private.make_dual: "Use torch.autograd.grad; forward-mode derivatives are not supported",
-    **{
-        getattr(torch.Tensor, name): "Assign to a mask or to positions, x[mask] = values"
-        for name in ("masked_scatter_", "put_")
-    },
+    torch.Tensor.put_: "Assign to positions, x.flatten()[positions] = values",
     torch.Tensor.__reduce_ex__: _SAVE,
     torch_private.compatible_types: "Convert a module before parallelize",
     torch.norm_except_dim: _PARAMETRIZE,

@@ -38,7 +38,7 @@ from distconv.tensor.dtensor import block_of_dtensor, to_dtensor
 from distconv.tensor.eager import check_untraced
 from distconv.tensor.module_call import innermost_call
 from distconv.tensor.nested import Tensors, as_list, replaced, shards_of, tensors_in
-from distconv.tensor.ownership import started_at
+from distconv.tensor.ownership import started_at, undeclared
 from distconv.tensor.recording import check_brought, check_recorded, gradient_seed
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
 from distconv.tensor.sample_format import channels_last
@@ -211,21 +211,41 @@ class DistTensor(DistTensorBase):
         return to_dtensor(self)
 
     @run_eagerly
-    def to_local(self) -> Tensor:
+    def to_local(self, *, grad: str | None = None) -> Tensor:
         """Return this rank's block as a plain tensor that shares its memory.
 
-        Its channels may be last in memory. If n ranks hold the block, each rank passes 1/n of its
-        result's gradient on to the tensor. No communication, except for a merged reshape and for a
+        Its channels may be last in memory. No communication, except for a merged reshape and for a
         view of elements on other ranks: all ranks bring a copy of the block together, at the first
         call and after each write to the base; an earlier copy keeps its values.
+
+        If n ranks hold the block, each rank passes 1/n of its result's gradient on to the tensor.
+        If the tensor is partitioned, a loss computed from the block is another one on each rank.
+        Its backward pass raises RuntimeError, unless `grad` is given. What comes back by
+        `from_local` has gradients without `grad`.
+
+        Parameters
+        ----------
+        grad: "part" states that the serial loss is the sum of the losses that the ranks compute
+            from their blocks, as in `((x - y) ** 2).sum() / n` with n elements in all. A mean over
+            the block is no such loss. By default no plain loss may depend on the block.
+
+        Raises
+        ------
+        ValueError
+            If `grad` is another value.
         """
+        if grad not in (None, "part"):
+            raise ValueError(f'to_local: grad={grad!r}; expected "part" or None')
         check_untraced("to_local", self)
         if self.replicas > 1:
             self._stay_distributed("to_local")
         if not self.requires_grad:
             self.settle()  # what the program writes to the box is then the tensor's
         axes = replicating_axes(self.cuts, self.grid.topology)
-        return replication.unreplicate(self.shard, self.grid, axes)
+        block = replication.unreplicate(self.shard, self.grid, axes)
+        if grad is not None or not any(self.cuts):
+            return block
+        return undeclared(block, f"{tuple(self.shape)} {self.layout}")
 
     @run_eagerly
     def full_tensor(self) -> Tensor:
@@ -463,7 +483,7 @@ def _keep_journal_entry(args: Sequence[Any], copy: Any) -> Any:
 _OWN_AFFAIRS = {
     *UNCHECKED,
     *(getattr(torch.Tensor, name) for name in ("detach", "clone", "contiguous", "cpu")),
-    *(getattr(torch.Tensor, name) for name in ("register_hook", "retain_grad")),
+    *(getattr(torch.Tensor, name) for name in ("register_hook", "retain_grad", "stride", "type")),
     *(getattr(torch.Tensor, f"is_{name}") for name in ("contiguous", "conj", "neg", "same_size")),
     *(getattr(torch.Tensor, name).__get__ for name in ("data", "retains_grad")),
     torch.Tensor.register_post_accumulate_grad_hook,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from distconv.comm import replication
+from distconv.comm.shard_function import ShardFunction
 from distconv.grid.interface import Grid
 from distconv.torch_private import roots_of_backward
 
@@ -29,6 +30,9 @@ _SUMMED = "_distconv_summed"
 
 _ORIGINS = "distconv_origins"
 """The key under which an autograd node caches the result of `origins`."""
+
+_UNDECLARED = "distconv_undeclared"
+"""The mark of the autograd node of `undeclared`."""
 
 _DISTRIBUTED: list[list[Tensor]] = []
 """The blocks of distributed tensors at which the active backward passes started."""
@@ -81,8 +85,8 @@ def origins(
 
     The result has one example of each kind found. "owned": a parameter of a module that is
     parallelized over several ranks. "free": any other leaf. "out": the node of a plain tensor that
-    `to_local` or `full_tensor` returned. "entered": the node of a plain operand whose gradient is
-    summed already.
+    `to_local` or `full_tensor` returned. "block": the node of `undeclared`, also an "out".
+    "entered": the node of a plain operand whose gradient is summed already.
 
     Parameters
     ----------
@@ -104,6 +108,8 @@ def origins(
             found["entered"] = node
         elif replication.HANDED_OUT in node.metadata:
             found["out"] = node
+            if _UNDECLARED in node.metadata:
+                found["block"] = node
         elif remember and _ORIGINS in node.metadata:
             found |= node.metadata[_ORIGINS]
         else:
@@ -173,7 +179,7 @@ def _check_not_owned(node: Any, _: Tensor | None) -> None:
 def started_at(shards: Iterable[Tensor]) -> Iterator[None]:
     """Note that the backward pass in the context starts at these blocks of distributed tensors.
 
-    `check_counted_once` then knows which roots of the pass are plain tensors.
+    `_plain_roots` then returns the others.
     """
     _DISTRIBUTED.append(list(shards))
     try:
@@ -182,15 +188,55 @@ def started_at(shards: Iterable[Tensor]) -> Iterator[None]:
         _DISTRIBUTED.pop()
 
 
+def _plain_roots() -> list[Tensor]:
+    """Return the plain tensors at which the running backward pass started."""
+    known = set(map(id, chain.from_iterable(_DISTRIBUTED)))
+    return [x for x in roots_of_backward() if id(x) not in known]
+
+
+def undeclared(block: Tensor, whose: str) -> Tensor:
+    """Return `block`, this rank's block of a partitioned tensor, on which no plain loss may depend.
+
+    The gradients of the ranks' losses would be added up, and be too large where each loss is a
+    mean over its block. A backward pass that reaches the block from a plain tensor raises
+    RuntimeError. One that starts at a distributed tensor does not. `whose` describes the
+    partitioned tensor for the message.
+    """
+    if not block.requires_grad:
+        return block
+    result = _Undeclared.apply(block, whose)
+    if result.grad_fn is not None:
+        result.grad_fn.metadata[_UNDECLARED] = True
+    return replication.mark_handed_out(result)
+
+
+class _Undeclared(ShardFunction):
+    @staticmethod
+    def forward(ctx: Any, block: Tensor, whose: str) -> Tensor:
+        ctx.whose = whose
+        return replication.alias(block)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        nodes = [get_gradient_edge(x).node for x in _plain_roots() if x.requires_grad]
+        if "block" in origins(nodes):
+            raise RuntimeError(
+                f"backward: a plain loss depends on to_local() of the partitioned tensor "
+                f"{ctx.whose}. Every rank has a loss of its own block, and their gradients are "
+                "added up: those of means over the blocks would be too large by the number of "
+                "blocks. Compute the loss on the distributed tensor itself, "
+                "loss_function(model(x), target), or on full_tensor(). If the serial loss is the "
+                'sum of the losses of the ranks, write to_local(grad="part")'
+            )
+        return grads[0], None
+
+
 def check_counted_once() -> None:
     """Raise if the running backward pass reaches a parallelized parameter from a plain loss.
 
     Every rank would compute the whole gradient there, and the sum over ranks would be too large.
     """
-    roots, known = roots_of_backward(), set(map(id, chain.from_iterable(_DISTRIBUTED)))
-    if known.issuperset(map(id, roots)):
-        return
-    p = owned_among(x for x in roots if id(x) not in known)
+    p = owned_among(_plain_roots())
     if p is not None:
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} of a parallelized module is part of a plain "

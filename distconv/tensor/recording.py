@@ -25,9 +25,7 @@ from distconv.torch_private import hooks_of, without_torch_function
 
 ADVICE_FOR_FUNCTIONS = (
     "Use torch functions, or wrap it in a function with a rule (distconv.elementwise, .windowed, "
-    ".implements); instead of a full backward hook register a forward hook that calls "
-    "register_hook on the module's output; make a grid before the program keeps a Function's "
-    "apply by another name"
+    ".implements); make a grid before the program keeps a Function's apply by another name"
 )
 
 
@@ -52,6 +50,9 @@ _OF_SPARSE: set[Any] = {
     torch.Tensor.__rmatmul__,
 }
 """Functions that accept plain sparse matrices beside distributed tensors."""
+
+_OF_SPARSE_BATCHES: set[Any] = {torch.bmm, torch.Tensor.bmm}
+"""Functions that accept plain batches of sparse matrices beside distributed tensors."""
 
 
 _node_of_wrapper: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
@@ -82,7 +83,13 @@ def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> 
     return grids[0]
 
 
-def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[int, Tensor]:
+_OVERWRITING: set[Any] = {torch.Tensor.__setitem__, torch.Tensor.copy_}
+"""Functions whose first argument may be memory that nothing has been written to yet."""
+
+
+def check_recorded(
+    operator: Callable[..., Any] | str, *operands: Any, compared: bool = True
+) -> dict[int, Tensor]:
     """Raise if the gradients of operands would be wrong; return replacements for some of them.
 
     The gradient of a plain operand that depends on leaves of no parallelized module must be summed
@@ -90,8 +97,8 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
 
     Raises UnsupportedOperation on every rank if a user's autograd Function was applied to a
     DistTensor itself, or a plain operand depends on a value of `to_local` or `full_tensor`;
-    ValueError if operands live on different grids, or plain ones differ between ranks. The errors
-    name `operator`.
+    ValueError if operands live on different grids, or plain ones differ between ranks, unless
+    `compared` is false. The errors name `operator`.
     """
     distributed, lost = [], None
     with without_torch_function():
@@ -118,7 +125,8 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
         if isinstance(x, DistTensorBase) or not isinstance(x, Tensor) or is_owned(x):
             continue
         sparse = x.layout is not torch.strided
-        if sparse and (x.requires_grad or x.dim() != 2 or operator not in _OF_SPARSE):
+        dims = 3 if operator in _OF_SPARSE_BATCHES else 2 if operator in _OF_SPARSE else None
+        if sparse and (x.requires_grad or x.dim() != dims):
             refuse(
                 operator_name(operator),
                 f"a tensor of layout {x.layout} meets distributed ones",
@@ -131,17 +139,19 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
             if grid is not None and grid.size > 1 and torch.is_grad_enabled():
                 # torch allows a scalar on the CPU beside tensors on a GPU.
                 entered[id(x)] = enter(x if x.dim() else x.to(grid.device), grid)
-    if plain:
+    if operator in _OVERWRITING and plain and plain[0] is operands[0]:
+        del plain[0]
+    if plain and compared:
         _check_plain(operator, plain, distributed)
     return entered
 
 
-def recorded(operator: Callable[..., Any] | str, arguments: Any) -> Any:
+def recorded(operator: Callable[..., Any] | str, arguments: Any, compared: bool = True) -> Any:
     """Run `check_recorded`, and return `arguments` with its replacements.
 
     Operators that torch does not pass to DistTensor's rules call it. Errors name `operator`.
     """
-    entered = check_recorded(operator, *tensors_in(arguments))
+    entered = check_recorded(operator, *tensors_in(arguments), compared=compared)
     return replaced(arguments, entered) if entered else arguments
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,6 +79,31 @@ def test_a_parallelized_module_is_not_wrapped(wrap: Callable, name: str, part: b
     message = raised_everywhere(TypeError, lambda: wrap(whole))
     assert f"{name} is put around a parallelized module" in message
     assert "plain module alone" in message
+
+
+@pytest.mark.parallel([2])
+def test_replicate_is_refused_on_and_within_parallelized_modules() -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    message = raised_everywhere(TypeError, lambda: dc.parallelize(replicate(net()), grid))
+    assert "the module is wrapped by DDP" in message
+    for called in (False, True):
+        module = dc.parallelize(net(), grid)
+        if called:
+            module(batch(grid))
+        replicate(module)
+        message = raised_everywhere(TypeError, lambda module=module: module(batch(grid)))
+        assert "plain module alone" in message
+
+
+@pytest.mark.parallel([2])
+def test_a_parallelized_module_is_refused_before_torch_asks_for_a_process_group() -> None:
+    module = dc.parallelize(net(), dc.ProcessGrid(sample=-1))
+    ask = "torch.nn.parallel.distributed._get_default_group"
+    with mock.patch(ask, side_effect=ValueError):
+        message = raised_everywhere(TypeError, lambda: DistributedDataParallel(module=module))
+        assert "is put around a parallelized module" in message
+        with pytest.raises(ValueError):
+            DistributedDataParallel(net())
 
 
 @pytest.mark.parallel([2, 3])

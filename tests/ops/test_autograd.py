@@ -165,13 +165,55 @@ def test_inference_mode_computes_and_records_nothing() -> None:
             assert close(y, expected)
 
 
-@pytest.mark.parallel([1, 2])
-def test_full_backward_hooks_of_modules_are_refused_with_a_way_out() -> None:
-    _, _, d, _, _ = next(cases(12))
-    conv = nn.Conv2d(2, 3, 3, dtype=torch.float64)
-    conv.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(dc.UnsupportedOperation, match="register a forward hook"):
-        conv(d)
+class _Scored(nn.Module):
+    """A network whose middle takes several inputs, some of them plain, and returns several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Conv2d(2, 3, 3), _Middle(), nn.Conv2d(3, 2, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, total = self.middle(self.first(x), 2, torch.ones(3, 1, 1, dtype=x.dtype))
+        return (self.last(y) * total).square().mean()
+
+
+class _Middle(nn.Module):
+    def forward(self, x: Tensor, n: int, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * scale).sin() * n, x.mean()
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("axis", ["height", "sample", "channel"])
+@pytest.mark.parametrize("changes", [False, True])
+def test_full_backward_hooks_of_modules_get_and_change_the_serial_gradients(
+    axis: str, changes: bool
+) -> None:
+    grid = dc.ProcessGrid(**{axis: -1})
+    values = random_tensor(random.Random(3), (3, 2, 6, 5))
+
+    def train(model: nn.Module, x: Tensor) -> list[Tensor]:
+        seen: list[Tensor] = []
+
+        def hook(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+            seen.extend(g for g in (*inputs, *outputs) if g is not None)
+            return tuple(g if g is None else g * 2 for g in inputs) if changes else None
+
+        def before(module: nn.Module, outputs: Any) -> Any:
+            seen.extend(outputs)
+            return tuple(g * 3 for g in outputs) if changes else None
+
+        for part in model.modules():
+            part.register_full_backward_hook(hook)
+            part.register_full_backward_pre_hook(before)
+        model(x.requires_grad_()).backward()
+        return [*seen, x.grad, *(p.grad for p in model.parameters())]
+
+    expected = train(_Scored(), values.clone())
+    actual = train(dc.parallelize(_Scored(), grid), dc.distribute_tensor(values, grid))
+    assert len(actual) == len(expected) == 20
+    assert all(close(*pair) for pair in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parallel([2, 3])

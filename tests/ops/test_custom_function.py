@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import distconv as dc
-from tests.support.serial import agrees, random_tensor, same_gradients
+from tests.support.serial import agrees, deviation, random_tensor, same_gradients
 
 
 class Scale(torch.autograd.Function):
@@ -320,3 +320,42 @@ def test_a_backward_with_too_few_gradients_is_an_error() -> None:
         y = Short.apply(d, torch.ones(2, dtype=torch.float64), 1.0)[0]
         with pytest.raises(RuntimeError, match=r"returned 1 gradients; expected 3"):
             y.sum().backward()
+
+
+class _Assigned(torch.autograd.Function):
+    """As torchdiffeq's solvers do, write a value into memory that is then returned."""
+
+    @staticmethod
+    def forward(ctx: Any, scratch: Tensor, value: Tensor, index: int) -> Tensor:
+        ctx.index = index
+        scratch.data[..., index] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], grads[0][..., ctx.index], None
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("axis", ["height", "sample"])
+def test_memory_that_differs_between_ranks_before_it_is_written_takes_values(axis: str) -> None:
+    grid = dc.ProcessGrid(**{axis: -1})
+    values = torch.arange(60.0, dtype=torch.float64).view(3, 2, 5, 2).sin()
+
+    def stages(x: Tensor) -> Tensor:
+        k = torch.full((*x.shape, 3), float(grid.rank), dtype=x.dtype)
+        for i in range(3):
+            before = (k[..., :i] * torch.arange(i, dtype=x.dtype)).sum(-1) if i else 0
+            k = _Assigned.apply(k, (x + before).sin() * (i + 1), i)
+        steps = torch.full((2, *x.shape), float(grid.rank), dtype=x.dtype)
+        steps[0], steps[1] = x, k.sum(-1)
+        kept = torch.full(tuple(x.shape), float(grid.rank), dtype=x.dtype)
+        with torch.no_grad():
+            kept.copy_(x)
+        return (steps * kept).square().mean()
+
+    gradients = []
+    for x in (values.clone(), dc.distribute_tensor(values, grid)):
+        stages(x.requires_grad_()).backward()
+        gradients.append(x.grad)
+    assert deviation(gradients[1], gradients[0]) < 1e-12

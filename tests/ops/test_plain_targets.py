@@ -92,7 +92,7 @@ def test_what_is_assigned_gives_a_plain_tensor_its_layout() -> None:
 
 
 def _view(made: list[Any]) -> Tensor:
-    return torch.zeros(2, 3, 7, 5)[:, :]
+    return torch.zeros(2, 3, 5, 7).mT
 
 
 def _viewed(made: list[Any]) -> Tensor:
@@ -195,3 +195,63 @@ def test_outside_autograd_a_plain_tensor_stays_plain_and_whole() -> None:
                 write(out, values)
             write(expected, whole)
             assert type(out) is Tensor and torch.equal(out, expected)
+
+
+TILES: dict[str, Callable[[Tensor, Tensor, int, int], Any]] = {
+    "+=": lambda out, y, a, b: _added(out, (..., slice(a, a + 4), slice(b, b + 5)), y),
+    "integer": lambda out, y, a, b: _added(out, (0, ..., slice(a, a + 4), slice(b, b + 5)), y[0]),
+    "step": lambda out, y, a, b: _added(out, (..., slice(a % 2, None, 2), slice(b, b + 5)), y),
+    "one": lambda out, y, a, b: out[0:1, :, a : a + 4, b : b + 5].add_(y),
+    "named": lambda out, y, a, b: _through_a_name(out[:, :, a : a + 4, b : b + 5], y),
+    "in a view": lambda out, y, a, b: out[0].__setitem__((1, 3), y[0, 0, 0, 0]),
+    "of a view": lambda out, y, a, b: out[0][:, a : a + 4].mul_(y[0, :, :, :1]),
+}
+"""Writes to a part of a plain tensor."""
+
+
+def _added(out: Tensor, index: Any, y: Tensor) -> None:
+    out[index] += y
+
+
+def _through_a_name(part: Tensor, y: Tensor) -> None:
+    same = part
+    part += y
+    assert same is part and isinstance(part, type(y))
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("depends", [False, True])
+def test_parts_of_a_plain_tensor_take_values_as_in_sliding_windows(
+    name: str, depends: bool
+) -> None:
+    rng = random.Random(1)
+    grid = dc.ProcessGrid(height=-1)
+
+    def tiled(x: Tensor, w: Tensor) -> Tensor:
+        out = torch.ones(1, 2, 8, 8, dtype=x.dtype)
+        out = out * w if depends else out
+        same = out
+        for a, b in ((0, 0), (2, 3), (4, 1)):
+            TILES[name](out, x[:, :, a : a + 4, b : b + 5].sin() * w, a, b)
+        assert same is out and isinstance(out, type(x))
+        return out * 2
+
+    for layout in (dc.Layout(height="height"), dc.Layout(width="height"), dc.Layout()):
+        x, w = random_tensor(rng, (1, 2, 8, 8)), random_tensor(rng, (1,))
+        agrees(tiled, [x], [w], grid, rng, [layout])
+
+
+@pytest.mark.parallel([2])
+def test_a_part_stays_plain_where_its_base_has_other_users() -> None:
+    y = dc.distribute_tensor(torch.ones(7, 5), dc.ProcessGrid(height=-1)).requires_grad_()
+    out = torch.zeros(2, 7, 5)
+    other, part = out[1], out[0]
+    assert "views of it are in use" in raised_everywhere(
+        dc.UnsupportedOperation, lambda: part.add_(y)
+    )
+    del other
+    with pytest.raises(RuntimeError):
+        part.add_(y[:3])
+    part += y
+    assert (out.sum((1, 2)).full_tensor() == torch.tensor([35.0, 0.0])).all()  # type: ignore[attr-defined]

@@ -49,6 +49,10 @@ def _above(rng: random.Random, shape: Sequence[int]) -> Tensor:
     return 1 + _unit(rng, shape)
 
 
+def _large(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return 10 + _unit(rng, shape)
+
+
 def _integers(rng: random.Random, shape: Sequence[int]) -> Tensor:
     return (4 * _unit(rng, shape)).long()
 
@@ -241,6 +245,7 @@ ROWS, COLUMNS = Operand((5, 7)), Operand((7, 4))
 BATCHES = Operand((3, 5, 7)), Operand((3, 7, 4))
 BIAS = Operand((6,), plain=True)
 MATRICES = Operand((3, 4, 4), _regular)
+HALVES, STATE = Operand((3, 2, 5, 7)), Operand((5, 3))
 SEQUENCES, BEGUN = Operand((4, 5, 7)), Operand((1, 5, 3))
 VECTOR = Operand((7,))
 SIGNS, LABEL_ROW = Operand(X.shape, _signs), Operand((5,), _integers)
@@ -281,6 +286,15 @@ def _undifferentiated(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function, for which serial torch lacks gradients of some argument, without them."""
     args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
     return function(*args, **kwargs)
+
+
+def _spectral(function: Any, x: Tensor, *args: Any, window: Any = None, **named: Any) -> Tensor:
+    window = torch.ones(8, dtype=torch.float64) if window is None else window
+    return function(torch.complex(x, x.sin()), *args, window=window, **named)
+
+
+def _counted(function: Any, x: Tensor, p: Tensor) -> Tensor:
+    return function(2 + x.detach(), p.detach())
 
 
 def _with_constant_target(function: Any, x: Tensor, target: Tensor) -> Any:
@@ -412,6 +426,10 @@ _POINTWISE: Table = {
         of(UNIT),
     ),
     **_each("acosh arccosh", of(ABOVE)),
+    **_each("_standard_gamma_grad", of(ABOVE, ABOVE, through=_undifferentiated)),
+    **_each(
+        "_dirichlet_grad", of(UNIT, ABOVE, Operand(X.shape, _large), through=_undifferentiated)
+    ),
     **_each("real imag", of(COMPLEX)),
     **_each(
         """
@@ -564,7 +582,14 @@ _PRODUCTS: Table = {
     **_each("addmm_", of(Operand((5, 4)), ROWS, COLUMNS, beta=2, alpha=3)),
     **_each("einsum", of("bchw,ck->bkhw", X, Operand((4, 6), plain=True))),
     **_each("linear", of(X, Operand((6, 7), plain=True), Operand((6,), plain=True))),
-    **_each("scaled_dot_product_attention", of(X, X, X)),
+    **_each(
+        "scaled_dot_product_attention",
+        of(X, X, X),
+        of(X, HALVES, HALVES, enable_gqa=True),
+    ),
+    **_each("lstm_cell", of(ROWS, [STATE, STATE], *_gates(12))),
+    **_each("gru_cell", of(ROWS, STATE, *_gates(9))),
+    **_each("rnn_tanh_cell rnn_relu_cell", of(ROWS, STATE, *_gates(3))),
     **_each("lstm", of(SEQUENCES, [BEGUN, BEGUN], [*_gates(12)], True, 1, 0.0, True, False, False)),
     **_each("gru", of(SEQUENCES, BEGUN, [*_gates(9)], True, 1, 0.0, True, False, False)),
     **_each(
@@ -627,6 +652,11 @@ _FOURIER: Table = {
     **_each(
         "stft",
         of(Operand((3, 21)), 8, window=Operand((8,), _unit, plain=True), return_complex=True),
+    ),
+    **_each(
+        "istft",
+        of(Operand((3, 5, 7)), 8, window=Operand((8,), _unit, plain=True), through=_spectral),
+        of(Operand((5, 7)), 8, hop_length=3, through=_spectral),
     ),
 }
 
@@ -735,7 +765,8 @@ _SHAPES: Table = {
     **_each("index_fill", of(X, DIM, POSITIONS, 2.5), of(X, DIM, POSITIONS, NUMBER)),
     **_each("index_add", of(X, DIM, POSITIONS, SLICES, alpha=2)),
     **_each("index_copy", of(X, 2, PERMUTED, Operand((3, 4, 3, 7)))),
-    **_each("index_put_", of(X, (BOOLEANS,), NUMBER)),
+    **_each("index_put", of(X, (BOOLEANS,), NUMBER)),
+    **_each("masked_scatter", of(X, BOOLEANS, X), of(X, Operand((7,), _booleans), X)),
     **_each("index_reduce", of(X, DIM, POSITIONS, SLICES, "amax")),
     **_each("take", of(X, INTEGERS)),
     **_each("nonzero argwhere", of(BOOLEANS)),
@@ -838,6 +869,7 @@ _TO_PYTHON: Table = {
     **_each("allclose", of(X, X), of(X, X, 0.1, 100.0)),
     **_each("is_same_size", of(X, ROWS)),
     **_each("is_nonzero", of(NUMBER)),
+    **_each("_is_all_true _is_any_true", of(BOOLEANS)),
     **_each("_assert_async", of(NUMBER, "is 0", through=_asserted)),
     **_each("is_conj is_neg", of(COMPLEX)),
     **_each("stride", of(X, through=lambda f, x: x * sum(f(x)))),
@@ -863,6 +895,11 @@ _RANDOM: Table = {
     **_each("rand_like randn_like normal uniform kaiming_uniform", of(X)),
     **_each("randint_like", of(X, 5)),
     **_each("bernoulli", of(UNIT)),
+    **_each("random", of(X), of(X, 7), of(X, -3, 2**40)),
+    **_each("torch.normal", of(X, UNIT), of(ROWS, Operand((7,), _unit, plain=True)), of(X, 0.5)),
+    **_each("poisson _standard_gamma _sample_dirichlet", of(ABOVE)),
+    **_each("multinomial", of(Operand((5, 7), _unit), 3), of(Operand((7,), _unit), 9, True)),
+    **_each("binomial", of(Operand(X.shape, _signs), UNIT, through=_counted)),
 }
 
 _AUTOGRAD: Table = {

@@ -115,7 +115,7 @@ def test_losses_of_the_local_blocks_give_the_serial_gradient_also_on_replicas() 
     for rng, grid, x, layout in cases(6):
         w = random_tensor(rng, x.shape)
         d = dc.distribute_tensor(x, grid, layout).requires_grad_()
-        (w[d.box.slices] * d.to_local() ** 2).sum().backward()
+        (w[d.box.slices] * d.to_local(grad="part") ** 2).sum().backward()
         assert close(d.grad.full_tensor(), 2 * w * x)
 
 
@@ -132,7 +132,7 @@ def test_second_derivatives_go_into_the_distributed_world_and_back() -> None:
 
         local = x.detach()[box.slices].requires_grad_()
         inside = dc.DistTensor.from_local(local, grid, layout) ** 3
-        loss = (w[box.slices] * inside.to_local()).sum()
+        loss = (w[box.slices] * inside.to_local(grad="part")).sum()
         (gradient,) = torch.autograd.grad(loss, local, create_graph=True)
         (product,) = torch.autograd.grad((v[box.slices] * gradient).sum(), local)
         assert close(product, (6 * v * w * x.detach())[box.slices])

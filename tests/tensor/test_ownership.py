@@ -49,7 +49,7 @@ def check(model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor]) -> None
         lambda y: y.square().mean().backward(),
         lambda y: torch.autograd.backward([y.square().mean()]),
         lambda y: y.full_tensor().square().mean().backward(),
-        lambda y: y.to_local().square().sum().div(288).backward(),
+        lambda y: y.to_local(grad="part").square().sum().div(288).backward(),
     ],
     ids=["distributed", "function", "full", "local"],
 )
@@ -246,13 +246,13 @@ def test_a_loss_of_parameters_alone_is_an_error() -> None:
 
 
 @pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("hand_out", ["full_tensor", "to_local"])
-def test_a_penalty_beside_what_was_handed_out_is_an_error(hand_out: str) -> None:
+@pytest.mark.parametrize("hand_out", [lambda y: y.full_tensor(), lambda y: y.to_local(grad="part")])
+def test_a_penalty_beside_what_was_handed_out_is_an_error(hand_out: Callable) -> None:
     grid = dc.ProcessGrid(height=-1)
     model = dc.parallelize(net(), grid)
 
     def term() -> Tensor:
-        return getattr(model(batch(grid)), hand_out)().square().sum()
+        return hand_out(model(batch(grid))).square().sum()
 
     message = raised_everywhere(RuntimeError, lambda: (term() + penalty(model)).backward())
     assert "of a plain loss with no distributed tensor between" in message
@@ -315,3 +315,61 @@ def test_blocks_of_their_own_depend_on_parameters_by_a_part() -> None:
     model(batch(grid)).square().sum().backward()
     serial(whole()).square().sum().backward()
     assert deviation(model.weight.grad, serial.weight.grad) < 1e-10
+
+
+# A loss of this rank's block
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("axes", [("height",), ("sample",), ("height", "sample"), ("channel",)])
+@pytest.mark.parametrize("own", [True, False], ids=["parallelized", "plain"])
+def test_a_loss_of_the_block_says_that_it_is_a_summand(axes: tuple[str, ...], own: bool) -> None:
+    grid = dc.ProcessGrid(**{axes[0]: 2, axes[-1]: -1})
+    layout = dc.Layout(**{axis: axis for axis in axes})
+    model = dc.parallelize(net(), grid) if own else net()
+    x = batch(grid).requires_grad_()
+    for start in BLOCKWISE:
+        y = model(x).redistribute(layout)
+        message = raised_everywhere(RuntimeError, start, x, y)
+        assert "to_local() of the partitioned tensor (4, 2, 6, 6) Layout(" in message
+        assert 'to_local(grad="part")' in message and "loss_function(model(x), target)" in message
+        model.zero_grad()
+    y = model(x).redistribute(layout)
+    y.to_local(grad="part").square().sum().div(288).backward()
+    check(model, lambda model, x: model(x).square().mean())
+
+
+def _of_gradient(x: dc.DistTensor, y: dc.DistTensor) -> None:
+    (g,) = torch.autograd.grad(y.square().sum(), y, create_graph=True)
+    torch.autograd.grad(g.to_local().mean(), x)
+
+
+BLOCKWISE: list[Callable] = [
+    lambda x, y: y.to_local().square().mean().backward(),
+    lambda x, y: torch.autograd.grad(y.to_local().square().mean(), x),
+    lambda x, y: torch.autograd.backward([y.mean(), y.to_local().square().sum()]),
+    _of_gradient,
+]
+"""Backward passes that start at losses of the ranks' blocks."""
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("again", [True, False], ids=["checkpoint", "once"])
+def test_blocks_that_come_back_have_the_serial_gradients(again: bool) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(net(), grid)
+
+    def blockwise(y: dc.DistTensor) -> Tensor:
+        return dc.DistTensor.from_local(y.to_local().sin(), grid, y.layout)
+
+    y = model(batch(grid))
+    z = checkpoint(blockwise, y, use_reentrant=False) if again else blockwise(y)
+    z.square().mean().full_tensor().backward()
+    check(model, lambda model, x: model(x).sin().square().mean())
+
+
+@pytest.mark.parallel([1, 2])
+def test_only_a_part_may_be_the_gradient_of_a_block() -> None:
+    y = batch(dc.ProcessGrid(height=-1))
+    with pytest.raises(ValueError, match="grad='mean'; expected \"part\" or None"):
+        y.to_local(grad="mean")

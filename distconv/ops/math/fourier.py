@@ -17,7 +17,7 @@ from distconv.geometry.layout import Cuts, cutting_axes, default_cuts
 from distconv.geometry.topology import AXES
 from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import gather_whole
+from distconv.ops.support.operands import filled_block, gather_whole, uncut
 from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -140,3 +140,16 @@ def stft(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
     named = {name: gather_whole(x, "stft") for name, x in kwargs.items()}
     d = input.dim() - 1
     return apply_along(torch.stft, "stft", input, [d], *arguments, dropped=[d], **named)
+
+
+@implements(torch.istft, torch.Tensor.istft)
+def istft(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
+    """Return the signals of (..., frequency, time) spectra; leading dimensions stay cut."""
+    arguments = [gather_whole(x, "istft") for x in args]
+    named = {name: gather_whole(x, "istft") for name, x in kwargs.items()}
+    x = uncut(input, [input.dim() - 2, input.dim() - 1], "istft")
+    block = filled_block(x.shard) if 0 in x.shard.shape and input.numel() else x.shard
+    signal = torch.istft(block, *arguments, **named)
+    shape, cuts = (*x.shape[:-2], signal.shape[-1]), (*x.cuts[:-2], ())
+    own = tuple(slice(n) for n in x.shard.shape[:-2])
+    return DistTensor(signal[own] if block is not x.shard else signal, shape, cuts, x.grid)

@@ -365,6 +365,8 @@ _new(torch.Tensor.new_empty)
 @implements(torch.Tensor.new)
 def new(input: DistTensor, *size: Any) -> DistTensor:
     """Return `new_empty(...)`; older programs and torch's LBFGS call it `new`."""
+    if len(size) == 1 and isinstance(size[0], torch.Size):
+        size = tuple(size[0])
     if not all(type(n) is int for n in size):
         refuse("new", "only sizes are taken", input, way_out="Use distribute_tensor for data")
     return _made(torch.Tensor.new_empty, input, size)

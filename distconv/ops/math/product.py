@@ -37,6 +37,7 @@ from distconv.ops.support.operands import (
     broadcast_shape,
     check_same_types,
     common_grid,
+    empty_block,
     local_operand,
     uncut,
 )
@@ -189,7 +190,7 @@ def _unmerged(
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul)
 def matmul(input: Tensor, other: Tensor) -> DistTensor:
-    if any(not isinstance(x, DistTensor) and x.layout is not torch.strided for x in (input, other)):
+    if _is_sparse(input) or _is_sparse(other):
         return _by_sparse(input, other)
     check_on_meta(torch.matmul, input, other)
     batch = max(input.dim(), other.dim(), 2) - 2
@@ -199,6 +200,10 @@ def matmul(input: Tensor, other: Tensor) -> DistTensor:
     right = inner if other.dim() == 1 else lead[batch - other.dim() + 2 :] + inner + columns
     result = lead + (rows if input.dim() > 1 else "") + (columns if other.dim() > 1 else "")
     return contract("matmul", [left, right], result, [input, other])
+
+
+def _is_sparse(x: Tensor) -> bool:
+    return not isinstance(x, DistTensor) and x.layout is not torch.strided
 
 
 def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
@@ -217,6 +222,25 @@ def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
     shape = (*left.shape[:-1], *right.shape[1:])
     cuts = ((), *x.cuts[1:]) if dense is right else (*x.cuts[:-1], ())
     return DistTensor(block, shape, cuts, x.grid)
+
+
+@implements(torch.bmm, Tensor.bmm)
+def bmm(input: Tensor, mat2: Tensor) -> DistTensor:
+    """Return products of matrices; `input` may be a plain sparse batch, which every rank holds."""
+    check_on_meta(torch.bmm, input, mat2)
+    if _is_sparse(mat2):
+        refuse("bmm", "the second operand is sparse", input, way_out="Use x.to_dense()")
+    if not _is_sparse(input):
+        return torch.matmul(input, mat2)  # type: ignore[return-value]
+    if input.layout is not torch.sparse_coo:
+        refuse("bmm", f"a batch of layout {input.layout}", mat2, way_out="Use x.to_sparse_coo()")
+    x = uncut(cast(DistTensor, mat2), [1], "bmm")
+    shape = (input.shape[0], input.shape[1], x.shape[2])
+    box = box_on_rank(shape, x.cuts, x.grid)
+    if 0 in box.shape:
+        return DistTensor(empty_block(x.shard, box.shape), shape, x.cuts, x.grid)
+    own = input.index_select(0, torch.arange(box.start[0], box.stop[0], device=x.device))
+    return DistTensor(own.bmm(x.shard), shape, x.cuts, x.grid)
 
 
 @implements(torch.sparse.mm)
@@ -292,13 +316,15 @@ def scaled_dot_product_attention(
     """
     name = "scaled_dot_product_attention"
     grid = common_grid(name, (query, key, value, attn_mask))
-    both = is_causal and attn_mask is not None
-    if dropout_p or enable_gqa or both:
-        what = "a mask beside is_causal" if both else "dropout_p" if dropout_p else "enable_gqa"
-        refuse(name, f"{what} is not supported", query, key, value, way_out="Leave it out")
+    if is_causal and attn_mask is not None:
+        reason = "a mask beside is_causal is not supported"
+        refuse(name, reason, query, key, value, way_out="Leave it out")
     q = as_distributed(query, grid)
     check_same_types(name, query, key, value)
-    check_on_meta(F.scaled_dot_product_attention, query, key, value, attn_mask, 0.0, is_causal)
+    given = (query, key, value, attn_mask, 0.0, is_causal)
+    check_on_meta(F.scaled_dot_product_attention, *given, enable_gqa=enable_gqa)
+    if enable_gqa:
+        key, value = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (key, value))
     rows, columns = q.shape[-2], key.shape[-2]
     lead = tuple(torch.broadcast_shapes(*(t.shape[:-2] for t in (q, key, value))))
     key, value = (t.expand(*lead, *t.shape[-2:]) for t in (key, value))
@@ -312,6 +338,12 @@ def scaled_dot_product_attention(
                 f"{name}: a mask {tuple(attn_mask.shape)} of {attn_mask.dtype}; expected one of "
                 f"bool or {q.dtype} that is broadcast to {full}"
             )
+    if dropout_p:
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        scores = (q * factor) @ key.transpose(-2, -1)
+        if is_causal:
+            attn_mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
+        return _with_dropout(cast(DistTensor, scores), value, attn_mask, dropout_p)
     batch = fitting_factors([factors_of(t)[:-2] for t in (q, key, value)], lead)
     if batch is None:
         q, key, value = as_distributed(in_blocks(q), grid), in_blocks(key), in_blocks(value)
@@ -346,6 +378,19 @@ def scaled_dot_product_attention(
         shard = F.scaled_dot_product_attention(own_rows, keys, values, mask, scale=scale)
         shard = shard.reshape(block)
     return cast(DistTensor, merge_as(DistTensor(shard, made, q.cuts, grid), shape))
+
+
+def _with_dropout(scores: DistTensor, value: Tensor, mask: Tensor | None, p: float) -> DistTensor:
+    """Return attention of (..., L, S) scores, of whose weights a share `p` is dropped."""
+    if mask is not None:
+        masked = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if masked else scores + mask  # type: ignore[assignment]
+        # A query without keys has the weights 0, as in torch.
+        none = scores.detach().isneginf().all(-1, keepdim=True)
+        weights = scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
+    else:
+        weights = scores.softmax(-1)
+    return cast(DistTensor, F.dropout(weights, p) @ value)
 
 
 def _gathered(x: Tensor, factors: Sequence[tuple[int, ...]], batch: Cuts, grid: Grid) -> Tensor:

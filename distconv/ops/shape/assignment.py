@@ -23,9 +23,19 @@ from distconv.ops.shape.indexing import (
     unmerged_picks,
 )
 from distconv.ops.shape.masks import assign_by_mask
-from distconv.ops.support.in_place import become_distributed, is_recorded
+from distconv.ops.support.in_place import (
+    become_distributed,
+    implements_in_place,
+    is_recorded,
+)
 from distconv.ops.support.merged import unmerge, unmerged
-from distconv.ops.support.operands import common_grid, gather_whole, local_operand
+from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.operands import (
+    as_distributed,
+    common_grid,
+    gather_whole,
+    local_operand,
+)
 from distconv.tensor.aliasing import finish_write, prepare_write
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -106,6 +116,31 @@ def index_put_(
         refuse("index_put_", reason, *tensors_in(input, indices, values), way_out=way_out)
     input[tuple(indices)] = values
     return input
+
+
+@implements(torch.index_put, torch.Tensor.index_put)
+def index_put(
+    input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    result = as_distributed(input, common_grid("index_put", tensors_in(input, indices, values)))
+    return index_put_(result.clone(), indices, values, accumulate)
+
+
+@implements(torch.masked_scatter, torch.Tensor.masked_scatter)
+def masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Return `input` with the first elements of `source` where `mask` is true. Collective."""
+    name = "masked_scatter"
+    shape = check_on_meta(torch.masked_scatter, input, mask, source)
+    places = as_distributed(mask, common_grid(name, (input, mask, source))).expand(shape)
+    number = int(places.sum())
+    if source.numel() < number:
+        raise RuntimeError(f"{name}: {source.numel()} elements for {number} places of the mask")
+    result = as_distributed(input, places.grid).expand(shape).clone()  # type: ignore[attr-defined]
+    result[places] = source.flatten()[:number]
+    return result
+
+
+implements_in_place(torch.Tensor.masked_scatter_, masked_scatter)
 
 
 def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:

@@ -92,7 +92,8 @@ def become_distributed(
     """Turn a plain tensor, equal on all ranks, into a distributed one, and let `write` write to it.
 
     Return the result of `write`, with the plain tensor in place of its argument. If `write` raises,
-    the plain tensor stays as it is. All ranks call it.
+    the plain tensor stays as it is. A plain view, `base[...]` of integers and slices, becomes a
+    view of its base, which becomes distributed even if `write` raises. All ranks call it.
 
     Parameters
     ----------
@@ -106,7 +107,14 @@ def become_distributed(
     """
     distributed = [x for x in operands if isinstance(x, DistTensor)]
     grid, shape = common_grid(operator, distributed), tuple(plain.shape)
-    reason = _hindrance(plain, distributed[0].device)
+    base = torch_private.base_of(plain)
+    place = None if base is None else _slices_of(base, plain)
+    if base is None or place is None:
+        reason = _hindrance(plain, distributed[0].device)
+    else:
+        reason = _hindrance(base, distributed[0].device, views=1)
+        if torch_private.users_of(plain) > 1 or getweakrefcount(plain):
+            reason = "the view of it is in use elsewhere"
     if reason is not None:
         refuse(
             operator,
@@ -120,6 +128,18 @@ def become_distributed(
     if cuts is None:
         fitting = (x for x in distributed if x.dim() <= len(shape))
         cuts = cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in fitting), shape)
+    if base is not None and place is not None:
+        # The base becomes distributed, and the plain view, which would keep it, a view of it.
+        swap_tensors(plain, DistTensor(plain.new_empty(()), (), (), grid))
+        along = iter(cuts)
+        of_base = tuple(next(along) if isinstance(pick, slice) else () for pick in place)
+        become_distributed(operator, base, distributed, lambda x: x, of_base)
+        view = base[place]
+        try:
+            result = write(view)  # type: ignore[arg-type]
+        finally:
+            plain.become(view)  # type: ignore[attr-defined]
+        return plain if result is view else result
     whole = plain
     if plain.requires_grad and grid.size > 1 and "free" in origins([plain.grad_fn], remember=True):
         whole = enter(plain, grid)
@@ -136,10 +156,28 @@ def become_distributed(
     return plain if result is target else result
 
 
-def _hindrance(x: Tensor, device: torch.device) -> str | None:
+def _slices_of(base: Tensor, view: Tensor) -> tuple[Any, ...] | None:
+    """Return integers and slices by which a view is `base[...]`, or None for another view."""
+    if not base.is_contiguous() or base.dtype != view.dtype or base.is_conj() != view.is_conj():
+        return None
+    left, picks = view.storage_offset() - base.storage_offset(), []
+    runs = list(zip(view.shape, view.stride(), strict=True))
+    for size, unit in zip(base.shape, base.stride(), strict=True):
+        start, left = divmod(left, unit)
+        n, stride = runs[0] if runs else (1, 0)
+        step, rest = divmod(stride, unit)
+        if runs and step and not rest and start + (n - 1) * step < size:
+            picks.append(slice(start, start + max((n - 1) * step + 1, 0), step))
+            del runs[0]
+        else:
+            picks.append(start)
+    return None if runs else tuple(picks)
+
+
+def _hindrance(x: Tensor, device: torch.device, views: int = 0) -> str | None:
     """Return the reason why a plain tensor cannot become a distributed one, or None.
 
-    `device` is the device of the grid.
+    `device` is the device of the grid; `views` is the number of views of `x` that may be in use.
     """
     memory = x.untyped_storage()
     if is_owned(x):
@@ -153,7 +191,8 @@ def _hindrance(x: Tensor, device: torch.device) -> str | None:
     if not memory.resizable():
         return "it shares its memory with NumPy, or with other processes"
     # A tensor without other users has three: itself, its storage object, and the Python object.
-    if torch_private.users_of_memory(x) > 2 or torch_private.users_of(x) > 1:
+    users = torch_private.users_of_memory(x), torch_private.users_of(x)
+    if users[0] > 2 + views or users[1] > 1 + views:
         return "views of it are in use, or autograd has saved it for the backward pass"
     if x.retains_grad or getweakrefcount(x) > sum(x in notes for notes in _NOTES):
         return "it retains its gradient, or a weak reference to it is in use"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
-from tests.support.serial import agrees, random_grid, random_tensor
+from tests.support.serial import agrees, deviation, random_grid, random_tensor
 
 RANKS = [1, 2, 4]
 ADDED = {
@@ -102,6 +102,37 @@ def test_an_additive_mask_has_its_gradient_where_ranks_have_no_queries() -> None
         )
 
 
+@pytest.mark.parallel([2, 4])
+def test_dropout_of_attention_drops_weights_and_scales_the_others() -> None:
+    rng = random.Random(13)
+    q, k = random_tensor(rng, (2, 3, 6, 4)), random_tensor(rng, (2, 3, 7, 4))
+    masks = {
+        None: torch.zeros(6, 7).double(),
+        (6, 7): random_tensor(rng, (6, 7)),
+        (3, 6, 7): (random_tensor(rng, (3, 6, 7)) > 0) & (torch.arange(6) != 2).view(6, 1),
+    }
+    masks[(6, 7)][2] = -torch.inf
+    eye = torch.eye(7, dtype=torch.float64).expand(2, 3, 7, 7)
+    for axis in ("sample", "height", "width"):
+        grid = dc.ProcessGrid(**{axis: -1})
+        for mask in masks.values():
+            expected = F.scaled_dot_product_attention(q, k, eye, mask)
+            d, e, v = (dc.distribute_tensor(x, grid).requires_grad_() for x in (q, k, eye))
+            torch.manual_seed(3)
+            weights = F.scaled_dot_product_attention(d, e, v, mask, dropout_p=0.25)
+            whole = weights.detach().full_tensor()
+            kept = whole != 0
+            assert deviation(whole, expected * kept / 0.75) < 1e-12
+            assert 0.5 < kept[expected != 0].double().mean() < 0.95
+            weights.sum().backward()
+            assert all(x.grad.full_tensor().isfinite().all() for x in (d, e, v))
+    torch.manual_seed(3)
+    causal = F.scaled_dot_product_attention(d, e, v, None, 0.5, True).full_tensor()
+    assert not causal.triu(1).any() and causal.tril().any()
+    none = F.scaled_dot_product_attention(d, e, v, None, 1.0)
+    assert not none.full_tensor().any()
+
+
 SPARSE = {
     "coo": lambda x: x.to_sparse(),
     "csr": lambda x: x.to_sparse_csr(),
@@ -134,6 +165,16 @@ def test_sparse_matrices_by_distributed_ones(kind: str) -> None:
         agrees(lambda x: s @ x.flatten(1), [volume], [], grid, rng)
 
 
+@pytest.mark.parallel([2, 4])
+def test_batches_of_sparse_matrices_by_distributed_ones() -> None:
+    rng = random.Random(12)
+    for samples in (1, 3, 5):
+        s = (random_tensor(rng, (samples, 4, 5)).relu()).to_sparse()
+        x = random_tensor(rng, (samples, 5, 3))
+        for function in (lambda x, s=s: torch.bmm(s, x), lambda x, s=s: s.bmm(x.sin())):
+            agrees(function, [x], [], random_grid(rng), rng)
+
+
 @pytest.mark.parallel([2])
 def test_what_else_meets_sparse_matrices_is_refused_with_a_way_out() -> None:
     x = dc.distribute_tensor(torch.ones(5, 5), dc.ProcessGrid(height=-1))
@@ -142,6 +183,7 @@ def test_what_else_meets_sparse_matrices_is_refused_with_a_way_out() -> None:
         lambda: s.clone().requires_grad_() @ x,
         lambda: s @ x.expand(2, 5, 5),
         lambda: x * s,
+        lambda: torch.bmm(x.expand(2, 5, 5), torch.stack([s, s])),
         lambda: torch.sparse.mm(s, x, "mean"),
     ):
         with pytest.raises(dc.UnsupportedOperation, match="x.to_dense|Leave it out"):
