@@ -559,14 +559,14 @@ def before_data_parallel(check: Callable[[nn.Module, str, nn.Module], None]) -> 
 
     Without it torch first asks for a process group, which a program with distconv does not need.
     """
-    make = DistributedDataParallel.__init__
+    make: Any = DistributedDataParallel.__init__
 
     @wraps(make)
     def checked(self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         check(self, "module", module)
         make(self, module, *args, **kwargs)
 
-    DistributedDataParallel.__init__ = checked
+    DistributedDataParallel.__init__ = checked  # type: ignore[method-assign]
 
 
 def is_flat_parameter(x: Tensor) -> bool:
