@@ -25,6 +25,7 @@ from torch.autograd import Function, Variable, profiler
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import _reduction
+from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
