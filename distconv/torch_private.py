@@ -25,6 +25,7 @@ from torch.autograd import Function, Variable, profiler
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import _reduction
+from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
@@ -573,14 +574,14 @@ def before_data_parallel(check: Callable[[nn.Module, str, nn.Module], None]) -> 
 
     Without it torch first asks for a process group, which a program with distconv does not need.
     """
-    make = DistributedDataParallel.__init__
+    make: Any = DistributedDataParallel.__init__
 
     @wraps(make)
     def checked(self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         check(self, "module", module)
         make(self, module, *args, **kwargs)
 
-    DistributedDataParallel.__init__ = checked
+    DistributedDataParallel.__init__ = checked  # type: ignore[method-assign]
 
 
 def is_flat_parameter(x: Tensor) -> bool:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from distconv.geometry.layout import Cuts, Shape
@@ -28,6 +27,7 @@ from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import ADVICE_FOR_FUNCTIONS, gradient_part, recorded, whole_gradient
 from distconv.torch_private import (
+    BackwardHookFunction,
     apply_of_torch,
     at_first_grid,
     keeps_inputs,
@@ -202,7 +202,7 @@ class _Call:
         ]
 
     def _gradients(self, node: Any, gradients: list[Any]) -> Any:
-        """Return what the user's backward returns for the gradients of the outputs."""
+        """Run the user's backward on the gradients of the outputs, and return its result."""
         function = self.function
         if hasattr(Function, "boxed_grads_call") and function.boxed_grads_call:
             gradients = [gradients]  # one list, not one argument for each

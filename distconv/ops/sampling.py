@@ -7,7 +7,7 @@ any grid draws the same. The rank that holds a parameter out of range raises.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,9 +66,9 @@ def poisson(input: DistTensor, generator: Any = None) -> Tensor:
     """Return Poisson numbers of the rates `input`, from the inverse of their distribution."""
     only_default("poisson", generator, input)
     check_on_meta(torch.poisson, input)
-    x = input.detach()
+    x: Any = input.detach()
     assert_async((x >= 0).all(), "poisson: a rate is negative or NaN; expected 0 or more")
-    rate, u = x.double(), torch.rand_like(x, dtype=torch.float64)
+    rate, u = x.double(), cast(Any, torch.rand_like(x, dtype=torch.float64))
     counts = _poisson_quantile(rate.shard, u.shard)
     return _recorded(DistTensor(counts.to(x.dtype), x.shape, x.cuts, x.grid), input)
 
@@ -94,7 +94,7 @@ def multinomial(
     # On the meta device torch checks nothing.
     one_row = torch.ones([1] * (input.dim() - 1) + list(input.shape[-1:]), dtype=input.dtype)
     torch.multinomial(one_row, num_samples, replacement, generator=torch.Generator())
-    weights = uncut(input.detach(), [input.dim() - 1], "multinomial").double()
+    weights = uncut(cast(DistTensor, input.detach()), [input.dim() - 1], "multinomial").double()
     message = "multinomial: weights have to be finite and 0 or more, and their sums positive"
     valid = ((weights >= 0) & (weights < torch.inf)).all() & (weights.sum(-1) > 0).all()
     assert_async(valid, message)

@@ -340,10 +340,10 @@ def scaled_dot_product_attention(
             )
     if dropout_p:
         factor = q.shape[-1] ** -0.5 if scale is None else scale
-        scores = (q * factor) @ key.transpose(-2, -1)
+        products = (q * factor) @ key.transpose(-2, -1)
         if is_causal:
             attn_mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
-        return _with_dropout(cast(DistTensor, scores), value, attn_mask, dropout_p)
+        return _with_dropout(cast(DistTensor, products), value, attn_mask, dropout_p)
     batch = fitting_factors([factors_of(t)[:-2] for t in (q, key, value)], lead)
     if batch is None:
         q, key, value = as_distributed(in_blocks(q), grid), in_blocks(key), in_blocks(value)

@@ -160,7 +160,8 @@ def _slices_of(base: Tensor, view: Tensor) -> tuple[Any, ...] | None:
     """Return integers and slices by which a view is `base[...]`, or None for another view."""
     if not base.is_contiguous() or base.dtype != view.dtype or base.is_conj() != view.is_conj():
         return None
-    left, picks = view.storage_offset() - base.storage_offset(), []
+    left = int(view.storage_offset()) - int(base.storage_offset())
+    picks: list[Any] = []
     runs = list(zip(view.shape, view.stride(), strict=True))
     for size, unit in zip(base.shape, base.stride(), strict=True):
         start, left = divmod(left, unit)
