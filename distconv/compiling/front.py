@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from distconv.compiling.replay import Case, key_of
+from distconv.compiling.replay import Case, is_expanded, key_of
 from distconv.compiling.trace import modules_called
 from distconv.grid.interface import Grid
 from distconv.grid.journal import DivergenceError
@@ -555,11 +555,7 @@ def _why_as_it_is(tensors: Sequence[DistTensor]) -> str:
     """Return why calls with such arguments are not compiled, in words; "" if they are."""
     if any(x.unmerged is not None for x in tensors):
         return "a tensor among its arguments has merged dimensions; reshape it within the program"
-    if any(
-        n > 1 and not stride
-        for x in shards_of(tensors)
-        for n, stride in zip(x.shape, x.stride(), strict=True)
-    ):
+    if any(map(is_expanded, shards_of(tensors))):
         return (
             "a tensor among its arguments is expanded, with several elements in one place; pass "
             "x.contiguous()"
