@@ -10,7 +10,7 @@ import torch as _torch
 from distconv import data
 from distconv import ops as _ops  # registers what torch functions mean on DistTensors
 from distconv.comm.ledger import Redistribution, redistributions
-from distconv.compiling.step import compile
+from distconv.compiling.front import compile
 from distconv.data.checkpoint import load_checkpoint, save_checkpoint
 from distconv.geometry.layout import Box, Layout
 from distconv.grid.process_grid import ProcessGrid

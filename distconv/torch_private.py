@@ -347,6 +347,93 @@ def run_eagerly(function: Called) -> Called:
     return function
 
 
+_EXACT = {
+    "assume_dunder_attributes_remain_unchanged": False,
+    "guard_nn_modules_using_dict_tags": False,
+    "skip_guards_on_constant_func_defaults": False,
+    "skip_nnmodule_hook_guards": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "trace_numpy": False,
+    "use_recursive_dict_tags_for_guards": False,
+}
+
+
+def guard_exactly(within: Callable[[], bool]) -> None:
+    """Let torch.compile guard all that it reads, or break its graph, while `within()` is true.
+
+    By default it leaves out hooks, defaults of functions and properties of parameters, and computes
+    numpy's functions by torch's. Without this, compiled programs would use old values. To change
+    these settings takes longer than a call, so that they change when torch.compile starts to trace.
+    """
+    from torch._dynamo import config, on_compile_end, on_compile_start
+
+    changed: list[Any] = []
+
+    def start(*_: Any) -> None:
+        if within():
+            names = {name: x for name, x in _EXACT.items() if hasattr(config, name)}
+            changed.append(config.patch(names))
+            changed[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        if changed:
+            changed.pop().__exit__(None, None, None)
+
+    on_compile_start(start)
+    on_compile_end(end)
+
+
+def take_backend(name: str, make: Callable[[Any], Any]) -> None:
+    """Let `torch.compile(program, backend=name)` return `make(program)` from now on.
+
+    torch.compile shows a backend graphs only, never the tensors that it cannot trace.
+    """
+    from torch import _dynamo
+
+    optimize = _dynamo.optimize
+
+    def chosen(*args: Any, **options: Any) -> Any:
+        named = getattr(options.get("backend"), "compiler_name", None) == name
+        return make if named else optimize(*args, **options)
+
+    _dynamo.optimize = chosen  # type: ignore[assignment]
+
+
+def is_fake(x: Tensor) -> bool:
+    """Return whether a tensor has no elements, as in a graph that torch.compile is tracing."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)
+
+
+def unknown_in_graph(module: Any) -> str:
+    """Return the name of a function in a graph of torch.compile that cannot run by itself, or "".
+
+    Such functions stand for whole graphs, as of a program's autograd functions. Checkpoints are
+    replaced by torch's function for them.
+    """
+    for node in module.graph.nodes:
+        if not isinstance(node.target, _ops.HigherOrderOperator):
+            continue
+        if node.target is not getattr(torch.ops.higher_order, "tag_activation_checkpoint", None):
+            return str(node.target)
+        node.target = _checkpointed
+    return ""
+
+
+def _checkpointed(graph: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Checkpoint a graph; its parameters and buffers are no arguments, as in the program."""
+    given = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and not x.is_leaf]
+
+    def run(*moving: Any) -> Any:
+        together = dict(enumerate(inputs)) | dict(zip(given, moving, strict=True))
+        return graph(*together.values())
+
+    options["use_reentrant"] = False
+    return checkpoint.checkpoint(run, *(inputs[i] for i in given), **options)
+
+
 conversion: Any = torch.ops.aten._to_copy.default
 """The operator by which torch converts types and devices. Without it, autocast's conversions are
 not seen."""
@@ -368,14 +455,6 @@ def signature_of(operator: Any) -> str:
     where the loops that they would generate are slower.
     """
     return "(" + str(operator._schema).partition("(")[2]
-
-
-def returns_views(operator: Any) -> bool:
-    """Return whether results of an operator of `torch.ops` may lie in its arguments' memory.
-
-    With it captured steps find the inputs that are written to through a view.
-    """
-    return any(result.alias_info is not None for result in operator._schema.returns)
 
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
@@ -532,10 +611,6 @@ the frames of this code are searched on the stack, so that calls need not be not
 parts_and_parameters: Callable[[Any], Any] = attrgetter("_parameters", "_modules")
 """Return the dictionaries of a module's own parameters and of its direct submodules. Without it,
 noticing a changed module takes as long as torch takes to walk through all of it."""
-
-buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
-"""Return the dictionary of a module's own buffers. Without it, compiled modules replay with a
-buffer that has been replaced."""
 
 hooks_of_module: Callable[[nn.Module], Any] = attrgetter("_forward_pre_hooks", "_forward_hooks")
 """Return the dictionaries of hooks before and after `forward`. Copies of a parallelized module keep

@@ -55,37 +55,32 @@ def captured(step: Step, device: torch.device) -> Step:
     return DeviceGraph(device, step).replay
 
 
-def compiled(case: Case, grid: ProcessGrid, backend: str | None) -> Step:
-    """Return a compiled step; all ranks of the grid call it.
+def compiled(case: Case, grid: ProcessGrid) -> Step:
+    """Return a step of a compiled network; all ranks of the grid call it.
 
     Raises
     ------
     RuntimeError
         When the step is not replayed.
     """
-    network = parallelize(module(case, grid.device), grid)
-    x, y = cut(case, grid, grid.device)
-    run = compile(lambda x, y: case.step(network, x, y)(), backend=backend)
+    network = compile(parallelize(module(case, grid.device), grid))
+    step = case.step(network, *cut(case, grid, grid.device))
     for _ in range(WARM_UP):
-        run(x, y)
-    if not run.replays:
-        raise RuntimeError(f"{case.name}: the step is not replayed")
-    return partial(run, x, y)
+        step()
+    if not network.replays:
+        raise RuntimeError(f"{case.name}: the network is not replayed")
+    return step
 
 
 def whole(case: Case, grid: ProcessGrid, seconds: float) -> Iterator[Row]:
     """Yield the times of compiled steps on a grid of one rank, over plain torch's."""
-    backend = None if why_no_graphs(grid.device) else "graph"
     bound = plain(case, grid, grid.device)
-    runs = bound, compiled(case, grid, None), compiled(case, grid, backend)
-    times = alternate(grid.device, [*runs, captured(bound, grid.device)], seconds)
-    eager, replayed, as_graph, bound_as_graph = times
+    runs = bound, compiled(case, grid), captured(bound, grid.device)
+    eager, replayed, bound_as_graph = alternate(grid.device, runs, seconds)
     row = "graphs", case.name, f"1 rank, {by(case.shape)}, {grid.transport.name}"
-    yield over(row, "compiled, over plain torch", replayed.device, eager.device, None)
+    measure = "compiled, over plain torch's graph"
+    yield over(row, measure, replayed.device, bound_as_graph.device, TARGETS[1])
     yield over(row, "host, compiled, over plain torch", replayed.host, eager.host, None)
-    measure = "as a graph, over plain torch's graph"
-    yield over(row, measure, as_graph.device, bound_as_graph.device, TARGETS[1])
-    yield over(row, "host, as a graph, over plain torch's", as_graph.host, eager.host, None)
 
 
 def shards(

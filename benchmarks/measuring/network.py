@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.measuring.settings import Settings, by
-from distconv.compiling.step import compile
+from distconv.compiling.front import compile
 from distconv.geometry.layout import Cuts, default_cuts
 from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
@@ -106,15 +105,23 @@ def sgd_step(
     rate: float = 1e-3,
     compiled: bool = False,
 ) -> Callable[[], None]:
-    """Return a training step on one sample, plain or distributed: forward, loss, backward, SGD."""
+    """Return a training step on one sample, plain or distributed: forward, loss, backward, SGD.
+
+    `compiled` lets `distconv.compile` take the network and its loss.
+    """
     optimizer = torch.optim.SGD(module.parameters(), lr=rate)
 
-    def step(x: Tensor, y: Tensor) -> None:
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return network.loss(module(x), y)
+
+    compute = compile(loss_of) if compiled else loss_of
+
+    def step() -> None:
         optimizer.zero_grad()
-        network.loss(module(x), y).backward()
+        compute(x, y).backward()
         optimizer.step()
 
-    return partial(compile(step) if compiled else step, x, y)
+    return step
 
 
 def named_network(factory: str, shape: tuple[int, ...], settings: Settings) -> Network:

@@ -1,42 +1,39 @@
-"""Traced steps as graphs of a device: one call starts all kernels and messages of a piece.
+"""The passes of a case as graphs of a device: one call starts all kernels and messages of a pass.
 
-A piece is the calls between two optimizers' steps, messages by streams included; it is captured
-when it first runs. Optimizers step outside, with their present settings. A graph has memory of its
-own: its inputs are copied into it, and its results out of it, so that two replays share none.
-Messages go to the carriers themselves, as nothing in a replay can be watched or compared.
+A graph has memory of its own: inputs are copied into it, and results out of it. What the forward
+graph keeps stays in place for the backward graph. Until that has run, another forward pass is
+replayed without graphs. Messages go to the carriers themselves, as nothing in a replay can be
+watched or compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.compiling import tracing
-from distconv.compiling.cases import CAPTURE, is_expanded
-from distconv.compiling.program import Existing, Program, TracedCall, TracedStep, Value, in_pieces
+from distconv.compiling import trace
+from distconv.compiling.program import Existing, Program, TracedCall, TracedStep
 from distconv.device import graphs
 from distconv.device.graphs import DeviceGraph
+from distconv.device.kinds import is_accelerator
 from distconv.grid.interface import Grid
 from distconv.grid.watched import WrappedTransport
-from distconv.torch_private import Operator, returns_views
+from distconv.torch_private import Operator
 
-_MESSAGES = (
-    *(tracing.empty, tracing.start_exchange, tracing.start_sum),
-    *(tracing.gather, tracing.broadcast),
-)
+Warn = Callable[[str, str], None]
+
+_WITHOUT = "is replayed without graphs of the device"
+
+_MESSAGES = trace.empty, trace.start_exchange, trace.start_sum, trace.gather, trace.broadcast
 """Functions of a traced step whose first argument is a carrier."""
 
-_PYTHON = tracing.give, tracing.step
 
-
-def why_not(step: TracedStep, grid: Grid) -> str:
-    """Return why a step cannot be captured in graphs, in words; "" if no reason is known."""
-    device = grid.device
-    if why := graphs.why_no_graphs(device):
-        return why
+def why_not(step: TracedStep, device: torch.device) -> str:
+    """Return why a step cannot be captured in a graph, in words; "" if no reason is known."""
     for call in step.calls:
         function = call.function
         if function in _MESSAGES and not call.arguments[0].ordered:
@@ -54,103 +51,128 @@ def why_not(step: TracedStep, grid: Grid) -> str:
     return ""
 
 
-def captured(step: TracedStep, grid: Grid) -> TracedStep:
-    """Return the step with each sequence of calls between optimizers' steps replaced by one graph.
-
-    The graph starts them on the device by one call. All ranks of the grid run it together.
-    """
-    apart = {id(call) for call in step.calls if call.function in _PYTHON}
-
-    def taken(calls: Sequence[TracedCall], results: Sequence[Value]) -> TracedCall:
-        piece = _Piece(calls, results, step, grid)
-        return TracedCall(piece, tuple(piece.given), {}, tuple(x.number for x in results))
-
-    return in_pieces(step, apart, taken)
-
-
-class _Piece:
-    """Consecutive calls of a step that become one graph of the device when they first run.
+class CapturedPasses:
+    """Both passes of a case as graphs; used like `Passes`.
 
     Attributes
     ----------
-    given: the values of the step that the graph takes as inputs.
+    failed: whether a capture has failed, after which the passes run without graphs.
     """
 
-    __name__ = "graph"
-
     def __init__(
-        self, calls: Sequence[TracedCall], results: Sequence[Value], step: TracedStep, grid: Grid
+        self, forward: TracedStep, backward: TracedStep, results: int, grid: Grid, warn: Warn
     ) -> None:
-        made = {n for call in calls for n in call.made}
-        used = [x for call in calls for x in call.used]
-        outside = (x for x in used if isinstance(x, Value) and x.number not in made)
-        self.given = list(dict.fromkeys(outside))
-        numbers = [x.number for x in self.given]
-        self._written = [n in _written(calls, numbers) for n in numbers]
-        existing = {x.number for x in used if isinstance(x, Existing)}
-        self._constants = [step.constants[n] for n in existing]
-        alone = TracedStep(numbers, list(map(_unwatched, calls)), results, step.constants, [])
-        self._run = Program(alone).run
-        self._grid = grid
-        self._graph: DeviceGraph | None = None
+        self._first = _Pass(forward, grid.device, results, 0)
+        self._second = _Pass(
+            backward, grid.device, len(backward.results), len(forward.results) - results
+        )
+        self._grid, self._warn, self.failed = grid, warn, False
+
+    def forward(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Run the forward pass, captured by the first call; all ranks make that together."""
+        if self._first.has_moved():
+            self._second.graph = None
+        return self._run(self._first, tensors)
+
+    def backward(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Run the backward pass, captured by the first call; all ranks make that together."""
+        return self._run(self._second, tensors)
+
+    def _run(self, one: _Pass, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not (self.failed or one.begun):
+            why = ""
+            try:
+                one.capture(tensors)
+            except Exception as error:
+                why = str(error)
+            reasons = self._grid.all_gather_object(why)
+            found = next(filter(None, reasons), "")
+            self.failed = bool(found)
+            if found and self._grid.rank == reasons.index(found):
+                self._warn(_WITHOUT, f"the capture has failed: {found}")
+        return one.plain(*tensors) if self.failed else one.replay(tensors)
+
+
+class _Pass:
+    """One pass, which becomes a graph of the device when it first runs.
+
+    Parameters
+    ----------
+    results: the number of results that are copied out of the graph.
+    fixed: the number of first inputs that lie in memory of the other pass, in all calls the same.
+    """
+
+    def __init__(self, step: TracedStep, device: torch.device, results: int, fixed: int) -> None:
+        used = {x.number for call in step.calls for x in call.used if isinstance(x, Existing)}
+        self._constants = [step.constants[n] for n in used]
+        self._device, self._results, self._fixed = device, results, fixed
+        self.plain = Program(replace(step, calls=[*map(_unwatched, step.calls)])).run
+        self.graph: DeviceGraph | None = None
+        self.begun = False
         self._static: list[Tensor] = []
         self._addresses: list[int] = []
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Replay the graph, captured at the first call, on these inputs; return its results."""
-        addresses = [x.data_ptr() for x in self._constants]
-        if self._graph is None:
-            self._capture_together(tensors)
-        elif addresses != self._addresses:
-            self._capture(tensors)
-        self._addresses = addresses
-        assert self._graph is not None
-        for mine, given in zip(self._static, tensors, strict=True):
+    def has_moved(self) -> bool:
+        """Return whether a parameter or buffer has other memory than in the capture."""
+        return [x.data_ptr() for x in self._constants] != self._addresses
+
+    def capture(self, tensors: Sequence[Tensor]) -> None:
+        """Capture the pass, with memory for inputs like `tensors`; no communication."""
+        self.begun = True
+        self._addresses = [x.data_ptr() for x in self._constants]
+        copied = (_memory_like(x).copy_(x) for x in tensors[self._fixed :])
+        self._static = [*tensors[: self._fixed], *copied]
+        self.graph = DeviceGraph(self._device, lambda: self.plain(*self._static))
+
+    def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Replay the graph on these inputs, captured anew if memory has moved."""
+        if self.graph is None or self.has_moved():
+            self.capture(tensors)
+        assert self.graph is not None
+        for mine, given in zip(self._static[self._fixed :], tensors[self._fixed :], strict=True):
             mine.copy_(given)
-        self._graph.replay()
-        for mine, given, written in zip(self._static, tensors, self._written, strict=True):
-            if written:
-                given.copy_(mine)
-        return tuple(_copies(self._graph.made, self._constants))
+        self.graph.replay()
+        made = self.graph.made
+        return *_copies(made[: self._results], self._constants), *made[self._results :]
 
-    def _capture(self, tensors: Sequence[Tensor]) -> None:
-        """Capture the calls in a graph, with input memory like `tensors`; no communication."""
-        self._static = [_memory_like(x).copy_(x) for x in tensors]
-        self._graph = DeviceGraph(self._grid.device, lambda: self._run(*self._static))
 
-    def _capture_together(self, tensors: Sequence[Tensor]) -> None:
-        """Capture the calls on all ranks; raise RuntimeError on every rank if one rank cannot."""
-        why = ""
-        try:
-            self._capture(tensors)
-        except Exception as error:
-            why = str(error)
-        for rank, theirs in enumerate(self._grid.all_gather_object(why)):
-            if theirs:
-                raise RuntimeError(
-                    f"compile: the step cannot be captured on rank {rank}: {theirs}. Leave "
-                    f"backend={CAPTURE!r} out"
-                )
+def captured(
+    forward: TracedStep, backward: TracedStep, results: int, writes: bool, grid: Grid, warn: Warn
+) -> CapturedPasses | None:
+    """Return the passes of a case as graphs of the grid's device; None if that is impossible.
+
+    On accelerators `warn` is then called on one rank with the reason. All ranks call it together.
+
+    Parameters
+    ----------
+    results: the number of results of the program; those after them are kept for the backward pass.
+    writes: whether the program writes to a tensor that may be another one in each call.
+    """
+    why = graphs.why_no_graphs(grid.device) or ""
+    if why and not is_accelerator(grid.device):
+        return None
+    why = why or ("it writes to a tensor that is no buffer" if writes else "")
+    why = why or why_not(forward, grid.device) or why_not(backward, grid.device)
+    reasons = grid.all_gather_object(why)
+    found = next(filter(None, reasons), "")
+    if found and grid.rank == reasons.index(found):
+        warn(_WITHOUT, found)
+    return None if found else CapturedPasses(forward, backward, results, grid, warn)
 
 
 def _memory_like(x: Tensor) -> Tensor:
-    """Return new memory like `x`, with its strides unless elements of `x` share one place."""
-    if is_expanded(x):
-        return torch.empty_like(x)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def _copies(tensors: Iterable[Tensor], constants: Iterable[Tensor]) -> Iterator[Tensor]:
+def _copies(tensors: Iterable[Tensor | None], constants: Iterable[Tensor]) -> Iterator[Any]:
     """Yield a copy of each tensor; copies share memory if their originals do.
 
-    A tensor in the memory of one of `constants` is yielded itself.
+    A tensor in the memory of one of `constants` is yielded itself, and so is None.
     """
     there = {x.untyped_storage().data_ptr() for x in constants}
     copied: dict[int, torch.UntypedStorage] = {}
     for x in tensors:
-        storage = x.untyped_storage()
-        address = storage.data_ptr()
-        if address in there:
+        if x is None or (address := (storage := x.untyped_storage()).data_ptr()) in there:
             yield x
         elif x.is_conj() or x.is_neg():
             yield x.clone()
@@ -167,18 +189,3 @@ def _unwatched(call: TracedCall) -> TracedCall:
         return call
     carrier, *rest = call.arguments[0].carrier, *call.arguments[1:]
     return replace(call, arguments=(carrier, *rest))
-
-
-def _written(calls: Sequence[TracedCall], given: Sequence[int]) -> set[int]:
-    """Return the numbers among `given` of values that `calls` may write to, also through views."""
-    memory = {n: {n} for n in given}
-    """The given values in whose memory each value may lie."""
-    written: set[int] = set()
-    for call in calls:
-        within = (memory.get(x.number, set()) for x in call.used if isinstance(x, Value))
-        touched = set[int]().union(*within)
-        if not call.is_pure:
-            written |= touched
-        elif touched and returns_views(call.function):
-            memory |= dict.fromkeys(call.made, touched)
-    return written

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import count
+from dataclasses import replace
+from itertools import count, groupby
 from operator import getitem
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,8 +21,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from distconv.compiling import tracing
-from distconv.compiling.program import Existing, TracedCall, TracedStep, Value, in_pieces
+from distconv.compiling import trace
+from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
 from distconv.grid.ranks import world
 from distconv.torch_private import signature_of
 from distconv.transport.interface import Request, Transport
@@ -31,7 +32,7 @@ aten, own = torch.ops.aten, torch.ops.distconv
 _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 """Functions that inductor computes symbolically; random numbers need their wrap-around."""
 
-_STARTS = (tracing.start_exchange, tracing.start_sum)
+_STARTS = (trace.start_exchange, trace.start_sum)
 
 _numbers = count()
 _MESSAGES: WeakValueDictionary[int, _Posted] = WeakValueDictionary()
@@ -58,26 +59,26 @@ class _Posted:
     @property
     def leaving(self) -> list[Any]:
         """Return the values and constants that this rank sends, or adds to a sum."""
-        if self._function is tracing.start_exchange:
+        if self._function is trace.start_exchange:
             return [x for _, x in self._rest[1]]
         return [self._rest[0]]
 
     @property
     def arriving(self) -> list[Any]:
         """Return the values and constants that the message overwrites when it arrives."""
-        if self._function is tracing.start_exchange:
+        if self._function is trace.start_exchange:
             return [x for _, x in self._rest[0]]
         return [self._rest[0]]
 
     def start(self, leaving: Sequence[Tensor], like: Sequence[Tensor]) -> None:
         """Send the tensors `leaving`, and receive into new memory like the tensors `like`."""
         transport = self._transport
-        if self._function is tracing.start_exchange:
+        if self._function is trace.start_exchange:
             filled = [transport.empty(tuple(x.shape), x) for x in like]
             from_whom, to_whom = ([rank for rank, _ in some] for some in self._rest)
             arriving = list(zip(from_whom, filled, strict=True))
             sent = [(rank, x.contiguous()) for rank, x in zip(to_whom, leaving, strict=True)]
-            self._request = tracing.start_exchange(transport, arriving, sent)
+            self._request = trace.start_exchange(transport, arriving, sent)
         else:
             filled = [leaving[0].clone(memory_format=torch.contiguous_format)]
             self._request = self._function(transport, filled[0], self._rest[1])
@@ -93,7 +94,7 @@ class _Posted:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return `x` of all ranks of the message's group, stacked in rank order."""
-        return tracing.gather(self._transport, x.contiguous(), self._rest[1])
+        return trace.gather(self._transport, x.contiguous(), self._rest[1])
 
     def ranks(self) -> int:
         """Return the number of ranks in the message's group."""
@@ -173,27 +174,26 @@ _INDUCTOR = {"fallback_random": True, "size_asserts": False}
 
 
 def compiled(step: TracedStep, backend: str) -> TracedStep:
-    """Return the step with each sequence of calls between optimizers' steps compiled as a function.
+    """Return the step with its calls compiled as a function, or several around calls `_apart`.
 
     Each rank compiles a function for itself before the function's first run. `backend` is one of
     torch.compile.
     """
     apart = _apart(step.calls)
     messages = {call.results: _Posted(call) for call in step.calls if call.function in _STARTS}
-    return in_pieces(step, apart, lambda x, made: _Graph(messages, x).call(made, backend))
+    return _in_pieces(step, apart, lambda x, made: _Graph(messages, x).call(made, backend))
 
 
 def _apart(calls: Sequence[TracedCall]) -> set[int]:
     """Return the ids of the calls that stay in Python, between compiled functions.
 
-    These calls set gradients of leaves, let optimizers step, or are unknown to compilers: oneDNN's
-    convolution, and computations in its memory layout.
+    Compilers do not know these: oneDNN's convolution, and computations in its memory layout.
     """
     apart: set[int] = set()
     in_onednn: set[Value | Existing] = set()
-    python = (tracing.give, tracing.step, aten.mkldnn_convolution.default, aten.to_mkldnn.default)
+    unknown = aten.mkldnn_convolution.default, aten.to_mkldnn.default
     for call in calls:
-        if call.function in python or not in_onednn.isdisjoint(call.used):
+        if call.function in unknown or not in_onednn.isdisjoint(call.used):
             apart.add(id(call))
         if call.function is aten.to_mkldnn.default or (
             id(call) in apart and call.function is aten.convolution_backward.default
@@ -212,6 +212,31 @@ def _told(backend: str, number: int) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+
+
+def _in_pieces(
+    step: TracedStep,
+    apart: Container[int],
+    taken: Callable[[Sequence[TracedCall], Sequence[Value]], TracedCall],
+) -> TracedStep:
+    """Return a step in which single calls replace the sequences of calls between the calls `apart`.
+
+    Parameters
+    ----------
+    apart: the ids of calls that stay as they are.
+    taken: `taken(calls, results)` returns the call that replaces the sequence `calls`; `results`
+        are the values that it has to make.
+    """
+    pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
+    calls: list[TracedCall] = []
+    live = {x for x in step.results if x is not None}
+    for piece in reversed(pieces):
+        if id(piece[0]) not in apart:
+            made = {Value(n) for call in piece for n in call.made}
+            piece = [taken(piece, sorted(made & live, key=lambda x: x.number))]
+        calls += reversed(piece)
+        live.update(x for call in piece for x in call.used)
+    return replace(step, calls=calls[::-1])
 
 
 class _Graph:
@@ -239,7 +264,7 @@ class _Graph:
             self._take(call)
 
     def _used(self, call: TracedCall) -> Iterator[Value | Existing]:
-        if call.function is tracing.wait:
+        if call.function is trace.wait:
             message = self._messages[call.arguments[0].number]
             yield from (*message.leaving, *message.arriving)
         else:
@@ -281,20 +306,20 @@ class _Graph:
     def _take(self, call: TracedCall) -> None:
         if call.function in _STARTS:
             self._start(self._messages[call.results])
-        elif call.function is tracing.wait:
+        elif call.function is trace.wait:
             self._end(self._messages[call.arguments[0].number])
-        elif call.function is tracing.broadcast:
+        elif call.function is trace.broadcast:
             message = _Posted(call)
             self._kept.append(message)
             self._start(message)
             self._end(message)
-        elif call.function is tracing.gather:
+        elif call.function is trace.gather:
             message = _Posted(call)
             self._kept.append(message)
             both = self._add(own.gather, message.number, self._token, *self._node(message.leaving))
             self._token = self._add(getitem, both, 0)
             self._nodes[Value(call.made[0])] = self._add(getitem, both, 1)
-        elif call.function is tracing.empty:
+        elif call.function is trace.empty:
             _, shape, like = call.arguments
             memory = self._add(aten.new_empty.default, self._node(like), list(shape))
             self._nodes[Value(call.made[0])] = memory

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -36,8 +35,7 @@ class TracedCall:
 
     Attributes
     ----------
-    function: a function of torch's dispatcher, or one of the module `tracing`: it sends, waits,
-        sets a gradient, or lets an optimizer step.
+    function: a function of torch's dispatcher, or one of the module `trace`, which sends or waits.
     arguments, options: its arguments, with `Value` and `Existing` in place of tensors.
     results: the number of the `Value` that is its result, or a tuple of numbers for several
         results; None stands for a result that is no new tensor.
@@ -86,26 +84,19 @@ class TracedStep:
     ----------
     inputs: the numbers of the `Value`s that are the step's inputs.
     constants: the tensors that `Existing` stands for, by number.
-    gradients: leaves, each with its gradient at the end of the step.
     """
 
     inputs: Sequence[int]
     calls: Sequence[TracedCall]
-    results: Sequence[Value | Existing]
+    results: Sequence[Value | Existing | None]
     constants: Mapping[int, Tensor]
-    gradients: Sequence[tuple[Existing, Value | Existing | None]]
-
-    @property
-    def left(self) -> set[Value | Existing | None]:
-        """Return the values and constants that are results or gradients at the end of the step."""
-        return {*self.results, *(gradient for _, gradient in self.gradients)}
 
     def reduced(self) -> TracedStep:
         """Return the step without calls that only make unused values.
 
         Values and constants are numbered anew, in the order in which they appear.
         """
-        kept, live = [], {x.number for x in self.left if isinstance(x, Value)}
+        kept, live = [], {x.number for x in self.results if isinstance(x, Value)}
         for call in reversed(self.calls):
             if call.is_pure and live.isdisjoint(call.made):
                 continue
@@ -115,34 +106,8 @@ class TracedStep:
         inputs = [numbering.value(n) for n in self.inputs]
         calls = [numbering.call(call) for call in reversed(kept)]
         results = numbering.argument(tuple(self.results))
-        gradients = numbering.argument(list(self.gradients))
         constants = {new: self.constants[old] for old, new in numbering.constants.items()}
-        return TracedStep(inputs, calls, results, constants, gradients)
-
-
-def in_pieces(
-    step: TracedStep,
-    apart: Container[int],
-    taken: Callable[[Sequence[TracedCall], Sequence[Value]], TracedCall],
-) -> TracedStep:
-    """Return a step in which single calls replace the sequences of calls between the calls `apart`.
-
-    Parameters
-    ----------
-    apart: the ids of calls that stay as they are.
-    taken: `taken(calls, results)` returns the call that replaces the sequence `calls`; `results`
-        are the values that it has to make.
-    """
-    pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
-    calls: list[TracedCall] = []
-    live = step.left
-    for piece in reversed(pieces):
-        if id(piece[0]) not in apart:
-            made = {Value(n) for call in piece for n in call.made}
-            piece = [taken(piece, sorted(made & live, key=lambda x: x.number))]
-        calls += reversed(piece)
-        live.update(x for call in piece for x in call.used)
-    return TracedStep(step.inputs, calls[::-1], step.results, step.constants, step.gradients)
+        return TracedStep(inputs, calls, results, constants)
 
 
 class _Numbering:
@@ -194,8 +159,6 @@ class Program:
             lines.append(f"    {self._line(call)}")
             if over:
                 lines.append(f"    {' = '.join(f'v{n}' for n in over)} = None")
-        for leaf, gradient in step.gradients:
-            lines.append(f"    {self._spelled(leaf)}.grad = {self._spelled(gradient)}")
         lines.append(f"    return {self._spelled(tuple(step.results))}")
         self.source = "\n".join(lines) + "\n"
         exec(compile(self.source, "<a step that distconv has traced>", "exec"), self._names)
@@ -209,7 +172,7 @@ class Program:
             last |= dict.fromkeys(call.made, i)
             last |= {x.number: i for x in call.used if isinstance(x, Value)}
         ends: list[list[int]] = [[] for _ in step.calls]
-        returned = {x.number for x in step.left if isinstance(x, Value)}
+        returned = {x.number for x in step.results if isinstance(x, Value)}
         for number, i in last.items():
             if i >= 0 and number not in returned:
                 ends[i].append(number)

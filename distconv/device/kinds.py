@@ -121,6 +121,13 @@ def random_states() -> list[Tensor]:
     return states
 
 
+def set_random_states(states: list[Tensor]) -> None:
+    """Set the states of torch's random generators to those that `random_states` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(accelerator()).set_rng_state(states[1])
+
+
 def profiler_activities() -> list[ProfilerActivity]:
     """Return the activities for torch's profiler: the host, and the accelerator if any."""
     kind = accelerator()

@@ -138,9 +138,12 @@ class GradientReduction:
         raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
 
     def covers(self, module: nn.Module) -> bool:
-        """Return whether `module` is the module of this reduction or one of its submodules."""
+        """Return whether `module` is the module of this reduction or one of its submodules.
+
+        A compiled module shares the dictionary of its module, and counts as the same one.
+        """
         whole = self.whole()
-        return whole is not None and any(part is module for part in whole.modules())
+        return whole is not None and any(vars(x) is vars(module) for x in whole.modules())
 
     def keep_for(self, blocks: Iterable[Tensor]) -> None:
         """Keep this reduction alive as long as the autograd graph of `blocks`.

@@ -15,7 +15,7 @@ from distconv.model.consistency import checked_state
 from distconv.model.gradient_reduction import GradientReduction, reduction_of
 from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.eager import check_untraced
+from distconv.tensor.eager import SerialTrace, check_untraced
 from distconv.tensor.module_call import enter_call, innermost_call
 from distconv.tensor.nested import tensors_in
 from distconv.torch_private import parts_and_parameters, run_eagerly
@@ -42,8 +42,12 @@ class ModuleGuard:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleGuard:
         return self
 
-    @run_eagerly
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not SerialTrace.under_way:
+            self._check_call(module, args, kwargs)
+
+    @run_eagerly
+    def _check_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = tensors_in(*args, kwargs)
         grids = [x.grid for x in inputs if isinstance(x, DistTensor)]
         if module is not self._reduction.whole():
@@ -53,7 +57,7 @@ class ModuleGuard:
                     "parts; call parallelize(copy, grid), or run it under torch.no_grad()"
                 )
             return
-        outermost = enter_call(self, depth=2).outermost
+        outermost = enter_call(self, depth=3).outermost
         if not torch.is_grad_enabled():
             if outermost and self._together(inputs):
                 self._check_equal(module)
@@ -106,8 +110,12 @@ class ModuleGuard:
         self._tables = [t for m in module.modules() for t in parts_and_parameters(m)]
         self._entries = [x for table in self._tables for x in table.values()]
 
-    @run_eagerly
     def _after_forward(self, module: nn.Module, _: Any, result: Any) -> None:
+        if not SerialTrace.under_way:
+            self._check_result(module, result)
+
+    @run_eagerly
+    def _check_result(self, module: nn.Module, result: Any) -> None:
         if module is not self._reduction.whole():
             return
         call = innermost_call()

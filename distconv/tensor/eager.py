@@ -22,6 +22,13 @@ from distconv.torch_private import (
     tracing_mode,
 )
 
+
+class SerialTrace:
+    """The trace of the serial program by `compile`, in which hooks of the library stand back."""
+
+    under_way = False
+
+
 _own_modes = 0
 """The number of active modes below torch's functions that are the library's."""
 

@@ -44,7 +44,7 @@ def tensors_in(*arguments: Any) -> list[Tensor]:
     return found
 
 
-def replaced(argument: Any, others: Mapping[int, Tensor]) -> Any:
+def replaced(argument: Any, others: Mapping[int, Any]) -> Any:
     """Return a nested argument with `others[id(x)]` in place of tensors `x` whose id is there."""
     if isinstance(argument, Tensor):
         return others.get(id(argument), argument)

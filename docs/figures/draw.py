@@ -315,7 +315,7 @@ def floors() -> Canvas:
             ("training, horovod, lbann", "what depends on the number of replicas"),
             ("data", "reading and writing samples box by box, checkpoints"),
             ("layers", "drop-in layers with a choice"),
-            ("compiling", "steps that are traced, messages included, and replayed"),
+            ("compiling", "programs that are traced, messages included, and replayed"),
             ("model", "parallelize: gradients, sharding, layouts of modules"),
             ("ops", "what each torch function means, a folder a family"),
             ("tensor", "DistTensor and its strict dispatch"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
-from distconv.compiling.cases import MOST_CASES
 from tests.compiling.test_compile import (
     CALLS,
     batches,
     classifier,
     identical,
-    optimized,
     random_network,
     same_bits,
     volume,
@@ -83,8 +82,15 @@ def with_autocast(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
         with torch.autocast("cpu", torch.bfloat16):
             return F.cross_entropy(f(x), y)
 
-    step = optimized(torch.optim.SGD(model.parameters(), lr=0.1), loss)
-    return [step(*batch).detach() for batch in batches(grid)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in batches(grid):
+        found = loss(*batch)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(found.detach())
+    return losses
 
 
 def differentiating_inputs(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
@@ -145,18 +151,18 @@ LOOPS = (
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
 def test_a_replayed_module_has_the_same_bits(loop: Loop) -> None:
-    assert compared(loop).replays >= CALLS - 3
+    assert compared(loop).replays >= CALLS - 2
 
 
 @pytest.mark.parallel([2])
 def test_a_replayed_module_of_volumes_has_the_same_bits() -> None:
-    assert compared(of_volumes, volume).replays == CALLS - 3
+    assert compared(of_volumes, volume).replays == CALLS - 2
 
 
 @pytest.mark.parallel(4)
 @pytest.mark.parametrize("axes", [{"height": 2, "width": 2}, {"height": 2, "filter": 2}], ids=str)
 def test_a_module_is_replayed_on_any_grid(axes: Mapping[str, int]) -> None:
-    assert compared(plain, **axes).replays == CALLS - 3
+    assert compared(plain, **axes).replays == CALLS - 2
 
 
 class Several(nn.Module):
@@ -184,7 +190,7 @@ def test_results_are_found_in_their_structure() -> None:
             found += [result["y"].detach(), again.detach(), same, result["largest"]]
         return found
 
-    assert compared(loop, Several).replays == CALLS - 3
+    assert compared(loop, Several).replays == CALLS - 2
 
 
 class Two(nn.Module):
@@ -235,7 +241,7 @@ def sums_first(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("loop", [changing, sums_first])
 def test_changes_are_cases_of_their_own(loop: Loop) -> None:
-    assert compared(loop, Two).replays >= CALLS - 3
+    assert compared(loop, Two).replays >= CALLS - 2
 
 
 @pytest.mark.parallel([2])
@@ -249,7 +255,7 @@ def test_another_loss_in_a_replay_is_an_error() -> None:
 
     for x, _ in batches(grid):
         loss_of(x, 0)
-    assert compiled.replays == CALLS - 3
+    assert compiled.replays == CALLS - 2
     assert "other results" in raised_everywhere(RuntimeError, loss_of, x, 1)
 
 
@@ -262,23 +268,18 @@ class Number:
     def __radd__(self, other: float) -> float:
         return other + self.value
 
-    def __repr__(self) -> str:
-        return "a number"
-
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("whole", [True, False])
-def test_objects_that_may_change_are_not_replayed(whole: bool) -> None:
+def test_objects_among_the_arguments_are_guarded() -> None:
     grid = dc.ProcessGrid(height=2)
     model = dc.parallelize(Two(), grid)
-    f: Any = dc.compile((lambda *x: model(*x)[1]) if whole else model)
-    with told_once("which may change unseen"):
-        for i, (x, _) in enumerate(batches(grid)):
-            y = f(x, x, Number(i))
-            y = y if whole else y[1]
-            assert identical(y.detach(), model(x, x, i)[1].detach())
-            if not whole:
-                y.sum().backward()
+    f, number = dc.compile(model), Number(1.0)
+    for i, (x, _) in enumerate(batches(grid)):
+        number.value = 1.0 if i < 3 else 2.0
+        y = f(x, x, number)[1]
+        assert identical(y.detach(), model(x, x, number.value)[1].detach())
+        y.sum().backward()
+    assert f.replays == CALLS - 4
 
 
 class Flattens(nn.Module):
@@ -305,7 +306,7 @@ def test_merged_dimensions_are_returned_and_taken() -> None:
         return found
 
     with told_once("arguments has merged"):
-        assert compared(loop, Flattens, width=2).replays == CALLS - 3
+        assert compared(loop, Flattens, width=2).replays == CALLS - 2
 
 
 @pytest.mark.parallel([2])
@@ -330,13 +331,13 @@ def test_a_backward_pass_does_not_use_what_has_changed() -> None:
 
     for x, _ in batches(grid):
         compiled(x).square().mean().backward()
-    assert compiled.replays == CALLS - 3
+    assert compiled.replays == CALLS - 2
     assert "modified by an inplace operation" in raised_everywhere(RuntimeError, change, x)
     assert "second time" in raised_everywhere(RuntimeError, repeat, x)
 
 
 @pytest.mark.parallel([2])
-def test_compiled_modules_and_steps_within_a_compiled_step_are_part_of_it() -> None:
+def test_compiled_programs_within_a_compiled_one_are_part_of_it() -> None:
     grid = dc.ProcessGrid(height=2)
 
     def run(compiled: bool) -> tuple[list[Any], Any]:
@@ -344,50 +345,90 @@ def test_compiled_modules_and_steps_within_a_compiled_step_are_part_of_it() -> N
         model = dc.parallelize(nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU()), grid)
         f: Any = dc.compile(model) if compiled else model
 
-        def step(x: Tensor) -> Tensor:
-            loss = f(x).square().mean()
-            loss.backward()
-            return loss
+        def loss_of(x: Tensor) -> Tensor:
+            return f(x).square().mean()
 
-        inner: Any = dc.compile(step) if compiled else step
-        whole: Any = dc.compile(lambda x: inner(x) * 2) if compiled else lambda x: step(x) * 2
-        found = [whole(x).detach() for x, _ in batches(grid)]
-        return [*found, *(p.grad for p in model.parameters())], whole
+        inner: Any = dc.compile(loss_of) if compiled else loss_of
+        whole: Any = dc.compile(lambda x: inner(x) * 2) if compiled else lambda x: inner(x) * 2
+        losses = []
+        for x, _ in batches(grid):
+            losses.append(whole(x))
+            losses[-1].backward()
+        return [*(x.detach() for x in losses), *(p.grad for p in model.parameters())], whole
 
-    assert same_bits(run).replays == CALLS - 3
+    assert same_bits(run).replays == CALLS - 2
 
 
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_within_a_module_are_without_reentry(reentrant: bool) -> None:
+def test_checkpoints_within_a_module_have_the_same_gradients(reentrant: bool) -> None:
     class Checkpointed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             part, rest = self[0], self[1]
             options: Any = {"use_reentrant": reentrant, "preserve_rng_state": False}
             return rest(checkpoint(part, x, **options))
 
+    def loop(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+        for x, _ in batches(grid):
+            f(x.requires_grad_()).square().mean().backward()
+        return []
+
+    network = Checkpointed(nn.Conv2d(3, 2, 3), nn.Conv2d(2, 2, 3))
+    assert compared(loop, lambda: deepcopy(network)).replays == CALLS - 2
+
+
+@pytest.mark.parallel(2)
+def test_the_result_behaves_like_the_module(tmp_path: Path) -> None:
     grid = dc.ProcessGrid(height=2)
-    model = dc.parallelize(Checkpointed(nn.Conv2d(3, 2, 3), nn.Conv2d(2, 2, 3)), grid)
-    f, found = dc.compile(model), []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.BatchNorm2d(2))
+    compiled = dc.compile(dc.parallelize(model, grid))
+    assert isinstance(compiled, nn.Sequential) and list(compiled.state_dict()) == list(
+        model.state_dict()
+    )
+    assert [*map(id, compiled.parameters())] == [*map(id, model.parameters())]
+    compiled.eval()
+    assert not model.training and not model[1].training
+    compiled.train()
+    compiled.note = 1.0
+    assert model.note == 1.0 and compiled[0] is model[0] and compiled._orig_mod is model
+    x = dc.distribute_tensor(torch.randn(1, 3, 8, 8), grid)
+    with dc.no_sync(compiled):
+        compiled(x).sum().backward()
+    compiled(x).sum().backward()
+    compiled.zero_grad()
+    assert model[0].weight.grad is None
+    with torch.no_grad():
+        other = deepcopy(compiled)
+        expected = model.eval()(x).to_local()
+        other.eval()
+        for p in model.parameters():
+            p.zero_()
+        for _ in range(3):
+            assert torch.equal(other(x).to_local(), expected)
+    assert other.replays == 1
+    plain_one = dc.compile(nn.Linear(2, 2))
+    torch.save(plain_one, tmp_path / f"{grid.rank}.pt")
+    again = torch.load(tmp_path / f"{grid.rank}.pt", weights_only=False)
+    assert torch.equal(again.weight, plain_one.weight) and again.replays == 0
 
-    def call(x: Tensor) -> None:
-        for g in (f, model):
-            model.zero_grad()
-            g(x.requires_grad_()).square().mean().backward()
-            found.append([p.grad for p in model.parameters()])
 
-    for x, _ in batches(grid):
-        if reentrant and len(found) == 2:
-            assert "use_reentrant=False" in raised_everywhere(RuntimeError, call, x)
-            return
-        call(x)
-    assert f.replays == CALLS - 3
-    assert all(map(identical, found[::2], found[1::2]))
+@pytest.mark.parallel(2)
+def test_parameters_that_move_are_found() -> None:
+    def loop(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+        found = []
+        for i, (x, _) in enumerate(batches(grid)):
+            if i == 3:
+                for p in model.parameters():
+                    p.data = p.data * 0.5
+            if i == 5:
+                model[0].weight.data.mul_(2.0)  # type: ignore[index, union-attr, operator]
+            y = f(x)
+            y.square().mean().backward()
+            found.append(y.detach())
+        return found
 
-
-def test_parameters_belong_to_the_module_itself() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'parameters'; use the module"):
-        dc.compile(nn.ReLU()).parameters()
+    assert compared(loop, lambda: nn.Sequential(nn.Conv2d(3, 2, 3), nn.Tanh())).replays > 0
 
 
 # Modules that go on as they are
@@ -412,17 +453,6 @@ class Writes(Reads):
         return self.conv(x.mul_(1.0))
 
 
-class Returns(Reads):
-    """Returns a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", torch.ones(2))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.conv(x), self.kept
-
-
 def step_of(f: Any, x: Tensor) -> None:
     """Run both passes."""
     y = f(x)
@@ -432,7 +462,7 @@ def step_of(f: Any, x: Tensor) -> None:
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize(
     ("network", "why"),
-    [(Reads, "reads elements"), (Writes, "writes to a tensor"), (Returns, "or a buffer")],
+    [(Reads, "branching"), (Writes, "writes to a tensor")],
 )
 def test_other_modules_go_on_as_they_are_and_say_why(
     network: Callable[[], nn.Module], why: str
@@ -460,28 +490,27 @@ def test_a_module_without_a_backward_pass_goes_on_as_it_is() -> None:
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_stacks_are_replayed_with_the_same_bits(seed: int) -> None:
     rng = random.Random(seed)
     network = random_network(rng)
     rng.shuffle(axes := ["height", "width"])
     with dc.method(rng.choice(["assembled", "overlapped"])):
-        assert compared(plain, network, **{axes[0]: -1}).replays == CALLS - 3
+        assert compared(plain, network, **{axes[0]: -1}).replays == CALLS - 2
 
 
 @pytest.mark.parallel(2)
-@pytest.mark.parametrize("whole", [True, False])
-def test_no_more_cases_are_traced_than_are_worth_it(whole: bool) -> None:
+def test_no_more_graphs_are_made_than_torch_allows() -> None:
+    most = torch._dynamo.config.recompile_limit
     grid = dc.ProcessGrid(height=2)
     model = dc.parallelize(nn.Conv2d(3, 2, 3, padding=1), grid)
-    f: Any = dc.compile((lambda x: model(x)) if whole else model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for height in range(8, 8 + MOST_CASES + 3):
+    f = dc.compile(model)
+    with told_once("recompile_limit"):
+        for height in range(8, 8 + most + 2):
             x = dc.distribute_tensor(torch.ones(1, 3, height, 4), grid)
-            for _ in range(5):
+            for _ in range(3):
                 before = f.replays
                 y = f(x)
-                if not whole:
-                    y.sum().backward()
-            assert (f.replays > before) == (height < 8 + MOST_CASES), height
+                assert identical(y.detach(), model(x).detach())
+                y.sum().backward()
+            assert (f.replays > before) == (height < 8 + most), height

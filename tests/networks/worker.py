@@ -106,7 +106,7 @@ def outcome(case: Case) -> dict[str, Any]:
 
 
 CALLS = 5
-"""The number of calls of a compiled network, of which the last two are replays."""
+"""The number of calls of a compiled network, of which the last three are replays."""
 
 
 def difference_of_replays(

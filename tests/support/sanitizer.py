@@ -112,7 +112,12 @@ class Sanitizer(TorchDispatchMode):
 
     def replace_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Give the library streams that this one watches."""
-        monkeypatch.setattr(torch, "Stream", lambda **_: Stream(self, self.next_number()))
+
+        class Made(Stream):  # a class, as torch.compile asks for one
+            def __init__(made, **_: Any) -> None:
+                super().__init__(self, self.next_number())
+
+        monkeypatch.setattr(torch, "Stream", Made)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: self.current)
         monkeypatch.setattr(torch.accelerator, "set_stream", self._set_stream)
         monkeypatch.setattr(torch.cuda, "device", nullcontext)

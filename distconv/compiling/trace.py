@@ -1,36 +1,27 @@
-"""Tracing of a step as it runs: calls of torch's dispatcher and of carriers, in one order.
+"""Tracing of a graph as it runs: calls of torch's dispatcher and of carriers, in one order.
 
-Autograd, rules and hooks run as usual, above the dispatcher. So the trace is the forward pass, the
-backward pass and the sums of gradients as plain functions on this rank's blocks.
+Autograd, rules and hooks run as usual, above the dispatcher. So the trace is the forward pass and
+the backward pass as plain functions on this rank's blocks, and messages.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distconv.compiling.program import Existing, TracedCall, Value
 from distconv.device.kinds import random_states
 from distconv.grid.communicators import carried_by
 from distconv.grid.interface import Grid
-from distconv.grid.program_lines import user_line
 from distconv.grid.watched import WatchedTransport, WrappedTransport
 from distconv.ops.support.in_place import noted_in
 from distconv.tensor.eager import own_mode
-from distconv.tensor.nested import shards_of
 from distconv.torch_private import DispatchMode, Operator
 from distconv.transport.interface import Message, Request, Transport
 
@@ -49,10 +40,6 @@ _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 """The names of torch.distributed's functions in the dispatcher."""
-
-_SCHEDULES = (
-    "it changes the settings of an optimizer, as a scheduler does; let the scheduler step outside"
-)
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 
@@ -79,67 +66,42 @@ def start_exchange(
     return transport.exchange(arriving, leaving, transport.next_tag())
 
 
-def give(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Set the gradient of a leaf; a traced step contains it as a call."""
-    leaf.grad = gradient
-
-
-def step(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Let an optimizer step with its present settings; a traced step contains it as a call."""
-    optimizer.step(*arguments, **options)
-
-
 def turn() -> None:
     """Mark the end of the forward pass and the beginning of the backward pass in a trace."""
 
 
 class Trace:
-    """The record of a step that is being traced.
+    """The record of the passes of a graph that are being traced.
 
     Parameters
     ----------
-    inputs: the blocks that the step gets.
-    optimizers: optimizers that stepped in an earlier trace of the step.
+    inputs: the blocks that the forward pass takes.
 
     Attributes
     ----------
-    calls: the calls of the step, in order.
-    constants: tensors from before the step, by the numbers of their `Existing`.
-    leaves: the constants whose gradients autograd makes, each with its gradient when the step first
-        used it.
-    found: leaves whose earlier gradients the step reads, as further inputs; by the number of the
-        `Value` that stands for the gradient.
-    optimizers: the optimizers that stepped, each with its settings then.
-    obstacle: the reason why the step cannot be replayed; "" if it can.
-    notes: weak mappings from tensors to their stand-ins, and from tensors made during a pause.
+    calls: the calls of the passes, in order.
+    constants: tensors from before the call, by the numbers of their `Existing`.
+    leaves: the constants whose gradients autograd makes.
+    obstacle: the reason why the graph cannot be replayed; "" if it can.
+    seen: the value or constant that stands for each tensor, weakly.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], optimizers: Iterable[Optimizer] = ()) -> None:
-        self._settings = {x: _settings(x) for x in optimizers}
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.calls: list[TracedCall] = []
         self.constants: dict[int, Tensor] = {}
-        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self.found: dict[int, Tensor] = {}
-        self.optimizers: dict[Optimizer, list[dict[str, Any]]] = {}
+        self.leaves: list[Tensor] = []
         self.obstacle = ""
         self.paused = False
-        self._steps = 0
-        """The number of optimizers' steps under way, one within the other."""
-        self._seen = WeakTensorKeyDictionary()
-        """The value or constant that stands for each tensor."""
-        self._apart = WeakTensorKeyDictionary()
-        """The tensors that were made while the trace was paused."""
-        self.notes = self._seen, self._apart
+        self.seen = WeakTensorKeyDictionary()
         self._count = 0
         self._random = random_states()
-        self._outside = _states_outside()
         self.inputs = [self.new(x) for x in inputs]
 
     def new(self, x: Tensor | None = None) -> int:
         """Return the number of a new `Value`, which stands for `x`, or for a request."""
         self._count += 1
         if x is not None:
-            self._seen[x] = Value(self._count)
+            self.seen[x] = Value(self._count)
         return self._count
 
     def go_on(self, gradients: Sequence[Tensor]) -> None:
@@ -153,20 +115,16 @@ class Trace:
     def standing_for(self, x: Any) -> Any:
         """Return `x` with a `Value` or an `Existing` in place of each tensor."""
         if isinstance(x, Tensor):
-            return self._seen.get(x) or self._constant(x)
+            return self.seen.get(x) or self._constant(x)
         if type(x) in (list, tuple):
             return type(x)(map(self.standing_for, x))
         return x
 
     def _constant(self, x: Tensor) -> Existing:
-        if x in self._apart:
-            self.hinder("it uses a tensor that an optimizer's step has made")
-        self._seen[x] = constant = Existing(len(self.constants))
+        self.seen[x] = constant = Existing(len(self.constants))
         self.constants[constant.number] = x
         if x.is_leaf and x.requires_grad:
-            self.leaves[constant.number] = x, x.grad
-            if x.grad is not None and x.grad not in self._seen:
-                self.found[self.new(x.grad)] = x
+            self.leaves.append(x)
         return constant
 
     @contextmanager
@@ -179,8 +137,8 @@ class Trace:
             self.paused = before
 
     def hinder(self, why: str) -> None:
-        """Note `why` the step cannot be replayed, with the program's line; a first note stays."""
-        self.obstacle = self.obstacle or f"{why}, at {user_line()}"
+        """Note `why` the graph cannot be replayed; a first note stays."""
+        self.obstacle = self.obstacle or why
 
     def note(
         self,
@@ -204,7 +162,7 @@ class Trace:
         if any(tag in tags for tag in _READS) and not by_positions:
             self.hinder(f"it reads elements of a tensor ({function})")
         if function in _ALIASES:
-            self._seen.setdefault(result, args[0])
+            self.seen.setdefault(result, args[0])
             return
         if function is _FRESH:
             function = aten.clone.default
@@ -212,76 +170,22 @@ class Trace:
             self._random = random_states()
         results: Any
         if isinstance(result, Tensor):
-            results = None if result in self._seen else self.new(result)
+            results = None if result in self.seen else self.new(result)
         else:
             several = result if isinstance(result, (tuple, list)) else ()
             results = tuple(
-                self.new(x) if isinstance(x, Tensor) and x not in self._seen else None
+                self.new(x) if isinstance(x, Tensor) and x not in self.seen else None
                 for x in several
             )
         self.calls.append(TracedCall(function, args, options, results))
 
-    def leave_out(self, result: Any) -> None:
-        """Remember tensors that were made during a pause, which the step must not use."""
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, Tensor):
-                self._apart[x] = True
-
     def check_random(self) -> None:
         """Note an obstacle if the program has set the state of torch's random generators."""
         if not all(map(torch.equal, self._random, random_states())):
-            self.hinder("it sets the state of random numbers, as torch.utils.checkpoint does")
-
-    def end(self) -> None:
-        """Note an obstacle if Python's or numpy's random state, or an optimizer, has changed."""
-        if _states_outside() != self._outside:
-            self.hinder("it draws random numbers of Python or numpy; pass them as arguments")
-        for optimizer, before in self.optimizers.items():
-            if _settings(optimizer) != before:
-                self.hinder(_SCHEDULES)
-
-    def gradients(self) -> list[tuple[Existing, Any]]:
-        """Return pairs for leaves whose gradients have changed: stand-ins of leaf and gradient."""
-        given = {call.arguments[0].number for call in self.calls if call.function is give}
-        leaves = list(self.leaves.items())
-        changed = (x for n, (x, first) in leaves if n in given or x.grad is not first)
-        return [self.standing_for((x, x.grad)) for x in changed]
-
-    def before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Pause the trace before an optimizer's step; in replays the optimizer steps by itself."""
-        self._steps += 1
-        if self._steps > 1:
-            return  # the step of a base class, as part of the step of its subclass
-        if any(map(callable, (*args[1:], *kwargs.values()))):
-            self.hinder("an optimizer evaluates a closure")
-        if any(getattr(optimizer, x, None) is not None for x in ("grad_scale", "found_inf")):
-            self.hinder("a GradScaler lets an optimizer step")
-        settings = _settings(optimizer)
-        if self._settings.get(optimizer, settings) != settings:
-            self.hinder(_SCHEDULES)
-        self.optimizers.setdefault(optimizer, settings)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in shards_of(parameters):
-            self.calls.append(TracedCall(give, self.standing_for((p, p.grad))))
-        self.paused = True
-
-    def after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Record an optimizer's step as one call, and end the pause."""
-        self._steps -= 1
-        if self._steps:
-            return
-        self.paused = False
-        self.calls.append(TracedCall(step, (optimizer, tuple(args[1:]), dict(kwargs))))
-
-
-def _states_outside() -> Any:
-    """Return the states of Python's and numpy's random generators."""
-    numbers: Any = np.random.get_state()
-    return random.getstate(), numbers[1].tobytes(), numbers[2:]
-
-
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            self.hinder(
+                "it sets the state of random numbers; pass preserve_rng_state=False to "
+                "torch.utils.checkpoint where there is no dropout"
+            )
 
 
 class _Dispatcher(DispatchMode):
@@ -294,9 +198,7 @@ class _Dispatcher(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         trace, kwargs = self._trace, kwargs or {}
         if trace.paused:
-            result = func(*args, **kwargs)
-            trace.leave_out(result)
-            return result
+            return func(*args, **kwargs)
         if _RANDOM in func.tags:
             trace.check_random()
         stood_for = trace.standing_for(args)
@@ -370,41 +272,20 @@ class _TracedCarrier(WrappedTransport):
         return result  # type: ignore[no-any-return]
 
 
-_traces: list[Trace] = []
-"""The traces that are being made."""
-
-
-def is_under_way() -> bool:
-    """Return whether a step or module is being traced now."""
-    return bool(_traces)
-
-
 @contextmanager
 def traced(trace: Trace, grid: Grid) -> Iterator[None]:
     """Record this thread's calls and messages in `trace`, within the context.
 
-    All ranks of the grid enter it together. Before each message and each optimizer's step they
-    compare their traces. Raises DivergenceError on every rank if these differ.
+    All ranks of the grid enter it together, and compare their traces before each message. Raises
+    DivergenceError on every rank if these differ.
     """
 
-    def compare(optimizer: Optimizer, *_: Any) -> None:
-        grid.journal.take(f"{type(optimizer).__name__}.step")
-
     with ExitStack() as left:
-        _traces.append(trace)
-        left.callback(_traces.pop)
-        left.enter_context(noted_in(*trace.notes))
+        left.enter_context(noted_in(trace.seen))
         left.enter_context(grid.journal.comparing_all("traced pass"))
         left.enter_context(carried_by(lambda transport: _TracedCarrier(transport, trace)))
-        for handle in (
-            register_optimizer_step_pre_hook(compare),
-            register_optimizer_step_pre_hook(trace.before_optimizer),
-            register_optimizer_step_post_hook(trace.after_optimizer),
-        ):
-            left.callback(handle.remove)
         with own_mode(_Dispatcher(trace)):
             yield
-        trace.end()
 
 
 @contextmanager

@@ -1,0 +1,590 @@
+"""The front end of `compile`: the serial program is traced, with guards on all that it reads.
+
+Dynamo, the front end of torch.compile, gets plain stand-ins of the global shapes, without memory,
+in place of DistTensors. It returns a graph of torch's functions, and guards every Python value that
+it has read. Where the guards of a graph hold, the graph is traced or replayed on the DistTensors
+behind the stand-ins (`replay`). A call that Dynamo does not take whole runs as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache, lru_cache, partial, update_wrapper
+from itertools import zip_longest
+from types import FunctionType, MethodType
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, overload
+from zlib import crc32
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from distconv.compiling.replay import Case, is_expanded, key_of
+from distconv.compiling.trace import modules_called
+from distconv.grid.interface import Grid
+from distconv.grid.journal import DivergenceError
+from distconv.grid.program_lines import user_line
+from distconv.grid.rank_words import by_ranks
+from distconv.model.gradient_reduction import GradientReduction, reductions_noted_in
+from distconv.model.input_layouts import redistributed_node
+from distconv.tensor.dispatch import UnsupportedOperation
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.eager import SerialTrace
+from distconv.tensor.nested import replaced, shards_of, tensors_in
+from distconv.torch_private import guard_exactly, is_fake, unknown_in_graph
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+MOST_CASES = 16
+"""The most cases of a compiled program, such as layouts of its arguments, that are replayed."""
+
+_OPTIMIZER = """\
+compile: the function lets an optimizer step ({}, at {}). Compile what computes the loss, and let \
+optimizers step outside:
+
+    @distconv.compile
+    def loss_of(x, y):
+        return F.mse_loss(model(x), y)
+
+    loss = loss_of(x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()"""
+
+
+@overload
+def compile(program: nn.Module, *, backend: str | None = None) -> Any: ...
+
+
+@overload
+def compile(
+    program: Callable[Given, Result], *, backend: str | None = None
+) -> Compiled[Given, Result]: ...
+
+
+def compile(program: Callable[..., Any], *, backend: str | None = None) -> Any:
+    """Return `program`, a module or a function, compiled: its calls are traced and replayed.
+
+    The program computes tensors, such as outputs or a loss, from arguments of which one at least is
+    a DistTensor, also in lists, tuples and dictionaries. Call the result in place of it. All ranks
+    of the grid call it together. Results have the same bits, and so have gradients after
+    `backward()`. Optimizers step outside.
+
+    torch.compile's front end traces the serial program, and guards the Python values that it reads:
+    for a changed value it traces anew. The first call with given values and layouts runs as it is,
+    the second is traced, and later ones are replays, forward and backward, without Python between
+    the kernels. On GPUs replays are graphs of the device, messages by NCCL included, where the
+    carrier and the program allow it.
+
+    A program that the front end cannot take whole, because it reads elements of a tensor
+    (`loss.item()`) or prints, runs as it is, and warns once with the reason.
+
+    For a module the result is a module with the same attributes, parameters, modes and states.
+    `torch.compile(program, backend="distconv")` does the same by name.
+
+    The result has these attributes of its own:
+
+    - `replays`: the number of replayed calls.
+    - `source`: the Python source of the replayed functions, on this rank's blocks.
+    - `graph`: the latest graph of the serial program, a `torch.fx.Graph`; None before the first.
+
+    Parameters
+    ----------
+    program: a function or a module.
+    backend: a backend of torch.compile, such as "inductor", which makes fewer kernels of the calls
+        between messages. Compiling takes about a minute, and results are equal to rounding. None
+        replays the calls as they are.
+
+    Raises
+    ------
+    ValueError
+        For an unknown backend.
+    RuntimeError
+        On all ranks, when an optimizer steps within a call.
+    DivergenceError
+        On all ranks, when ranks replay or compile different programs.
+    """
+    if backend is not None and backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(map(repr, torch.compiler.list_backends()))
+        raise ValueError(
+            f"compile: backend={backend!r} is unknown; give None to replay the calls as they are, "
+            f"one of {known}, or another one registered with torch.compile"
+        )
+    if not isinstance(program, nn.Module):
+        return Compiled(program, backend)
+    kind: Any = type(program)
+    own: Any = type(kind.__name__, (_CompiledModule, kind), {"__module__": kind.__module__})
+    own._orig_mod, own._compiled = program, Compiled(program, backend)
+    made = own.__new__(own)
+    made.__dict__ = program.__dict__
+    return made
+
+
+class Compiled(Generic[Given, Result]):
+    """A program that `compile` returns.
+
+    Attributes
+    ----------
+    replays: the number of replayed calls.
+    """
+
+    def __init__(self, program: Callable[Given, Result], backend: str | None = None) -> None:
+        self._program, self._backend = program, backend
+        self._graphs: list[_Graph] = []
+        self._front: Callable[..., Any] | None = None
+        self._made = self._forgotten = 0
+        """The numbers of cases made, and of times that graphs were forgotten."""
+        self._left: dict[Any, str] = {}
+        """The kinds of calls that run as they are, each with the reason."""
+        self._warned: set[str] = set()
+        self._call: _Call | None = None
+        self.replays = 0
+        self._name = getattr(program, "__qualname__", type(program).__name__)
+        if not isinstance(program, nn.Module):
+            update_wrapper(self, program)
+
+    def __reduce__(self) -> Any:
+        return Compiled, (self._program, self._backend)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    @property
+    def source(self) -> str:
+        """Return the Python source of all replayed functions."""
+        cases = (case for graph in self._graphs for case in graph.cases.values())
+        return "\n\n".join(case.source for case in cases if case.source)
+
+    @property
+    def graph(self) -> fx.Graph | None:
+        """Return the latest graph of the serial program, or None."""
+        return self._graphs[-1].module.graph if self._graphs else None
+
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        """Run the program, replayed where the call's case is known."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._program(*args, **kwargs)
+        tensors = {id(x): x for x in tensors_in(args, kwargs) if isinstance(x, DistTensor)}
+        if not tensors:
+            self._warn(_RUNS, "no DistTensor is among its arguments")
+            return self._as_it_is(args, kwargs)
+        call = _Call([*tensors.values()])
+        kind = call.kind, getattr(self._program, "training", None)
+        failed, why = "", self._left.get(kind) or _why_as_it_is(call.tensors)
+        if not why:
+            slots = {
+                id(x): slot for x, slot in zip(call.tensors, _slots(len(tensors)), strict=True)
+            }
+            given = replaced((args, kwargs), slots)
+            try:
+                return self._by_front(call, given)
+            except _AsItIs:
+                why = "" if call.agreed else "torch.compile is switched off here"
+            except Exception as error:
+                if call.agreed:
+                    raise
+                failed = why = _in_words(error)
+        if not call.agreed:
+            self._agree(call, _AS_IT_IS, f"it runs as it is: {why}")
+        if failed:
+            self._left[kind] = failed
+        if why and call.grid.rank == 0:
+            self._warn(_RUNS, why)
+        known: dict[nn.Module, None] = {}
+        with modules_called(known):
+            result = self._as_it_is(args, kwargs)
+        if call.begins is not None:
+            call.begins.begin(call.inputs, reductions_noted_in(known), self._made, self._backend)
+            self._made += 1
+        return result
+
+    def _by_front(self, call: _Call, given: Any) -> Any:
+        """Return the result of a call by Dynamo's code, which calls `_run` where guards hold."""
+        if self._front is None:
+            self._front = _front_of(self._program, self._take, self._watch)
+        before, self._call = self._call, call
+        try:
+            SerialTrace.under_way = True
+            result = self._front(*given, call.stand_ins)
+        except _Outdated:
+            self._graphs.clear()
+            self._front, self._forgotten = None, self._forgotten + 1
+            return self._by_front(call, given)
+        finally:
+            SerialTrace.under_way, self._call = False, before
+        if not call.agreed:
+            self._agree(call, _NOTHING, "it computes nothing with tensors")
+        return result
+
+    def _take(self, module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        """Take a graph from Dynamo; return the function that Dynamo's code calls in its place."""
+        graph = _Graph(module)
+        self._graphs.append(graph)
+        return partial(self._run, graph)
+
+    def _watch(self, guards: Sequence[Any]) -> list[bool]:
+        """Note, of the latest graph's guards, the classes and objects to watch; keep all guards."""
+        for guard in guards:
+            self._graphs[-1].watch(guard.value)
+        return [True] * len(guards)
+
+    def _run(self, graph: _Graph, *inputs: Tensor) -> Sequence[Any]:
+        """Trace or replay a graph whose guards hold in this call; Dynamo's code calls it."""
+        SerialTrace.under_way, call = False, self._call
+        assert call is not None
+        if graph.is_outdated() and self._forgotten < MOST_CASES:
+            raise _Outdated
+        call.inputs = [call.behind.get(id(x), x) for x in inputs]
+        case = graph.cases.get(graph.key(call.inputs))
+        if graph.why:
+            self._agree(call, _AS_IT_IS, f"it runs as it is: {graph.why}")
+            if call.grid.rank == 0:
+                self._warn(_RUNS, graph.why)
+            raise _AsItIs
+        if case is None:
+            few = self._made < MOST_CASES
+            self._agree(call, graph.checksum(call.grid), f"it is traced anew, {graph.words}")
+            if few:
+                call.begins = graph
+            elif call.grid.rank == 0:
+                self._warn(_RUNS, f"it is called in more than {MOST_CASES} cases")
+            raise _AsItIs
+        self._agree(call, case.state, f"case {case.number} of it, {case.words}")
+        case.decide(call.grid, self._warn)
+        if case.is_left:
+            raise _AsItIs
+        self.replays += case.is_replayed
+        try:
+            computed = case.run(call.inputs, call.grid)
+        except UnsupportedOperation as error:
+            if not case.is_left:
+                raise
+            if call.grid.rank == 0:
+                self._warn(_RUNS, str(error))
+            raise _AsItIs from None
+        return graph.results(computed, call.inputs)
+
+    def _agree(self, call: _Call, number: int, words: str) -> None:
+        """Raise DivergenceError on all ranks unless `number` is the same on all. Collective."""
+        call.agreed = True
+        if not call.grid.journal.agrees(f"call of compiled {self._name}", number):
+            everyone = call.grid.all_gather_object(words.splitlines())
+            lines = list(zip_longest(*everyone, fillvalue="nothing more"))
+            apart = next((x for x in lines if len(set(x)) > 1), lines[0])
+            raise DivergenceError(
+                f"compile: the ranks differ in a call of {self._name}. {by_ranks(apart, ': ')}. "
+                "Call it with the same arguments, modes and values of variables on every rank"
+            )
+
+    def _as_it_is(self, args: Any, kwargs: Any) -> Result:
+        with _optimizers_refused():
+            return self._program(*args, **kwargs)
+
+    def _warn(self, what: str, why: str) -> None:
+        """Warn, once, of what the program does, and why."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"compile: {self._name} {what}: {why}", stacklevel=4)
+
+
+class _CompiledModule:
+    """The part of a compiled module that differs from the module, with which it shares the rest.
+
+    Each compiled module has a class of its own, derived from this one and the module's; the two
+    objects share one dictionary of attributes.
+    """
+
+    _orig_mod: Any
+    _compiled: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's result, replayed where the call's case is known."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._orig_mod(*args, **kwargs)
+        return type(self)._compiled(*args, **kwargs)
+
+    @property
+    def replays(self) -> int:
+        """Return the number of replayed calls."""
+        count: int = type(self)._compiled.replays
+        return count
+
+    @property
+    def source(self) -> str:
+        """Return the Python source of all replayed functions."""
+        text: str = type(self)._compiled.source
+        return text
+
+    @property
+    def graph(self) -> fx.Graph | None:
+        """Return the latest graph of the serial program, or None."""
+        graph: fx.Graph | None = type(self)._compiled.graph
+        return graph
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return partial(compile, backend=type(self)._compiled._backend), (self._orig_mod,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return compile(deepcopy(self._orig_mod, memo), backend=type(self)._compiled._backend)
+
+
+class _AsItIs(Exception):  # noqa: N818
+    """Ends a call by Dynamo's code, before it has done anything, to run the program itself."""
+
+
+class _Outdated(Exception):  # noqa: N818
+    """Ends a call whose graph was made before a class, or an object, got other attributes."""
+
+
+_AS_IT_IS, _NOTHING = -1, -2
+"""The numbers of calls that run as they are, and of calls without a graph."""
+
+_RUNS = "runs as it is"
+
+_LIMIT = "FailOnRecompileLimitHit"
+"""The name of Dynamo's error for too many graphs of one program."""
+
+_CACHED = type(lru_cache(lambda: None))
+
+_UNSOUND = {os.getenv: "os.getenv, which is not watched; read os.environ"}
+"""Functions whose results Dynamo does not guard."""
+
+
+class _Slot:
+    """Stands for the DistTensor of this number among the arguments of a call."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+_SLOTS: list[_Slot] = []
+
+
+def _slots(count: int) -> list[_Slot]:
+    while len(_SLOTS) < count:
+        _SLOTS.append(_Slot(len(_SLOTS)))
+    return _SLOTS[:count]
+
+
+class _Call:
+    """One call of a compiled program.
+
+    Attributes
+    ----------
+    tensors: the DistTensors among the arguments, each once.
+    stand_ins, behind: their stand-ins, and the DistTensors by the ids of these.
+    kind: types and shapes of the tensors.
+    inputs: the inputs of the graph that the guards have chosen.
+    begins: the graph of which this call begins a case, or None.
+    agreed: whether the ranks have compared what they do.
+    """
+
+    def __init__(self, tensors: list[DistTensor]) -> None:
+        self.tensors, self.grid = tensors, tensors[0].grid
+        self.kind = (
+            torch.is_grad_enabled(),
+            *((x.shape, x.dtype, x.requires_grad) for x in tensors),
+        )
+        self.stand_ins = [_stand_in(n, x) for n, x in enumerate(tensors)]
+        self.behind = dict(zip(map(id, self.stand_ins), tensors, strict=True))
+        self.inputs: list[Tensor] = []
+        self.begins: _Graph | None = None
+        self.agreed = False
+
+
+def _stand_in(number: int, x: Tensor) -> Tensor:
+    return _made_stand_in(number, x.shape, x.dtype, x.device, x.requires_grad)
+
+
+@lru_cache(256)
+def _made_stand_in(number: int, shape: Any, dtype: Any, device: Any, trained: bool) -> Tensor:
+    """Return a plain tensor that shows the metadata of argument `number`, without its memory."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty((), dtype=dtype, device=device).expand(shape).requires_grad_(trained)
+
+
+def entered(x: Tensor) -> Tensor:
+    """Stand, in a graph, between a stand-in and its uses; return a copy when Dynamo calls it.
+
+    Results and attributes then never hold a stand-in. Without Dynamo, the program must not run.
+    """
+    if is_fake(x):
+        return x.clone(memory_format=torch.contiguous_format)
+    raise _AsItIs
+
+
+def filled(argument: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return a nested argument with tensors in place of slots."""
+    if type(argument) is _Slot:
+        return tensors[argument.number]
+    if type(argument) is list:
+        return [filled(x, tensors) for x in argument]
+    if isinstance(argument, tuple) and argument:
+        items = [filled(x, tensors) for x in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
+    if isinstance(argument, dict):
+        named = {key: filled(x, tensors) for key, x in argument.items()}
+        return named if type(argument) is dict else type(argument)(named)
+    return argument
+
+
+def _front_of(program: Any, take: Callable[..., Any], watch: Callable[..., Any]) -> Any:
+    """Return a function that runs `program` under Dynamo, which hands graphs to `take`."""
+
+    enter, fill = entered, filled
+
+    def whole(args: Any, kwargs: Any, stand_ins: Sequence[Tensor]) -> Any:
+        tensors = [enter(x) for x in stand_ins]
+        return program(*fill(args, tensors), **fill(kwargs, tensors))
+
+    _prepare_dynamo()
+    # Dynamo keeps graphs, and counts them, by code. It looks up global names of other modules than
+    # the first function's by import, which fails for programs that are executed as text.
+    names = getattr(program, "__globals__", globals())
+    own = FunctionType(whole.__code__.replace(), names, "whole", None, whole.__closure__)
+    options: Any = {"guard_filter_fn": watch}
+    return torch.compile(own, backend=take, fullgraph=True, dynamic=False, options=options)
+
+
+@cache
+def _prepare_dynamo() -> None:
+    for node in (entered, redistributed_node):
+        torch.compiler.allow_in_graph(node)
+    guard_exactly(lambda: SerialTrace.under_way)
+
+
+class _Graph:
+    """A graph of the serial program, for the values that Dynamo's guards compare.
+
+    Attributes
+    ----------
+    module: the graph of the serial program.
+    cases: its cases, by the layouts of its inputs.
+    why: the reason to run the program as it is; "" if there is none.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module, self.cases = module, dict[Any, Case]()
+        self._reductions: list[GradientReduction] = []
+        self._classes: dict[type, dict[str, Any]] = {}
+        self._objects: list[tuple[Any, int]] = []
+        graph = module.graph
+        for node in graph.nodes:
+            if node.target is entered:
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+        unknown = unknown_in_graph(module)
+        self.why = f"it uses {unknown}" if unknown else ""
+        places = [node for node in graph.nodes if node.op == "placeholder"]
+        (end,) = (node for node in graph.nodes if node.op == "output")
+        self._returned = list(end.args[0])
+        self._given = {x: i for i, x in enumerate(places)}
+        graph.lint()
+        self._computed = [x for x in self._returned if x not in self._given]
+        end.args = (tuple(self._computed),)
+        module.recompile()
+
+    def key(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the key of the case to which a call with these inputs belongs."""
+        return key_of(inputs), tuple(r.enabled for r in self._reductions)
+
+    def begin(
+        self,
+        inputs: Sequence[Tensor],
+        reductions: list[GradientReduction],
+        number: int,
+        backend: str | None,
+    ) -> None:
+        """Begin a case after its first call, which ran as it is and used `reductions`."""
+        self._reductions = reductions
+        self.cases[self.key(inputs)] = Case(self.module, reductions, number, backend)
+
+    def results(self, computed: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
+        """Return the results of the graph: computed tensors, and inputs that it returns."""
+        made = iter(computed)
+        return [inputs[self._given[x]] if x in self._given else next(made) for x in self._returned]
+
+    @property
+    def words(self) -> str:
+        """Return the functions of the graph in a line, and its code in further lines."""
+        names = (node.name for node in self.module.graph.nodes if node.op.startswith("call"))
+        return f"with {', '.join(names)}\n{self.module.code}"
+
+    def checksum(self, grid: Grid) -> int:
+        """Return a checksum of the graph's text, the same on all ranks that compile the same."""
+        text = self.module.code
+        for name in (repr(grid.device), str(grid.device)):
+            text = text.replace(name, "device")
+        return crc32(text.encode())
+
+    def watch(self, value: Any) -> None:
+        """Watch an object or class that a guard of Dynamo names.
+
+        Guards do not see new attributes of classes, and of objects with `__getattr__`.
+        """
+        if isinstance(value, _CACHED):
+            self.why = "it calls a function with functools.cache, which may return old values"
+        if isinstance(value, type) and issubclass(value, DistTensor):
+            self.why = "it asks for DistTensor, and the serial program has none"
+        try:
+            self.why = f"it calls {_UNSOUND[value]}" if value in _UNSOUND else self.why
+        except TypeError:  # without a hash
+            pass
+        for kind in (value if isinstance(value, type) else type(value)).__mro__:
+            if kind.__module__.partition(".")[0] not in ("builtins", "torch", "distconv"):
+                self._classes[kind] = dict(vars(kind))
+        searched = getattr(type(value), "__getattr__", None)
+        if searched not in (None, nn.Module.__getattr__) and hasattr(value, "__dict__"):
+            self._objects.append((value, len(vars(value))))
+
+    def is_outdated(self) -> bool:
+        """Return whether a watched class or object has other attributes than before."""
+        return any(
+            len(now := vars(kind)) != len(before)
+            or any(now.get(x) is not y for x, y in before.items())
+            for kind, before in self._classes.items()
+        ) or any(len(vars(x)) != count for x, count in self._objects)
+
+
+def _why_as_it_is(tensors: Sequence[DistTensor]) -> str:
+    """Return why calls with such arguments are not compiled, in words; "" if they are."""
+    if any(x.unmerged is not None for x in tensors):
+        return "a tensor among its arguments has merged dimensions; reshape it within the program"
+    if any(map(is_expanded, shards_of(tensors))):
+        return (
+            "a tensor among its arguments is expanded, with several elements in one place; pass "
+            "x.contiguous()"
+        )
+    return ""
+
+
+def _in_words(error: Exception) -> str:
+    """Return an error of Dynamo in a line, with the line of the program."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0].rstrip(".") if lines else type(error).__name__
+    if type(error).__name__ == _LIMIT:
+        said = (
+            "it reads values that change too often (torch._dynamo.config.recompile_limit); pass "
+            "numbers that change as tensors"
+        )
+    places = [line for line in lines if line.startswith('File "')]
+    return f"{said}, at {places[-1].partition(', in ')[0]}" if places else said
+
+
+@contextmanager
+def _optimizers_refused() -> Iterator[None]:
+    """Raise RuntimeError when an optimizer steps within the context."""
+
+    def refuse(optimizer: Any, *_: Any) -> NoReturn:
+        raise RuntimeError(_OPTIMIZER.format(f"{type(optimizer).__name__}.step", user_line()))
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
