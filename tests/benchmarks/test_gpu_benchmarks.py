@@ -127,10 +127,10 @@ def test_shards_are_told_with_what_follows_from_them(case: Case, cuts) -> None:
 
 
 def test_a_compiled_step_that_is_not_replayed_is_an_error(grid, monkeypatch) -> None:
-    graphs.compiled(MESH, grid, None)()
-    reads = LAYER._replace(step=lambda module, x, y: lambda: module(x).sum().item())
-    with pytest.raises(RuntimeError, match="layer: the step is not replayed"):
-        graphs.compiled(reads, grid, None)
+    graphs.compiled(MESH, grid)()
+    alone = LAYER._replace(step=lambda module, x, y: lambda: None)
+    with pytest.raises(RuntimeError, match="layer: the network is not replayed"):
+        graphs.compiled(alone, grid)
 
 
 def test_what_a_shard_sends_is_what_explain_tells() -> None:
@@ -265,7 +265,7 @@ def test_all_of_one_rank_is_recorded(tmp_path: Path, grid, monkeypatch) -> None:
     text = (tmp_path / "gpu-cpu.md").read_text()
     assert text.count("\n## ") == 7 and "IEEE in convolutions" in text
     assert text.count("overlapped, over assembled") == 2
-    assert text.count("as a graph, over plain torch's graph") == 3
+    assert text.count("compiled, over plain torch's graph") == 3
     assert "layer, plain torch: the host waits nowhere; 1 launches and copies of 1 calls" in text
     assert "published: much" in text
     assert text.count("channels last over first") == 2

@@ -196,7 +196,9 @@ def test_a_thread_asks_an_event_from_its_own_device(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_the_page_says_that_no_test_has_run_is_there() -> None:
-    text = (ROOT / "docs/reference/gpus.md").read_text().partition("## What no test on CPUs runs")[2]
+    text = (
+        (ROOT / "docs/reference/gpus.md").read_text().partition("## What no test on CPUs runs")[2]
+    )
     rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) > 15
     for files, names in rows:

@@ -53,19 +53,13 @@ ProcessGroup.abort = end("aborted", captured)
 grid = dc.ProcessGrid(height=-1)
 x = dc.distribute_tensor(torch.ones(1, 1, 8, 8), grid)
 model = dc.parallelize(torch.nn.Conv2d(1, 1, 3, padding=1), grid)
-
-def step(x):
-    model.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    return loss.detach()
 """
 
 JOBS = {
-    "a compiled step": """
-compiled = dc.compile(step, backend="graph")
-for _ in range(6): compiled(x)
-assert "graph" in compiled.source and captured()
+    "a compiled module": """
+compiled = dc.compile(model)
+for _ in range(6): compiled(x).square().mean().backward()
+assert compiled.replays and captured()
 """,
     "a graph of the program": """
 graph = RecordedGraph()
@@ -100,7 +94,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompletedProcess
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["a compiled step", "a graph of the program"])
+@pytest.mark.parametrize("name", ["a compiled module", "a graph of the program"])
 def test_graphs_are_let_go_before_carriers_close(
     ends: dict[str, CompletedProcess[str]], name: str
 ) -> None:

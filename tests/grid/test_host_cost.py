@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import distconv as dc
 from benchmarks.host_cost import RANKS, cases, chain, functions_called, square
-from distconv.device.thresholds import Thresholds
+from distconv.device.thresholds import HOST
 from distconv.geometry.halo.convolution import needs_halo
 from distconv.geometry.halo.transposed_convolution import transposed_needs_halo
 from distconv.geometry.index_maps import IndexMap, Same
@@ -38,7 +38,7 @@ def test_the_benchmarks_work_is_the_same_on_16_and_65536_ranks(
 ) -> None:
     # Blocks on many ranks send smaller messages, which would be packed by other functions.
     monkeypatch.setattr("distconv.comm.packing.SMALL_BYTES", 0)
-    every = Thresholds(most_indices=sys.maxsize)
+    every = HOST._replace(most_indices=sys.maxsize)
     monkeypatch.setattr("distconv.comm.packing.thresholds", lambda kind: every)
     monkeypatch.setattr("distconv.ops.conv.spatial.FEWEST_IN_DOUBT", sys.maxsize)  # and larger ones
     small, large = (list(cases(grid(ranks))) for ranks in (RANKS[0], RANKS[-1]))

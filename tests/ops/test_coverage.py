@@ -33,6 +33,8 @@ NAMELESS = {
     torch._C._nn.pad,
     torch.sparse.mm,
     torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+    *(getattr(torch._C._VariableFunctions, f"atleast_{n}d") for n in (1, 2, 3)),
+    torch._C._VariableFunctions.meshgrid,
     *(getattr(torch, n) for n in dir(torch) if n.startswith(("_foreach", "_amp", "_fused"))),
 }
 """Functions that only torch itself calls, and two that have tests of their own."""

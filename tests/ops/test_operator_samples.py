@@ -111,6 +111,9 @@ def _outcome(sample: Any, grid: dc.ProcessGrid, rng: random.Random) -> bool | st
 def test_torchs_own_samples_equal_serial_or_are_refused(request: pytest.FixtureRequest) -> None:
     # Imports numpy's testing tools and takes seconds, so not when tests are collected.
     invocations = pytest.importorskip("torch.testing._internal.common_methods_invocations")
+    # The import forbids programs to choose settings of cuDNN, for all later tests.
+    settings = torch.backends.disable_global_flags.__globals__
+    settings["__allow_nonbracketed_mutation_flag"] = True
     rng = random.Random(request.config.getoption("--hypothesis-seed") or 0)
     database = [op for op in invocations.op_db if not any(part in op.name for part in RANDOM)]
     chosen = database if TIMES > 1 else rng.sample(database, BY_DAY)

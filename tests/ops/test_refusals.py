@@ -272,7 +272,6 @@ WITHOUT_RULE: dict[str, tuple[Tensor, list[Callable[[Any], Any]]]] = {
             lambda x: F.normalize(x, out=torch.empty(4, 6)),
         ],
     ),
-    "other elements": (torch.ones(4, 6), [lambda x: x.masked_scatter(x > 0, x)]),
     "sparse": (torch.ones(4, 4), [lambda x: torch.eye(4).to_sparse() + x]),
     "options of embeddings": (
         torch.zeros(4, 5, dtype=torch.int64),

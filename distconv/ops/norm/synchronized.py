@@ -61,7 +61,8 @@ class SynchronizedBatchNorm(ShardFunction):
         dy, weight_ = in_format_of(grads[0], x), _as(weight, mean.dtype)
         dbias, of_deviation = _sums(dy, x, x.shape[:2], mean)
         total = torch.stack([dbias, of_deviation])
-        all_reduce_(total, grid, group)
+        if group:
+            all_reduce_(total, grid, group)
         sum_dy, sum_dy_xmu = total
         if not x.numel():
             dx = torch.empty_like(x)
@@ -128,7 +129,8 @@ class SynchronizedGroupNorm(ShardFunction):
         sums = torch.stack([dbias, of_deviation]).view(2, *split)
         total = torch.addcmul(_zero(mean), sums, gain.view(split), value=-1 / count)
         total = total.sum(3, keepdim=True)
-        all_reduce_(total, grid, group)
+        if group:
+            all_reduce_(total, grid, group)
         # dx = gain * dy - mean(gain * dy) - standardised x * mean(gain * dy * standardised x)
         offset, slope = total.expand(sums.shape).reshape(2, -1)
         dx = _affine(x, (1, n * c), slope * invstd, offset, mean, invstd, eps)
