@@ -155,5 +155,5 @@ def test_detach_and_index_put_in_place_equal_serial() -> None:
         with pytest.raises(RuntimeError, match="view"):
             t[:, :, 1:3].detach_()
     assert torch.equal(results[1].full_tensor(), results[0])
-    with pytest.raises(dc.UnsupportedOperation, match=r"x\[mask\] = values"):
+    with pytest.raises(dc.UnsupportedOperation, match=r"\[positions\] = values"):
         x.put_(torch.tensor([1]), x[0, 0, 0, :1])
