@@ -219,7 +219,7 @@ class _Traced:
         self.gradient_strides: list[tuple[int, ...]] = []
         self.given = [i for i, x in enumerate(inputs) if not _stays(x)]
         # The graph within begins at these, and ends at the results.
-        inner = [x.detach().requires_grad_(x.requires_grad) if _begins(x) else x for x in inputs]
+        inner = [_beginning(x) if _begins(x) else x for x in inputs]
         blocks = shards_of([inner[i] for i in self.given])
         self.strides = [x.stride() for x in blocks]
         before = list(map(_version, blocks))
@@ -268,6 +268,14 @@ def _version(x: Tensor) -> int:
 
 def _begins(x: Tensor) -> bool:
     return isinstance(x, DistTensor) or (x.requires_grad and not _stays(x))
+
+
+def _beginning(x: Tensor) -> Tensor:
+    """Return `x` as a leaf of the graph within, with this rank's part of the gradient of `x`."""
+    y = x.detach()
+    if isinstance(y, DistTensor):
+        y.mark_summed_when_accumulated()  # by the hooks of `x`
+    return y.requires_grad_(x.requires_grad)
 
 
 def _rebuilder(x: Tensor) -> Callable[[Tensor], Tensor]:

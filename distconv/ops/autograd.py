@@ -224,7 +224,7 @@ def _hook_block(
         shard = redistribute(changed, cuts, "register_hook").shard
         return shard if leaf else shard / replicas
 
-    handle: RemovableHandle = self.shard.register_hook(on_shard)
+    handle: RemovableHandle = _block_with_gradient(self).register_hook(on_shard)
     return handle
 
 
@@ -243,6 +243,11 @@ def _hook_unmerged(
     return _hook_block(unmerged, on_unmerged)
 
 
+def _block_with_gradient(x: DistTensor) -> Tensor:
+    """Return the leaf or the shard, whose gradient is this rank's part of the tensor's."""
+    return x.shard if x.leaf is None else x.leaf
+
+
 @implements(torch.Tensor.register_post_accumulate_grad_hook)
 def register_post_accumulate_grad_hook(
     self: DistTensor, hook: Callable[[DistTensor], None]
@@ -253,7 +258,9 @@ def register_post_accumulate_grad_hook(
         x = leaf()
         hook(DistTensor(shard, shape, cuts, grid) if x is None else x)
 
-    handle: RemovableHandle = self.shard.register_post_accumulate_grad_hook(on_shard)
+    handle: RemovableHandle = _block_with_gradient(self).register_post_accumulate_grad_hook(
+        on_shard
+    )
     return handle
 
 
@@ -305,6 +312,6 @@ def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
     if isinstance(self, torch.nn.Parameter):
         as_parameter(twin)  # torch leaves out the gradients of Parameters
     else:
-        twin.shard.grad = deepcopy(self.shard.grad, memo)
+        twin.held.grad = deepcopy(self.held.grad, memo)
     memo[id(self)] = twin
     return twin

@@ -57,6 +57,10 @@ def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -
 
     While both tensors are in use, `prepare_write` refuses to write to either.
     """
+    if shard is x.shard and shard.requires_grad:
+        # A node of its own, as on ranks that copied. torch calls the hooks of a leaf, which may
+        # send messages, as soon as all nodes that read the leaf have run.
+        shard = shard.view_as(shard)
     twin = type(x)(shard, shape, cuts, x.grid)
     twin._memory = x._memory.fork()
     return twin

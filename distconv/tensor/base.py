@@ -101,8 +101,12 @@ class DistTensorBase(torch.Tensor):
     made_after: int | None = None
     """The journal entry with arguments after which it was made, where known."""
     _shape: torch.Size
+    leaf: Tensor | None = None
+    """The leaf of the autograd graph if its hooks send messages, else None. `shard` is then a view
+    of the leaf, which all operators read. If they read the leaf itself, torch would call its hooks
+    after other nodes on each rank, as operators are made of other nodes on each."""
     sums_gradient = False
-    """Whether a hook of the shard sums the leaf's gradient over its replicas."""
+    """Whether a hook of the leaf sums its gradient over the replicas."""
     summed_when_accumulated = False
     """Whether a module sums the gradients accumulated by a backward pass, and only those."""
     gradient_hook: Any = None
@@ -189,9 +193,11 @@ class DistTensorBase(torch.Tensor):
     def held(self) -> Tensor:
         """Return this rank's block, or the base's block if the own one has yet to be brought.
 
-        The base's block then shows type, device and `requires_grad`, but holds other elements. No
-        communication.
+        The base's block then shows type, device and `requires_grad`, but holds other elements. For
+        a leaf, it is the leaf of the autograd graph. No communication.
         """
+        if self.leaf is not None:
+            return self.leaf
         if self.unmerged is not None:
             return self.unmerged.held
         block: Tensor | None = self.__dict__.get("shard")
@@ -264,6 +270,7 @@ class DistTensorBase(torch.Tensor):
             if other.recipe is not None and other.recipe.base is self:
                 other.recipe = other.recipe._replace(base=before)
         self.__dict__.pop("shard", None)
+        self.leaf = None
         self.__dict__.update({k: v for k, v in view.__dict__.items() if k == "shard"})
         self.unmerged, self.recipe, self.cuts = view.unmerged, view.recipe, view.cuts
         self._shape, self._memory = view._shape, view._memory

@@ -300,6 +300,8 @@ class DistTensor(DistTensorBase):
         if requires_grad != self.requires_grad:
             self.settle()
         fresh = requires_grad and not self.held.requires_grad
+        if not requires_grad and self.leaf is not None:
+            self.shard, self.leaf = self.leaf, None
         if fresh and self.recipe is not None:
             # The block of a leaf stays. It and its base are not written while both are in use.
             self.shard = self.shard
@@ -320,6 +322,10 @@ class DistTensor(DistTensorBase):
 
             self.shard.register_hook(add_up)
             self.sums_gradient = True
+        if fresh and self.sums_gradient:
+            self.leaf = self.shard
+            with torch.enable_grad():
+                self.shard = self.leaf.view_as(self.leaf)
         return self
 
     def mark_summed_when_accumulated(self) -> None:
@@ -347,9 +353,9 @@ class DistTensor(DistTensorBase):
         if self.gradient_hook is not None:
             return self.retained_gradient
         x = self if self.unmerged is None else self.unmerged
-        if x.shard.grad is None:
+        if x.held.grad is None:
             return None
-        gradient = DistTensor(x.shard.grad, x.shape, x.cuts, x.grid)
+        gradient = DistTensor(x.held.grad, x.shape, x.cuts, x.grid)
         return gradient if x is self else gradient.reshape(self.shape)
 
     @grad.setter
@@ -370,7 +376,7 @@ class DistTensor(DistTensorBase):
             self.retained_gradient = value
         else:
             self.settle()
-            self.shard.grad = value.shard
+            self.held.grad = value.shard
 
     @run_eagerly
     def backward(  # type: ignore[override]

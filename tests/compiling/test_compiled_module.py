@@ -310,6 +310,21 @@ def test_merged_dimensions_are_returned_and_taken() -> None:
 
 
 @pytest.mark.parallel([2])
+def test_the_gradient_of_a_replicated_argument_is_summed_once() -> None:
+    def loop(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+        found = []
+        for x, _ in batches(grid):
+            scale = dc.distribute_tensor(torch.ones(3, 1, 1), grid, dc.Layout()).requires_grad_()
+            f(x * scale).square().mean().backward()
+            again = scale.detach().requires_grad_()
+            f(again).square().mean().backward()
+            found += [scale.grad, again.grad]
+        return found
+
+    compared(loop, lambda: nn.Sequential(nn.Flatten(0), nn.ReLU()))
+
+
+@pytest.mark.parallel([2])
 def test_a_backward_pass_does_not_use_what_has_changed() -> None:
     """A replay refuses what autograd refuses, in the same words."""
     grid = dc.ProcessGrid(height=2)

@@ -292,3 +292,38 @@ def test_a_leaf_hook_gets_the_leaf_itself() -> None:
     d.register_post_accumulate_grad_hook(seen.append)
     (d * d).sum().backward()
     assert seen[0] is d
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_ranks_with_other_graphs_sum_gradients_of_leaves_in_one_order() -> None:
+    # The norm of a block without elements is other operators, in which the bias comes first.
+    grid = dc.ProcessGrid(sample=-1)
+    mean, variance = torch.zeros(2).double(), torch.ones(2).double()
+    serial = [torch.arange(6.0).double().view(1, 2, 3), *torch.tensor([[2.0, 3], [5, 7]]).double()]
+    layouts = dc.Layout(sample="sample"), dc.Layout(), dc.Layout()
+    cut = [dc.distribute_tensor(t, grid, f) for t, f in zip(serial, layouts, strict=True)]
+    for tensors in (serial, cut):
+        x, weight, bias = (t.requires_grad_() for t in tensors)
+        (F.batch_norm(x, mean, variance, weight, bias) ** 2).sum().backward()
+        weight.requires_grad_(False).requires_grad_()
+        (F.batch_norm(x, mean, variance, weight, bias) ** 3).sum().backward()
+    for expected, actual in zip(serial, cut, strict=True):
+        assert actual.is_leaf and close(actual.grad, expected.grad)
+
+
+@pytest.mark.parallel([4])
+def test_what_is_contiguous_on_some_ranks_alone_leaves_their_messages_in_order() -> None:
+    # One channel is contiguous in both memory formats, so that two of the ranks copy nothing.
+    grid = dc.ProcessGrid(channel=2, height=2)
+    x, weight = torch.arange(60.0).double().view(1, 3, 5, 4), torch.ones(3).double()
+    results = []
+    for t in (x.clone(), dc.distribute_tensor(x, grid, dc.Layout(channel="channel"))):
+        for format_of in (
+            lambda t: t.contiguous(memory_format=torch.channels_last),
+            lambda t: t.to(memory_format=torch.channels_last),
+        ):
+            leaf, w = t.detach().requires_grad_(), weight.clone().requires_grad_()
+            F.batch_norm(format_of(leaf), None, None, w, training=True).exp().sum().backward()
+            results.append((leaf.grad, w.grad))
+    for expected, actual in zip(results[:2], results[2:], strict=True):
+        assert all(map(close, actual, expected))

@@ -218,7 +218,7 @@ def detach_(input: DistTensor) -> DistTensor:
     if input.recipe is not None:
         raise RuntimeError("detach_: views are not detached in place; use x = x.detach()")
     input.__dict__.pop("_redistributed", None)
-    input.shard = input.shard.detach()
+    input.shard, input.leaf = input.shard.detach(), None
     input.sync_requires_grad()
     return input
 

@@ -39,8 +39,7 @@ def test_norms_with_running_statistics_equal_serial(case: Case, name: str) -> No
     shape = case.plane(n, smallest=3)
     x = 3 * case.tensor(shape, *KINDS, dtype=dtype) + case.one_of(0, 7)
     parameters = affine(case, shape[1:2], dtype)
-    # Evaluation is tested below; drawn, its input gradient deviates, for a cause not known yet.
-    own = case.flag() or name == "batch_norm"
+    own = case.flag()
     first = [case.tensor(shape[1:2], dtype=dtype), case.tensor(shape[1:2], "positive", dtype=dtype)]
     tracked = case.flag() or not own
     momentum, eps = case.one_of(0.1, 0.0, 0.7), case.one_of(1e-5, 0.1)
