@@ -100,7 +100,8 @@ def _total(local: Tensor, divisor: Any, cuts: Cuts, grid: Grid, kind: torch.dtyp
         both = all_reduce_with_grad(torch.stack([local, divisor.to(local.dtype)]), grid, axes)
         total = both[0] / both[1]
     else:
-        total = all_reduce_with_grad(local, grid, axes) / divisor
+        total = all_reduce_with_grad(local, grid, axes)
+        total = total if divisor == 1 else total / divisor
     return DistTensor(total.to(kind.to_real()), (), (), grid)
 
 
@@ -121,6 +122,11 @@ def _elements(reduction: str, *tensors: Any) -> list[Any]:
     they are returned unchanged.
     """
     return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
+
+
+def _in_block(reduction: str, cuts: Cuts) -> str:
+    """Return the reduction of a block: `reduction` itself if the block is the whole tensor."""
+    return "sum" if reduction != "none" and cutting_axes(cuts) else reduction
 
 
 def _regression(function: Callable[..., Tensor]) -> None:
@@ -151,19 +157,19 @@ def _regression(function: Callable[..., Tensor]) -> None:
             refuse(name, reason, input, target, way_out=way_out)
         blocks = [local_operand(t, shape, cuts, grid, name) for t in (input, target, weight)]
         x, y, w = _elements(reduction, *blocks)
-        summed = reduction != "none" and w is None
-        local = function(x, y, reduction="sum" if summed else "none", **arguments)
+        kept = _in_block(reduction, cuts) if w is None else "none"
+        local = function(x, y, reduction=kept, **arguments)
         if w is not None:
             local = local * w
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
         divisor: Any = 1
-        if reduction == "mean":
+        if reduction == "mean" and kept != "mean":
             # torch divides a weighted Huber loss by the number of elements, unlike the others.
             by_weight = w is not None and function is not F.huber_loss
             divisor = w.sum() if by_weight else torch.Size(shape).numel()
         kind = torch.promote_types(input.dtype, target.dtype)
-        return _total(local if summed else local.sum(), divisor, cuts, grid, kind)
+        return _total(local.sum() if kept == "none" else local, divisor, cuts, grid, kind)
 
 
 def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
@@ -199,15 +205,11 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         operands = (input, target, *weights.values())
         blocks = [local_operand(t, shape, cuts, grid, name) for t in operands]
         x, y, *scales = _elements(reduction, *blocks)
-        local = function(
-            x,
-            y,
-            reduction="none" if reduction == "none" else "sum",
-            **dict(zip(weights, scales, strict=True)),
-        )
+        kept = _in_block(reduction, cuts)
+        local = function(x, y, reduction=kept, **dict(zip(weights, scales, strict=True)))
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
-        divisor = torch.Size(shape).numel() if reduction == "mean" else 1
+        divisor = torch.Size(shape).numel() if reduction != kept else 1
         return _total(local, divisor, cuts, grid, input.dtype)
 
 
@@ -300,15 +302,15 @@ def _classification(function: Callable[..., Tensor]) -> None:
             _warn_of_labels_apart(name, x, target, cuts)
             labels = local_operand(target, shape, cuts, grid, name)
         scores, labels, weight = _terms(reduction, x.shard, labels, weight)
-        options["reduction"] = "none" if reduction == "none" else "sum"
+        options["reduction"] = kept = _in_block(reduction, cuts)
         with in_range(f"{name}, class number", labels, x.shape[classes], ignore_index):
             local = function(scores, labels, weight, **options)
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
         divisor: Any = 1
-        if reduction == "mean" and probabilities:
+        if reduction != kept and probabilities:
             divisor = torch.Size(shape).numel() if x.shape[classes] else math.nan
-        elif reduction == "mean":
+        elif reduction != kept:
             divisor = _weight_of(labels.long(), weight, ignore_index)
         return _total(local, divisor, cuts, grid, input.dtype)
 
