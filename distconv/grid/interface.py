@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from distconv.device.kinds import is_accelerator
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.journal import Journal
 from distconv.grid.waits import Wait
@@ -25,6 +24,7 @@ class Grid(ABC):
     rank: this rank's number in the grid.
     size: the number of ranks.
     device: this rank's device, on which all its DistTensors on the grid live.
+    computes_on_gpu: whether operators run on a GPU, or would in a dry run.
     transport: the carrier of the grid's messages.
     journal: the calls and messages of this rank, compared with the other ranks of the grid.
     tensor_type: the class of the grid's tensors, if it is not DistTensor itself.
@@ -35,6 +35,7 @@ class Grid(ABC):
     rank: int
     size: int
     device: torch.device
+    computes_on_gpu: bool
     transport: Transport
     journal: Journal
     tensor_type: ClassVar[Any] = None
@@ -46,9 +47,11 @@ class Grid(ABC):
         device: torch.device,
         transport: Transport,
         journal: Journal,
+        computes_on_gpu: bool,
     ) -> None:
         self.topology, self.rank, self.size = topology, rank, topology.size
         self.device, self.transport, self.journal = device, transport, journal
+        self.computes_on_gpu = computes_on_gpu
         install_patches()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -65,11 +68,6 @@ class Grid(ABC):
     def coords(self) -> dict[str, int]:
         """Return this rank's position along each axis."""
         return self.topology.coordinates(self.rank)
-
-    @property
-    def computes_on_gpu(self) -> bool:
-        """Return whether operators run on a GPU, or would in a dry run."""
-        return is_accelerator(self.device)
 
     @abstractmethod
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:

@@ -115,7 +115,7 @@ class ProcessGrid(Grid):
             communicators.take_gpu(own)
         with Wait(journal.waiting):
             carrier = communicators.transport(self._ranks, choice.transport, self._devices)
-        super().__init__(topology, rank, own, carrier, journal)
+        super().__init__(topology, rank, own, carrier, journal, is_accelerator(own))
         self._communicators: dict[tuple[frozenset[str], str], Communicator] = {}
         _grids[id(self)] = self
 

@@ -169,7 +169,7 @@ def windowed(
 
 def _windows(
     name: str, input: Tensor, kernel: Sizes, stride: Sizes, dilation: Sizes, padding: Sizes
-) -> list[Window]:
+) -> tuple[Window, ...]:
     n = input.dim() - 2
     if n < 1:
         raise ValueError(

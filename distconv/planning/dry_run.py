@@ -153,18 +153,15 @@ class DryRunGrid(Grid):
             rank = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
         if not 0 <= rank < topology.size:
             raise ValueError(f"rank={rank} is not on a grid of {topology.size}; count from 0")
-        self._gpu, self._alike = gpu, False
+        self._alike = False
         journal = Journal(None, Waiting())
-        super().__init__(topology, rank, torch.device("meta"), DryTransport(), journal)  # type: ignore[arg-type]
+        carrier: Any = DryTransport()
+        super().__init__(topology, rank, torch.device("meta"), carrier, journal, gpu)
 
     @property
     def comm(self) -> NoReturn:
         """Raise RuntimeError: a dry run has no communicator."""
         raise RuntimeError(_ALONE)
-
-    @property
-    def computes_on_gpu(self) -> bool:
-        return self._gpu
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
         peers = self.topology.peers(self.rank, axes)

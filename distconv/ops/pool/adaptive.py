@@ -18,7 +18,6 @@ from distconv.ops.reduce.sums import mean
 from distconv.ops.support.argument_forms import accepts_unbatched
 from distconv.ops.support.operands import box_on_rank
 from distconv.ops.support.whole_dimensions import apply_along
-from distconv.ops.windowed.assembled import output_shape
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs
@@ -40,7 +39,7 @@ def _adaptive(
     """
     sizes = tuple(input.shape[2:])
     windows = [AdaptiveWindow(m) for m in _adaptive_sizes(output_size, sizes, n)]
-    shape = output_shape(input.shape[1], input, windows)
+    shape = (*input.shape[:2], *(w.output_size(m) for w, m in zip(windows, sizes, strict=True)))
     torch.empty(shape, device="meta")  # raises for sizes beyond numbers
     if prod(shape[2:]) > _MOST:
         reason = f"{prod(shape[2:])} windows, which may be computed one by one"

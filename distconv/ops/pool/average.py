@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.layout import Box
 from distconv.geometry.windows import Window
 from distconv.ops.pool.local_pooling import check_pooled_type, with_some_channel
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
 from distconv.ops.support.constants import constant
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import box_on_rank
+from distconv.ops.support.operands import Placement
 from distconv.ops.windowed.assembled import (
+    PlannedWindows,
     apply_windows,
     make_windows,
-    output_shape,
+    plan_windows,
     window_arguments,
 )
 from distconv.tensor.dispatch import implements
@@ -56,12 +56,11 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         override = () if n == 1 else (divisor_override,)
         arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
         check_on_meta(local, any_type(input), *arguments)
-        shape = output_shape(input.shape[1], input, windows)
-        box = box_on_rank(shape, input.cuts, input.grid)
+        plan = plan_windows(Placement.of(input), windows)
         if not any(input.cuts[2:]):
-            shard = local(with_some_channel(input.shard), *arguments).reshape(box.shape)
-            return DistTensor(shard, shape, input.cuts, input.grid)
-        divisor = divisor_override or _divisor(input, windows, box, count_include_pad)
+            shard = local(with_some_channel(input.shard), *arguments).reshape(plan.block)
+            return DistTensor(shard, plan.shape, input.cuts, input.grid)
+        divisor = divisor_override or _divisor(input, plan, count_include_pad)
         # The largest divisor that the pooling can apply by itself, so that sums of small types stay
         # in range.
         first = divisor if isinstance(divisor, int) else prod(kernels)
@@ -71,12 +70,12 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             return _average(with_some_channel(buffer), kernels, strides, left, ceil_mode, first)
 
-        shard = apply_windows(input, windows, shape, name, compute).shard
+        shard = apply_windows(input, plan, name, compute).shard
         if not shard.is_floating_point():
             shard = torch.div(shard, divisor, rounding_mode="trunc")
         elif isinstance(divisor, Tensor):
             shard = shard.mul_((first / divisor.double()).to(shard.dtype))
-        return DistTensor(shard, shape, input.cuts, input.grid)
+        return DistTensor(shard, plan.shape, input.cuts, input.grid)
 
 
 @lru_cache(maxsize=4096)
@@ -99,9 +98,10 @@ def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: b
     return prod(c[0] for c in every) if all(min(c) == max(c) for c in every) else None
 
 
-def _divisor(x: DistTensor, windows: Sequence[Window], box: Box, include_pad: bool) -> Tensor | int:
-    """Return the divisor of each average in `box`; one number if all of the plane's are equal."""
-    uniform = _uniform(tuple(windows), tuple(x.shape[2:]), include_pad)
+def _divisor(x: DistTensor, plan: PlannedWindows, include_pad: bool) -> Tensor | int:
+    """Return the divisor of each of this rank's averages; a number if the whole plane has one."""
+    windows, box = plan.windows, plan.box
+    uniform = _uniform(windows, tuple(x.shape[2:]), include_pad)
     if uniform is not None:
         return uniform
     divisor = torch.ones((), dtype=torch.int64, device=x.shard.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.shard_function import ShardFunction
-from distconv.geometry.layout import Box
 from distconv.geometry.windows import Window
 from distconv.ops.pool.local_pooling import unread_input, with_some_channel
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched
 from distconv.ops.support.constants import constant
-from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import box_on_rank, empty_block, unravel
+from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
+from distconv.ops.support.operands import Placement, empty_block, unravel
 from distconv.ops.windowed.assembled import (
+    PlannedWindows,
     apply_windows,
     make_windows,
-    output_shape,
+    plan_windows,
     window_arguments,
 )
 from distconv.tensor.dispatch import implements
@@ -34,17 +35,14 @@ def lowest_value(x: Tensor) -> float:
     return -torch.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
 
 
-def buffer_starts(input: DistTensor, windows: Sequence[Window], box: Box) -> list[int]:
-    """Return for each spatial dimension the position at which the buffer of `box` starts.
+def buffer_starts(x: Placement, plan: PlannedWindows) -> tuple[int, ...]:
+    """Return for each spatial dimension the position at which this rank's buffer starts.
 
     Along a dimension that is not cut the local operator pads by itself, outside the buffer.
     """
-    return [
-        w.intervals(n, a, b)[0][0] if axes else 0
-        for w, n, a, b, axes in zip(
-            windows, input.shape[2:], box.start[2:], box.stop[2:], input.cuts[2:], strict=True
-        )
-    ]
+    box = plan.box
+    rows = zip(plan.windows, x.shape[2:], box.start[2:], box.stop[2:], x.cuts[2:], strict=True)
+    return tuple(w.intervals(n, a, b)[0][0] if axes else 0 for w, n, a, b, axes in rows)
 
 
 class Border(NamedTuple):
@@ -74,8 +72,9 @@ class Border(NamedTuple):
         gradient.index_add_(self.dim, constant(gradient.device, self.repeated), outer)
 
 
+@lru_cache(maxsize=4096)
 def borders(
-    searched: Sequence[int], windows: Sequence[Window], starts: Sequence[int]
+    searched: tuple[int, ...], windows: tuple[Window, ...], starts: tuple[int, ...]
 ) -> list[Border]:
     """Return the borders of a buffer of spatial shape `searched` that starts at `starts`.
 
@@ -134,15 +133,12 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         return_indices: bool = places,  # torch asks for indices by another function
     ) -> Any:
         windows = make_windows(kernel_size, stride, padding, dilation, ceil_mode, n)
-        kernels, strides, paddings, dilations = window_arguments(windows)
-        check_on_meta(local, any_type(input), kernels, strides, paddings, dilations, ceil_mode)
-        shape = output_shape(input.shape[1], input, windows)
-        box = box_on_rank(shape, input.cuts, input.grid)
-        starts = buffer_starts(input, windows, box) if prod(box.shape) else None
+        kernels, strides, _, dilations = window_arguments(windows)
+        plan, starts = _planned(local, Placement.of(input), windows, ceil_mode)
         found: list[Tensor] = []
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            border = [] if starts is None else borders(buffer.shape[2:], windows, starts)
+            border = [] if starts is None else borders(tuple(buffer.shape[2:]), windows, starts)
             x, arguments = with_some_channel(buffer), (kernels, strides, left, dilations, ceil_mode)
             if n > 1 and any(input.cuts[2:]) and x.is_floating_point():
                 values, index = _MaxPool.apply(x, arguments, border)
@@ -154,16 +150,29 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
             if not places:
                 return values
             if starts is None:
-                found.append(empty_block(index, box.shape))
+                found.append(empty_block(index, plan.block))
             else:
                 plane = input.shape[2:]
                 found.append(renumber_positions(index, buffer.shape[2:], starts, windows, plane))
             return values
 
-        values = apply_windows(input, windows, shape, name, compute, fill=lowest_value(input))
+        values = apply_windows(input, plan, name, compute, fill=lowest_value(input))
         if not places:
             return values
-        return values, DistTensor(found[0], shape, values.cuts, input.grid)
+        return values, DistTensor(found[0], plan.shape, values.cuts, input.grid)
+
+
+@lru_cache(maxsize=4096)
+def _planned(
+    local: Callable[..., Any], x: Placement, windows: tuple[Window, ...], ceil_mode: bool
+) -> tuple[PlannedWindows, tuple[int, ...] | None]:
+    """Return the plan for windows, and where the rank's buffer starts; None for an empty block.
+
+    Raises what torch's function `local` raises for the global shape.
+    """
+    check_on_meta(local, TensorMeta(x.shape), *window_arguments(windows), ceil_mode)
+    plan = plan_windows(x, windows)
+    return plan, None if 0 in plan.block else buffer_starts(x, plan)
 
 
 class _MaxPool(ShardFunction):

@@ -11,11 +11,11 @@ from torch import Tensor
 from distconv.ops.shape.reshape import flatten
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import box_on_rank, empty_block, uncut
+from distconv.ops.support.operands import Placement, box_on_rank, empty_block, uncut
 from distconv.ops.windowed.assembled import (
     apply_windows,
     make_windows,
-    output_shape,
+    plan_windows,
     window_arguments,
 )
 from distconv.tensor.dispatch import implements
@@ -41,9 +41,9 @@ def unfold(
         rows, width = ((n - w.extent) // w.stride + 1 for n, w in zip(padded, windows, strict=True))
         return columns.view(*columns.shape[:2], rows, width)
 
-    shape = output_shape(input.shape[1] * prod(kernels), input, windows)
     x = uncut(input, [1], "unfold")
-    planes = apply_windows(x, windows, shape, "unfold", compute)
+    plan = plan_windows(Placement.of(x), windows, input.shape[1] * prod(kernels))
+    planes = apply_windows(x, plan, "unfold", compute)
     return flatten(planes, 2)
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from functools import lru_cache
+from typing import NamedTuple
 
 from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Same
-from distconv.geometry.layout import Cuts
+from distconv.geometry.layout import Box, Cuts, rank_box
+from distconv.geometry.plan import Plan
 from distconv.geometry.windows import Window
 from distconv.ops.support.argument_forms import Sizes, to_tuple
-from distconv.ops.support.operands import box_on_rank, filled_block
+from distconv.ops.support.operands import Placement, filled_block
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gather_inputs
+from distconv.tensor.redistribution import gather_by, plan_to_gather
 
 
 def make_windows(
     kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
-) -> list[Window]:
+) -> tuple[Window, ...]:
     """Return torch's window arguments as one `Window` for each of the last `n` dimensions."""
     kernels = to_tuple(kernel, n, "kernel_size")
     strides = (
@@ -30,55 +32,88 @@ def make_windows(
     largest = max(*kernels, *strides, *paddings, *dilations)
     if n > 1 and largest >= 2**31:
         raise RuntimeError(f"{largest} is too large for a window; torch takes less than 2**31")
-    return [
-        Window(k, s, d, (p, p), ceil)
-        for k, s, p, d in zip(kernels, strides, paddings, dilations, strict=True)
-    ]
+    return _windows(kernels, strides, paddings, dilations, ceil)
 
 
-def window_arguments(windows: Sequence[Window]) -> tuple[tuple[int, ...], ...]:
+@lru_cache(maxsize=4096)
+def _windows(
+    kernels: tuple[int, ...],
+    strides: tuple[int, ...],
+    paddings: tuple[int, ...],
+    dilations: tuple[int, ...],
+    ceil: bool,
+) -> tuple[Window, ...]:
+    rows = zip(kernels, strides, paddings, dilations, strict=True)
+    return tuple(Window(k, s, d, (p, p), ceil) for k, s, p, d in rows)
+
+
+@lru_cache(maxsize=4096)
+def window_arguments(windows: tuple[Window, ...]) -> tuple[tuple[int, ...], ...]:
     """Return kernels, strides, paddings and dilations, as torch's functions take them."""
     rows = [(w.kernel, w.stride, w.padding[0], w.dilation) for w in windows]
     return tuple(zip(*rows, strict=True))
 
 
-def output_shape(channels: int, x: DistTensor, windows: Sequence[IndexMap]) -> tuple[int, ...]:
-    """Return the global shape, with `channels` channels, of windows over the spatial dimensions."""
-    spatial = zip(windows, x.shape[2:], strict=True)
-    return (x.shape[0], channels, *(w.output_size(n) for w, n in spatial))
+class PlannedWindows(NamedTuple):
+    """What a rank has to know to apply windows over the spatial dimensions of a tensor.
+
+    Attributes
+    ----------
+    windows: one window for each spatial dimension.
+    shape: the global shape of the result, which is cut like the tensor.
+    box, block: this rank's box of the result, and its shape.
+    inputs: the plan that gathers the inputs of the block; None if every rank has its own.
+    left: for each spatial dimension the padding that the local operator must add itself.
+    """
+
+    windows: tuple[Window, ...]
+    shape: tuple[int, ...]
+    box: Box
+    block: tuple[int, ...]
+    inputs: Plan | None
+    left: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def plan_windows(
+    x: Placement, windows: tuple[Window, ...], channels: int | None = None
+) -> PlannedWindows:
+    """Return the plan for windows over a tensor; the result has `channels`, by default as many."""
+    sizes = (w.output_size(n) for w, n in zip(windows, x.shape[2:], strict=True))
+    shape = (x.shape[0], x.shape[1] if channels is None else channels, *sizes)
+    box = rank_box(shape, x.cuts, x.topology, x.rank)
+    needs = (Same(), Same(), *window_needs(windows, x.cuts))
+    inputs = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, needs, x.cuts)
+    left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, x.cuts))
+    return PlannedWindows(windows, shape, box, box.shape, inputs, left)
 
 
 def apply_windows(
     x: DistTensor,
-    windows: Sequence[Window],
-    shape: tuple[int, ...],
+    plan: PlannedWindows,
     operator: str,
     compute: Callable[[Tensor, tuple[int, ...]], Tensor],
     *,
     fill: float = 0.0,
 ) -> DistTensor:
-    """Return the result of windows over the spatial dimensions of `x`. All ranks call it.
+    """Return the result of planned windows over the spatial dimensions of `x`. All ranks call it.
 
     Each rank gathers the inputs of its block of outputs, with `fill` for padding, and calls
     `compute`.
 
     Parameters
     ----------
-    shape: the global shape of the result.
     operator: the called function, under which the exchange is recorded.
     compute: the local operator. It takes the buffer, and for each dimension the padding that it
         must add itself.
     """
-    needs = (Same(), Same(), *window_needs(windows, x.cuts))
-    buffer = gather_inputs(x, needs, x.cuts, operator, fill)
-    block = box_on_rank(shape, x.cuts, x.grid).shape
-    left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, x.cuts))
-    if prod(block) == 0:
-        window = filled_block(buffer, (1, buffer.shape[1], *(w.extent for w in windows)))
-        shard = compute(window, left)[:0].reshape(block)
+    buffer = gather_by(plan.inputs, x, x.cuts, operator, fill)
+    if 0 in plan.block:
+        window = filled_block(buffer, (1, buffer.shape[1], *(w.extent for w in plan.windows)))
+        shard = compute(window, plan.left)[:0].reshape(plan.block)
     else:
-        shard = compute(buffer, left)
-    return DistTensor(shard, shape, x.cuts, x.grid)
+        shard = compute(buffer, plan.left)
+    return DistTensor(shard, plan.shape, x.cuts, x.grid)
 
 
 def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
