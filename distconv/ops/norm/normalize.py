@@ -31,7 +31,7 @@ from distconv.ops.norm.form import (
 from distconv.ops.norm.gradients import recorded_gradients
 from distconv.ops.norm.moments import moments
 from distconv.ops.norm.running import RunningStatistics
-from distconv.ops.norm.synchronized import SynchronizedBatchNorm, SynchronizedGroupNorm
+from distconv.ops.norm.synchronized import SynchronizedNorm
 from distconv.ops.support.constants import constant, remembered
 from distconv.ops.support.operands import accumulation_type, check_same_types, in_type
 from distconv.tensor.dist_tensor import DistTensor
@@ -72,7 +72,7 @@ def normalize(
         form = form._replace(in_runs=False)
     x = in_format_of(x, x)
     function = _function_for(x, form)
-    last = function is SynchronizedGroupNorm and has_channels_last(x)
+    last = function is SynchronizedNorm and form.of_each_sample and has_channels_last(x)
     block = x.contiguous() if last else x
     y: Tensor = function.apply(block, weight, bias, form, grid, group, counts, eps, running)
     return y.contiguous(memory_format=CHANNELS_LAST[y.dim()]) if last else y
@@ -85,7 +85,7 @@ def _function_for(x: Tensor, form: Form) -> type[ShardFunction]:
     """
     if not on_accelerator(x, simulated=False) or not form.centered or form.weighs_elements:
         return _NormalizeBlock
-    return SynchronizedGroupNorm if form.of_each_sample else SynchronizedBatchNorm
+    return SynchronizedNorm
 
 
 class _NormalizeBlock(ShardFunction):

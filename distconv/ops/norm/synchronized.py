@@ -27,8 +27,13 @@ from distconv.ops.support.constants import constant
 from distconv.ops.support.operands import accumulation_type, in_type
 
 
-class SynchronizedBatchNorm(ShardFunction):
-    """Normalise the channels of a block (N, C, *spatial) by statistics over several ranks."""
+class SynchronizedNorm(ShardFunction):
+    """Normalise a block (N, C, *spatial) by statistics over several ranks.
+
+    Statistics are of each channel. If `form.of_each_sample`, they are of each sample and group of
+    channels. The block is then contiguous, and samples and channels together are the channels of
+    the kernels: each has the numbers of its group.
+    """
 
     @staticmethod
     def forward(
@@ -43,102 +48,124 @@ class SynchronizedBatchNorm(ShardFunction):
         eps: float,
         running: RunningStatistics | None,
     ) -> Tensor:
-        own = _own_statistics(x, x.shape[1], eps)
+        own = _statistics_of_groups(x, form, eps) if form.of_each_sample else _of_channels(x, eps)
         mean, invstd = _combined(*own, grid, group, counts, eps, running)
         ctx.save_for_backward(x, weight, mean, invstd)
         ctx.context = form, grid, group, counts, eps, None if bias is None else bias.dtype
-        weight, bias = _as(weight, mean.dtype), _as(bias, mean.dtype)
-        return _affine(x, x.shape[:2], weight, bias, mean, invstd, eps)
+        weight, bias = (_for_kernel(p, x, form, mean.dtype) for p in (weight, bias))
+        return _affine(x, _channels(x, form), weight, bias, mean, invstd, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, invstd = ctx.saved_tensors
-        form, grid, group, counts, eps, bias = ctx.context
-        count = max(sum(counts), 1)
+        (x, weight, _, _), (form, grid, group, counts, eps, bias) = ctx.saved_tensors, ctx.context
         if torch.is_grad_enabled():
+            count = max(sum(counts), 1)
             made = recorded_gradients(grads[0], x, weight, form, grid, group, count, eps)
-            return _gradients(*made, weight, bias)
-        dy, weight_ = in_format_of(grads[0], x), _as(weight, mean.dtype)
-        dbias, of_deviation = _sums(dy, x, x.shape[:2], mean)
-        total = torch.stack([dbias, of_deviation])
-        if group:
-            all_reduce_(total, grid, group)
-        sum_dy, sum_dy_xmu = total
-        if not x.numel():
-            dx = torch.empty_like(x)
-        elif _run_length(x, x.shape[:2]):
-            gain = invstd if weight_ is None else invstd * weight_
-            scaled = torch.addcmul(_zero(mean), total, gain, value=-1 / count)
-            dx = _affine(x, x.shape[:2], scaled[1] * invstd, scaled[0], mean, invstd, eps)
-            dx.addcmul_(dy, gain.view(-1, *(1,) * (x.dim() - 2)))
         else:
-            numbers = constant(x.device, counts, torch.int32)
-            dx = torch.batch_norm_backward_elemt(
-                dy, x, mean, invstd, weight_, sum_dy, sum_dy_xmu, numbers
-            )
-        return _gradients(dx, of_deviation * invstd, dbias, weight, bias)
-
-
-class SynchronizedGroupNorm(ShardFunction):
-    """Normalise each sample and group of channels of a contiguous block (N, C, *spatial).
-
-    Statistics are over several ranks, each with the same channels. Samples and channels together
-    are the channels of torch's kernels; each has the numbers of its group.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        form: Form,
-        grid: Grid,
-        group: tuple[str, ...],
-        counts: tuple[int, ...],
-        eps: float,
-        running: None,
-    ) -> Tensor:
-        n, c = x.shape[:2]
-        groups = n * form.groups
-        by_groups = x.view(1, groups, x.numel() // max(groups, 1))
-        own = _own_statistics(by_groups, groups, eps)
-        mean, invstd = (t.unsqueeze(1).expand(groups, c // max(form.groups, 1)) for t in own)
-        mean, invstd = _combined(mean, invstd, grid, group, counts, eps, None)
-        ctx.save_for_backward(x, weight, mean, invstd)
-        ctx.context = form, grid, group, counts, eps, None if bias is None else bias.dtype
-        weight, bias = (
-            None if p is None else in_type(p, mean.dtype).expand(n, c).reshape(-1)
-            for p in (weight, bias)
+            of_block: Any = _gradients_of_groups if form.of_each_sample else _gradients_of_channels
+            made = of_block(grads[0], *ctx.saved_tensors, form, grid, group, counts, eps)
+        dx, dweight, dbias = made
+        return (
+            dx,
+            None if weight is None else in_type(dweight, weight.dtype),
+            None if bias is None else in_type(dbias, bias),
+            *(None,) * 6,
         )
-        return _affine(x, (1, n * c), weight, bias, mean, invstd, eps)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, invstd = ctx.saved_tensors
-        form, grid, group, counts, eps, bias = ctx.context
-        count = max(sum(counts), 1)
-        if torch.is_grad_enabled():
-            made = recorded_gradients(grads[0], x, weight, form, grid, group, count, eps)
-            return _gradients(*made, weight, bias)
-        n, c = x.shape[:2]
-        split = n, form.groups, c // max(form.groups, 1)
-        dy, gain = grads[0].contiguous(), invstd.view(n, c)
-        gain = gain if weight is None else gain * in_type(weight, mean.dtype)
-        dbias, of_deviation = _sums(dy, x, (1, n * c), mean)
-        sums = torch.stack([dbias, of_deviation]).view(2, *split)
-        total = torch.addcmul(_zero(mean), sums, gain.view(split), value=-1 / count)
-        total = total.sum(3, keepdim=True)
-        if group:
-            all_reduce_(total, grid, group)
-        # dx = gain * dy - mean(gain * dy) - standardised x * mean(gain * dy * standardised x)
-        offset, slope = total.expand(sums.shape).reshape(2, -1)
-        dx = _affine(x, (1, n * c), slope * invstd, offset, mean, invstd, eps)
-        dx.addcmul_(dy, gain.view(n, c, *(1,) * (x.dim() - 2)))
-        dweight = of_deviation * invstd
-        if n != 1:
-            dweight, dbias = (t.view(n, c).sum(0) for t in (dweight, dbias))
-        return _gradients(dx, dweight, dbias, weight, bias)
+
+def _channels(x: Tensor, form: Form) -> tuple[int, int]:
+    """Return the samples and the channels as which the kernels see a block."""
+    n, c = x.shape[:2]
+    return (1, n * c) if form.of_each_sample else (n, c)
+
+
+def _for_kernel(
+    parameter: Tensor | None, x: Tensor, form: Form, dtype: torch.dtype
+) -> Tensor | None:
+    """Return a weight or bias for each channel of the kernels, in their type, contiguous."""
+    if parameter is None:
+        return None
+    parameter = in_type(parameter, dtype)
+    if form.of_each_sample:
+        return parameter.expand(x.shape[:2]).reshape(-1)
+    return parameter.contiguous()
+
+
+def _statistics_of_groups(x: Tensor, form: Form, eps: float) -> tuple[Tensor, Tensor]:
+    """Return `_of_channels` for groups of channels, expanded to (N * groups, channels of each)."""
+    groups = x.shape[0] * form.groups
+    own = _of_channels(x.view(1, groups, x.numel() // max(groups, 1)), eps)
+    mean, invstd = (t.unsqueeze(1).expand(groups, x.shape[1] // max(form.groups, 1)) for t in own)
+    return mean, invstd
+
+
+def _gradients_of_channels(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    form: Form,
+    grid: Grid,
+    group: tuple[str, ...],
+    counts: tuple[int, ...],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of input, weight and bias. The ranks along `group` call it."""
+    dy, weight = in_format_of(dy, x), _for_kernel(weight, x, form, mean.dtype)
+    dbias, of_deviation = _sums(dy, x, x.shape[:2], mean)
+    total = torch.stack([dbias, of_deviation])
+    if group:
+        all_reduce_(total, grid, group)
+    sum_dy, sum_dy_xmu = total
+    if not x.numel():
+        dx = torch.empty_like(x)
+    elif _run_length(x, x.shape[:2]):
+        gain = invstd if weight is None else invstd * weight
+        scaled = torch.addcmul(_zero(mean), total, gain, value=-1 / max(sum(counts), 1))
+        dx = _affine(x, x.shape[:2], scaled[1] * invstd, scaled[0], mean, invstd, eps)
+        dx.addcmul_(dy, gain.view(-1, *(1,) * (x.dim() - 2)))
+    else:
+        numbers = constant(x.device, counts, torch.int32)
+        dx = torch.batch_norm_backward_elemt(
+            dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, numbers
+        )
+    return dx, of_deviation * invstd, dbias
+
+
+def _gradients_of_groups(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    form: Form,
+    grid: Grid,
+    group: tuple[str, ...],
+    counts: tuple[int, ...],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `_gradients_of_channels` for statistics of each sample and group.
+
+    dx = gain * dy - mean(gain * dy) - standardised x * mean(gain * dy * standardised x)
+    """
+    (n, c), channels = x.shape[:2], _channels(x, form)
+    split = n, form.groups, c // max(form.groups, 1)
+    dy, gain = dy.contiguous(), invstd.view(n, c)
+    gain = gain if weight is None else gain * in_type(weight, mean.dtype)
+    dbias, of_deviation = _sums(dy, x, channels, mean)
+    sums = torch.stack([dbias, of_deviation]).view(2, *split)
+    total = torch.addcmul(_zero(mean), sums, gain.view(split), value=-1 / max(sum(counts), 1))
+    total = total.sum(3, keepdim=True)
+    if group:
+        all_reduce_(total, grid, group)
+    offset, slope = total.expand(sums.shape).reshape(2, -1)
+    dx = _affine(x, channels, slope * invstd, offset, mean, invstd, eps)
+    dx.addcmul_(dy, gain.view(n, c, *(1,) * (x.dim() - 2)))
+    dweight = of_deviation * invstd
+    if n != 1:
+        dweight, dbias = (t.view(n, c).sum(0) for t in (dweight, dbias))
+    return dx, dweight, dbias
 
 
 _RUN, _MANY = 2**15, 2**16
@@ -161,8 +188,9 @@ def _run_length(x: Tensor, channels: Sequence[int]) -> int | None:
     return divisor_from(positions, _RUN)
 
 
-def _own_statistics(x: Tensor, channels: int, eps: float) -> tuple[Tensor, Tensor]:
+def _of_channels(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and 1 / sqrt(variance + eps) of this rank's elements of each channel."""
+    channels = x.shape[1]
     if not x.numel():
         zeros = x.new_zeros((2, channels), dtype=accumulation_type(x.dtype))
         return zeros[0], zeros[1]
@@ -270,20 +298,3 @@ def _combined(
     elif running:
         running.update(mean, invstd.square().reciprocal_().sub_(eps))
     return mean.reshape(-1), invstd.reshape(-1)
-
-
-def _as(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a parameter in the type of the statistics, contiguous."""
-    return None if parameter is None else in_type(parameter, dtype).contiguous()
-
-
-def _gradients(
-    dx: Tensor, dweight: Tensor, dbias: Tensor, weight: Tensor | None, bias: torch.dtype | None
-) -> tuple[Tensor | None, ...]:
-    """Return the results of `backward`; `bias` is the type of the bias, or None."""
-    return (
-        dx,
-        None if weight is None else in_type(dweight, weight.dtype),
-        None if bias is None else in_type(dbias, bias),
-        *(None,) * 6,
-    )
