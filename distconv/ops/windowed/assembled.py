@@ -55,7 +55,7 @@ def window_arguments(windows: tuple[Window, ...]) -> tuple[tuple[int, ...], ...]
 
 
 class PlannedWindows(NamedTuple):
-    """What a rank has to know to apply windows over the spatial dimensions of a tensor.
+    """A plan to apply windows over the spatial dimensions of a tensor, as one rank sees it.
 
     Attributes
     ----------
