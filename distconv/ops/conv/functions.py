@@ -105,6 +105,9 @@ def _convolve_points(
     return cast(DistTensor, merge_as(made, (*made.shape[:2], *input.shape[2:])))
 
 
-for _n in (1, 2, 3):
-    _convolution(getattr(torch, f"conv{_n}d"), _n, Convolution)
-    _convolution(getattr(torch, f"conv_transpose{_n}d"), _n, TransposedConvolution)
+_convolution(torch.conv1d, 1, Convolution)
+_convolution(torch.conv2d, 2, Convolution)
+_convolution(torch.conv3d, 3, Convolution)
+_convolution(torch.conv_transpose1d, 1, TransposedConvolution)
+_convolution(torch.conv_transpose2d, 2, TransposedConvolution)
+_convolution(torch.conv_transpose3d, 3, TransposedConvolution)

@@ -30,10 +30,11 @@ _OF_OTHERS = {
 """Transforms, each with the one that it is along all dimensions but the last."""
 
 
-def _transform(kind: str, form: str) -> None:
-    name = kind + form
-    function: Callable[..., Tensor] = getattr(torch.fft, name)
-    last: Any = {"": -1, "2": (-2, -1), "n": None}[form]
+def _transform(function: Callable[..., Tensor], name: str, kind: str, last: Any) -> None:
+    """Register the rule of a function of torch.fft, which is called `name` there.
+
+    `kind` is the transform along one dimension; `last` are the dimensions by default, None for all.
+    """
 
     @implements(function)
     def rule(
@@ -51,9 +52,24 @@ def _transform(kind: str, form: str) -> None:
         return _transformed(kind, name, input, dims, of_dims, norm)
 
 
-for _kind in _OF_OTHERS:
-    for _form in ("", "2", "n"):
-        _transform(_kind, _form)
+_transform(torch.fft.fft, "fft", "fft", -1)
+_transform(torch.fft.fft2, "fft2", "fft", (-2, -1))
+_transform(torch.fft.fftn, "fftn", "fft", None)
+_transform(torch.fft.rfft, "rfft", "rfft", -1)
+_transform(torch.fft.rfft2, "rfft2", "rfft", (-2, -1))
+_transform(torch.fft.rfftn, "rfftn", "rfft", None)
+_transform(torch.fft.hfft, "hfft", "hfft", -1)
+_transform(torch.fft.hfft2, "hfft2", "hfft", (-2, -1))
+_transform(torch.fft.hfftn, "hfftn", "hfft", None)
+_transform(torch.fft.ifft, "ifft", "ifft", -1)
+_transform(torch.fft.ifft2, "ifft2", "ifft", (-2, -1))
+_transform(torch.fft.ifftn, "ifftn", "ifft", None)
+_transform(torch.fft.irfft, "irfft", "irfft", -1)
+_transform(torch.fft.irfft2, "irfft2", "irfft", (-2, -1))
+_transform(torch.fft.irfftn, "irfftn", "irfft", None)
+_transform(torch.fft.ihfft, "ihfft", "ihfft", -1)
+_transform(torch.fft.ihfft2, "ihfft2", "ihfft", (-2, -1))
+_transform(torch.fft.ihfftn, "ihfftn", "ihfft", None)
 
 
 def _transformed(
@@ -120,9 +136,7 @@ def _in_space(x: DistTensor, dims: Sequence[int]) -> Cuts:
     return tuple(mine + others for mine, others in zip(own, rest, strict=True))
 
 
-def _shift(name: str, before: int) -> None:
-    function: Callable[..., Tensor] = getattr(torch.fft, name)
-
+def _shift(function: Callable[..., Tensor], before: int) -> None:
     @implements(function)
     def rule(input: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
         check_on_meta(function, any_type(input), dim)
@@ -130,8 +144,8 @@ def _shift(name: str, before: int) -> None:
         return torch.roll(input, [(input.shape[d] + before) // 2 for d in over], over)
 
 
-_shift("fftshift", 0)
-_shift("ifftshift", 1)
+_shift(torch.fft.fftshift, 0)
+_shift(torch.fft.ifftshift, 1)
 
 
 @implements(torch.stft, torch.Tensor.stft)

@@ -162,9 +162,17 @@ def _adaptive_max_pool(local: Callable[..., Any], functions: Any, n: int, places
         return apply_along(local, name, input, range(2, n + 2), outputs)
 
 
-for _n, _local in {1: torch.adaptive_max_pool1d, **adaptive_max_pool}.items():
-    _max = f"adaptive_max_pool{_n}d"
-    _also = [torch.adaptive_max_pool1d] if _n == 1 else []
-    _adaptive_avg_pool(getattr(F, f"adaptive_avg_pool{_n}d"), _n)
-    _adaptive_max_pool(_local, [getattr(F, _max)], _n, places=False)
-    _adaptive_max_pool(_local, [getattr(F, f"{_max}_with_indices"), *_also], _n, places=True)
+_adaptive_avg_pool(F.adaptive_avg_pool1d, 1)
+_adaptive_avg_pool(F.adaptive_avg_pool2d, 2)
+_adaptive_avg_pool(F.adaptive_avg_pool3d, 3)
+_adaptive_max_pool(torch.adaptive_max_pool1d, [F.adaptive_max_pool1d], 1, places=False)
+_adaptive_max_pool(adaptive_max_pool[2], [F.adaptive_max_pool2d], 2, places=False)
+_adaptive_max_pool(adaptive_max_pool[3], [F.adaptive_max_pool3d], 3, places=False)
+_adaptive_max_pool(
+    torch.adaptive_max_pool1d,
+    [F.adaptive_max_pool1d_with_indices, torch.adaptive_max_pool1d],
+    1,
+    places=True,
+)
+_adaptive_max_pool(adaptive_max_pool[2], [F.adaptive_max_pool2d_with_indices], 2, places=True)
+_adaptive_max_pool(adaptive_max_pool[3], [F.adaptive_max_pool3d_with_indices], 3, places=True)

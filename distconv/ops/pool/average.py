@@ -130,7 +130,7 @@ def _average(
     return pool(x, kernel, stride, padding, ceil_mode, divisor_override=divisor)
 
 
-def _power_average(spatial: int, function: Any, average: Any) -> None:
+def _power_average(function: Any, average: Any, spatial: int) -> None:
     @implements(function)
     def rule(
         input: DistTensor,
@@ -148,7 +148,9 @@ def _power_average(spatial: int, function: Any, average: Any) -> None:
         return total.mul(prod(to_tuple(kernel_size, spatial, "kernel_size"))).pow(1.0 / norm_type)
 
 
-for _n in (1, 2, 3):
-    _average_of = getattr(F, f"avg_pool{_n}d")
-    _avg_pool(_average_of, _n)
-    _power_average(_n, getattr(F, f"lp_pool{_n}d"), _average_of)
+_avg_pool(F.avg_pool1d, 1)
+_avg_pool(F.avg_pool2d, 2)
+_avg_pool(F.avg_pool3d, 3)
+_power_average(F.lp_pool1d, F.avg_pool1d, 1)
+_power_average(F.lp_pool2d, F.avg_pool2d, 2)
+_power_average(F.lp_pool3d, F.avg_pool3d, 3)

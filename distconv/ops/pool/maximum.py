@@ -202,7 +202,14 @@ class _MaxPool(ShardFunction):
         return dx, None, None
 
 
-for _n, _local in {1: torch.max_pool1d_with_indices, **max_pool_with_places}.items():
-    _values, _of_f = getattr(torch, f"max_pool{_n}d"), getattr(F, f"max_pool{_n}d_with_indices")
-    _max_pool(_values, (getattr(F, f"max_pool{_n}d"), _values), _n, places=False)
-    _max_pool(_local, (_of_f, *([_local] if _n == 1 else [])), _n, places=True)
+_max_pool(torch.max_pool1d, (F.max_pool1d, torch.max_pool1d), 1, places=False)
+_max_pool(torch.max_pool2d, (F.max_pool2d, torch.max_pool2d), 2, places=False)
+_max_pool(torch.max_pool3d, (F.max_pool3d, torch.max_pool3d), 3, places=False)
+_max_pool(
+    torch.max_pool1d_with_indices,
+    (F.max_pool1d_with_indices, torch.max_pool1d_with_indices),
+    1,
+    places=True,
+)
+_max_pool(max_pool_with_places[2], (F.max_pool2d_with_indices,), 2, places=True)
+_max_pool(max_pool_with_places[3], (F.max_pool3d_with_indices,), 3, places=True)

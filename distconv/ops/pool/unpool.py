@@ -127,5 +127,6 @@ def _scatter(values: Tensor, index: Tensor, box: Box, plane: Shape) -> Tensor:
     return made.scatter(2, places, values.flatten(2))[:, :, :beyond].reshape(box.shape)
 
 
-for _n in (1, 2, 3):
-    _unpool(getattr(F, f"max_unpool{_n}d"), _n)
+_unpool(F.max_unpool1d, 1)
+_unpool(F.max_unpool2d, 2)
+_unpool(F.max_unpool3d, 3)
