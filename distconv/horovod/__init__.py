@@ -9,7 +9,6 @@ from typing import Any as _Any
 
 from distconv.horovod.collectives import Adasum as Adasum
 from distconv.horovod.collectives import Average as Average
-from distconv.horovod.collectives import Compression as Compression
 from distconv.horovod.collectives import Max as Max
 from distconv.horovod.collectives import Min as Min
 from distconv.horovod.collectives import Product as Product
@@ -38,6 +37,8 @@ from distconv.horovod.collectives import grouped_reducescatter_async as grouped_
 from distconv.horovod.collectives import join as join
 from distconv.horovod.collectives import reducescatter as reducescatter
 from distconv.horovod.collectives import reducescatter_async as reducescatter_async
+from distconv.horovod.collectives import sparse_allreduce_async as sparse_allreduce_async
+from distconv.horovod.compression import Compression as Compression
 from distconv.horovod.handles import poll as poll
 from distconv.horovod.handles import synchronize as synchronize
 from distconv.horovod.job import HorovodInternalError as HorovodInternalError

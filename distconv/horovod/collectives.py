@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from distconv.comm.half_sums import WIDE, HalfSum
+from distconv.comm.half_sums import HalfSum
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
-from distconv.horovod.handles import give_handle
+from distconv.horovod.compression import Compression, check_compression
+from distconv.horovod.handles import CallableHandle, give_handle
 from distconv.horovod.job import JOINED, PURPOSE, Announcement, Job, Part, refuse_dist_tensors
-from distconv.horovod.process_sets import current, global_process_set
+from distconv.horovod.process_sets import ProcessSet, current, global_process_set
 from distconv.transport.interface import Request
 
 Finish = Callable[[], list[Tensor]]
@@ -46,16 +48,6 @@ Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
 Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 
 
-class Compression:
-    """The types in which floating-point numbers can be sent: `none`, their own, or `fp16`.
-
-    Numbers that are sent in float16 are added up in float32.
-    """
-
-    none = None
-    fp16 = torch.float16
-
-
 GRADIENTS = "horovod gradients"
 """The kind of announcement, and the purpose of the communicators, of optimizers' gradients, which
 overlap other collectives."""
@@ -67,29 +59,21 @@ _OF_ALL: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
 }
 """Ops that are computed from the stacked tensors of all ranks."""
 
-
-def check_compression(caller: str, wire: torch.dtype | None) -> None:
-    """Raise ValueError unless `wire` is a value of `Compression`.
-
-    `caller` is the name of the calling function, for the error message.
-    """
-    if wire not in (Compression.none, Compression.fp16):
-        raise ValueError(
-            f"distconv.horovod.{caller}: compression={wire!r} is unknown; choose Compression.none "
-            "or Compression.fp16 of distconv.horovod"
-        )
+_HALVES = (torch.float16, torch.bfloat16)
+"""Types of numbers that are added up in float32."""
 
 
-def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
+def chosen_op(caller: str, op: ReduceOp | None, average: Any = None) -> ReduceOp:
     """Return `op`, or the operation that Horovod's older argument `average` stands for.
 
-    `caller` is the name of the calling function, for error messages. Raises ValueError if both are
-    given or `op` is unknown, and NotImplementedError for Adasum.
+    As in Horovod, any true `average` stands for Average. `caller` is the name of the calling
+    function, for error messages. Raises ValueError if both are given or `op` is unknown, and
+    NotImplementedError for Adasum.
     """
     if op is not None and average is not None:
         raise ValueError(f"distconv.horovod.{caller}: op and average are given; leave out average")
     if op is None:
-        return Average if average in (None, True) else Sum
+        return Average if average is None or average else Sum
     if not isinstance(op, ReduceOp):
         raise ValueError(
             f"distconv.horovod.{caller}: op={op!r} is unknown; choose Average, Sum, Min, Max or "
@@ -101,6 +85,16 @@ def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> 
             "distconv.training.Recipe, or distconv.training.LARC, for large batches"
         )
     return op
+
+
+def sum_or_average(caller: str, op: ReduceOp | None) -> ReduceOp:
+    """Return `chosen_op(caller, op)`; raise ValueError unless it is Sum or Average."""
+    chosen = chosen_op(caller, op)
+    if chosen not in (Average, Sum):
+        raise ValueError(
+            f"distconv.horovod.{caller}: op={chosen} is not supported; choose Average or Sum"
+        )
+    return chosen
 
 
 # Sums, which ranks without samples take part in
@@ -132,12 +126,10 @@ def _sums(
     kind: str,
     name: str | None,
     detail: tuple[Any, ...],
-    wire: torch.dtype | None,
 ) -> Finish:
     """Start to sum tensors over a process set; return a function that waits for the sums.
 
-    Tensors of one type and device are sent together. Tensors of 16 bits are sent in their own type,
-    other floating-point tensors in the type `wire`, None for their own; numbers sent in 16 bits are
+    Tensors of one type and device are sent together, in their own type. Numbers of 16 bits are
     added up in float32. `kind`, `name` and `detail` are announced to the other ranks; see
     `Announcement`.
     """
@@ -148,10 +140,9 @@ def _sums(
     parts: list[Part] = []
     for (dtype, _), numbers in groups.items():
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in numbers])
-        half = dtype in (torch.float16, torch.bfloat16)
+        half = dtype in _HALVES
         flats.append(flat.float() if half else flat)
-        sent = dtype if half else wire if dtype in WIDE else None
-        parts.append(part_of(flat.numel(), flats[-1], sent))
+        parts.append(part_of(flat.numel(), flats[-1], dtype if half else None))
 
     def start(everyone: list[Announcement | None]) -> Finish:
         requests = [
@@ -262,7 +253,7 @@ def _reduce(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Fin
 
         finish = job.start(Announcement(kind, name, (*detail, *_shapes(tensors))), start).wait
     else:
-        finish = _sums(job, scaled, kind, name, detail, options.get("compression"))
+        finish = _sums(job, scaled, kind, name, detail)
 
     def results() -> list[Tensor]:
         found = finish()
@@ -290,7 +281,10 @@ def _averages(job: Job, gradients: list[Tensor], kind: str) -> list[Tensor]:
 
 def _gather(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
     rows = [x.detach().reshape(1) if x.dim() == 0 else x.detach() for x in tensors]
-    detail = tuple((tuple(x.shape[1:]), str(x.dtype), x.device.type) for x in rows)
+    detail = (
+        *options.get("detail", ()),
+        *((tuple(x.shape[1:]), str(x.dtype), x.device.type) for x in rows),
+    )
     own = [len(x) for x in rows]
 
     def start(everyone: list[Announcement | None]) -> Finish:
@@ -506,7 +500,8 @@ def _called(
     refuse_dist_tensors(family + variant, *given)
     job = options["process_set"].job
     options["kind"] = family
-    check_compression(family + variant, options.get("compression"))
+    compression = options.pop("compression", Compression.none)
+    check_compression(family + variant, compression)
     if "op" in options:
         options["op"] = chosen_op(family + variant, options["op"], options.pop("average", None))
     if variant:
@@ -518,21 +513,16 @@ def _called(
                 for x, y in zip(given, found, strict=True):
                     x.detach().copy_(y)
                 found = given
-            return _shown(found, several, options)
+            # The result of alltoall_async is (tensor, splits), with and without given splits.
+            return found if several else tuple(found) if "splits" in options else found[0]
 
         return give_handle(result) if "async" in variant else result()
-    return _shown(_apply(kind, job, given, options), several, options)
-
-
-def _shown(results: list[Tensor], several: bool, options: dict[str, Any]) -> Any:
-    """Return the results of a function in Horovod's form.
-
-    The form is a list for a function of several tensors, (tensor, splits) for an all-to-all that
-    was given `splits`, and else one tensor.
-    """
-    if several:
-        return results
-    return tuple(results) if options.get("splits") is not None else results[0]
+    packed = [compression.compress(x) for x in given]
+    results = _apply(kind, job, [x for x, _ in packed], options)
+    if "splits" in options:
+        return results[0] if options["splits"] is None else tuple(results)
+    unpacked = [compression.decompress(y, ctx) for y, (_, ctx) in zip(results, packed, strict=True)]
+    return unpacked if several else unpacked[0]
 
 
 def _family(
@@ -639,3 +629,46 @@ reducescatter, reducescatter_async = _family(
 grouped_reducescatter, grouped_reducescatter_async = _family(
     "grouped_reducescatter", _SCATTER, _OF_SCATTERS, "Return `reducescatter` of each tensor."
 )
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: ReduceOp, process_set: ProcessSet = global_process_set
+) -> CallableHandle:
+    """Start to reduce a sparse tensor over the ranks, and return a handle. Collective.
+
+    `handle()` and `synchronize(handle)` wait for the result and return it, once. The result is
+    coalesced. Outside autograd.
+
+    Parameters
+    ----------
+    tensor: a sparse COO tensor, of one shape and type on all ranks. The number of its non-zero
+        elements may differ between ranks, and be 0.
+    op: Average or Sum; averages of whole numbers are truncated.
+
+    Raises
+    ------
+    TypeError For a tensor of another layout. ValueError For another `op`. HorovodInternalError On
+    every rank, if shapes or types differ.
+    """
+    caller = "sparse_allreduce_async"
+    refuse_dist_tensors(caller, tensor)
+    op = sum_or_average(caller, op)
+    if tensor.layout != torch.sparse_coo:
+        raise TypeError(
+            f"distconv.horovod.{caller}: the tensor's layout is {tensor.layout}; pass a tensor of "
+            "torch.sparse_coo, as x.to_sparse() is, or call allreduce_async"
+        )
+    own = tensor.detach().coalesce()
+    shape, detail = tuple(tensor.shape), (str(op), tuple(tensor.shape))
+    options = {"kind": "sparse_allreduce", "name": name, "detail": detail}
+    job, made = process_set.job, partial(torch.sparse_coo_tensor, check_invariants=False)
+    finish = _gather(job, [own.indices().t().contiguous(), own.values()], options)
+
+    def result() -> Tensor:
+        indices, values = finish()
+        values = values.float() if own.dtype in _HALVES else values
+        total = made(indices.t(), values, shape).coalesce()
+        values = _mean(total.values(), job.size) if op is Average else total.values()
+        return made(total.indices(), values.to(own.dtype), shape, is_coalesced=True)
+
+    return CallableHandle(give_handle(result))

@@ -18,6 +18,14 @@ def give_handle(result: Callable[[], Any]) -> int:
     return handle
 
 
+class CallableHandle(int):
+    """A handle that can be called to wait for the result, as `synchronize` does."""
+
+    def __call__(self) -> Any:
+        """Wait for the collective, and return its result, once."""
+        return synchronize(self)
+
+
 def synchronize(handle: int) -> Any:
     """Wait for a started collective, and return its result, once for each handle.
 

@@ -34,6 +34,9 @@ _VARIABLES = {
 }
 """Environment variables of Horovod that are not supported, and the way out."""
 
+_WITHOUT_EFFECT = ("HOROVOD_TIMELINE", "DYNAMIC")
+"""A variable, and the value with which Horovod records nothing until start_timeline is called."""
+
 
 class HorovodInternalError(RuntimeError):
     """Ranks called collectives that do not match; raised on every rank of the process set."""
@@ -60,7 +63,8 @@ class Announcement(NamedTuple):
     Attributes
     ----------
     kind: Horovod's name of the function.
-    name: the `name` argument, by which calls are matched; None to match the next one of its kind.
+    name: the `name` argument, by which calls are matched; None or "" to match the next one of its
+        kind.
     detail: everything else that must be the same on every rank.
     parts: the vectors to sum; empty if a rank without samples cannot take part.
     own: values of this rank for the others, such as its number of rows.
@@ -185,7 +189,7 @@ class Job:
         for rank, theirs in enumerate(everyone):
             if theirs not in (JOINED, _WAITING):
                 key = theirs.kind, theirs.name or self._unnamed[rank][theirs.kind]
-                self._unnamed[rank][theirs.kind] += theirs.name is None
+                self._unnamed[rank][theirs.kind] += not theirs.name
                 self._announced.setdefault(key, {})[rank] = theirs
         joined = frozenset(rank for rank, theirs in enumerate(everyone) if theirs == JOINED)
         self.joined = joined
@@ -193,7 +197,8 @@ class Job:
         ready = [
             key for key, by_rank in self._announced.items() if by_rank.keys() | joined == ranks
         ]
-        if not ready and _WAITING in everyone and {JOINED, _WAITING}.issuperset(everyone):
+        idle = all(theirs in (JOINED, _WAITING) for theirs in everyone)
+        if not ready and _WAITING in everyone and idle:
             self._refuse({r: a for ones in self._announced.values() for r, a in ones.items()})
         # In one order on all ranks, whichever rank named them first.
         for key in sorted(ready, key=str):
@@ -242,7 +247,7 @@ class Job:
 def check_environment() -> None:
     """Raise NotImplementedError if an environment variable asks for an unsupported feature."""
     for name, way_out in _VARIABLES.items():
-        if launch.switched_on(name):
+        if launch.switched_on(name) and (name, os.environ[name]) != _WITHOUT_EFFECT:
             raise NotImplementedError(
                 f"distconv.horovod: {name}={os.environ[name]} is not supported; unset it, and "
                 f"{way_out}"

@@ -19,13 +19,11 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.horovod.collectives import (
     GRADIENTS,
     Average,
-    Compression,
     ReduceOp,
-    Sum,
-    check_compression,
-    chosen_op,
     part_of,
+    sum_or_average,
 )
+from distconv.horovod.compression import Compression
 from distconv.horovod.job import Announcement, HorovodInternalError, Job
 from distconv.horovod.process_sets import ProcessSet, global_process_set
 from distconv.model.buckets import Bucket, fill_buckets
@@ -35,11 +33,14 @@ from distconv.training.checks import check_count
 
 _OWNER = "DistributedOptimizer"
 
+_WIRES: dict[Any, torch.dtype | None] = {Compression.none: None, Compression.fp16: torch.float16}
+"""For each compression the type in which gradients are sent, None for their own."""
+
 
 def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: torch.dtype | None = Compression.none,
+    compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -60,7 +61,7 @@ def DistributedOptimizer(
     ----------
     optimizer: an optimizer of plain parameters, which are the same on all ranks.
     named_parameters: names and parameters, compared with the optimizer's parameters.
-    compression: the type in which gradients are sent, None for their own.
+    compression: Compression.none, or Compression.fp16 to send gradients in float16.
     backward_passes_per_step: the number of backward passes that are accumulated before gradients
         are sent; an earlier step sends the gradients accumulated by then.
     op: Average or Sum.
@@ -85,10 +86,12 @@ def DistributedOptimizer(
         )
     check_count(_OWNER, "backward_passes_per_step", backward_passes_per_step, 1)
     check_count(_OWNER, "bucket_bytes", bucket_bytes, 1)
-    check_compression(_OWNER, compression)
-    chosen = chosen_op(_OWNER, op)
-    if chosen not in (Average, Sum):
-        raise ValueError(f"{_OWNER}: op={chosen} is none for gradients; choose Average or Sum")
+    if compression not in _WIRES:
+        raise ValueError(
+            f"{_OWNER}: compression={compression!r} is not supported; choose Compression.none or "
+            "Compression.fp16 of distconv.horovod"
+        )
+    chosen = sum_or_average(_OWNER, op)
     if gradient_predivide_factor != 1.0 and chosen is not Average:
         raise ValueError(f"{_OWNER}: gradient_predivide_factor is for op=Average; leave it out")
     if named_parameters is not None:
@@ -97,10 +100,11 @@ def DistributedOptimizer(
     made: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {}))
     # An earlier scheduler has put its own step into the instance.
     made.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+    wire = _WIRES[compression]
     made._reduction = _Reduction(
-        process_set, chosen, gradient_predivide_factor, compression, sparse_as_dense, bucket_bytes
+        process_set, chosen, gradient_predivide_factor, wire, sparse_as_dense, bucket_bytes
     )
-    made._reduction.passes = backward_passes_per_step
+    made._reduction.accumulate(backward_passes_per_step)
     made._reduction.watch(made)
     made._reduction.connect()
     return made
@@ -138,7 +142,7 @@ class _Reduction:
         process_set: ProcessSet,
         op: ReduceOp,
         predivide: float,
-        compression: torch.dtype | None,
+        wire: torch.dtype | None,
         sparse_as_dense: bool,
         bucket_bytes: int,
     ):
@@ -149,7 +153,7 @@ class _Reduction:
         global_process_set.job  # noqa: B018  raises before init
         self._job = process_set.job if process_set.included() else None
         self.size = 1 if self._job is None else self._job.size
-        self._op, self._predivide, self._compression = op, predivide, compression
+        self._op, self._predivide, self._wire = op, predivide, wire
         self._sparse_as_dense, self._bucket_bytes = sparse_as_dense, bucket_bytes
         self._parameters: list[Tensor] = []
         self._left: dict[Tensor, int] = {}
@@ -201,6 +205,11 @@ class _Reduction:
             if p.requires_grad and self.size > 1:
                 p.register_post_accumulate_grad_hook(call)
 
+    def accumulate(self, passes: int) -> None:
+        """Send gradients after `passes` backward passes from now on. Call it between steps."""
+        self.passes = passes
+        self._left = dict.fromkeys(self._left, passes)
+
     def synchronize(self) -> None:
         """Finish the reduction of all gradients. All ranks call it together.
 
@@ -212,7 +221,7 @@ class _Reduction:
         changed, self._changed = self._changed, False
         self._states.clear()
         self.begun = self._announced = False
-        self._left = dict.fromkeys(self._left, self.passes)
+        self.accumulate(self.passes)
         if changed:
             raise HorovodInternalError(
                 f"{_OWNER}: gradients have changed between backward() and step(), as "
@@ -242,7 +251,7 @@ class _Reduction:
         self._begin()
         self._left[p] -= 1
         self._states[p] = _state(p)
-        if self._compression is not None:
+        if self._wire is not None:
             return
         b = self._bucket_of[p]
         self._missing[b] -= self._left[p] == 0
@@ -301,7 +310,7 @@ class _Reduction:
         factor = self._predivide / self.size if self._op is Average else 1.0
         for b, bucket in enumerate(self._buckets):
             # Sums of halves take two messages each, in one order on all ranks.
-            while self._started < (len(self._buckets) if self._compression is None else b + 1):
+            while self._started < (len(self._buckets) if self._wire is None else b + 1):
                 self._start_next()
             for p in bucket.parameters:
                 self._states.pop(p, None)
@@ -309,7 +318,7 @@ class _Reduction:
             _scale(bucket.parameters, factor)
 
     def _wire_of(self, p: Tensor) -> torch.dtype | None:
-        return self._compression if p.dtype in WIDE else None
+        return self._wire if p.dtype in WIDE else None
 
     def _sum_of(self, p: Tensor) -> Callable[[Tensor], HalfSum] | None:
         """Return a function that starts the sum of a bucket in the compressed type.
@@ -355,6 +364,19 @@ class _DistributedOptimizer(Optimizer):
             yield
         finally:
             self._reduction.synchronizes = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accumulate `passes` backward passes before gradients are sent. All ranks call it.
+
+        Raises AssertionError between a backward pass and its step.
+        """
+        check_count("set_backward_passes_per_step", "passes", passes, 1)
+        if self._reduction.begun:
+            raise AssertionError(
+                f"{_OWNER}: set_backward_passes_per_step() between backward() and step(): some "
+                "gradients may be under way; call it before backward(), or after step()"
+            )
+        self._reduction.accumulate(passes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, whose gradients are reduced as well."""

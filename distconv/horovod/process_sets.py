@@ -17,7 +17,7 @@ class ProcessSet:
 
     Parameters
     ----------
-    ranks: their numbers in the job.
+    ranks_or_comm: their numbers in the job. Communicators are not supported.
 
     Attributes
     ----------
@@ -25,12 +25,13 @@ class ProcessSet:
     ranks: the numbers in increasing order.
     """
 
-    def __init__(self, ranks: Iterable[int]):
+    def __init__(self, ranks_or_comm: Iterable[int]):
         self.process_set_id: int | None = None
-        numbers = list(ranks) if isinstance(ranks, Iterable) else [None]
+        given = ranks_or_comm
+        numbers = list(given) if isinstance(given, Iterable) else [None]
         if not all(isinstance(rank, int) for rank in numbers):
             raise ValueError(
-                f"distconv.horovod: ProcessSet({ranks!r}) names no ranks; give numbers, as [0, 1]"
+                f"distconv.horovod: ProcessSet({given!r}) names no ranks; give numbers, as [0, 1]"
             )
         self.ranks: list[int] = sorted(numbers)
         self._job: Job | None = None

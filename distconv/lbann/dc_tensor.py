@@ -32,14 +32,31 @@ class DCTensor(DistTensor):
     summands: frozenset[str] = frozenset()
 
     @staticmethod
-    def __new__(cls: type[DCTensor], *parts: Any) -> DCTensor:
-        """Raise TypeError for the call of LBANN's class, `DCTensor(block, parallel_strategy)`."""
-        if len(parts) < 4:
-            raise TypeError(
-                "DCTensor(...): use DCTensor.from_shard(block, parallel_strategy) of each rank's "
-                "block, or DCTensor.distribute(x, parallel_strategy) of a whole tensor"
-            )
-        return super().__new__(cls, *parts)
+    def __new__(
+        cls: type[DCTensor], tensor: Tensor, parallel_strategy: Any, *parts: Any
+    ) -> DCTensor:
+        """Make a DCTensor whose block on this rank is `tensor`; all ranks of a replica call it.
+
+        Like `from_shard`. If `tensor` is a leaf of autograd that requires gradients, the result's
+        `grad` is filled, too. The operators of this library pass the arguments of `DistTensor`.
+        """
+        if parts:
+            return super().__new__(cls, tensor, parallel_strategy, *parts)
+        x: Any = cls.from_shard(tensor, parallel_strategy)
+        if tensor.requires_grad and tensor.is_leaf:
+            x.retain_grad()
+        return x  # type: ignore[no-any-return]
+
+    @property
+    def _tensor(self) -> Tensor:
+        """Return this rank's block, as `to_local` does."""
+        return self.to_local()
+
+    @property
+    def _parallel_strategy(self) -> ParallelStrategy:
+        """Return the strategy by which the ranks of the replica are arranged."""
+        grid: Any = self.grid
+        return grid.strategy  # type: ignore[no-any-return]
 
     @classmethod
     def from_shard(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:

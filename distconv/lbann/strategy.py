@@ -4,21 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.geometry.layout import Layout, dimension_names
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.whole_numbers import whole_numbers
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _AXES = ("depth", "height", "width")
 """The grid axes for the entries of `num_shards`, whatever dimensions they cut."""
 
 
 class ReplicaGrid(ProcessGrid):
-    """The grid of the ranks of one replica, whose tensors are DCTensors."""
+    """The grid of the ranks of one replica, whose tensors are DCTensors.
+
+    Attributes
+    ----------
+    strategy: the strategy to which it belongs.
+    """
+
+    strategy: ParallelStrategy
+
+
+class StrategyMesh(DeviceMesh):
+    """A device mesh whose dimensions "dc0" and "dc1" have further names.
+
+    If tensors are cut along one dimension, "dc" is "dc0", as in earlier versions of LBANN's
+    package. If they are cut along one or two, "dc2", "dc3" and "dc4" name the mesh dimension that
+    cuts tensor dimension 2, 3 or 4, by the present `shard_dim`.
+    """
+
+    strategy: ParallelStrategy
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh of the ranks that differ along the named dimensions only."""
+        named = self._own(names) if isinstance(names, str) else tuple(map(self._own, names))
+        return super().__getitem__(named)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """Return the process group of a dimension, by number or name."""
+        return super().get_group(self._own(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim)
+
+    def _own(self, name: str) -> str:
+        """Return the name that the mesh itself knows."""
+        own = self.strategy.distconv_dim_names
+        # Of three dimensions the last is called "dc2", whichever it cuts.
+        by_number = {f"dc{d}": n for d, n in zip(self.strategy.shard_dim, own, strict=True)}
+        further = {1: {"dc": own[0]} | by_number, 2: by_number}.get(len(own), {})
+        return further.get(name, name)
 
 
 class ParallelStrategy:
@@ -72,6 +108,7 @@ class ParallelStrategy:
         first = self.ddp_ind * self.total_num_shards
         members = self.job.ranks[first : first + self.total_num_shards]
         self.grid = ReplicaGrid(members, **extents, device=device_type)
+        self.grid.strategy = self
         self.distconv_dim_names = tuple(f"dc{i}" for i in range(len(self.num_shards)))
         self.device_mesh = self._mesh()
 
@@ -111,12 +148,12 @@ class ParallelStrategy:
             )
         return Layout(**{names[d]: axis for d, axis in zip(self.shard_dim, _AXES, strict=False)})
 
-    def _mesh(self) -> DeviceMesh:
-        from torch.distributed.device_mesh import init_device_mesh
-
+    def _mesh(self) -> StrategyMesh:
         kind = self.job.device_mesh.device_type  # with the default group, where there is none
-        shape, names = (self.ddp_ranks, *self.num_shards), ("ddp", *self.distconv_dim_names)
-        return init_device_mesh(kind, shape, mesh_dim_names=names)
+        ranks = torch.arange(self.world_size).view(self.ddp_ranks, *self.num_shards)
+        mesh = StrategyMesh(kind, ranks, mesh_dim_names=("ddp", *self.distconv_dim_names))
+        mesh.strategy = self
+        return mesh
 
 
 def check_strategy(given: object, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,9 +89,96 @@ def test_halves_are_added_up_in_single_precision() -> None:
     expected = (everyones() / 3).half().float().sum(0).half()
     assert torch.equal(hvd.allreduce(x, op=hvd.Sum), expected)
     compressed = hvd.allreduce(mine() / 3, op=hvd.Sum, compression=hvd.Compression.fp16)
-    sent = expected.float() if WORLD.size > 1 else mine() / 3  # one rank sends nothing
-    assert torch.equal(compressed, sent)
+    assert torch.equal(compressed, expected.float())
     assert hvd.allreduce(torch.tensor([True]), average=False).item()
+
+
+@pytest.mark.parallel(RANKS)
+def test_any_true_value_of_the_older_argument_asks_for_an_average() -> None:
+    for average in (1, "a name in the place of average"):
+        torch.testing.assert_close(hvd.allreduce(mine(), average), everyones().mean(0))
+    torch.testing.assert_close(hvd.allreduce(mine(), 0), everyones().sum(0))
+
+
+def test_compressions_are_called_on_tensors() -> None:
+    x = torch.tensor([1.0, 1 / 3], dtype=torch.float64)
+    smaller, ctx = hvd.Compression.fp16.compress(x)
+    assert smaller.dtype == torch.float16 and ctx == torch.float64
+    again = hvd.Compression.fp16.decompress(smaller, ctx)
+    assert torch.equal(again, x.half().double()) and again.dtype == torch.float64
+    whole = torch.tensor([3])
+    assert hvd.Compression.fp16.compress(whole) == (whole, torch.int64)
+    assert hvd.Compression.fp16.decompress(whole, torch.int64) is whole
+    assert hvd.Compression.none.compress(x) == (x, None)
+    assert hvd.Compression.none.decompress(x, None) is x
+
+
+class Doubled:
+    """A compression of the program's own."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, float]:
+        return tensor * 2, 0.5
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: float) -> Tensor:
+        return tensor * ctx
+
+
+@pytest.mark.parallel(RANKS)
+def test_reductions_use_a_compression_and_pass_gradients_through_it() -> None:
+    for compression in (hvd.Compression.fp16, Doubled):
+        x = torch.tensor([1.0, -2.0]).requires_grad_()
+        for y in (
+            hvd.allreduce(x * (WORLD.rank + 1), compression=compression, op=hvd.Sum),
+            hvd.grouped_allreduce([x * (WORLD.rank + 1)], None, None, compression, hvd.Sum)[0],
+        ):
+            total = sum(range(1, WORLD.size + 1))
+            assert y.dtype == torch.float32 and y.tolist() == [total, -2 * total]
+            (found,) = torch.autograd.grad(y.sum(), x)
+            assert found.tolist() == [WORLD.size * (WORLD.rank + 1)] * 2
+    with pytest.raises(ValueError, match=r"compression=None is no compression; choose Comp"):
+        hvd.allreduce(torch.ones(1), compression=None)
+    plain = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(ValueError, match="not supported; choose Compression.none or"):
+        hvd.DistributedOptimizer(plain, compression=Doubled)
+
+
+def sparse(rank: int, dtype: torch.dtype) -> Tensor:
+    """Return 2 `rank` rows of an (8, 3) tensor, 0 of the last rank's: some rows twice."""
+    n = 2 * rank * (rank < WORLD.size - 1)
+    rows = [[(3 * i + rank) % 4 for i in range(n)]]
+    values = (torch.arange(3.0 * n).view(n, 3) + rank).to(dtype)
+    return torch.sparse_coo_tensor(torch.tensor(rows), values, (8, 3), check_invariants=True)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_sparse_tensors_are_reduced(dtype: torch.dtype) -> None:
+    total = sum(sparse(r, torch.float64).to_dense() for r in range(WORLD.size))
+    mean = total / WORLD.size if dtype.is_floating_point else (total / WORLD.size).trunc()
+    own = sparse(WORLD.rank, dtype)
+    for op, expected in ((hvd.Sum, total), (hvd.Average, mean)):
+        handles = [hvd.sparse_allreduce_async(own, name, op) for name in ("a", "b")]
+        results = [hvd.synchronize(handles[1]), handles[0]()]
+        for result in results:
+            assert result.is_coalesced() and result.dtype == dtype and result.shape == (8, 3)
+            torch.testing.assert_close(result.to_dense(), expected.to(dtype))
+    nothing = torch.zeros(4, 5).to_sparse()
+    assert hvd.sparse_allreduce_async(nothing, "nothing", hvd.Sum)()._nnz() == 0
+    assert torch.equal(own.to_dense(), sparse(WORLD.rank, dtype).to_dense())
+
+
+@pytest.mark.parallel([2])
+def test_sparse_reductions_that_differ_or_are_not_supported_raise() -> None:
+    def different_shapes() -> None:
+        hvd.sparse_allreduce_async(torch.ones(2 + WORLD.rank, 2).to_sparse(1), "x", hvd.Sum)()
+
+    raised_everywhere(hvd.HorovodInternalError, different_shapes)
+    with pytest.raises(ValueError, match="choose Average or Sum"):
+        hvd.sparse_allreduce_async(torch.ones(2).to_sparse(), "x", hvd.Max)
+    with pytest.raises(TypeError, match=r"torch.strided; pass a tensor of torch.sparse_coo"):
+        hvd.sparse_allreduce_async(torch.ones(2), "x", hvd.Sum)
 
 
 @pytest.mark.parallel(RANKS)
@@ -179,6 +267,8 @@ def test_rows_are_exchanged_and_scattered() -> None:
     assert torch.equal(part, (x * n).tensor_split(n)[r])
     handle = hvd.grouped_reducescatter_async([x, x.double()])
     assert all(torch.equal(y, x.tensor_split(n)[r].to(y.dtype)) for y in hvd.synchronize(handle))
+    equal, counts = hvd.synchronize(hvd.alltoall_async(torch.full((n,), float(r))))
+    assert equal.tolist() == list(range(n)) and counts.tolist() == [1] * n
     with pytest.raises(ValueError, match="do not share out 1 rows among"):
         hvd.alltoall(torch.ones(1), splits=[7] * n)
 
@@ -201,12 +291,43 @@ def test_ranks_find_each_other_by_names() -> None:
         expected = everyones().sum(0) * (1 + names.index(name))
         torch.testing.assert_close(hvd.synchronize(handles[name]), expected)
     assert hvd.synchronize(handles["a"]) is None
+    unnamed = [hvd.allreduce_async(mine() * n, name="") for n in (1, 2)]
+    for n, handle in enumerate(unnamed, 1):
+        torch.testing.assert_close(hvd.synchronize(handle), everyones().mean(0) * n)
 
     def different_names() -> None:
         hvd.allreduce(torch.ones(1), name=str(WORLD.rank))
 
     assert "calls allreduce(1" in raised_everywhere(hvd.HorovodInternalError, different_names)
     hvd.barrier()
+
+
+COLLECTIVES: dict[str, Callable[[Tensor, str], int]] = {
+    "allgather": hvd.allgather_async,
+    "alltoall": lambda x, name: hvd.alltoall_async(x, None, name),
+    "broadcast": lambda x, name: hvd.broadcast_async(x, 0, name),
+    "grouped_allgather": lambda x, name: hvd.grouped_allgather_async([x, x], name),
+    "reducescatter": hvd.reducescatter_async,
+    "sparse": lambda x, name: hvd.sparse_allreduce_async(x.to_sparse(), name, hvd.Sum),
+}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_collectives_of_any_kind_find_each_other_by_names(kind: str) -> None:
+    start, x = COLLECTIVES[kind], mine()[:1].repeat(WORLD.size, 1)
+
+    def started(n: int) -> int:
+        return start(x * n, f"{kind} {n}")
+
+    expected = {n: hvd.synchronize(started(n)) for n in (1, 2, 3)}
+    if WORLD.rank % 2:
+        handles = {n: started(n) for n in (3, 2, 1)}
+        found = {n: hvd.synchronize(handles[n]) for n in (2, 3, 1)}
+    else:  # waits for one while the others start another
+        found = {n: hvd.synchronize(started(n)) for n in (1, 2, 3)}
+    for n in (1, 2, 3):
+        torch.testing.assert_close(found[n], expected[n])
 
 
 @pytest.mark.parallel(4)
@@ -345,9 +466,36 @@ def test_what_has_no_counterpart_raises_with_the_way_out(monkeypatch: pytest.Mon
     hvd.shutdown()
     with pytest.raises(ValueError, match="call init"):
         hvd.rank()
+    monkeypatch.setenv("HOROVOD_TIMELINE", "trace.json")
+    with pytest.raises(NotImplementedError, match="HOROVOD_TIMELINE=trace.json is not supported"):
+        hvd.init()
+    monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
+    with warnings.catch_warnings(action="error"):
+        hvd.init()
+    assert hvd.is_initialized()
+    hvd.shutdown()
     monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
     with pytest.raises(NotImplementedError, match="HOROVOD_AUTOTUNE=1 is not supported"):
         hvd.init()
+
+
+@pytest.mark.parallel([1, 2])
+def test_the_number_of_accumulated_backward_passes_changes_between_steps() -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for passes in (2, 1, 3):
+        optimizer.set_backward_passes_per_step(passes)
+        optimizer.zero_grad()
+        for _ in range(passes):
+            (weight * (WORLD.rank + 1)).backward()
+        if WORLD.size > 1:
+            with pytest.raises(AssertionError, match=r"call it before backward\(\), or after"):
+                optimizer.set_backward_passes_per_step(1)
+        optimizer.step()
+        assert weight.grad is not None
+        assert weight.grad.item() == passes * (1 + WORLD.size) / 2
+    with pytest.raises(ValueError, match="passes"):
+        optimizer.set_backward_passes_per_step(0)
 
 
 @pytest.mark.parallel([1, 2])

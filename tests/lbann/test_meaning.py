@@ -185,7 +185,7 @@ def test_misuse_raises_on_every_rank_and_the_program_goes_on() -> None:
         (ValueError, "on the ranks", lambda: DistConvDDP(conv, grad_reduction_factor="2")),  # type: ignore[arg-type]
         (ValueError, "same", lambda: DistConvDDP(conv, grad_reduction_factor=1 + WORLD.rank)),
         (TypeError, "int is no Par", lambda: DistConvDDP(conv, parallel_strategy=2)),  # type: ignore[arg-type]
-        (TypeError, "from_shard", lambda: DCTensor(x, ps)),
+        (TypeError, "no ParallelStrategy", lambda: DCTensor(x, ps.grid)),
         (TypeError, "process_group", lambda: DistConvDDP(conv, process_group=None)),
     ]
     if WORLD.size == 4:
