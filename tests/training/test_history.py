@@ -168,6 +168,7 @@ def test_a_server_ends_the_training_of_all_workers(
     times = 2 if "target" in options else 4
     assert [v.update for v in report.history.validation] == [2 * n for n in range(1, times + 1)]
     assert report.updates == 2 * times
+    assert {t.update for t in report.history.training} == set(range(1, 2 * times + 1))
     reason = "reaches target=4" if "target" in options else "not improved on 4 in patience=2"
     assert report.stopped is not None and reason in report.stopped and reason in str(report)
     content = written(folder)
@@ -203,36 +204,37 @@ def test_the_history_survives_a_restart(tmp_path: Path) -> None:
         report, _ = course(one_worker(), ASYNCHRONOUS, steps, folder=folder / "run", **options)
         reports.append(report)
         WORLD.barrier()
-    first, second = reports
-    if first is not None and second is not None:
-        assert [v.update for v in second.history.validation] == [2, 3, 4, 6]
-        assert [t.update for t in second.history.training] == [1, 2, 3, 4, 5, 6]
-        assert second.history.validation[:2] == first.history.validation
-        seconds = [t.seconds for t in second.history.training]
-        assert seconds == sorted(seconds)
-        assert written(folder / "run")["training"]["seconds"] == seconds
-    # From an earlier checkpoint, the history is that of its updates.
-    [earlier] = [
-        p for p in checkpoints_in(folder / "run" / "server-0") if p.stem.endswith("000002")
-    ]
+    checkpoints = checkpoints_in(folder / "run" / "server-0")
+    [earlier] = [path for path in checkpoints if path.stem.endswith("000002")]
     options |= {"folder": folder / "again", "resume": earlier}
-    report, _ = course(one_worker(), ASYNCHRONOUS, 3, **options)
-    if report is not None and first is not None:
-        assert report.history.validation[0] == first.history.validation[0]
-        assert [v.update for v in report.history.validation] == [2, 3]
-        assert [t.update for t in report.history.training] == [1, 2, 3]
+    third, _ = course(one_worker(), ASYNCHRONOUS, 3, **options)
+    first, second = reports
+    if first is None or second is None or third is None:
+        return
+    assert [v.update for v in second.history.validation] == [2, 3, 4, 6]
+    assert [t.update for t in second.history.training] == [1, 2, 3, 4, 5, 6]
+    assert second.history.validation[:2] == first.history.validation
+    seconds = [t.seconds for t in second.history.training]
+    assert seconds == sorted(seconds)
+    assert written(folder / "run")["training"]["seconds"] == seconds
+    # From an earlier checkpoint, the history is that of its updates.
+    assert third.history.validation[0] == first.history.validation[0]
+    assert [v.update for v in third.history.validation] == [2, 3]
+    assert [t.update for t in third.history.training] == [1, 2, 3]
 
 
 @pytest.mark.parallel([2, 3, 4])
 def test_a_training_that_has_ended_continues_only_for_another_target(tmp_path: Path) -> None:
     folder = WORLD.bcast(tmp_path)
-
     losses = iter([0.5, 0.25])
     options = {"validate": lambda _: next(losses), "every": 2, "resume": True, "folder": folder}
-    for target, updates in [(0.5, 2), (0.5, 2), (0.25, 4)]:
-        report, _ = course(Team(), ASYNCHRONOUS, 1000, target=target, **options)
-        assert report is None or (report.updates == updates and report.stopped is not None)
+    reports = []
+    for target in (0.5, 0.5, 0.25):
+        reports.append(course(Team(), ASYNCHRONOUS, 1000, target=target, **options)[0])
         WORLD.barrier()
+    if updates := [report.updates for report in reports if report is not None]:
+        assert updates == [2, 2, 4]
+        assert all(report is not None and report.stopped for report in reports)
 
 
 @pytest.mark.parallel([2])
