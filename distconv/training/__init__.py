@@ -22,6 +22,9 @@ from distconv.training.decay import Step as Step
 from distconv.training.downpour import Downpour as Downpour
 from distconv.training.elastic import ElasticAveraging as ElasticAveraging
 from distconv.training.elastic import worker_grid as worker_grid
+from distconv.training.history import History as History
+from distconv.training.history import Loss as Loss
+from distconv.training.history import TrainingLoss as TrainingLoss
 from distconv.training.lag import GradientLag as GradientLag
 from distconv.training.larc import LARC as LARC
 from distconv.training.larc import LARS as LARS

@@ -1,9 +1,26 @@
-"""The check of counts among the arguments of training methods."""
+"""Checks of counts and numbers among the arguments of training methods."""
 
 from __future__ import annotations
+
+from numbers import Real
+
+from torch import Tensor
 
 
 def check_count(owner: str, name: str, value: object, least: int) -> None:
     """Raise ValueError unless argument `name` of `owner` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{owner}: {name}={value!r} is no count; give an integer from {least} on")
+
+
+def checked_number(owner: str, name: str, value: object) -> float:
+    """Return a real number, or a tensor of one element, as a float.
+
+    Raises ValueError, naming `owner` and `name`, for anything else.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value.detach())
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise ValueError(f"{owner}: {name} is {shown}; give a real number, or a tensor of one")

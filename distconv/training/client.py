@@ -18,6 +18,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import shards_of
+from distconv.training.checks import checked_number
 from distconv.training.requests import Answer, Connection, Kind, ServerLost, ServerParts
 from distconv.training.serving import Method, described, server_parts_of
 from distconv.training.team import Team
@@ -46,6 +47,8 @@ class Worker:
     ----------
     steps: the steps that this worker has taken, also before the server was restarted.
     samples: the samples that the server had received when it last answered.
+    stopped: whether validation at the server has ended the training. Leave the loop then: further
+        updates do not change the server's parameters.
     """
 
     def __init__(
@@ -78,15 +81,24 @@ class Worker:
         steps: int = self._client.steps
         return steps
 
-    def step(self, samples: int = 1) -> None:
+    @property
+    def stopped(self) -> bool:
+        """Return whether the server has ended the training, by its last answer."""
+        return self._server.stopped
+
+    def step(self, samples: int = 1, loss: float | Tensor | None = None) -> None:
         """Take a step of the training algorithm, after `backward()`, and set gradients to None.
 
-        All ranks of the worker call it together.
+        All ranks of the worker call it together. Raises ValueError on every rank of the worker if
+        `loss` is no number.
 
         Parameters
         ----------
         samples: the samples of the mini-batch, over all ranks of this worker: its weight in means.
+        loss: the loss of the mini-batch, for the history of the server; None to report none.
         """
+        if loss is not None:
+            self._server.note(checked_number("Worker.step", "loss", loss), samples)
         self._client.step(samples)
         self.samples = self._server.samples
 

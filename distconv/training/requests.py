@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,8 +24,10 @@ class Kind(IntEnum):
     """The kind of a message between client and server, the first number in the message.
 
     Further numbers of a request: the version of the client's parameters, the samples since its last
-    update, and its number of steps. Of an answer: the version of the parameters sent, the samples
-    that the server has received in all, and for HELLO the steps of this client in earlier runs.
+    update, its number of steps, and for an update with a training loss the bits of that float64,
+    and 1. Of an answer: the version of the parameters sent, the samples that the server has
+    received in all, for HELLO the steps of this client in earlier runs, and 1 if validation has
+    ended the training.
     """
 
     HELLO = 1
@@ -66,6 +69,8 @@ _AWAITED = {
     Kind.DONE: "the server to take note of its end",
 }
 """For each request, the thing that a client waits for, in words."""
+
+_LOSS, _BITS = struct.Struct("<d"), struct.Struct("<q")
 
 _FAREWELL = 5.0
 """Seconds allowed for sending a last message."""
@@ -146,8 +151,18 @@ class Connection:
     def __init__(self, links: Sequence[Link], server_parts: ServerParts, agreed: str):
         self._links, self._parts, self._agreed = links, server_parts, agreed
         self._limit = time_limit()
+        self.stopped = False
+        """Whether the server has answered that validation has ended the training."""
+        self._loss, self._weight = 0.0, 0
+        """The sum of training losses since the last update, weighted by samples, and the weight."""
         self._versions = [0] * len(links)
         """For each rank of the server, the version of the parameters that this client has."""
+
+    def note(self, loss: float | None, samples: int) -> None:
+        """Note the training loss of a mini-batch, if there is one, to send with the next update."""
+        if loss is not None and samples:
+            self._loss += loss * samples
+            self._weight += samples
 
     def ask(
         self,
@@ -177,10 +192,12 @@ class Connection:
         The arguments are those of `ask`. Returns [] for a PUSH, which has no answer.
         """
         until = time.monotonic() + self._limit
+        loss = () if tensors is None else self._mean_loss()
         try:
             for j, link in enumerate(self._links):
-                head = (kind, self._versions[j], samples, steps)
-                link.send(message(head, self._payload(kind, j, tensors)))
+                head = (kind, self._versions[j], samples, steps, *loss)
+                with suppress(LinkLost):  # found below, after the server's last message
+                    link.send(message(head, self._payload(kind, j, tensors)))
             if kind == Kind.PUSH:
                 for link in self._links:
                     link.flush(until)
@@ -208,7 +225,14 @@ class Connection:
         if not found:
             return Answer([None] * self._parts.tensors, 0, 0)
         samples, steps = (min(answer.numbers[i] for answer in found) for i in (2, 3))
+        self.stopped |= any(answer.numbers[4] for answer in found)
         return Answer(self._parts.joined([answer.payload for answer in found]), samples, steps)
+
+    def _mean_loss(self) -> tuple[int, ...]:
+        """Return the numbers of a request for the mean of the losses noted, and forget these."""
+        loss, weight = self._loss, self._weight
+        self._loss, self._weight = 0.0, 0
+        return (*_BITS.unpack(_LOSS.pack(loss / weight)), 1) if weight else ()
 
     def _silence(self, kind: Kind, error: LinkSilent) -> str:
         waits_for_workers = kind in (Kind.MEET, Kind.SAVE, Kind.PUSH_AND_FETCH)
@@ -262,6 +286,13 @@ def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
                 link.send(last)
                 link.flush(until)
             link.close()
+
+
+def loss_in(request: Message) -> float | None:
+    """Return the training loss in an update; None if there is none."""
+    bits, there = request.numbers[4:6]
+    loss: float = _LOSS.unpack(_BITS.pack(bits))[0]
+    return loss if there else None
 
 
 def failed(why: str) -> Message:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from distconv.training.history import History, TrainingLoss
 from distconv.training.parcel import Packing
-from distconv.training.requests import Connection, Kind
+from distconv.training.requests import Connection, Kind, loss_in
 from distconv.transport.link import Message, message
 
 Due = list[tuple[int, Message]]
@@ -38,6 +39,8 @@ class Report:
         other updates had changed since, by n.
     requests: the number of updates that each client has sent, by the client's number.
     lost: the reason for dropping a client, by the client's number.
+    history: the losses in the course of the training.
+    stopped: the reason for which validation has ended the training; None if it has not.
     """
 
     updates: int = 0
@@ -45,6 +48,8 @@ class Report:
     staleness: Counter[int] = field(default_factory=Counter)
     requests: Counter[int] = field(default_factory=Counter)
     lost: dict[int, str] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    stopped: str | None = None
 
     def __str__(self) -> str:
         mean = sum(n * k for n, k in self.staleness.items()) / max(1, self.staleness.total())
@@ -54,6 +59,7 @@ class Report:
             count = self.staleness[n]
             lines.append(f"  {n:4d} {'#' * max(1, round(40 * count / most))} {count}")
         lines += [f"  client {client} was dropped: {why}" for client, why in self.lost.items()]
+        lines += [f"  stopped: {self.stopped}"] if self.stopped else []
         return "\n".join(lines)
 
 
@@ -115,11 +121,17 @@ class Server:
         self._met: list[int] = []
         self._numbers: set[int] = set()
         """The numbers under which the clients that have met want the state to be saved."""
-        self._pending: dict[int, tuple[Kind, list[Tensor | None], int]] = {}
+        self._pending: dict[int, tuple[Kind, list[Tensor | None], int, float | None]] = {}
         """Requests, by client, for an update that waits for requests of other clients."""
         self.steps: Counter[int] = Counter()
         """The number of steps of each client whose updates were handled."""
         self.report = Report()
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether validation has ended the training; updates are ignored then."""
+        above = self._above is not None and self._above.stopped
+        return above or self.report.stopped is not None
 
     def handle(self, client: int, request: Message) -> Due:
         """Handle a client's request. Return the answers to send now, each with its client's number.
@@ -172,11 +184,14 @@ class Server:
             tensors = self._packing.unpack(request.payload)
         except ValueError as error:
             raise MalformedRequest(str(error)) from error
+        if self.stopped:  # the parameters that were validated last are the result
+            return self._replies([(client, kind)], [None for _ in self._parameters])
         self._average_buffers(tensors[len(self._parameters) :])
         self.report.requests[client] += 1
         self.report.staleness[self.report.updates - version] += 1
         self.steps[client] = max(self.steps[client], steps)
-        self._pending[client] = kind, tensors[: len(self._parameters)], samples
+        parameters = tensors[: len(self._parameters)]
+        self._pending[client] = kind, parameters, samples, loss_in(request)
         return self._settled()
 
     def _settled(self) -> Due:
@@ -210,11 +225,24 @@ class Server:
         pending, self._pending = self._pending, {}
         # In the order of the clients, so that sums do not depend on the order of arrival.
         ordered = sorted(pending.items())
-        pull = self._rule.update([(tensors, samples) for _, (_, tensors, samples) in ordered])
-        self.report.updates += 1
-        self.report.samples += sum(samples for _, (_, _, samples) in ordered)
+        if self._above is not None:
+            for _, (_, _, samples, loss) in ordered:
+                self._above.note(loss, samples)
+        pull = self._rule.update([(tensors, samples) for _, (_, tensors, samples, _) in ordered])
+        report = self.report
+        report.updates += 1
+        report.samples += sum(samples for _, (_, _, samples, _) in ordered)
+        report.history.training += [
+            TrainingLoss(report.updates, report.samples, report.history.seconds, loss, client)
+            for client, (_, _, _, loss) in ordered
+            if loss is not None
+        ]
+        return self._replies([(client, kind) for client, (kind, *_) in ordered], pull)
+
+    def _replies(self, asked: Sequence[tuple[int, Kind]], pull: Sequence[Tensor | None]) -> Due:
+        """Return answers to clients that asked for parameters, or for the pull on theirs."""
         due = []
-        for client, (kind, _, _) in ordered:
+        for client, kind in asked:
             if kind == Kind.PULL:
                 due.append((client, self._answer([*pull, *(None for _ in self._buffers)])))
             elif kind == Kind.PUSH_AND_FETCH:
@@ -243,7 +271,9 @@ class Server:
         return [*self._parameters, *self._buffers]
 
     def _answer(self, tensors: list[Tensor | None] | None = None, client: int = -1) -> Message:
-        numbers = (Kind.ANSWER, self.report.updates, self.report.samples, self.steps[client])
+        report = self.report
+        counts = report.updates, report.samples, self.steps[client]
+        numbers = (Kind.ANSWER, *counts, self.stopped)
         return message(numbers, None if tensors is None else self._packing.pack(tensors))
 
     def _check(self, client: int, request: Message) -> None:

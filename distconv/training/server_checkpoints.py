@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -37,18 +38,24 @@ class ServerCheckpoints:
     folder: Path | None
     save_every: int | None
     keep: int
-    _saved: int = field(default=-1, init=False)
+    history: Path | None
+    """The file for the history of losses; None to write none."""
+    _saved: tuple[int, int] = field(default=(-1, 0), init=False)
+    """The numbers of updates and validations in the last checkpoint."""
 
     def save_if_due(self) -> None:
         """Save the state if `save_every` updates were made since the last checkpoint."""
-        if self.save_every and self.server.report.updates - max(self._saved, 0) >= self.save_every:
+        if (
+            self.save_every
+            and self.server.report.updates - max(self._saved[0], 0) >= self.save_every
+        ):
             self.save()
 
     def save(self) -> None:
         """Save the state under the number of updates made, unless it is saved already."""
-        updates = self.server.report.updates
-        if self.folder is not None and self.save_every and updates != self._saved:
-            self._save(self.folder, updates)
+        if self.folder is not None and self.save_every and self._counts() != self._saved:
+            self._save(self.folder, self.server.report.updates)
+        self.write_history()
 
     def save_under(self, number: int) -> None:
         """Save the state under a number that the workers chose.
@@ -62,6 +69,13 @@ class ServerCheckpoints:
                 + "; call serve with a folder and save_every=None"
             )
         self._save(self.folder, number)
+        self.write_history()
+
+    def write_history(self) -> None:
+        """Write the history of losses to its file, if there are losses."""
+        report = self.server.report
+        if self.history is not None and (report.history.training or report.history.validation):
+            report.history.write(self.history, report.stopped)
 
     def _save(self, folder: Path, number: int) -> None:
         report = self.server.report
@@ -77,9 +91,20 @@ class ServerCheckpoints:
                 "samples": report.samples,
                 "staleness": dict(report.staleness),
                 "steps": dict(self.server.steps),
+                "history": report.history.state_dict(),
             },
         )
-        self._saved = report.updates
+        self._saved = self._counts()
+
+    def _counts(self) -> tuple[int, int]:
+        report = self.server.report
+        return report.updates, len(report.history.validation)
+
+    def spare_history(self) -> None:
+        """Rename the history of a run that this one does not continue, which left no checkpoint."""
+        if self.history is not None and self.history.exists() and not self.server.report.updates:
+            names = (self.history.with_stem(f"{self.history.stem}-{n}") for n in count(1))
+            self.history.rename(next(name for name in names if not name.exists()))
 
     def check_new(self) -> None:
         """Raise `FileExistsError` if the folder holds checkpoints: another run has written them."""
@@ -104,10 +129,13 @@ class ServerCheckpoints:
             path, self.part, rule.optimizer, rule.scheduler, missing_ok=missing_ok
         )
         if found is not None:
-            server.report.updates = self._saved = found.extra["updates"]
+            server.report.updates = found.extra["updates"]
             server.report.samples = found.extra["samples"]
             server.report.staleness = Counter(found.extra["staleness"])
             server.steps = Counter(found.extra["steps"])
+            if "history" in found.extra:  # earlier versions of distconv have saved none
+                server.report.history.load_state_dict(found.extra["history"])
+            self._saved = self._counts()
 
     def take(self, tensors: Sequence[Tensor | None]) -> None:
         """Copy tensors, received from another server, into those that this rank holds."""

@@ -6,7 +6,7 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import time_limit
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
+from distconv.training.history import Validation, check_validation
 from distconv.training.requests import Connection, Kind, ServerLost, ServerParts, failed
 from distconv.training.server import Due, MalformedRequest, Report, Rule, Server
 from distconv.training.server_checkpoints import ServerCheckpoints
@@ -79,6 +80,10 @@ def serve(
     save_every: int | None = 1000,
     keep: int = 2,
     resume: bool | os.PathLike[str] = False,
+    validate: Callable[[nn.Module], float | Tensor] | None = None,
+    every: int | None = None,
+    patience: int | None = None,
+    target: float | None = None,
 ) -> Report:
     """Serve workers until the last one has finished, and return a report of the training.
 
@@ -89,7 +94,14 @@ def serve(
     Raises AllWorkersLost if all workers are gone and none has finished; the state is saved first.
     With several groups, raises ServerLost if the first server has ended. Raises ValueError if the
     ranks have different models or methods, and FileExistsError if `folder` holds the state of
-    another run and `resume` is not given; clients then raise ServerLost with the same message.
+    another run and `resume` is not given. Raises ValueError if an argument is out of its range, or
+    for `validate` if servers have several ranks, none of which holds the whole model. Clients then
+    raise ServerLost with the same message.
+
+    The report has the history of losses: those that workers report by `Worker.step(loss=...)`, and
+    the results of `validate`. Rank 0 writes it to `folder` as `history.json`, at each validation,
+    at each checkpoint, and at the end. Checkpoints have it as well, so that a resumed run continues
+    it.
 
     Parameters
     ----------
@@ -101,13 +113,34 @@ def serve(
     keep: the largest number of checkpoints.
     resume: whether to load the last checkpoint in `folder`, if there is one; or the path of a
         checkpoint, from `Team.last_saved`.
+    validate: returns the validation loss, lower for a better model, of a copy of the model with the
+        server's parameters and buffers: plain torch on the CPU, in evaluation mode, without
+        gradients. Rank 0 calls it while the workers continue to compute, but answers them only
+        afterwards: it may take DISTCONV_TIMEOUT seconds at most. With several groups the parameters
+        are those of the first server.
+    every: the number of updates between validations; one more is made at the end.
+    patience: the number of validations in succession without a lower loss after which the training
+        ends: the server's parameters no longer change, and `Worker.stopped` is True on each worker
+        from the server's next answer on. None to continue.
+    target: the validation loss at which, or below which, the training ends likewise.
     """
     if not team.serves:
         raise ValueError(
             "serve: this rank is one of a worker; call it where team.serves, and make a Worker here"
         )
-    if save_every is not None:
-        check_count("serve", "save_every", save_every, 1)
+    try:
+        if save_every is not None:
+            check_count("serve", "save_every", save_every, 1)
+        check_validation(validate, every, patience, target)
+        if validate is not None and team.arrangement.of_server > 1:
+            raise ValueError(
+                "serve: validate needs the whole model on one rank, and each of the "
+                f"servers={team.arrangement.of_server} holds a part; make a Team(servers=1), or "
+                "validate in a worker within `with worker.center():`"
+            )
+    except ValueError as error:
+        team.leave(error)
+        raise
     parts = server_parts_of(model, team).parts
     own = _only(model, parts[team.rank % len(parts)])
     part = parallelize(own, ProcessGrid([team.rank], device="cpu"))
@@ -128,15 +161,41 @@ def serve(
         save=lambda number: state.save_under(number),  # `state` below needs the server
     )
     place = None if folder is None else team.folder(folder)
-    state = ServerCheckpoints(part, rule, server, place, save_every, keep)
+    history = None if folder is None or team.rank > 0 else Path(folder) / "history.json"
+    state = ServerCheckpoints(part, rule, server, place, save_every, keep, history)
+    report = server.report
+    validation = None
+    if validate is not None and every is not None and above is None:
+        tensors = [*parameters, *buffers]
+        validation = Validation(validate, every, patience, target, model, tensors, report.history)
+
+    def run_validation() -> None:
+        if validation is not None:
+            try:
+                validation.run(report.updates, report.samples)
+            except BaseException:
+                state.save()  # no update is under way
+                raise
+
+    def after_request() -> None:
+        if validation is not None and validation.is_due(report.updates):
+            run_validation()
+            report.stopped = validation.reason_to_stop()
+            state.write_history()
+        state.save_if_due()
+
     try:
         if resume:
             state.load(None if resume is True else Path(resume))
         else:
             state.check_new()
+        state.spare_history()
         if above is not None:
             state.take(above.ask(Kind.HELLO).tensors)
-        _run(server, links, state)
+        if validation is not None:
+            report.stopped = validation.reason_to_stop()
+        _run(server, links, after_request)
+        run_validation()
         rule.finish()
         if above is not None:
             above.ask(Kind.DONE)
@@ -149,7 +208,7 @@ def serve(
         raise
     state.save()
     team.leave()
-    return server.report
+    return report
 
 
 def server_parts_of(model: nn.Module, team: Team) -> ServerParts:
@@ -169,8 +228,11 @@ def described(model: nn.Module, method: object) -> str:
     return f"{method}, {', '.join(sizes)}"
 
 
-def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) -> None:
-    """Handle requests and save the state until no client is active."""
+def _run(server: Server, links: Mapping[int, Link], after_request: Callable[[], object]) -> None:
+    """Handle requests, and call `after_request` after each, until no client is active.
+
+    A client that is lost counts as a request, since the update of others may have waited for it.
+    """
     open_links = dict(links)
 
     def lose(client: int, why: str) -> Due:
@@ -198,6 +260,7 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
                 request = open_links[client].poll()
             except LinkLost as error:
                 deliver(lose(client, str(error)))
+                after_request()
                 continue
             if request is None:
                 continue
@@ -212,7 +275,7 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
                         open_links[client].send(failed(f"client {client} sent {error}"))
                     due = lose(client, f"it has sent a message that is none: {error}")
                 deliver(due)
-            state.save_if_due()
+            after_request()
         if not heard:
             rest(open_links.values())
     until = time.monotonic() + time_limit()

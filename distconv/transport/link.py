@@ -84,13 +84,20 @@ class Link:
     def poll(self) -> Message | None:
         """Return the next message if it has arrived, else None. Raises LinkLost.
 
-        Also sends as many waiting bytes as the connection takes.
+        Also sends as many waiting bytes as the connection takes. If the connection is broken, the
+        messages that arrived before, such as the reason, are returned first.
         """
-        self._push()
+        lost = None
+        try:
+            self._push()
+        except LinkLost as error:
+            lost = error
         while self._missing:
             try:
                 count = self._connection.recv_into(self._missing)
             except (BlockingIOError, InterruptedError):
+                if lost is not None:
+                    raise lost from None
                 return None
             except OSError as error:
                 raise self._lost(error) from error

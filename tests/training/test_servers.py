@@ -8,7 +8,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,9 +340,8 @@ def test_a_malformed_message_of_one_worker_ends_that_worker_and_not_the_job(
     bad.sendall(malformed)
     good.sendall(bytes_of((Kind.PUSH, 0, 1, 1), push) + bytes_of((Kind.DONE,)))
     links = {client: Link(client, ours) for client, (ours, _) in enumerate(pairs)}
-    state: Any = SimpleNamespace(save_if_due=lambda: None)
     with pytest.warns(UserWarning, match="client 1 is dropped"):
-        serving._run(root.server, links, state)
+        serving._run(root.server, links, lambda: None)
     assert root.server.report.requests == {0: 1} and [*root.server.report.lost] == [1]
     assert torch.equal(root.model.place, Point().place - 0.1 * GOAL)
     for end in (*links.values(), good, bad):

@@ -50,6 +50,20 @@ def test_waits_end() -> None:
         client.poll()
 
 
+def test_the_last_message_of_a_rank_that_has_ended_can_be_read() -> None:
+    server, client = (
+        Link(peer, end) for peer, end in zip((1, 0), socket.socketpair(), strict=True)
+    )
+    server.send(message((7,)))
+    server.close()
+    with pytest.raises(LinkLost, match="rank 0 is lost"):
+        client.send(message((1,)))
+    assert client.receive(later()).numbers[0] == 7
+    with pytest.raises(LinkLost, match="rank 0 is lost"):
+        client.poll()
+    client.close()
+
+
 class Alone:
     """The communicator of two ranks, of which the other calls last, or not at all.
 
