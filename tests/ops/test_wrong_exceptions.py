@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
-from tests.support.serial import agrees, raises_alike, random_tensor, refused
+from distconv.tensor.recording import common_grid
+from tests.support.serial import agrees, raises_alike, random_tensor
 
 V = torch.arange(6.0, dtype=torch.float64)
 X = random_tensor(random.Random(1), (4, 6))
@@ -23,6 +24,8 @@ COUNTS = torch.tensor([1, 2, 0, 1, 3, 1])
 KERNEL = random_tensor(random.Random(3), (3, 3, 1, 1))
 AROUND = torch.tensor([[0, 7, -1, -7, 2]])
 Q = torch.tensor([0.2, 0.7], dtype=torch.float64)
+WINDOW = torch.ones(4, dtype=torch.float64) + V[:4]
+SPECTRA = torch.stft(X[:2], 4, window=WINDOW, return_complex=True)
 
 TAKEN: dict[str, tuple[torch.Tensor, Callable[..., Any]]] = {
     "gradient without spacing": (X, lambda x: torch.gradient(x, dim=None, spacing=None)),
@@ -49,6 +52,8 @@ TAKEN: dict[str, tuple[torch.Tensor, Callable[..., Any]]] = {
     "quantiles of a scalar": (SCALAR, lambda x: torch.nanquantile(x, Q, 0, True)),
     "positions around the end": (X, lambda x: torch.take_along_dim(x, AROUND, 1)),
     "no lower triangle": (X, lambda x: torch.tril(x, -(2**63)) + torch.triu(x, 2**63 - 1)),
+    "a window of plain spectra": (WINDOW, lambda w: torch.istft(SPECTRA, 4, window=w)),
+    "a value filled in": (SCALAR, lambda x: torch.index_fill(X, 1, COUNTS[:2], x)),
     "both triangles": (X, lambda x: torch.tril(x, 2**63 - 1) + torch.triu(x, -(2**63))),
 }
 
@@ -101,7 +106,5 @@ def test_pairs_of_results_are_written_to_pairs() -> None:
 
 @pytest.mark.parallel([2])
 def test_a_layout_that_a_plain_operand_decides_is_refused_by_name() -> None:
-    def function(mean: torch.Tensor) -> torch.Tensor:
-        return F.instance_norm(PLANE, mean, mean + 1, use_input_stats=False)
-
-    refused(function, [X[0, :3]], [], dc.ProcessGrid(width=-1), random.Random(0))
+    with pytest.raises(dc.UnsupportedOperation, match=r"f: the operand \(4, 6\) that decides"):
+        common_grid("f", [X])

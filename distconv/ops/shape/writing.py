@@ -25,6 +25,7 @@ from distconv.ops.support.operands import (
 )
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import tensors_in
 from distconv.torch_private import assert_async
 
 
@@ -76,7 +77,7 @@ def diagonal_scatter(
 @implements(torch.index_fill, torch.Tensor.index_fill)
 def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     check_on_meta(torch.index_fill, input, dim, index, value)
-    x, d, places = _places("index_fill", input, dim, index)
+    x, d, places = _places("index_fill", input, dim, index, *tensors_in(value))
     mask = torch.zeros(x.shape[d], dtype=torch.bool, device=x.device)
     mask[places] = True
     return x.masked_fill(mask.view(-1, *(1,) * (x.dim() - 1 - d)), value)
