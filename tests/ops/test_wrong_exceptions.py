@@ -46,6 +46,11 @@ TAKEN: dict[str, tuple[torch.Tensor, Callable[..., Any]]] = {
     "bits as integers": (X, lambda x: x.view(torch.int64)),
     "bits by name": (X.float(), lambda x: x.view(dtype=torch.int32)),
     "bits as they are": (X, lambda x: x.view(torch.float64) * 2),
+    "halves of numbers": (X, lambda x: x.view(torch.int32)),
+    "pairs of numbers": (X.float(), lambda x: x.view(torch.int64)),
+    "complex numbers as pairs": (COMPLEX, lambda x: x.view(torch.float64)),
+    "bytes of all numbers": (X, lambda x: x.flatten().view(torch.uint8)),
+    "bits of columns": (X, lambda x: x.t().reshape(3, 8).view(torch.int64)),
     "no differences": (V, lambda x: torch.diff(x, n=0, prepend=V, append=V)),
     "quantiles by a distributed q": (Q, lambda q: torch.quantile(X, q, 1)),
     "quantiles of all": (Q, lambda q: torch.nanquantile(X, q, keepdim=True)),
@@ -66,6 +71,8 @@ REFUSED: dict[str, tuple[torch.Tensor, Callable[..., Any]]] = {
     "bounds in training": (X, lambda x: F.rrelu(x, 0.5, 0.1, training=True)),
     "no channels": (PLANE[:, :0], lambda x: F.interpolate(x, scale_factor=2)),
     "cropped and wrapped": (X[None, :, :3], lambda x: F.pad(x[:, :1], (-2, 3), "circular")),
+    "pairs of an odd number": (X[:, :5].float(), lambda x: x.view(torch.int64)),
+    "halves of a scalar": (SCALAR, lambda x: x.view(torch.int32)),
     "a complex value among real": (X, lambda x: torch.constant_pad_nd(x, (1, 1), 2j)),
 }
 
@@ -89,6 +96,21 @@ def test_what_serial_torch_refuses_is_refused_on_every_rank(name: str) -> None:
     x, function = REFUSED[name]
     grid = dc.ProcessGrid(width=-1)
     raises_alike(function, [x], [], grid, random.Random(0), [_last_cut(x)])
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("cuts", [(("width",), ()), ((), ("width",))])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.complex128])
+def test_bits_are_written_through_a_view_of_another_type(dtype: torch.dtype, cuts: Any) -> None:
+    def function(x: torch.Tensor) -> Any:
+        y = x.detach().clone()
+        bits = y.view(dtype)
+        bits[1:3, 1:].zero_()
+        y[3] = 7.0
+        return y, bits
+
+    grid = dc.ProcessGrid(width=-1)
+    agrees(function, [X], [], grid, random.Random(0), [dc.Layout.of(cuts)])
 
 
 @pytest.mark.parallel([1, 2])
