@@ -83,7 +83,6 @@ WAYS_OUT: dict[Any, str] = {
         for function in (torch.Tensor.storage_offset, torch.Tensor.data_ptr)
     },
     torch_private.make_dual: "Use torch.autograd.grad; forward-mode derivatives are not supported",
-    torch.Tensor.put_: "Assign to positions, x.flatten()[positions] = values",
     torch.Tensor.__reduce_ex__: _SAVE,
     torch_private.compatible_types: "Convert a module before parallelize",
     torch.norm_except_dim: _PARAMETRIZE,

@@ -83,7 +83,13 @@ def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> 
     return grids[0]
 
 
-_OVERWRITING: set[Any] = {torch.Tensor.__setitem__, torch.Tensor.copy_}
+_OVERWRITING: set[Any] = {
+    torch.Tensor.__setitem__,
+    *(getattr(torch.Tensor, f"{name}_") for name in ("copy", "index_copy", "index_fill")),
+    *(getattr(torch.Tensor, f"{name}_") for name in ("index_put", "put", "scatter")),
+    *(getattr(torch.Tensor, f"masked_{name}_") for name in ("fill", "scatter")),
+    torch.index_put_,
+}
 """Functions whose first argument may be memory that nothing has been written to yet."""
 
 

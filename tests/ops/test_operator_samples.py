@@ -25,11 +25,11 @@ SAMPLES = 4 if TIMES == 1 else 16
 REFUSED = set(
     """
     _chunk_cat _segment_reduce _softmax_backward_data _upsample_bilinear2d_aa as_strided_scatter
-    gather geqrf gradient grid_sampler_2d histogramdd index_put index_reduce index_select
+    gather geqrf gradient grid_sampler_2d histogramdd index_reduce index_select
     linalg.lstsq linalg.norm masked.amin masked.cumsum masked.log_softmax masked.norm
     max_pool2d_with_indices_backward native_group_norm native_layer_norm nn.functional.embedding
     nn.functional.embedding_bag nn.functional.fractional_max_pool2d
-    nn.functional.fractional_max_pool3d nn.functional.prelu put tensor_split
+    nn.functional.fractional_max_pool3d nn.functional.prelu tensor_split
     torch.ops.aten._safe_softmax.default
     """.split()
 )

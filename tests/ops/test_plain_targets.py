@@ -255,3 +255,33 @@ def test_a_part_stays_plain_where_its_base_has_other_users() -> None:
         part.add_(y[:3])
     part += y
     assert (out.sum((1, 2)).full_tensor() == torch.tensor([35.0, 0.0])).all()  # type: ignore[attr-defined]
+
+
+OVER: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "copy_": lambda out, y: out.copy_(y),
+    "slice": lambda out, y: [out.__setitem__(slice(i, i + 1), y[i : i + 1]) for i in range(4)],
+    "index_copy_": lambda out, y: out.index_copy_(0, torch.arange(4), y),
+    "index_fill_": lambda out, y: out.index_fill_(0, torch.arange(4), y[0, 0]),
+    "index_put_": lambda out, y: out.index_put_((torch.arange(4),), y),
+    "put_": lambda out, y: out.put_(torch.arange(24).view(4, 6), y),
+    "scatter_": lambda out, y: out.scatter_(0, torch.arange(4)[:, None].expand(4, 6), y),
+    "masked_fill_": lambda out, y: out.masked_fill_(y == y, 2.0),
+    "masked_scatter_": lambda out, y: out.masked_scatter_(y == y, y),
+}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("name", OVER)
+def test_memory_that_is_written_over_may_differ_between_ranks(name: str, recorded: bool) -> None:
+    rng = random.Random(0)
+    grid = dc.ProcessGrid(width=-1)
+
+    def function(y: Tensor) -> Tensor:
+        # As freed memory, which torch.empty returns.
+        out = torch.full((4, 6), float(grid.rank), dtype=y.dtype)
+        with torch.set_grad_enabled(recorded):
+            OVER[name](out, y)
+        return out * 2 + y
+
+    agrees(function, [random_tensor(rng, (4, 6))], [], grid, rng)

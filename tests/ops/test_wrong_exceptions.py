@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
-from tests.support.serial import agrees, raises_alike, random_tensor, refused
+from distconv.tensor.recording import common_grid
+from tests.support.serial import agrees, raises_alike, random_tensor
 
 V = torch.arange(6.0, dtype=torch.float64)
 X = random_tensor(random.Random(1), (4, 6))
@@ -23,6 +24,8 @@ COUNTS = torch.tensor([1, 2, 0, 1, 3, 1])
 KERNEL = random_tensor(random.Random(3), (3, 3, 1, 1))
 AROUND = torch.tensor([[0, 7, -1, -7, 2]])
 Q = torch.tensor([0.2, 0.7], dtype=torch.float64)
+WINDOW = torch.ones(4, dtype=torch.float64) + V[:4]
+SPECTRA = torch.stft(X[:2], 4, window=WINDOW, return_complex=True)
 
 TAKEN: dict[str, tuple[torch.Tensor, Callable[..., Any]]] = {
     "gradient without spacing": (X, lambda x: torch.gradient(x, dim=None, spacing=None)),
@@ -43,12 +46,19 @@ TAKEN: dict[str, tuple[torch.Tensor, Callable[..., Any]]] = {
     "bits as integers": (X, lambda x: x.view(torch.int64)),
     "bits by name": (X.float(), lambda x: x.view(dtype=torch.int32)),
     "bits as they are": (X, lambda x: x.view(torch.float64) * 2),
+    "halves of numbers": (X, lambda x: x.view(torch.int32)),
+    "pairs of numbers": (X.float(), lambda x: x.view(torch.int64)),
+    "complex numbers as pairs": (COMPLEX, lambda x: x.view(torch.float64)),
+    "bytes of all numbers": (X, lambda x: x.flatten().view(torch.uint8)),
+    "bits of columns": (X, lambda x: x.t().reshape(3, 8).view(torch.int64)),
     "no differences": (V, lambda x: torch.diff(x, n=0, prepend=V, append=V)),
     "quantiles by a distributed q": (Q, lambda q: torch.quantile(X, q, 1)),
     "quantiles of all": (Q, lambda q: torch.nanquantile(X, q, keepdim=True)),
     "quantiles of a scalar": (SCALAR, lambda x: torch.nanquantile(x, Q, 0, True)),
     "positions around the end": (X, lambda x: torch.take_along_dim(x, AROUND, 1)),
     "no lower triangle": (X, lambda x: torch.tril(x, -(2**63)) + torch.triu(x, 2**63 - 1)),
+    "a window of plain spectra": (WINDOW, lambda w: torch.istft(SPECTRA, 4, window=w)),
+    "a value filled in": (SCALAR, lambda x: torch.index_fill(X, 1, COUNTS[:2], x)),
     "both triangles": (X, lambda x: torch.tril(x, 2**63 - 1) + torch.triu(x, -(2**63))),
 }
 
@@ -61,6 +71,8 @@ REFUSED: dict[str, tuple[torch.Tensor, Callable[..., Any]]] = {
     "bounds in training": (X, lambda x: F.rrelu(x, 0.5, 0.1, training=True)),
     "no channels": (PLANE[:, :0], lambda x: F.interpolate(x, scale_factor=2)),
     "cropped and wrapped": (X[None, :, :3], lambda x: F.pad(x[:, :1], (-2, 3), "circular")),
+    "pairs of an odd number": (X[:, :5].float(), lambda x: x.view(torch.int64)),
+    "halves of a scalar": (SCALAR, lambda x: x.view(torch.int32)),
     "a complex value among real": (X, lambda x: torch.constant_pad_nd(x, (1, 1), 2j)),
 }
 
@@ -86,6 +98,21 @@ def test_what_serial_torch_refuses_is_refused_on_every_rank(name: str) -> None:
     raises_alike(function, [x], [], grid, random.Random(0), [_last_cut(x)])
 
 
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("cuts", [(("width",), ()), ((), ("width",))])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.complex128])
+def test_bits_are_written_through_a_view_of_another_type(dtype: torch.dtype, cuts: Any) -> None:
+    def function(x: torch.Tensor) -> Any:
+        y = x.detach().clone()
+        bits = y.view(dtype)
+        bits[1:3, 1:].zero_()
+        y[3] = 7.0
+        return y, bits
+
+    grid = dc.ProcessGrid(width=-1)
+    agrees(function, [X], [], grid, random.Random(0), [dc.Layout.of(cuts)])
+
+
 @pytest.mark.parallel([1, 2])
 def test_pairs_of_results_are_written_to_pairs() -> None:
     grid = dc.ProcessGrid(width=-1)
@@ -101,7 +128,5 @@ def test_pairs_of_results_are_written_to_pairs() -> None:
 
 @pytest.mark.parallel([2])
 def test_a_layout_that_a_plain_operand_decides_is_refused_by_name() -> None:
-    def function(mean: torch.Tensor) -> torch.Tensor:
-        return F.instance_norm(PLANE, mean, mean + 1, use_input_stats=False)
-
-    refused(function, [X[0, :3]], [], dc.ProcessGrid(width=-1), random.Random(0))
+    with pytest.raises(dc.UnsupportedOperation, match=r"f: the operand \(4, 6\) that decides"):
+        common_grid("f", [X])

@@ -765,7 +765,12 @@ _SHAPES: Table = {
     **_each("index_fill", of(X, DIM, POSITIONS, 2.5), of(X, DIM, POSITIONS, NUMBER)),
     **_each("index_add", of(X, DIM, POSITIONS, SLICES, alpha=2)),
     **_each("index_copy", of(X, 2, PERMUTED, Operand((3, 4, 3, 7)))),
-    **_each("index_put", of(X, (BOOLEANS,), NUMBER)),
+    **_each(
+        "index_put",
+        of(X, (BOOLEANS,), NUMBER),
+        of(Operand((4, 5, 7)), (COUNTS, COUNTS), Operand((5, 7)), accumulate=True),
+    ),
+    **_each("put", of(X, PERMUTED, Operand((3,))), of(X, POSITIONS, Operand((6,)), True)),
     **_each("masked_scatter", of(X, BOOLEANS, X), of(X, Operand((7,), _booleans), X)),
     **_each("index_reduce", of(X, DIM, POSITIONS, SLICES, "amax")),
     **_each("take", of(X, INTEGERS)),

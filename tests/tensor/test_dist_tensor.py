@@ -7,11 +7,13 @@ import io
 import pickle
 import random
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import distconv as dc
 from tests.support.serial import (
@@ -293,7 +295,7 @@ def test_what_is_distributed_already_is_not_distributed_again() -> None:
 @pytest.mark.parametrize(
     ("name", "function"),
     [
-        ("put", lambda x: x.put(torch.tensor([0]), torch.ones(1))),
+        ("as_strided", lambda x: x.as_strided((2,), (1,))),
         ("data_ptr", lambda x: x.data_ptr()),
         ("aten.add.Tensor", lambda x: torch.ops.aten.add.Tensor(x, x)),
     ],
@@ -517,3 +519,22 @@ def test_strides_are_those_of_the_whole_tensor() -> None:
     x = torch.ones(2, 1, 3, 5)
     d = dc.distribute_tensor(x, dc.ProcessGrid(height=-1))
     assert d.stride() == x.stride() and d.stride(-2) == d.stride(dim=2) == 5
+
+
+class _NotAsked(TorchFunctionMode):
+    """A mode that no function may reach."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"torch asks a mode about {func}, which could replace the layout")
+
+
+@pytest.mark.parametrize("name", ["zeros", "ones", "empty", "rand", "randn", "full", "zeros_like"])
+def test_torch_takes_no_layout_of_distconv_and_asks_nobody(name: str) -> None:
+    x = dc.distribute_tensor(torch.ones(4), dc.ProcessGrid())
+    layout: Any = x.layout
+    assert layout == torch.strided
+    first: Any = x if name == "zeros_like" else (4,)
+    value = (1.0,) if name == "full" else ()
+    with _NotAsked(), pytest.raises(TypeError, match="layout=Layout|torch.layout, not Layout"):
+        getattr(torch, name)(first, *value, layout=layout)
+    assert getattr(torch, name)(first, *value).shape == x.shape

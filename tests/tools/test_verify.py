@@ -175,13 +175,13 @@ def test_labels_among_the_inputs_are_not_shaken() -> None:
 def test_a_layer_that_is_refused_is_named_with_the_reason(capsys) -> None:
     class Refused(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x.put(torch.tensor([0]), x[0, 0, 0, :1])
+            return x.as_strided((2,), (1,))
 
     module = nn.Sequential(nn.ReLU(), nn.Sequential(Refused()), nn.ReLU())
     result = dc.verify(module, torch.randn(2, 1, 6, 6), {"height": 2})
     first = result.first_deviation
     assert first is not None and (first.layer, first.kind) == ("1.0", "refused")
-    assert "put" in first.note
+    assert "as_strided" in first.note
     printed = capsys.readouterr().out
     assert printed == (f"{result}\n" if MPI.COMM_WORLD.rank == 0 else "")
     assert "1.0 is refused" in str(result)

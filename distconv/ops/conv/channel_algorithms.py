@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from distconv.comm.shard_function import ShardFunction
@@ -199,9 +200,13 @@ class _Zero(ShardFunction):
         return buffer.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        _ = ctx.saved_tensors  # which makes a checkpoint compute again
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # which makes a checkpoint compute again
+        if not torch.is_grad_enabled():
+            return None, None, None
+        # A second backward pass reaches the operands from each gradient, as of a convolution.
+        zero = sum(t.reshape(-1)[:0].sum() for t in saved)
+        return *(zero.to(t.dtype).expand(t.shape) for t in saved), None
 
 
 class WeightMeta(NamedTuple):

@@ -17,10 +17,17 @@ from distconv.geometry.layout import Cuts, cutting_axes, default_cuts
 from distconv.geometry.topology import AXES
 from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import filled_block, gather_whole, uncut
+from distconv.ops.support.operands import (
+    as_distributed,
+    common_grid,
+    filled_block,
+    gather_whole,
+    uncut,
+)
 from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import tensors_in
 from distconv.tensor.redistribution import redistribute
 
 _OF_OTHERS = {
@@ -157,11 +164,12 @@ def stft(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(torch.istft, torch.Tensor.istft)
-def istft(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
+def istft(input: Tensor, *args: Any, **kwargs: Any) -> DistTensor:
     """Return the signals of (..., frequency, time) spectra; leading dimensions stay cut."""
+    spectra = as_distributed(input, common_grid("istft", tensors_in(input, args, kwargs)))
     arguments = [gather_whole(x, "istft") for x in args]
     named = {name: gather_whole(x, "istft") for name, x in kwargs.items()}
-    x = uncut(input, [input.dim() - 2, input.dim() - 1], "istft")
+    x = uncut(spectra, [input.dim() - 2, input.dim() - 1], "istft")
     block = filled_block(x.shard) if 0 in x.shard.shape and input.numel() else x.shard
     signal = torch.istft(block, *arguments, **named)
     shape, cuts = (*x.shape[:-2], signal.shape[-1]), (*x.cuts[:-2], ())

@@ -60,14 +60,12 @@ def batch_norm_over(
     training, group, rest, counts, groups = _decide(
         Placement.of(x), axes, grid.device, *options, kinds
     )
-    running: Sequence[Tensor | None] = running_mean, running_var
+    running = running_mean, running_var
     if any(x.cuts[1:2]) or any([isinstance(t, DistTensor) for t in channelwise]):
-        running = [gather_whole(t, "batch_norm") for t in running]
-        parameters = *running, weight, bias
         running_mean, running_var, weight, bias = (
-            own_channels(t, x, "batch_norm") for t in parameters
+            own_channels(t, x, "batch_norm") for t in channelwise
         )
-        if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
+        if running_mean is not None and running_var is not None:
             # The backward pass needs their current values.
             running_mean, running_var = running_mean.clone(), running_var.clone()
     block = with_batch_stride(x.shard)
@@ -164,12 +162,14 @@ def gather_running_statistics(
 ) -> None:
     """Copy `own`, each rank's updated statistics of its channels, to `running` on all ranks.
 
-    If channels are not cut, every rank has updated all of them already, and nothing is done.
-    `operator` is the name of the norm, under which the redistribution is recorded.
+    Nothing is done for statistics that a rank has updated in place. `operator` is the name of the
+    norm, under which the redistribution is recorded.
     """
-    if not x.cuts[1]:
-        return
-    pairs = [(t, o) for t, o in zip(running, own, strict=True) if t is not None and o is not None]
+    pairs = [
+        (t, o)
+        for t, o in zip(running, own, strict=True)
+        if t is not None and o is not None and t is not o
+    ]
     if not pairs:
         return
     shape = len(pairs), x.shape[1]

@@ -89,7 +89,8 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Normalise each sample and channel over the plane; update running statistics if given."""
-    x = as_distributed(input, common_grid("instance_norm", (input, weight, bias)))
+    operands = input, running_mean, running_var, weight, bias
+    x = as_distributed(input, common_grid("instance_norm", operands))
     check_parameter_types("instance_norm", x, weight, bias)
     if not use_input_stats:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)

@@ -23,6 +23,7 @@ from distconv.ops.shape.indexing import (
     unmerged_picks,
 )
 from distconv.ops.shape.masks import assign_by_mask
+from distconv.ops.shape.writing import added_at
 from distconv.ops.support.in_place import (
     become_distributed,
     implements_in_place,
@@ -111,10 +112,9 @@ def index_put_(
     input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
 ) -> Tensor:
     if accumulate:
-        reason = "accumulate=True is not supported"
-        way_out = "Use index_add_ or scatter_add_"
-        refuse("index_put_", reason, *tensors_in(input, indices, values), way_out=way_out)
-    input[tuple(indices)] = values
+        input[...] = added_at(input, indices, values)
+    else:
+        input[tuple(indices)] = values
     return input
 
 
@@ -122,8 +122,10 @@ def index_put_(
 def index_put(
     input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
 ) -> Tensor:
+    if accumulate:
+        return added_at(input, indices, values)
     result = as_distributed(input, common_grid("index_put", tensors_in(input, indices, values)))
-    return index_put_(result.clone(), indices, values, accumulate)
+    return index_put_(result.clone(), indices, values)
 
 
 @implements(torch.masked_scatter, torch.Tensor.masked_scatter)

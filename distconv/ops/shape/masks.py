@@ -32,7 +32,7 @@ def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
     The result is (rows, *other dimensions), with all rows on every rank. Collective. `operator` is
     the called function, for errors and records.
     """
-    _check_mask(mask, tuple(input.shape[: mask.dim()]), input)
+    check_mask(mask, tuple(input.shape[: mask.dim()]), input)
     grid = common_grid(operator, (input, mask))
     rest = input.shape[mask.dim() :]
     lead = tuple(mask.shape)
@@ -63,7 +63,7 @@ def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -
     operator = "assignment"
     stop = first + mask.dim()
     over = tuple(input.shape[first:stop]), input.cuts[first:stop]
-    _check_mask(mask, over[0], input)
+    check_mask(mask, over[0], input)
     grid = common_grid(operator, (input, mask, value))
     behind = input.dim() - stop
     while value.dim() > first + 1 + behind and value.shape[0] == 1:
@@ -94,7 +94,8 @@ def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -
     finish_write(input)
 
 
-def _check_mask(mask: Tensor, shape: Shape, input: Tensor) -> None:
+def check_mask(mask: Tensor, shape: Shape, input: Tensor) -> None:
+    """Raise IndexError if a mask of dimensions of `input`, of `shape`, has another shape."""
     if tuple(mask.shape) != shape:
         raise IndexError(
             f"the mask of shape {tuple(mask.shape)} does not match the dimensions {shape} of the "

@@ -27,9 +27,10 @@ from distconv.ops.support.argument_forms import (
     takes_sequence,
 )
 from distconv.ops.support.merged import factors_of, places_of_factors
+from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import box_on_rank, uncut
 from distconv.tensor.aliasing import make_fork, make_view
-from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs, overwrite, redistribute
 
@@ -191,7 +192,7 @@ def reshape(input: DistTensor, *shape: Any) -> DistTensor:
 @implements(torch.Tensor.view)
 @takes_sequence("size")
 def view(input: DistTensor, *shape: Any, dtype: torch.dtype | None = None) -> DistTensor:
-    """Return the tensor in another shape, or its bits read as a type of the same size."""
+    """Return the tensor in another shape, or its bits read as another type."""
     kind = shape[0] if shape and isinstance(shape[0], torch.dtype) else dtype
     if kind is not None:
         return _bits_as(input, kind)
@@ -199,11 +200,20 @@ def view(input: DistTensor, *shape: Any, dtype: torch.dtype | None = None) -> Di
 
 
 def _bits_as(input: DistTensor, dtype: torch.dtype) -> DistTensor:
-    if dtype.itemsize != input.dtype.itemsize or input.unmerged is not None:
-        reason = f"the bits of {input.dtype} cannot be read as {dtype}"
-        refuse("view", reason, input, way_out="Use x.to(dtype), or x.full_tensor().view(dtype)")
-    shard = input.shard.view(dtype)
-    return make_view(input, shard, input.shape, input.cuts, partial(_bits_as, dtype=dtype))
+    """Return the bits read as another type; the last dimension is made whole if its size changes.
+
+    So are the blocks of a merged tensor.
+    """
+    shape = check_on_meta(torch.Tensor.view, input, dtype)
+    again = partial(_bits_as, dtype=dtype)
+    if dtype.itemsize == input.dtype.itemsize and input.unmerged is None:
+        return make_view(input, input.shard.view(dtype), shape, input.cuts, again)
+    x = uncut(input, [input.dim() - 1], "view")
+
+    def write(base: DistTensor, view: DistTensor) -> None:
+        overwrite(base, _bits_as(view, base.dtype), "view")
+
+    return make_view(input, x.shard.contiguous().view(dtype), shape, x.cuts, again, write)
 
 
 @implements(torch.flatten, torch.Tensor.flatten)

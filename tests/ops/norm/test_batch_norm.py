@@ -283,3 +283,25 @@ def test_running_statistics_follow_when_a_checkpoint_computes_again() -> None:
         batch.requires_grad_()
         checkpoint(module, batch, use_reentrant=False).square().sum().backward()
     buffers_agree(*reversed(modules))
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("axis", ["sample", "channel", "width"])
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+@pytest.mark.parametrize("training", [False, True])
+def test_distributed_running_statistics_are_read_and_updated(
+    training: bool, norm: Any, axis: str
+) -> None:
+    rng = random.Random(0)
+    grid = dc.ProcessGrid(**{axis: -1})
+    mean, weight = random_tensor(rng, (3,)), random_tensor(rng, (3,))
+    variance, x = mean.square() + 1, random_tensor(rng, (2, 3, 5, 4))
+
+    def normalized(mean: Tensor, variance: Tensor, x: Tensor, weight: Tensor) -> Any:
+        running = mean.detach().clone(), variance.detach().clone()
+        return norm(x, *running, weight, None, training, 0.3), *running
+
+    for cut in (dc.Layout(), dc.Layout.of(((axis,),))):
+        # On 4 ranks some have no channels, or no samples.
+        agrees(normalized, [mean, variance, x], [weight], grid, rng, [cut, cut, None])
+        agrees(normalized, [mean, variance], [x, weight], grid, rng, [cut, cut])
