@@ -297,6 +297,10 @@ class DistTensorBase(torch.Tensor):
             f"local={self.box.shape} on rank {self.grid.rank} of {self.grid}{gradient})"
         )
 
+    def __format__(self, spec: str) -> str:
+        # As in torch, only a tensor of one element is formatted as a number.
+        return str(self) if self.dim() and not spec else str(super().__format__(spec))
+
     def __hash__(self) -> int:
         return id(self)
 

@@ -37,6 +37,7 @@ QUESTIONS: dict[str, Callable[[dc.DistTensor], Any]] = {
     "torch.is_tensor": torch.is_tensor,
     "is_floating_point": torch.is_floating_point,
     "isinstance": lambda x: isinstance(x, torch.Tensor),
+    "f-string": lambda x: f"{x}" if x.dim() else None,  # of one element, it is item()
     "another type's name": lambda x: x.detach().type(),
 }
 
