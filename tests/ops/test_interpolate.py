@@ -112,8 +112,9 @@ def test_gradients_of_other_inputs_are_noticed_on_accelerators() -> None:
 def test_what_accelerators_compute_otherwise_is_refused_on_cut_planes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dc.ProcessGrid, "computes_on_gpu", True)
-    x = dc.distribute_tensor(torch.randn(1, 1, 9, 9), dc.ProcessGrid(height=2))
+    grid = dc.ProcessGrid(height=2)
+    x = dc.distribute_tensor(torch.arange(81.0).view(1, 1, 9, 9), grid)
+    monkeypatch.setitem(vars(grid), "computes_on_gpu", True)
     with pytest.raises(dc.UnsupportedOperation, match=r"from \(9, 9\) to \(9, 9\)"):
         F.interpolate(x, scale_factor=1.1)
     whole = x.redistribute(dc.Layout())
