@@ -263,3 +263,14 @@ def test_serial_torch_decides_about_transposed_convolutions_without_outputs(
         assert transposed(dc.distribute_tensor(x, grid), *given[1:]).shape == made.shape
     else:
         agrees(transposed, [x], parameters, grid, random.Random(0))
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("samples, rows, columns", [(0, 3, 2), (2, 0, 0), (2, 3, 0), (1, 3, 2)])
+def test_products_with_empty_orthogonal_matrices_equal_serial(
+    samples: int, rows: int, columns: int
+) -> None:
+    rng, grid = random.Random(3), dc.ProcessGrid(sample=-1)
+    shapes = (samples, rows, columns), (samples, columns), (samples, rows, 4)
+    inputs = [random_tensor(rng, shape) for shape in shapes]
+    agrees(torch.ormqr, inputs, [], grid, rng, [dc.Layout(sample="sample")] * 3)
