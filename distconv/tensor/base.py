@@ -102,9 +102,11 @@ class DistTensorBase(torch.Tensor):
     """The journal entry with arguments after which it was made, where known."""
     _shape: torch.Size
     leaf: Tensor | None = None
-    """The leaf of the autograd graph if its hooks send messages, else None. `shard` is then a view
-    of the leaf, which all operators read. If they read the leaf itself, torch would call its hooks
-    after other nodes on each rank, as operators are made of other nodes on each."""
+    """The leaf of the autograd graph if its hooks send messages, else None.
+
+    `shard` is then an alias of the leaf, which all operators read. Ranks may build an operator from
+    different autograd nodes. If these read the leaf directly, its hooks would run at different
+    times on each rank."""
     sums_gradient = False
     """Whether a hook of the leaf sums its gradient over the replicas."""
     summed_when_accumulated = False
@@ -270,7 +272,7 @@ class DistTensorBase(torch.Tensor):
             if other.recipe is not None and other.recipe.base is self:
                 other.recipe = other.recipe._replace(base=before)
         self.__dict__.pop("shard", None)
-        self.leaf = None
+        self.leaf, self.sums_gradient = None, False
         self.__dict__.update({k: v for k, v in view.__dict__.items() if k == "shard"})
         self.unmerged, self.recipe, self.cuts = view.unmerged, view.recipe, view.cuts
         self._shape, self._memory = view._shape, view._memory

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distconv.comm import collectives, replication
+from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import (
     Box,
     Layout,
@@ -322,10 +323,10 @@ class DistTensor(DistTensorBase):
 
             self.shard.register_hook(add_up)
             self.sums_gradient = True
-        if fresh and self.sums_gradient:
+        if fresh and self.sums_gradient and not self.shard.is_inference():
             self.leaf = self.shard
             with torch.enable_grad():
-                self.shard = self.leaf.view_as(self.leaf)
+                self.shard = _Alias.apply(self.leaf)
         return self
 
     def mark_summed_when_accumulated(self) -> None:
@@ -474,6 +475,22 @@ def _enter_call(
         if isinstance(x, DistTensorBase) and any(x.cuts):
             x.grid.journal.enter_call(func)
             return
+
+
+class _Alias(ShardFunction):
+    """An alias of a leaf, in the same memory.
+
+    It is no view for autograd, which would make a new node for a view after each write to the leaf,
+    when a rank reads the view next.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def _keep_journal_entry(args: Sequence[Any], copy: Any) -> Any:

@@ -327,3 +327,71 @@ def test_what_is_contiguous_on_some_ranks_alone_leaves_their_messages_in_order()
             results.append((leaf.grad, w.grad))
     for expected, actual in zip(results[:2], results[2:], strict=True):
         assert all(map(close, actual, expected))
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize(
+    "read", [lambda w: w.to_local(), lambda w: w.clone()], ids=["local", "copy"]
+)
+def test_a_rank_that_reads_a_replicated_leaf_alone_leaves_messages_in_order(read: Any) -> None:
+    # Autograd makes a node anew for a view that is read after a write to its base.
+    grid = dc.ProcessGrid(height=-1)
+    rng = random.Random(4)
+    data, kernel = random_tensor(rng, (2, 2, 8, 4)), random_tensor(rng, (2, 2, 3, 3))
+    results = []
+    for cut in (False, True):
+        x, w = data.clone(), torch.ones(2, 1, 1).double()
+        if cut:
+            x, w = dc.distribute_tensor(x, grid), dc.distribute_tensor(w, grid, dc.Layout())
+        x.requires_grad_(), w.requires_grad_()
+        for _ in range(3):
+            if cut and grid.rank == 0:
+                read(w)
+            (F.conv2d(x, kernel, padding=1) * w).pow(2).sum().backward()
+            with torch.no_grad():
+                w.sub_(0.001 * w.grad)
+            w.grad = None
+        results.append((w, x.grad))
+    assert all(map(close, results[1], results[0]))
+
+
+@pytest.mark.parallel(RANKS)
+def test_leaves_that_change_keep_serial_gradients() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    data = torch.arange(16.0).double().view(1, 1, 8, 2)
+
+    def detached(w: Tensor) -> Tensor:
+        (w * 2).sum().backward()
+        kept = w.grad
+        assert w.detach_() is w and not w.requires_grad and close(w.grad, kept)
+        return w.requires_grad_()
+
+    def reshaped(w: Tensor) -> Tensor:
+        return w.requires_grad_(False).unsqueeze_(0).requires_grad_()
+
+    for change in (detached, reshaped):
+        gradients = []
+        for cut in (False, True):
+            x, w = data, torch.tensor([2.0, 3.0]).double()
+            if cut:
+                x, w = dc.distribute_tensor(x, grid), dc.distribute_tensor(w, grid, dc.Layout())
+            w = change(w.requires_grad_())
+            ((x * w) ** 2).sum().backward()
+            gradients.append(w.grad)
+        assert close(gradients[1], gradients[0])
+
+
+@pytest.mark.parallel(RANKS)
+def test_leaves_of_inference_mode_have_serial_gradients() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    gradients = []
+    for cut in (False, True):
+        w, u = torch.ones(2).double(), torch.ones(2).double()
+        if cut:
+            w, u = (dc.distribute_tensor(t, grid, dc.Layout()) for t in (w, u))
+        u.requires_grad_()
+        with torch.inference_mode():
+            v = (w * 1).requires_grad_()
+        (v + u).sum().backward()
+        gradients += [v.grad, u.grad]
+    assert all(map(close, gradients[2:], gradients[:2]))

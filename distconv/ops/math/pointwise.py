@@ -217,8 +217,10 @@ def detach_(input: DistTensor) -> DistTensor:
     """Take the tensor itself out of the autograd graph."""
     if input.recipe is not None:
         raise RuntimeError("detach_: views are not detached in place; use x = x.detach()")
+    if input.is_leaf:
+        return input.requires_grad_(False)  # type: ignore[no-any-return]
     input.__dict__.pop("_redistributed", None)
-    input.shard, input.leaf = input.shard.detach(), None
+    input.shard = input.shard.detach()
     input.sync_requires_grad()
     return input
 

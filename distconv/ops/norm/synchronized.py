@@ -57,13 +57,14 @@ class SynchronizedNorm(ShardFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight, _, _), (form, grid, group, counts, eps, bias) = ctx.saved_tensors, ctx.context
+        x, weight, mean, invstd = ctx.saved_tensors
+        form, grid, group, counts, eps, bias = ctx.context
         if torch.is_grad_enabled():
             count = max(sum(counts), 1)
             made = recorded_gradients(grads[0], x, weight, form, grid, group, count, eps)
         else:
             of_block: Any = _gradients_of_groups if form.of_each_sample else _gradients_of_channels
-            made = of_block(grads[0], *ctx.saved_tensors, form, grid, group, counts, eps)
+            made = of_block(grads[0], x, weight, mean, invstd, form, grid, group, counts, eps)
         dx, dweight, dbias = made
         return (
             dx,

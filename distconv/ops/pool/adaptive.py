@@ -13,7 +13,7 @@ from torch import Tensor
 from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import Cuts
 from distconv.geometry.windows import AdaptiveWindow, Run, Window
-from distconv.ops.pool.local_pooling import check_pooled_type
+from distconv.ops.pool.local_pooling import check_pooled_type, with_some_channel
 from distconv.ops.reduce.sums import mean
 from distconv.ops.support.argument_forms import accepts_unbatched
 from distconv.ops.support.operands import box_on_rank
@@ -149,8 +149,8 @@ def _adaptive_max_pool(local: Callable[..., Any], functions: Any, n: int, places
     name = f"adaptive_max_pool{n}d"
 
     def pool(x: Tensor, output_size: Any) -> Tensor:
-        values: Tensor = local(x, output_size)[0]
-        return values
+        values: Tensor = local(with_some_channel(x), output_size)[0]
+        return values if x.shape[1] else values.reshape(*x.shape[:2], *values.shape[2:])
 
     @implements(*functions)
     @accepts_unbatched(name, n)

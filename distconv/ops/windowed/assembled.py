@@ -78,7 +78,10 @@ class PlannedWindows(NamedTuple):
 def plan_windows(
     x: Placement, windows: tuple[Window, ...], channels: int | None = None
 ) -> PlannedWindows:
-    """Return the plan for windows over a tensor; the result has `channels`, by default as many."""
+    """Return the plan for windows over a tensor placed as `x`. No communication.
+
+    The result has `channels` channels, by default as many as the tensor.
+    """
     sizes = (w.output_size(n) for w, n in zip(windows, x.shape[2:], strict=True))
     shape = (x.shape[0], x.shape[1] if channels is None else channels, *sizes)
     box = rank_box(shape, x.cuts, x.topology, x.rank)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
 from distconv.comm.packing import CHANNELS_LAST
@@ -101,6 +102,27 @@ def test_one_group_of_channels_equals_serial_in_every_memory_format() -> None:
 
             layout = [dc.Layout(width="height")]
             agrees(norm, [x], [], dc.ProcessGrid(height=-1), random.Random(0), layout)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w: F.batch_norm(x, None, None, w, training=True),
+        lambda x, w: F.group_norm(x, 2, w),
+    ],
+    ids=["batch norm", "group norm"],
+)
+def test_norms_within_a_checkpoint_equal_serial(norm: Any) -> None:
+    # A checkpoint hands out each tensor that was saved once.
+    grid, rng = dc.ProcessGrid(height=-1), random.Random(1)
+    inputs, weight = [random_tensor(rng, (2, 4, 6, 5))], [random_tensor(rng, (4,))]
+
+    def call(x: Tensor, w: Tensor) -> Any:
+        return checkpoint(norm, x, w, use_reentrant=False)
+
+    with as_on_accelerators():
+        agrees(call, inputs, weight, grid, rng, [dc.Layout(height="height")])
 
 
 def launches(layer: nn.Module, shape: tuple[int, ...], cut: bool) -> Counter[str]:

@@ -94,3 +94,12 @@ def test_indices_far_from_their_windows_are_found() -> None:
         indices = torch.arange(64).flip(0)[::4].reshape(1, 1, 4, 4)
     made = F.max_unpool2d(dc.distribute_tensor(x, grid), indices, 2)
     torch.testing.assert_close(made.full_tensor(), F.max_unpool2d(x, indices, 2))
+
+
+@pytest.mark.parallel([2, 4])
+def test_adaptive_maxima_of_no_samples_with_fewer_channels_than_ranks_equal_serial() -> None:
+    layout = [dc.Layout(channel="channel")]
+    for shape in ((0, 1, 5, 3), (0, 3, 6)):
+        pool = F.adaptive_max_pool2d if len(shape) == 4 else F.adaptive_max_pool1d
+        grid, rng = dc.ProcessGrid(channel=-1), random.Random(2)
+        agrees(lambda x, pool=pool: pool(x, 1), [torch.zeros(shape)], [], grid, rng, layout)
