@@ -111,7 +111,9 @@ def _matrices(block: Tensor, inner: int) -> Tensor:
     """
     if block.numel():
         return block
-    filled = filled_block(block)
+    # Matrices without rows or columns stay so, as on ranks that have some.
+    samples, own = block.shape[:-inner], block.shape[-inner:]
+    filled = filled_block(block, [max(n, 1) for n in samples] + list(own))
     if inner < 2:
         return filled
     return filled * torch.eye(*block.shape[-2:], dtype=block.dtype, device=block.device)
