@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,7 +149,9 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
 def results(example: Example[Any, Any], args: argparse.Namespace, done: bool) -> str:
     """Return a message that names a run's results, and the next command unless it is `done`."""
     files = {**example.pictures, "metrics.json": "settings, and all numbers of every epoch"}
-    program = f"python -m examples.{example.name}.train"
+    python, beside = typed(Path(sys.executable)), Path(sys.executable).with_name("mpiexec")
+    mpiexec = typed(beside) if beside.exists() else "mpiexec"
+    program = f"{python} -m examples.{example.name}.train"
     axis = next(axis for axis in example.axes if axis in ("depth", "height"))
     more = {"--grid": f"{axis}=2", "--epochs": args.epochs + 1, "--resume": args.output}
     same = shlex.join([*without(args.words, more), *map(str, chain(*more.items()))])
@@ -160,13 +163,19 @@ def results(example: Example[Any, Any], args: argparse.Namespace, done: bool) ->
             *(
                 []
                 if done
-                else [f"  one more epoch, on two ranks:\n    mpiexec -n 2 {program} {same}"]
+                else [f"  one more epoch, on two ranks:\n    {mpiexec} -n 2 {program} {same}"]
             ),
             "  numbers of a grid beside those of one rank: add --compare-serial 3 to a new run",
             f"  what the example does: docs/examples, and {program} --help",
             "  your own network: docs/tutorials/first_network.md; the site: make docs",
         )
     )
+
+
+def typed(program: Path) -> str:
+    """Return the path of a program as one types it in the current folder."""
+    here = Path.cwd()
+    return str(program.relative_to(here) if program.is_relative_to(here) else program)
 
 
 def without(words: Iterable[str], options: Container[str]) -> Iterator[str]:

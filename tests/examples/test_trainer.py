@@ -17,7 +17,7 @@ import distconv as dc
 from examples.mesh_tangling.train import main
 from examples.trainer.logs import TensorBoard, write_table
 from examples.trainer.ranks import boxes_of, on_one_rank
-from examples.trainer.training import without
+from examples.trainer.training import typed, without
 from tests.support.everywhere import ended_with_one_line, on_rank_zero
 from tests.support.mesh_runs import arguments, write_file
 
@@ -120,6 +120,14 @@ def test_events_without_tensorboard_are_an_error_with_the_way_out(
 def test_the_next_command_has_each_option_once() -> None:
     words = ["--data", "x.h5", "--grid", "height=2", "--epochs=3", "--augment"]
     assert [*without(words, ("--grid", "--epochs"))] == ["--data", "x.h5", "--augment"]
+
+
+def test_a_program_in_the_current_folder_is_typed_as_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert typed(Path.cwd() / ".venv" / "bin" / "mpiexec") == ".venv/bin/mpiexec"
+    assert typed(Path("/usr/bin/python")) == "/usr/bin/python"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
