@@ -97,6 +97,11 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
             way_out="Use the function that returns a new tensor, .clone() one of the two, or "
             ".view() in place of .reshape()",
         )
+    if memory is not None and memory.leaf and x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{operator}: a leaf that requires gradients, or a view of it, is written in place; do "
+            "it under torch.no_grad(), or to x.clone()"
+        )
     if x.recipe is not None:
         _check_bases(x, operator)
     x.__dict__.pop("_redistributed", None)

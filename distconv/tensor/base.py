@@ -272,7 +272,7 @@ class DistTensorBase(torch.Tensor):
             if other.recipe is not None and other.recipe.base is self:
                 other.recipe = other.recipe._replace(base=before)
         self.__dict__.pop("shard", None)
-        self.leaf, self.sums_gradient = None, False
+        self.leaf, self.sums_gradient, memory.leaf = None, False, False
         self.__dict__.update({k: v for k, v in view.__dict__.items() if k == "shard"})
         self.unmerged, self.recipe, self.cuts = view.unmerged, view.recipe, view.cuts
         self._shape, self._memory = view._shape, view._memory

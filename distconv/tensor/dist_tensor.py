@@ -302,7 +302,7 @@ class DistTensor(DistTensorBase):
             self.settle()
         fresh = requires_grad and not self.held.requires_grad
         if not requires_grad and self.leaf is not None:
-            self.shard, self.leaf = self.leaf, None
+            self.shard, self.leaf, self._memory.leaf = self.leaf, None, False
         if fresh and self.recipe is not None:
             # The block of a leaf stays. It and its base are not written while both are in use.
             self.shard = self.shard
@@ -324,7 +324,7 @@ class DistTensor(DistTensorBase):
             self.shard.register_hook(add_up)
             self.sums_gradient = True
         if fresh and self.sums_gradient and not self.shard.is_inference():
-            self.leaf = self.shard
+            self.leaf, self._memory.leaf = self.shard, True
             with torch.enable_grad():
                 self.shard = _Alias.apply(self.leaf)
         return self

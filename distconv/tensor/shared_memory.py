@@ -16,10 +16,13 @@ class SharedMemory:
     ----------
     newest: whether this copy was written to, and the write has not reached its source yet.
     of_parameter: whether it belongs to a sharded parameter, or to `empty_like` of one.
+    leaf: whether it is that of a leaf with gradients whose shard is an alias, so that autograd does
+        not refuse writes.
     """
 
     newest = False
     of_parameter = False
+    leaf = False
     _source: SharedMemory | None = None
     """For a copy, the memory that it was copied from."""
     _view: ReferenceType[Any] | None = None

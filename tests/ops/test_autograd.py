@@ -395,3 +395,18 @@ def test_leaves_of_inference_mode_have_serial_gradients() -> None:
         (v + u).sum().backward()
         gradients += [v.grad, u.grad]
     assert all(map(close, gradients[2:], gradients[:2]))
+
+
+@pytest.mark.parallel([1, 2])
+def test_replicated_leaves_are_written_as_in_torch() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    for w in (torch.ones(3, 2), dc.distribute_tensor(torch.ones(3, 2), grid, dc.Layout())):
+        w.requires_grad_()
+        for write in (lambda w: w.add_(1), lambda w: w[1:].add_(1), lambda w: w.__setitem__(0, 2)):
+            with pytest.raises(RuntimeError, match="leaf"):
+                write(w)
+            with torch.no_grad():
+                write(w)
+        w.detach().mul_(2)
+        assert w.requires_grad and (w * 2).requires_grad
+        assert float(w.requires_grad_(False).add_(1).sum()) == 2 * (2 + 2 + 3 * 4) + 6
