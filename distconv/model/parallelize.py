@@ -191,9 +191,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     The next backward pass outside sums all parts: accumulation over several mini-batches for the
     price of one reduction. A gradient that the program itself sets before that pass is summed, too.
-    Until that pass, gradients differ between ranks: a step of an optimizer would part the weights,
-    as with DistributedDataParallel. Run the last pass before a step outside, also where an epoch
-    ends early.
+    Until that pass, gradients differ between ranks: a step of an optimizer would let their weights
+    diverge, as with DistributedDataParallel. Run the last pass before a step outside the context,
+    also if an epoch ends early.
     All ranks enter the context together. A `module` that is not parallelized raises `ValueError`.
     """
     reduction = required_reduction("no_sync", module)

@@ -244,7 +244,7 @@ def _hook_unmerged(
 
 
 def _block_with_gradient(x: DistTensor) -> Tensor:
-    """Return the leaf or the shard, whose gradient is this rank's part of the tensor's."""
+    """Return the leaf or the shard, whose gradient is this rank's part of the gradient."""
     return x.shard if x.leaf is None else x.leaf
 
 

@@ -16,8 +16,8 @@ class SharedMemory:
     ----------
     newest: whether this copy was written to, and the write has not reached its source yet.
     of_parameter: whether it belongs to a sharded parameter, or to `empty_like` of one.
-    leaf: whether it is that of a leaf with gradients whose shard is an alias, so that autograd does
-        not refuse writes.
+    leaf: whether a leaf with gradients has this memory, and operators read the leaf through an
+        alias. Autograd does not refuse writes to the alias.
     """
 
     newest = False

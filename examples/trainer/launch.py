@@ -88,10 +88,15 @@ def words(options: Mapping[str, str]) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", value)]
 
 
-def mpiexec() -> str:
+def found_mpiexec() -> str | None:
     """Return the launcher beside the running Python, where wheels install it, or on the path."""
     beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def mpiexec() -> str:
+    """Return `found_mpiexec()`; end the program with an error if there is none."""
+    found = found_mpiexec()
     if found is None:
         sys.exit("error: there is no mpiexec; pip install mpich, or load the cluster's MPI")
     return found

@@ -34,6 +34,7 @@ from .building import (
 from .checkpoint import DECISIVE, check_checkpoint, check_finite_state, checkpoint_size
 from .compare import compare_serial
 from .example import Example, check_batch_size
+from .launch import found_mpiexec
 from .logs import TensorBoard, write_json, write_table
 from .methods import Steps, check_method
 from .output import KEPT, make_room, prepare_output, restarted_from
@@ -149,9 +150,8 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
 def results(example: Example[Any, Any], args: argparse.Namespace, done: bool) -> str:
     """Return a message that names a run's results, and the next command unless it is `done`."""
     files = {**example.pictures, "metrics.json": "settings, and all numbers of every epoch"}
-    python, beside = typed(Path(sys.executable)), Path(sys.executable).with_name("mpiexec")
-    mpiexec = typed(beside) if beside.exists() else "mpiexec"
-    program = f"{python} -m examples.{example.name}.train"
+    program = f"{typed(Path(sys.executable))} -m examples.{example.name}.train"
+    mpiexec = typed(Path(found_mpiexec() or "mpiexec"))
     axis = next(axis for axis in example.axes if axis in ("depth", "height"))
     more = {"--grid": f"{axis}=2", "--epochs": args.epochs + 1, "--resume": args.output}
     same = shlex.join([*without(args.words, more), *map(str, chain(*more.items()))])

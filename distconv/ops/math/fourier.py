@@ -37,11 +37,12 @@ _OF_OTHERS = {
 """Transforms, each with the one that it is along all dimensions but the last."""
 
 
-def _transform(function: Callable[..., Tensor], name: str, kind: str, last: Any) -> None:
-    """Register the rule of a function of torch.fft, which is called `name` there.
+def _transform(function: Callable[..., Tensor], kind: str, last: Any) -> None:
+    """Register the rule of a function of torch.fft.
 
     `kind` is the transform along one dimension; `last` are the dimensions by default, None for all.
     """
+    name = function.__name__.removeprefix("fft_")
 
     @implements(function)
     def rule(
@@ -59,24 +60,16 @@ def _transform(function: Callable[..., Tensor], name: str, kind: str, last: Any)
         return _transformed(kind, name, input, dims, of_dims, norm)
 
 
-_transform(torch.fft.fft, "fft", "fft", -1)
-_transform(torch.fft.fft2, "fft2", "fft", (-2, -1))
-_transform(torch.fft.fftn, "fftn", "fft", None)
-_transform(torch.fft.rfft, "rfft", "rfft", -1)
-_transform(torch.fft.rfft2, "rfft2", "rfft", (-2, -1))
-_transform(torch.fft.rfftn, "rfftn", "rfft", None)
-_transform(torch.fft.hfft, "hfft", "hfft", -1)
-_transform(torch.fft.hfft2, "hfft2", "hfft", (-2, -1))
-_transform(torch.fft.hfftn, "hfftn", "hfft", None)
-_transform(torch.fft.ifft, "ifft", "ifft", -1)
-_transform(torch.fft.ifft2, "ifft2", "ifft", (-2, -1))
-_transform(torch.fft.ifftn, "ifftn", "ifft", None)
-_transform(torch.fft.irfft, "irfft", "irfft", -1)
-_transform(torch.fft.irfft2, "irfft2", "irfft", (-2, -1))
-_transform(torch.fft.irfftn, "irfftn", "irfft", None)
-_transform(torch.fft.ihfft, "ihfft", "ihfft", -1)
-_transform(torch.fft.ihfft2, "ihfft2", "ihfft", (-2, -1))
-_transform(torch.fft.ihfftn, "ihfftn", "ihfft", None)
+for _kind, _functions in {
+    "fft": (torch.fft.fft, torch.fft.fft2, torch.fft.fftn),
+    "rfft": (torch.fft.rfft, torch.fft.rfft2, torch.fft.rfftn),
+    "hfft": (torch.fft.hfft, torch.fft.hfft2, torch.fft.hfftn),
+    "ifft": (torch.fft.ifft, torch.fft.ifft2, torch.fft.ifftn),
+    "irfft": (torch.fft.irfft, torch.fft.irfft2, torch.fft.irfftn),
+    "ihfft": (torch.fft.ihfft, torch.fft.ihfft2, torch.fft.ihfftn),
+}.items():
+    for _function, _last in zip(_functions, (-1, (-2, -1), None), strict=True):
+        _transform(_function, _kind, _last)
 
 
 def _transformed(

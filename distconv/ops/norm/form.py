@@ -174,5 +174,4 @@ def with_batch_stride(x: Tensor) -> Tensor:
     """
     if not x.numel() or x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == x.numel():
         return x
-    # Without its offset, the gradient of a block inside other memory would be read elsewhere.
-    return x.as_strided(x.shape, (x.numel(), *x.stride()[1:]), x.storage_offset())
+    return x.as_strided(x.shape, (x.numel(), *x.stride()[1:]))

@@ -75,7 +75,7 @@ class Border(NamedTuple):
 @lru_cache(maxsize=4096)
 def borders(
     searched: tuple[int, ...], windows: tuple[Window, ...], starts: tuple[int, ...]
-) -> list[Border]:
+) -> tuple[Border, ...]:
     """Return the borders of a buffer of spatial shape `searched` that starts at `starts`.
 
     A block that is its own buffer has none, and is not written to.
@@ -85,7 +85,7 @@ def borders(
         if start < 0:
             repeated = [min(p % window.dilation - start, n - 1) for p in range(start, 0)]
             found.append(Border(d, tuple(repeated)))
-    return found
+    return tuple(found)
 
 
 def renumber_positions(
@@ -138,7 +138,7 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         found: list[Tensor] = []
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            border = [] if starts is None else borders(tuple(buffer.shape[2:]), windows, starts)
+            border = () if starts is None else borders(tuple(buffer.shape[2:]), windows, starts)
             x, arguments = with_some_channel(buffer), (kernels, strides, left, dilations, ceil_mode)
             if n > 1 and any(input.cuts[2:]) and x.is_floating_point():
                 values, index = _MaxPool.apply(x, arguments, border)
