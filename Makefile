@@ -56,7 +56,7 @@ study: $(VENV)/ready
 # its time. On one rank that is index arithmetic and the floors; on two, a sample of every function
 # against serial torch, and a file or two of each folder.
 QUICK := $(addprefix tests/,ops/test_coverage.py ops/test_custom_function.py \
-         ops/conv/test_overlapped_convolution.py ops/windowed/test_properties.py \
+         ops/conv/test_overlapped_convolution.py ops/support/test_windowed_properties.py \
          ops/norm/test_properties.py ops/reduce/test_properties.py tensor/test_dist_tensor.py \
          model/test_buckets.py model/test_parallelize.py comm/test_movements.py \
          transport/test_staged.py grid/test_journal.py)

@@ -22,8 +22,8 @@ from benchmarks.overhead import overheads
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.ranks import world
 from distconv.tools.arguments import BadArguments, RankParser, grid_axes, shape
-from distconv.tools.progress import StatusLine
-from distconv.transport.torch_groups import TorchCommunicator
+from distconv.tools.commands.options import StatusLine
+from distconv.transport.torch import TorchCommunicator
 
 BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "layer": layers,

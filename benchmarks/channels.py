@@ -20,7 +20,7 @@ from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.layers import Conv2d
 from distconv.model.parallelize import parallelize
-from distconv.planning.timing import Contender
+from distconv.planning.scaling import Contender
 from distconv.tensor.dist_tensor import distribute_tensor
 
 

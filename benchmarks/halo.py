@@ -16,12 +16,11 @@ from benchmarks.measuring.report import Row, over
 from benchmarks.measuring.settings import Settings, by, chain
 from benchmarks.measuring.turns import alternate
 from distconv.comm.transfer import Transfer
-from distconv.geometry.index_maps import Same
+from distconv.geometry.index_maps import Same, Window
 from distconv.geometry.plan import Plan, make_plan
-from distconv.geometry.windows import Window
 from distconv.grid.process_grid import ProcessGrid
+from distconv.planning.scaling import Contender
 from distconv.planning.table import byte_size
-from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import DistTensor
 
 if TYPE_CHECKING:

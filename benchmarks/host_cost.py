@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
-from distconv.geometry.halo.transposed_convolution import (
+from distconv.geometry.halo import (
+    convolution_boundary,
+    needs_halo,
     transposed_convolution_boundary,
     transposed_needs_halo,
 )
-from distconv.geometry.index_maps import Same
+from distconv.geometry.index_maps import Same, TransposedWindow, Window
 from distconv.geometry.layout import default_cuts
 from distconv.geometry.plan import make_plan
 from distconv.geometry.topology import AXES, Topology
-from distconv.geometry.windows import TransposedWindow, Window
 from distconv.grid.devices import choose, make_offer
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.table import markdown

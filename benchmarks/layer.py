@@ -19,7 +19,7 @@ from benchmarks.measuring.report import Row, over, speedup
 from benchmarks.measuring.settings import Settings, by
 from benchmarks.measuring.turns import alternate
 from distconv.model.parallelize import parallelize
-from distconv.planning.timing import Contender
+from distconv.planning.scaling import Contender
 from distconv.tensor.dist_tensor import distribute_tensor
 
 

@@ -18,16 +18,15 @@ from benchmarks.layer import step_of
 from benchmarks.measuring.report import Row, minus, over
 from benchmarks.measuring.settings import Settings, by, chain
 from benchmarks.measuring.turns import alternate
-from distconv.geometry.index_maps import Same
+from distconv.geometry.index_maps import Same, Window
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.plan import make_plan
 from distconv.geometry.topology import Topology
-from distconv.geometry.windows import Window
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
-from distconv.ops.support.method import method
+from distconv.ops.conv.functions import method
 from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.timing import Contender, spread
+from distconv.planning.scaling import Contender, spread
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.transport.launch import mpi
 

@@ -39,8 +39,8 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning import Machine, calibrate, predict
 from distconv.planning.prediction import in_words
+from distconv.planning.scaling import Contender, sleep_until_all_are_here, spread
 from distconv.planning.table import byte_size, table
-from distconv.planning.timing import Contender, sleep_until_all_are_here, spread
 from examples.mesh_tangling.network import mesh_tangling_2k
 
 MACHINE = "predictions-machine.json"

@@ -23,7 +23,7 @@ from benchmarks.measuring.report import Row, as_table, of_bytes, over
 from benchmarks.measuring.settings import Settings, by, chain
 from benchmarks.measuring.turns import alternate
 from distconv.data import Dataset, Loader
-from distconv.planning.timing import Contender
+from distconv.planning.scaling import Contender
 
 
 class WholeSamples(torch.utils.data.Dataset[Any]):

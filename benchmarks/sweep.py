@@ -26,8 +26,8 @@ from benchmarks.measuring.turns import alternate
 from benchmarks.record import machine
 from benchmarks.sweep_cases import CASES, OF_FORMAT, OF_PLANES, REASONS, SHAPES, Case
 from distconv.model.parallelize import parallelize
+from distconv.planning.scaling import Contender
 from distconv.planning.table import markdown, table
-from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import DistTensor
 
 MOST = 1.3

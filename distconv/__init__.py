@@ -17,8 +17,8 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.clipping import clip_grad_norm_
 from distconv.model.parallelize import no_sync, parallelize, unparallelize
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict
+from distconv.ops.conv.functions import method
 from distconv.ops.extend import elementwise, windowed
-from distconv.ops.support.method import method
 from distconv.tensor.dispatch import UnsupportedOperation, implements
 from distconv.tensor.dist_tensor import DistTensor, default_layout, distribute_tensor, local_box
 from distconv.tools.explain import explain

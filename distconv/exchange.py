@@ -6,9 +6,8 @@ adjoint of a gather is an accumulation, and the adjoint of a sum over ranks is t
 
 from distconv.comm.collectives import all_gather_with_grad as parts_of
 from distconv.comm.collectives import all_reduce_with_grad as sum_over
-from distconv.comm.collectives import broadcast
-from distconv.comm.replication import replicate
-from distconv.comm.replication import unreplicate as share
+from distconv.comm.collectives import broadcast, replicate
+from distconv.comm.collectives import unreplicate as share
 from distconv.comm.transfer import accumulate, gather
 
 __all__ = ["accumulate", "broadcast", "gather", "parts_of", "replicate", "share", "sum_over"]

@@ -706,3 +706,16 @@ def default_store() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+# The base class of autograd functions on shards, which saves the overhead of `Function.apply`.
+
+
+class ShardFunction(Function):
+    """A torch.autograd.Function for shards, to which torch.func is never applied.
+
+    Its `apply` leaves out the search for wrappers of torch.func, which costs `Function.apply` time
+    in Python.
+    """
+
+    apply = compiled_apply

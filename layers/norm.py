@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distconv.ops.norm.batch_norm import SPATIAL, batch_norm_over
-from distconv.ops.norm.group_norm import group_norm_over
+from distconv.ops.norm.functions import SPATIAL, batch_norm_over, group_norm_over
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import recorded
 from distconv.torch_private import BatchNorm

@@ -17,7 +17,7 @@ from hypothesis.internal.conjecture import providers
 from mpi4py import MPI
 from torch import distributed
 
-from distconv.device import thresholds
+from distconv.device import kinds
 from distconv.device.kinds import accelerator
 from distconv.grid.process_grid import ProcessGrid
 from tests.support.rank_numbers import rank_numbers
@@ -26,8 +26,8 @@ torch.set_num_threads(1)
 # Blocks of tests are small. Two ranks convolve them as they do users' small ones, other numbers of
 # ranks while halos travel, as they do large ones. Tests of one method name it.
 if MPI.COMM_WORLD.size != 2:
-    thresholds.HOST = thresholds.HOST._replace(overlapped=0)
-    thresholds.ACCELERATOR = thresholds.ACCELERATOR._replace(overlapped=0)
+    kinds.HOST = kinds.HOST._replace(overlapped=0)
+    kinds.ACCELERATOR = kinds.ACCELERATOR._replace(overlapped=0)
 
 # Every rank has to draw the same examples: nothing may depend on time, or on earlier runs.
 settings.register_profile(

@@ -277,6 +277,19 @@ def test_the_compiled_apply_records_a_function() -> None:
     y = private.compiled_apply.__get__(None, Double)(leaf(1))
     assert y.item() == 2 and type(y.grad_fn).__name__ == "DoubleBackward"
 
+    class Triple(private.ShardFunction):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 3 * x
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return 3 * dy
+
+    x = leaf(1)
+    Triple.apply(x).backward()
+    assert x.grad is not None and x.grad.item() == 3
+
 
 def test_the_roots_of_a_backward_pass_are_found_also_from_another_thread() -> None:
     assert private.roots_of_backward() == []

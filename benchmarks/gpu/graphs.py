@@ -27,10 +27,9 @@ from benchmarks.gpu.shards import (
 from benchmarks.measuring.report import Row, over
 from benchmarks.measuring.settings import by
 from distconv import ProcessGrid, compile, parallelize
-from distconv.device.graphs import DeviceGraph, why_no_graphs
 from distconv.device.kinds import is_accelerator
-from distconv.device.streams import using
-from distconv.ops.support.method import METHODS
+from distconv.device.streams import DeviceGraph, using, why_no_graphs
+from distconv.ops.conv.functions import METHODS
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.machine import Machine
 from distconv.tensor.dist_tensor import local_box

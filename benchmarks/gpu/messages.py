@@ -19,8 +19,8 @@ from benchmarks.measuring.turns import alternate
 from distconv import DistTensor, ProcessGrid
 from distconv.device.kinds import wait_for_device
 from distconv.geometry.layout import default_cuts
+from distconv.planning.scaling import Contender
 from distconv.planning.table import byte_size
-from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import local_box
 
 TRANSPORTS = "torch", "mpi", "nccl"

@@ -58,11 +58,11 @@ def found() -> tuple[str | None, int]:
 
 def left_out(kind: str, count: int) -> Iterator[str]:
     """Yield what cannot be done on so many accelerators of a kind, and why."""
-    from distconv.device import cupy_nccl, groups
+    from distconv.device import kinds
     from distconv.device.kinds import library_of
 
     library = library_of(kind)
-    if why := groups.why_no_backend(kind):
+    if why := kinds.why_no_backend(kind):
         yield f"transport torch: {why}"
     elif count < 4 and not _may_be_shared(kind):
         seen = "one GPU" if count == 1 else f"{count} GPUs"
@@ -70,7 +70,7 @@ def left_out(kind: str, count: int) -> Iterator[str]:
             f"{library} on more than {seen}: it takes one rank on each; the other ranks share, and "
             "send by MPI. NCCL 2.30 or newer lets ranks share; GPU_NCCL is the path of one to load"
         )
-    if why := cupy_nccl.why_no_cupy(kind):
+    if why := kinds.why_no_cupy(kind):
         yield f"transport nccl: {why}"
     if kind != "cuda":
         yield "streams that sleep, and errors where the host waits: torch has both for CUDA and HIP"

@@ -26,12 +26,12 @@ from distconv import method
 from distconv.comm.ledger import trace_movements, without_counting
 from distconv.comm.packing import pack_messages
 from distconv.device.kinds import is_accelerator
-from distconv.ops.support.method import METHODS
+from distconv.ops.conv.functions import METHODS
 from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.links import collective_cost, messages_cost
 from distconv.planning.machine import Machine
 from distconv.planning.recording import Start
 from distconv.planning.table import table
+from distconv.planning.timeline import collective_cost, messages_cost
 from distconv.tensor.dist_tensor import local_box
 from distconv.tensor.ownership import own
 

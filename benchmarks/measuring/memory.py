@@ -22,9 +22,9 @@ from benchmarks.measuring.report import Row, of_bytes
 from benchmarks.measuring.settings import Settings, by
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
-from distconv.planning.timing import sleep_until_all_are_here
+from distconv.planning.scaling import sleep_until_all_are_here
 from distconv.tools.explain import explain
-from distconv.transport.buffers import release_idle
+from distconv.transport.interface import release_idle
 
 OVER_SHARE = 1.05
 """The most that a rank should need, of the serial peak divided by the ranks, beside its halos."""

@@ -16,9 +16,8 @@ from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.ranks import world
 from distconv.tensor.dist_tensor import DistTensor, local_box
-from distconv.tensor.sample_format import in_sample_format
-from distconv.tools.arguments import BadArguments
-from distconv.tools.factories import made_everywhere, module_from
+from distconv.tensor.memory_format import in_sample_format
+from distconv.tools.arguments import BadArguments, made_everywhere, module_from
 
 _SEED = 0
 

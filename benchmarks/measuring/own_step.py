@@ -22,11 +22,10 @@ from benchmarks.measuring.plain import best, plain_forms
 from benchmarks.measuring.report import Row, over, share, speedup
 from benchmarks.measuring.settings import Settings, by
 from benchmarks.measuring.turns import alternate
-from distconv.grid.communicators import carried_by
+from distconv.grid.communicators import WrappedTransport, carried_by
 from distconv.grid.process_grid import ProcessGrid
-from distconv.grid.watched import WrappedTransport
 from distconv.model.parallelize import parallelize
-from distconv.planning.timing import Contender
+from distconv.planning.scaling import Contender
 from distconv.tensor.dist_tensor import local_box
 from distconv.transport.interface import Message, Request, Transport
 from distconv.transport.launch import mpi

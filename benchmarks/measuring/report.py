@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distconv.planning.scaling import spread
 from distconv.planning.table import byte_size, table
-from distconv.planning.timing import spread
-from distconv.tools.json_lines import as_json
+from distconv.tools.commands.options import as_json
 
 
 @dataclass(frozen=True)

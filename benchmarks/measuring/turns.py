@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, TypeVar
 
-from distconv.planning.timing import SHORTEST, Contender, timed, warm_up
+from distconv.planning.scaling import SHORTEST, Contender, timed, warm_up
 from distconv.transport.interface import ObjectCommunicator
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from benchmarks.measuring.settings import chain
 from benchmarks.measuring.turns import alternate
 from benchmarks.networks import NETWORKS, residual
 from benchmarks.peers.peer import Peer, Task, largest_difference, own, serial
-from distconv.planning.timing import Contender, spread
+from distconv.planning.scaling import Contender, spread
 from distconv.transport.launch import mpi
 
 PEERS = ("distdl", "dtensor", "jax", "lbann", "shardtensor")

@@ -22,7 +22,7 @@ from distconv.device.kinds import is_accelerator
 from distconv.device.streams import is_capturing
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
-from distconv.grid.rank_words import ranks_in_words
+from distconv.grid.words import ranks_in_words
 
 CURE = (
     "seed what it is drawn from alike on every rank (torch.manual_seed), or broadcast that of one "

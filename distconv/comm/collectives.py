@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from distconv.comm.packing import resolved_contiguous
-from distconv.comm.shard_function import ShardFunction
+from distconv.geometry.layout import replicating_axes
 from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
+from distconv.torch_private import ShardFunction
 
 
 def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
@@ -121,3 +122,182 @@ class _AllGather(ShardFunction):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grid, axes = ctx.movement
         return _AllReduce.apply(grads[0], grid, axes)[grid.communicator(axes).rank], None, None
+
+
+# Values equal on several ranks, as they enter and leave the distributed program.
+#
+# The gradient of a replicated value is the sum over its replicas.
+
+
+HANDED_OUT, REPLICATED, OPERAND = "distconv_out", "distconv_replicated", "distconv_operand"
+"""Marks in the metadata of autograd nodes: of plain tensors that leave the distributed program, of
+results of `replicate`, and of plain operands of an operator."""
+
+
+def _marked(x: Tensor, mark: str) -> Tensor:
+    if x.grad_fn is not None:
+        notes: Any = x.grad_fn.metadata
+        notes[mark] = True
+    return x
+
+
+def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
+    """Return a value replicated along `axes` as a plain tensor.
+
+    In the backward pass each of n ranks along `axes` passes on 1/n of the gradient that it gets.
+    """
+    shared = apply_along_axes(_Unreplicate, local, grid, axes)
+    return mark_handed_out(shared) if grid.size > 1 else shared
+
+
+def mark_handed_out(plain: Tensor) -> Tensor:
+    """Return `plain`, a result of `to_local` or its like, with a mark on its autograd node.
+
+    By the mark operators refuse it as a plain operand (see `ownership.origins`).
+    """
+    return _marked(plain, HANDED_OUT)
+
+
+def replicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
+    """Return `local`, equal on the ranks along `axes`; its gradient is summed over these ranks."""
+    return _marked(_Replicate.apply(local, grid, tuple(axes)), REPLICATED)
+
+
+def as_replicated(plain: Tensor, grid: Grid) -> Tensor:
+    """Return a plain tensor, equal on all ranks, as an operand of a distributed operator.
+
+    Its gradient is summed over all ranks of the grid.
+    """
+    axes = replicating_axes((), grid.topology)
+    return _marked(_Replicate.apply(plain, grid, axes), OPERAND)
+
+
+class _Unreplicate(ShardFunction):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
+        ctx.movement = grid, axes
+        return alias(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # The gradient comes from plain tensors, which matters to second derivatives.
+        grid, axes = ctx.movement
+        return replicate(grads[0], grid, axes) / grid.topology.parts(axes), None, None
+
+
+class _Replicate(ShardFunction):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
+        ctx.movement = grid, axes
+        return alias(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # The gradient goes to plain tensors.
+        return unreplicate(all_reduce_with_grad(grads[0], *ctx.movement), *ctx.movement), None, None
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return an alias of a tensor; unlike view_as() this always keeps its strides."""
+    alias: Tensor = torch.ops.aten.alias(tensor)
+    return alias
+
+
+# All-reduce of vectors by messages in half precision; the sums are computed in float32.
+#
+# With error feedback a rank adds its rounding error to the next vector (Karimireddy et al., "Error
+# Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv:1901.09847).
+
+
+WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The types of messages, by name."""
+
+WIDE = (torch.float32, torch.float64)
+"""The types of vectors that half precision makes smaller."""
+
+
+def wire_type(owner: str, wire: str) -> torch.dtype:
+    """Return the torch type called `wire`, "bfloat16" or "float16".
+
+    Raises ValueError for another name; its message begins with `owner`, the function to which the
+    user has passed `wire`.
+    """
+    if wire not in WIRES:
+        raise ValueError(f"{owner}: wire={wire!r} is unknown; choose {' or '.join(WIRES)}")
+    return WIRES[wire]
+
+
+class ErrorFeedback:
+    """The rounding errors that this rank made in one sum of a vector, to add to the next vector.
+
+    The last `exact` elements of a vector are counts, for which no rounding errors are kept.
+    """
+
+    def __init__(self, exact: int = 0):
+        self._exact = exact
+        self._left_out: Tensor | None = None
+
+    def add_to(self, padded: Tensor) -> None:
+        """Add the kept rounding errors to the next vector, `padded`, which ends with padding."""
+        if self._left_out is not None:
+            padded += self._left_out
+
+    def keep(self, left_out: Tensor, elements: int) -> None:
+        """Keep the rounding errors of a padded vector, of which `elements` are not padding."""
+        left_out[elements - self._exact :] = 0.0
+        # A value too large for the halves is lost: as a rounding error it would be infinite.
+        self._left_out = left_out.nan_to_num_(0.0, 0.0, 0.0)
+
+
+class HalfSum:
+    """A running all-reduce of the vector `flat` in place, over the ranks along `axes`.
+
+    These ranks make it, and wait for it, together and in the order of all exchanges. All get the
+    same sum. Each rank sums one piece of the vector, so for each element of the vector it sends and
+    receives two numbers of half precision, of type `wire`. `feedback` carries rounding errors from
+    one sum to the next. Sums that run at the same time need different purposes.
+    """
+
+    def __init__(
+        self,
+        flat: Tensor,
+        grid: Grid,
+        axes: Sequence[str],
+        wire: torch.dtype,
+        purpose: str,
+        feedback: ErrorFeedback | None = None,
+    ):
+        transport = grid.transport
+        ranks = grid.topology.peers(grid.rank, axes)
+        self._flat, self._transport, self._feedback = flat, transport, feedback
+        self._group = grid.communicator(axes, purpose)
+        self._own = ranks.index(grid.rank)
+        length = -(-len(flat) // len(ranks))
+        padded = flat.new_zeros(len(ranks) * length)
+        padded[: len(flat)] = flat
+        if feedback is not None:
+            feedback.add_to(padded)
+        self._leaving = padded.to(wire).view(len(ranks), length)
+        # Without feedback nobody needs the rounding errors, so their memory is freed here.
+        self._left_out = None if feedback is None else padded.sub_(self._leaving.view(-1))
+        self._arriving = transport.empty((len(ranks), length), self._leaving)
+        others = [i for i in range(len(ranks)) if i != self._own]
+        self._request = transport.exchange(
+            [(ranks[i], self._arriving[i]) for i in others],
+            [(ranks[i], self._leaving[i]) for i in others],
+            transport.next_tag(),
+        )
+
+    def wait(self) -> None:
+        """Wait for the messages, and overwrite the vector `flat` by the sum."""
+        self._request.wait()
+        arriving, own, flat = self._arriving, self._own, self._flat
+        arriving[own] = self._leaving[own]
+        total = arriving[0].float()
+        for piece in arriving[1:]:
+            total += piece
+        rounded = total.to(arriving.dtype)
+        if self._feedback is not None and self._left_out is not None:
+            self._left_out.view(arriving.shape)[own] += total - rounded
+            self._feedback.keep(self._left_out, len(flat))
+        flat.copy_(self._transport.all_gather(rounded, self._group).view(-1)[: len(flat)])

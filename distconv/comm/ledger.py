@@ -10,7 +10,7 @@ from typing import Any
 
 from distconv.geometry.layout import Layout
 from distconv.geometry.plan import Plan
-from distconv.grid.module_path import module_path
+from distconv.grid.words import module_path
 
 
 @dataclass

@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distconv.device.thresholds import on_accelerator, thresholds
+from distconv.device.kinds import on_accelerator, thresholds
 from distconv.geometry.plan import Plan, Route, Slices
 from distconv.grid.interface import Grid
 from distconv.torch_private import is_zero_tensor, without_modes
-from distconv.transport.buffers import SMALL_BYTES
-from distconv.transport.interface import Message
+from distconv.transport.interface import SMALL_BYTES, Message
 
 
 def resolved_contiguous(tensor: Tensor) -> Tensor:

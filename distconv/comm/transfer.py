@@ -21,9 +21,9 @@ from distconv.comm.packing import (
     places_apart,
     places_in,
 )
-from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.plan import Plan
 from distconv.grid.interface import Grid
+from distconv.torch_private import ShardFunction
 from distconv.transport.interface import Message
 
 

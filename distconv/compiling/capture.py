@@ -17,11 +17,11 @@ from torch import Tensor
 
 from distconv.compiling import trace
 from distconv.compiling.program import Existing, Program, TracedCall, TracedStep
-from distconv.device import graphs
-from distconv.device.graphs import DeviceGraph
+from distconv.device import streams
 from distconv.device.kinds import is_accelerator
+from distconv.device.streams import DeviceGraph
+from distconv.grid.communicators import WrappedTransport
 from distconv.grid.interface import Grid
-from distconv.grid.watched import WrappedTransport
 from distconv.torch_private import Operator
 
 Warn = Callable[[str, str], None]
@@ -148,7 +148,7 @@ def captured(
     results: the number of results of the program; those after them are kept for the backward pass.
     writes: whether the program writes to a tensor that may be another one in each call.
     """
-    why = graphs.why_no_graphs(grid.device) or ""
+    why = streams.why_no_graphs(grid.device) or ""
     if why and not is_accelerator(grid.device):
         return None
     why = why or ("it writes to a tensor that is no buffer" if writes else "")

@@ -27,14 +27,12 @@ from distconv.compiling.replay import Case, is_expanded, key_of
 from distconv.compiling.trace import modules_called
 from distconv.grid.interface import Grid
 from distconv.grid.journal import DivergenceError
-from distconv.grid.program_lines import user_line
-from distconv.grid.rank_words import by_ranks
+from distconv.grid.words import by_ranks, user_line
 from distconv.model.gradient_reduction import GradientReduction, reductions_noted_in
-from distconv.model.input_layouts import redistributed_node
-from distconv.tensor.dispatch import UnsupportedOperation
+from distconv.model.layouts import redistributed_node
+from distconv.tensor.base import replaced, shards_of, tensors_in
+from distconv.tensor.dispatch import SerialTrace, UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.eager import SerialTrace
-from distconv.tensor.nested import replaced, shards_of, tensors_in
 from distconv.torch_private import guard_exactly, is_fake, unknown_in_graph
 
 Given = ParamSpec("Given")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from distconv.comm.shard_function import ShardFunction
 from distconv.compiling import trace
 from distconv.compiling.capture import CapturedPasses, Warn, captured
 from distconv.compiling.program import Existing, Program, TracedCall, TracedStep, Value
@@ -23,13 +22,12 @@ from distconv.compiling.trace import Trace, traced
 from distconv.device.kinds import KINDS, random_states, set_random_states
 from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import GradientReduction
-from distconv.ops.support.method import chosen_method
-from distconv.tensor.dispatch import UnsupportedOperation
+from distconv.ops.conv.functions import chosen_method
+from distconv.tensor.base import shards_of
+from distconv.tensor.dispatch import UnsupportedOperation, enter_call
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.module_call import enter_call
-from distconv.tensor.nested import shards_of
 from distconv.tensor.ownership import is_owned
-from distconv.torch_private import hooks_of
+from distconv.torch_private import ShardFunction, hooks_of
 
 MOST_TRACES = 8
 """The most traced calls of a case from which one with a backward pass must come."""

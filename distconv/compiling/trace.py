@@ -17,11 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from distconv.compiling.program import Existing, TracedCall, Value
 from distconv.device.kinds import random_states
-from distconv.grid.communicators import carried_by
+from distconv.grid.communicators import WatchedTransport, WrappedTransport, carried_by
 from distconv.grid.interface import Grid
-from distconv.grid.watched import WatchedTransport, WrappedTransport
 from distconv.ops.support.in_place import noted_in
-from distconv.tensor.eager import own_mode
+from distconv.tensor.dispatch import own_mode
 from distconv.torch_private import DispatchMode, Operator
 from distconv.transport.interface import Message, Request, Transport
 

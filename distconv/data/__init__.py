@@ -11,6 +11,7 @@ from distconv.data.augment import Crop as Crop
 from distconv.data.augment import Flip as Flip
 from distconv.data.augment import Move as Move
 from distconv.data.augment import Noise as Noise
+from distconv.data.augment import Normalize as Normalize
 from distconv.data.augment import Rotate90 as Rotate90
 from distconv.data.augment import Translate as Translate
 from distconv.data.checkpoint import Checkpoint as Checkpoint
@@ -24,7 +25,6 @@ from distconv.data.errors import together as together
 from distconv.data.fields import HaloBlock as HaloBlock
 from distconv.data.loader import Loader as Loader
 from distconv.data.loader import Traffic as Traffic
-from distconv.data.normalize import Normalize as Normalize
 from distconv.data.sampler import Sampler as Sampler
 from distconv.data.sources.functions import Function as Function
 from distconv.data.sources.hdf5 import HDF5Source as HDF5Source

@@ -35,8 +35,16 @@ from distconv.data.durable import (
     write_checksummed,
 )
 from distconv.data.errors import DataError, bytes_of_rank_zero, check_call, on_rank_zero, together
-from distconv.data.shards import divide, for_module, for_optimizer, numbered, restored
-from distconv.data.storable import check_loadable, gathered, storable
+from distconv.data.shards import (
+    check_loadable,
+    divide,
+    for_module,
+    for_optimizer,
+    gathered,
+    numbered,
+    restored,
+    storable,
+)
 from distconv.model.consistency import check_in_sync, not_finite
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict

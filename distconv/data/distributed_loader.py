@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from distconv.comm.checksums import CURE, Checked, checksum, unequal
+from distconv.data.dataset import batch_cuts
 from distconv.data.errors import DataError, in_step, on_rank_zero, together
-from distconv.data.layouts import batch_cuts
 from distconv.data.nested import mapped
-from distconv.data.random_numbers import drawn_from, set_states, states_of
+from distconv.data.sampler import drawn_from, set_states, states_of
 from distconv.geometry.layout import Layout, block, rank_box
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.sample_format import in_sample_format
+from distconv.tensor.memory_format import in_sample_format
 
 Result = TypeVar("Result")
 

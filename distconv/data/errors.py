@@ -11,7 +11,7 @@ from zlib import crc32
 
 from distconv.comm.checksums import CURE, Checked, checksum, possible, unequal
 from distconv.grid.interface import Grid
-from distconv.grid.rank_words import differences
+from distconv.grid.words import differences
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")

@@ -10,8 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from distconv.data.cache.cache import Arriving, Cache, Loaded
-from distconv.data.cache.exchange import Arrivals
+from distconv.data.cache import Arrivals, Arriving, Cache, Loaded
 from distconv.data.dataset import Batch, Blocks, Dataset
 from distconv.data.errors import check_alike, in_step, together
 from distconv.data.fields import Values

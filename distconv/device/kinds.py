@@ -1,15 +1,25 @@
-"""The kind of accelerator that torch finds, and names that differ between kinds."""
+"""What differs between kinds of devices: names, numerics, thresholds, MPI, and NCCL's groups."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
+
+from distconv.torch_private import set_limit
+
+# The kind of accelerator that torch finds, and names that differ between kinds.
+
 
 KINDS = ("cuda", "xpu")
 """The kinds that a program may ask for where there is none: GPUs of Nvidia and AMD, and Intel's."""
@@ -143,3 +153,277 @@ def built_for_nvidia() -> bool:
 def built_for_amd() -> bool:
     """Return whether torch can use AMD's GPUs."""
     return torch.version.hip is not None
+
+
+# Sizes from which one way of computing is faster than another, measured on each kind of device.
+#
+# A number measured on one kind of device says nothing about another. Sizes that only decide between
+# kernels of CPUs stay beside these kernels.
+
+
+class Thresholds(NamedTuple):
+    """Sizes in elements, for one kind of device.
+
+    Attributes
+    ----------
+    overlapped, overlapped_transposed: the smallest block for which a convolution or a transposed
+        convolution overlaps communication with computation.
+    own_batch_norm: the largest block that torch's own batch norm normalises in training where no
+        communication is needed.
+    most_indices: the most indices with which one indexed copy of several boxes is faster than a
+        copy of each. The indices of a plan stay in memory, 8 bytes each.
+    own_group_norm: whether torch's own group norm is fast and accurate for blocks in channels last.
+    """
+
+    overlapped: int
+    overlapped_transposed: int
+    own_batch_norm: float
+    most_indices: int
+    own_group_norm: bool
+
+
+HOST = Thresholds(
+    # Assembled, a network of 8 small layers took 0.91 of the time with blocks of 2**14 elements,
+    # 0.98 with 2**15 and 1.015 with 2**16.
+    overlapped=2**15 + 1,
+    # Assembling was measured to be faster with fewer inputs than a quarter of the weights only.
+    overlapped_transposed=0,
+    # torch takes several times as long for larger blocks with rows last, and adds up too many
+    # elements one by one with channels last to be accurate to 1e-5.
+    own_batch_norm=2**18,
+    # Measured in float32: eight boxes of 16 x 64 x 64 took 5 us by 4,160 indices, and 55 us box by
+    # box; those of 64 x 128 x 128 42 us by 33,024 and 87 us; those of 128 x 512 x 512 1.85 ms by
+    # 262,656 and 1.28 ms. Contiguous rows take one index each.
+    most_indices=2**17,
+    # torch takes several times as long, and computes the variance as E[x^2] - E[x]^2.
+    own_group_norm=False,
+)
+
+ACCELERATOR = Thresholds(
+    # One H100, 3x3 convolutions with two neighbours, both passes: 2**26 elements is the smallest
+    # block for which overlapping was faster (64 channels x 1024^2: 0.98 of the time).
+    overlapped=2**26,
+    overlapped_transposed=2**26,
+    own_batch_norm=float("inf"),
+    # An H100 launches a kernel in 5 to 10 us, and moves this many elements in as much time as it
+    # takes to launch eight.
+    most_indices=2**22,
+    own_group_norm=True,
+)
+
+
+def on_accelerator(block: Tensor, simulated: bool) -> bool:
+    """Return whether operators on `block` run on an accelerator.
+
+    `simulated` is the answer for a block without elements, as in a dry run: whether it stands for a
+    block on an accelerator.
+    """
+    return simulated if block.is_meta else is_accelerator(block.device)
+
+
+def thresholds(accelerator: bool) -> Thresholds:
+    """Return the thresholds of accelerators, or of hosts."""
+    return ACCELERATOR if accelerator else HOST
+
+
+# torch's settings that change numbers, and sizes from which libraries compute wrong numbers.
+
+
+_CHANNELS_LAST = "DISTCONV_CHANNELS_LAST"
+
+_WRONG_VOLUMES = range(90800, 91500)
+"""Versions of cuDNN whose convolutions of a volume of 1.8e9 halves were found wrong, without an
+error, from 9.8 until 9.15 (pytorch/pytorch, issues 163539 and 166643)."""
+
+FEWEST_IN_DOUBT = 2**30
+"""The most elements of a block of halves for which no convolution is known to be wrong."""
+
+
+def in_doubt(elements: int) -> bool:
+    """Return whether a convolution in half precision may compute wrong numbers without an error.
+
+    `elements` is the number of elements of the block. Libraries count with 32 bits, which end at
+    2**31; some versions of cuDNN have been wrong below.
+    """
+    version = torch.backends.cudnn.version()
+    return elements > (FEWEST_IN_DOUBT if version in _WRONG_VOLUMES else 2**31)
+
+
+def asks_for_channels_last() -> bool | None:
+    """Return DISTCONV_CHANNELS_LAST as a bool, or None if it is not set.
+
+    Raises ValueError if it is neither 1 nor 0.
+    """
+    value = os.environ.get(_CHANNELS_LAST) or None
+    if value not in (None, "0", "1"):
+        raise ValueError(f"{_CHANNELS_LAST}={value!r}; set it to 1 or 0, or not, on every rank")
+    return None if value is None else value == "1"
+
+
+def settings() -> dict[str, Any]:
+    """Return torch's and distconv's settings that change numbers, by their names in programs."""
+    cudnn, onednn = torch.backends.cudnn, torch.backends.mkldnn
+    return {
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cudnn.enabled": cudnn.enabled,
+        "torch.backends.cudnn.benchmark": cudnn.benchmark,
+        "torch.backends.cudnn.deterministic": cudnn.deterministic,
+        "torch.backends.cudnn.allow_tf32": _takes_tf32(cudnn),
+        "torch.backends.cuda.matmul.allow_tf32": _takes_tf32(torch.backends.cuda.matmul),
+        "torch.backends.mkldnn.enabled": onednn.enabled,
+        "torch.backends.mkldnn.allow_tf32": getattr(onednn, "allow_tf32", None),
+        _CHANNELS_LAST: asks_for_channels_last(),
+    }
+
+
+@contextmanager
+def ieee_float32() -> Iterator[None]:
+    """Let GPUs compute in full float32 within the context, not in TF32 with its 10-bit mantissa."""
+    switched = []
+    for place in (torch.backends.cudnn, torch.backends.cuda.matmul):
+        switch = _switch_of_tf32(place)
+        switched.append((*switch, getattr(*switch)))
+        setattr(*switch, False if switch[1] == "allow_tf32" else "ieee")
+    try:
+        yield
+    finally:
+        for where, name, before in switched:
+            setattr(where, name, before)
+
+
+def _takes_tf32(place: Any) -> bool:
+    return getattr(*_switch_of_tf32(place)) in (True, "tf32")
+
+
+def _switch_of_tf32(place: Any) -> tuple[Any, str]:
+    """Return the object and the attribute name by which torch switches TF32 on or off.
+
+    `place` is `torch.backends.cudnn` or `torch.backends.cuda.matmul`. From torch 2.9 on the
+    attribute has a new name; once a program has used the new one, reading the old one raises.
+    """
+    try:
+        _ = place.allow_tf32
+    except RuntimeError:
+        return getattr(place, "conv", place), "fp32_precision"
+    return place, "allow_tf32"
+
+
+# Whether an MPI takes pointers to the memory of accelerators, by each vendor's query.
+
+
+_CRAY = "MPICH_GPU_SUPPORT_ENABLED"
+"""Set to 1 to let Cray's MPI accept such pointers."""
+
+_QUERIES = {
+    "cuda": "MPIX_Query_cuda_support",
+    "hip": "MPIX_Query_rocm_support",
+    "xpu": "MPIX_Query_ze_support",
+}
+"""Functions that return whether an MPI accepts pointers of a kind: Open MPI's, and MPICH's."""
+
+_NUMBERS = {"cuda": 0, "xpu": 1, "hip": 2}
+"""The numbers of kinds in MPICH's `MPIX_GPU_query_support`."""
+
+
+def is_gpu_aware(library: ctypes.CDLL, kind: str) -> bool:
+    """Return whether the MPI loaded as `library` takes pointers to memory of this kind of GPU."""
+    if os.environ.get(_CRAY):
+        return os.environ[_CRAY] == "1"
+    vendor = "hip" if kind == "cuda" and torch.version.hip else kind
+    query = getattr(library, _QUERIES.get(vendor, ""), None)
+    if query is not None:
+        return bool(query())
+    query = getattr(library, "MPIX_GPU_query_support", None)
+    if query is None or vendor not in _NUMBERS:
+        return False
+    answer = ctypes.c_int(0)
+    return query(_NUMBERS[vendor], ctypes.byref(answer)) == 0 and bool(answer.value)
+
+
+# NCCL by cupy: its bindings, and the addresses of streams.
+
+
+def bindings() -> Any:
+    """Return cupy's module for NCCL; raises ImportError without cupy."""
+    from cupy.cuda import nccl
+
+    return nccl
+
+
+def why_no_cupy(kind: str) -> str | None:
+    """Return why cupy's NCCL cannot be used with accelerators of this kind; None if it can."""
+    if kind != "cuda":
+        return f"cupy has no library of messages between devices of kind {kind}"
+    try:
+        nccl = bindings()
+    except ImportError as error:
+        return f"cupy is missing ({error}); install cupy-cuda13x, or -cuda12x for CUDA 12"
+    return None if nccl.available else "cupy finds no NCCL; install nvidia-nccl-cu13, or -cu12"
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which `device` is CUDA's current device, also for cupy."""
+    return torch.cuda.device(device)
+
+
+def address_of(stream: torch.Stream) -> int:
+    """Return the address of a stream, by which cupy knows it."""
+    address: int | None = getattr(stream, "native_handle", None)
+    if address is None:  # older versions of torch
+        ids: Any = {n: getattr(stream, n) for n in ("stream_id", "device_index", "device_type")}
+        address = torch.cuda.Stream(**ids).cuda_stream
+    return address
+
+
+# Process groups of torch.distributed between accelerators: how to make one, and its errors.
+
+
+def why_no_backend(kind: str) -> str | None:
+    """Return why torch cannot carry messages between accelerators of this kind; None if it can."""
+    distributed, backend = torch.distributed, backend_of(kind)
+    if backend is None:
+        return f"torch.distributed has no backend for {kind}"
+    if not distributed.is_backend_available(backend):
+        return f"this torch has no {backend.upper()}"
+    if not hasattr(distributed, _class_of(backend)):
+        return f"torch.distributed makes groups of {backend} by default groups only"
+    return None
+
+
+def warn_where_errors_stay_unknown(kind: str) -> None:
+    """Warn if this torch reports no errors of process groups between accelerators.
+
+    Python shows the warning once.
+    """
+    backend = backend_of(kind)
+    made = getattr(torch.distributed, _class_of(backend or ""), None)
+    if made is not None and not hasattr(made, "get_error"):
+        warnings.warn(
+            f"ProcessGrid: the groups of {library_of(kind)} of torch {torch.__version__} do not "
+            "tell of errors before torch itself ends the job, later and in fewer words; torch 2.7 "
+            "or newer does for NCCL",
+            stacklevel=2,
+        )
+
+
+def make_group(store: Any, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
+    """Return a process group between accelerators, for `size` ranks, which all call it.
+
+    These ranks find each other over `store`. A message that takes longer than `limit` is an error.
+    """
+    backend = backend_of(device.type)
+    assert backend is not None
+    made: Any = getattr(torch.distributed, _class_of(backend))
+    options = made.Options(is_high_priority_stream=True)
+    set_limit(options, limit)
+    return made(store, rank, size, options)
+
+
+def error_of(group: Any) -> str | None:
+    """Return the error that a thread of torch has found in a process group, or None."""
+    error: str = group.get_error().name if hasattr(group, "get_error") else "SUCCESS"
+    return None if error == "SUCCESS" else error
+
+
+def _class_of(backend: str) -> str:
+    return f"ProcessGroup{backend.upper()}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 Interval = tuple[int, int]
 
@@ -171,3 +171,237 @@ class Rolled:
 
     def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         return Rolled(-self.shift).intervals(size, start, stop)
+
+
+# Windows that slide along one dimension, as in convolution and pooling: the inputs of each output.
+#
+# The halo of an operator is the part of its window's inputs that other ranks hold; see `plan`.
+
+
+@dataclass(frozen=True)
+class Window(Ascending):
+    """A sliding window, for convolution and pooling.
+
+    Output o covers the inputs o*stride - padding[0] + dilation*i for i in range(kernel).
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    padding: tuple[int, int] = (0, 0)
+    ceil_mode: bool = False
+
+    @property
+    def extent(self) -> int:
+        """Return the number of inputs from the first to the last of one window, gaps included."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Return the distances from one window to the next, in outputs and in inputs."""
+        return 1, self.stride
+
+    def output_size(self, size: int) -> int:
+        room = size + sum(self.padding) - self.extent
+        outputs = (room + (self.stride - 1 if self.ceil_mode else 0)) // self.stride + 1
+        # A window of ceil mode has to start inside the input or the left padding.
+        if self.ceil_mode and (outputs - 1) * self.stride >= size + self.padding[0]:
+            outputs -= 1
+        return outputs
+
+    def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        first = start * self.stride - self.padding[0]
+        last = (stop - 1) * self.stride - self.padding[0] + self.extent
+        return ((first, last),)
+
+
+@dataclass(frozen=True)
+class TransposedWindow(Ascending):
+    """The transpose of a `Window`: input i reaches the outputs from i*stride - padding on."""
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    padding: int = 0
+    output_padding: int = 0
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Return the distances from one window to the next, in outputs and in inputs."""
+        return self.stride, 1
+
+    def output_size(self, size: int) -> int:
+        reach = (size - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
+        return reach - 2 * self.padding + self.output_padding
+
+    def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        reach = self.dilation * (self.kernel - 1)
+        last = (stop - 1 + self.padding) // self.stride + 1
+        first = -((reach - start - self.padding) // self.stride)
+        # Where the stride exceeds the kernel the first outputs may need no input; the buffer starts
+        # no later for that.
+        return ((min(first, (start + self.padding) // self.stride), last),)
+
+    def written(self, size: int, start: int, stop: int) -> Interval:
+        """Return the outputs, first to last, that the inputs needed for [start, stop) reach."""
+        ((first, last),) = self.intervals(size, start, stop)
+        offset = -self.padding
+        return (
+            first * self.stride + offset,
+            (last - 1) * self.stride + offset + self.dilation * (self.kernel - 1) + 1,
+        )
+
+
+class Run(NamedTuple):
+    """The elements [start, stop) of a buffer, from which torch pools `outputs` in one call."""
+
+    start: int
+    stop: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class AdaptiveWindow(Ascending):
+    """Adaptive pooling to m outputs: output o covers the inputs [o*n // m, ceil((o+1)*n / m))."""
+
+    outputs: int
+
+    def output_size(self, size: int) -> int:
+        return self.outputs
+
+    def window(self, size: int, output: int) -> Interval:
+        """Return the interval of inputs that one output covers."""
+        return output * size // self.outputs, -(-(output + 1) * size // self.outputs)
+
+    def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        return ((self.window(size, start)[0], self.window(size, stop - 1)[1]),)
+
+    @cached
+    def runs(self, size: int, start: int, stop: int) -> tuple[Run, ...]:
+        """Return runs of the buffer from which adaptive pooling computes the outputs [start, stop).
+
+        Each run is pooled alone. If its windows would then differ from those in the whole
+        dimension, the run is halved.
+        """
+        origin, runs = self.window(size, start)[0], []
+        while start < stop:
+            outputs = stop - start
+            while not _pools_alone(self, size, start, outputs):
+                outputs //= 2
+            ((first, last),) = self.intervals(size, start, start + outputs)
+            runs.append(Run(first - origin, last - origin, outputs))
+            start += outputs
+        return tuple(runs)
+
+
+def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:
+    """Return whether `outputs` outputs from `start` on have the same windows if pooled alone."""
+    ((first, last),) = window.intervals(size, start, start + outputs)
+    alone = AdaptiveWindow(outputs)
+    return all(
+        window.window(size, start + o) == tuple(first + i for i in alone.window(last - first, o))
+        for o in range(outputs)
+    )
+
+
+# Padding along one dimension, in torch's four modes.
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Padding by `before` and `after` positions (negative ones crop).
+
+    mode "constant" fills the outside; "reflect" mirrors about the border element, "replicate"
+    repeats it, "circular" wraps around the elements that are not cropped. `order` gives the
+    position of each output in the buffer.
+    """
+
+    before: int
+    after: int
+    mode: str = "constant"
+
+    def output_size(self, size: int) -> int:
+        start, stop = self._source_range(size)
+        if (
+            self.mode == "circular"
+            and size
+            and not 0 < stop - start >= max(self.before, self.after)
+        ):
+            raise RuntimeError(
+                f"circular padding by ({self.before}, {self.after}) leaves {max(stop - start, 0)} "
+                f"of {size} positions to wrap around; expected as many as it adds on a side"
+            )
+        return size + self.before + self.after
+
+    def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        first, last = start - self.before, stop - self.before
+        if self.mode == "constant":
+            return ((first, last),)
+        inputs = self._source_range(size)
+        low, high = (min(first, 0), min(last, 0)), (max(first, size), max(last, size))
+        inside = (max(first, 0), min(last, size))
+        repeated = _mirror(self.mode, inputs, *low), inside, _mirror(self.mode, inputs, *high)
+        pieces = tuple(piece for piece in repeated if piece[0] < piece[1])
+        # Reflections and the border are near the inputs inside, or among them.
+        if self.mode == "circular":
+            return pieces
+        return ((min(first for first, _ in pieces), max(last for _, last in pieces)),)
+
+    def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        inside = (start + self.before, stop + self.before)
+        if self.mode == "constant":
+            return (inside,)
+        left, right = (0, self.before), (self.before + size, self.output_size(size))
+        repeats = [side for side in (left, right) if side[0] < side[1]]
+        return (inside, *(s for s in repeats if self._takes(size, s, (start, stop))))
+
+    def _takes(self, size: int, outputs: Interval, inputs: Interval) -> bool:
+        """Return whether any of the outputs needs any of the inputs."""
+        needed = self.intervals(size, *outputs)
+        return any(max(a, inputs[0]) < min(b, inputs[1]) for a, b in needed)
+
+    def outside(self, size: int, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the numbers of outputs in [start, stop) before all inputs and after all inputs.
+
+        Returns None if padding the buffer by these numbers does not give the outputs.
+        """
+        first, last = start - self.before, stop - self.before
+        inside = (max(first, 0), min(last, size))
+        if self.mode == "circular" or self.intervals(size, start, stop) != (inside,):
+            return None
+        return inside[0] - first, last - inside[1]
+
+    def order(self, size: int, start: int, stop: int) -> list[int] | None:
+        """Return each output's position in the buffer, for [start, stop); None if in order."""
+        if self.mode == "constant":
+            return None
+        first, last = start - self.before, stop - self.before
+        buffer = [i for a, b in self.intervals(size, start, stop) for i in range(a, b)]
+        wanted = [_source(self.mode, self._source_range(size), i) for i in range(first, last)]
+        where = {position: i for i, position in enumerate(buffer)}
+        order = [where[position] for position in wanted]
+        return None if order == list(range(len(buffer))) else order
+
+    def _source_range(self, size: int) -> Interval:
+        """Return the inputs that padding may repeat: all, or for "circular" all not cropped."""
+        if self.mode == "circular":
+            return max(-self.before, 0), size + min(self.after, 0)
+        return 0, size
+
+
+def _source(mode: str, inputs: Interval, position: int) -> int:
+    """Return the input that the output at `position` repeats, both counted from the first input."""
+    start, stop = inputs
+    if mode == "circular":
+        return start + (position - start) % (stop - start)
+    if mode == "replicate":
+        return min(max(position, start), stop - 1)
+    return -position if position < 0 else min(position, 2 * (stop - 1) - position)
+
+
+def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
+    """Return the inputs that padding repeats at [start, stop), before the input or behind it."""
+    if start >= stop:
+        return (0, 0)
+    ends = _source(mode, inputs, start), _source(mode, inputs, stop - 1)
+    return min(ends), max(ends) + 1

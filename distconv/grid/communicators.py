@@ -6,27 +6,32 @@ MPI offers about two thousand communicators, and a program may make more grids t
 from __future__ import annotations
 
 import atexit
+import os
+import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from distconv.device.groups import warn_where_errors_stay_unknown
-from distconv.device.kinds import is_accelerator
-from distconv.device.streams import SideStream
+from distconv.device.kinds import (
+    is_accelerator,
+    library_of,
+    version_of_library,
+    warn_where_errors_stay_unknown,
+)
+from distconv.device.streams import SideStream, is_capturing, release_graphs
 from distconv.grid.abort import ABANDONED
-from distconv.grid.closing import Closing
-from distconv.grid.journal import Journal
+from distconv.grid.journal import Journal, StreamWait, Wait, Waiting
 from distconv.grid.ranks import world
-from distconv.grid.self_test import check_carrier, found_wrong
 from distconv.grid.stall import Watch, time_limit
-from distconv.grid.waits import Wait, Waiting
-from distconv.grid.watched import WatchedTransport
-from distconv.transport.interface import Communicator, StreamTransport, Transport
+from distconv.grid.words import CURRENT
+from distconv.transport.interface import Communicator, Message, Request, StreamTransport, Transport
 from distconv.transport.nccl import NCCLTransport
 from distconv.transport.staged import (
     LaunchQueue,
@@ -34,8 +39,232 @@ from distconv.transport.staged import (
     StagedTransport,
     takes_device_memory,
 )
-from distconv.transport.torch import TorchStreamTransport, TorchTransport
-from distconv.transport.torch_groups import Store, TorchCommunicator, common_store
+from distconv.transport.torch import (
+    Store,
+    TorchCommunicator,
+    TorchStreamTransport,
+    TorchTransport,
+    common_store,
+)
+
+# A carrier that shows its waits to the watching thread, and enters its steps in the journal.
+
+
+Peers = Callable[[], Iterable[int]]
+"""A function that returns the ranks that a wait is for."""
+
+
+class WrappedTransport:
+    """A transport around another one, `carrier`, to which subclasses pass the messages on."""
+
+    def __init__(self, carrier: Transport):
+        self.name, self.ordered, self.next_tag = carrier.name, carrier.ordered, carrier.next_tag
+        self.carry_by(carrier)
+
+    def carry_by(self, carrier: Transport) -> None:
+        """Pass all later messages to `carrier`."""
+        # Every message allocates memory, without a call in between.
+        self.carrier, self.empty = carrier, carrier.empty
+
+
+class _WatchedRequest:
+    """A request whose `wait` runs within the context `wait()`, which the watching thread sees."""
+
+    __slots__ = ("_request", "_wait")
+
+    def __init__(self, request: Request, wait: Callable[[], Any]):
+        self._request, self._wait = request, wait
+
+    def wait(self) -> None:
+        with self._wait():
+            self._request.wait()
+
+
+class WatchedTransport(WrappedTransport):
+    """A carrier that shows its waits to the watching thread, and enters its steps in the journal.
+
+    `members(group)` returns the ranks of the communicator `group`, as numbers in the grid.
+    """
+
+    def __init__(
+        self, carrier: Transport, journal: Journal, members: Callable[[Any], Iterable[int]]
+    ):
+        super().__init__(carrier)
+        self._journal, self._members = journal, members
+        self.next_tag, self._waiting = journal.next_tag, journal.waiting
+        if carrier.ordered:
+            by_streams = cast(StreamTransport, carrier)
+            self._waiting.checks.append(by_streams.check)
+            self._visible: Callable[[Peers], Any] = partial(self._on_stream, by_streams.device)
+        else:
+            self._visible = partial(Wait, self._waiting)
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        self._journal.take("exchange", tag)
+        request = self.carrier.exchange(arriving, leaving, tag)
+
+        def peers() -> Iterable[int]:
+            return {rank for rank, _ in (*arriving, *leaving)}
+
+        return _WatchedRequest(request, partial(self._visible, peers))
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
+        self._journal.take("all_reduce")
+        peers = partial(self._members, group)
+        with Wait(self._waiting, peers):  # where the ranks of a group have to connect first
+            request = self.carrier.all_reduce(tensor, group)
+        return _WatchedRequest(request, partial(self._visible, peers))
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        self._journal.take("all_gather")
+        with self._visible(partial(self._members, group)):
+            return self.carrier.all_gather(tensor, group)
+
+    def broadcast(self, tensor: Tensor, group: Any) -> None:
+        self._journal.take("broadcast")
+        with self._visible(partial(self._members, group)):
+            self.carrier.broadcast(tensor, group)
+
+    @contextmanager
+    def _on_stream(self, device: Any, peers: Peers) -> Iterator[None]:
+        """Let the watching thread see that the host waits, within the context, for `peers()`.
+
+        The host may wait while ranks connect. After the context the thread sees a wait of the
+        current stream, unless the stream is being captured: that wait happens at each replay.
+        """
+        with Wait(self._waiting, peers):
+            yield
+        if not is_capturing(device):
+            wait = StreamWait(device, peers(), self._journal.number, CURRENT.call[0])
+            self._waiting.of_streams.append(wait)
+
+
+# A test of the carrier between accelerators, by messages with known values.
+#
+# On one vendor's machines batches of messages corrupted halos silently. One exchange and one
+# reduction of every kind find such a carrier before a program trusts it.
+
+
+_VARIABLE = "DISTCONV_SELFTEST"
+
+_ELEMENTS = 2**15
+"""Elements of a message: enough that libraries send it in several steps."""
+
+_SUMMED = torch.float32, torch.bfloat16
+
+
+def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) -> list[str]:
+    """Test a carrier, and return a text for each wrong result. All ranks of `comm` call it.
+
+    The texts are the same on all ranks. Nothing is tested if DISTCONV_SELFTEST=0 on a rank.
+    """
+    if not all(comm.allgather(os.environ.get(_VARIABLE) != "0")):
+        return []
+    mine = [f"{what} on rank {comm.rank}" for what in _wrong_here(carrier, comm, device)]
+    return sum(comm.allgather(mine), [])
+
+
+def check_carrier(carrier: Transport, comm: Communicator, device: torch.device) -> None:
+    """Test a carrier; raise RuntimeError on all ranks if any rank gets wrong values. Collective."""
+    wrong = found_wrong(carrier, comm, device)
+    if not wrong:
+        return
+    library = f"torch {torch.__version__}"
+    if is_accelerator(device) and carrier.name != "mpi":
+        library += f", {library_of(device.type)} {version_of_library(device.type)}"
+    raise RuntimeError(
+        f"ProcessGrid: transport {carrier.name!r} ({library}) brings other values than were sent: "
+        f"{', '.join(wrong)}. Choose another transport=, or another version of the library; "
+        f"{_VARIABLE}=0 leaves the test out"
+    )
+
+
+def _wrong_here(carrier: Transport, comm: Communicator, device: torch.device) -> list[str]:
+    me, ranks = comm.rank, comm.size
+
+    def numbers(rank: int) -> Tensor:
+        return torch.arange(_ELEMENTS, dtype=torch.float32, device=device) + rank
+
+    own, peers = numbers(me), sorted({(me - 1) % ranks, (me + 1) % ranks})
+    arriving = [(peer, carrier.empty((_ELEMENTS,), own)) for peer in peers]
+    carrier.exchange(arriving, [(peer, own) for peer in peers], carrier.next_tag()).wait()
+    wrong = [f"a message of rank {r}" for r, got in arriving if not torch.equal(got, numbers(r))]
+    for dtype in _SUMMED:
+        total = torch.full((7,), me % 2, dtype=dtype, device=device)
+        carrier.all_reduce(total, comm).wait()
+        if not torch.equal(total, torch.full_like(total, ranks // 2)):
+            wrong.append(f"a sum in {str(dtype).removeprefix('torch.')}")
+    gathered = carrier.all_gather(torch.full((3,), me, device=device), comm)
+    if gathered[:, 2].tolist() != list(range(ranks)):
+        wrong.append("an all-gather")
+    value = torch.full((3,), me, device=device)
+    carrier.broadcast(value, comm)
+    if value.any():
+        wrong.append("a broadcast")
+    return wrong
+
+
+# Closing the carriers between accelerators at the end of the program, which takes limited time.
+
+
+_PATIENCE = 10.0
+"""Seconds allowed for closing, and again for aborting. The programs of all ranks have ended by
+then, so no result is lost with a message that is still under way."""
+
+
+class Closing:
+    """Closes the carriers that `carriers()` returns, when the program ends.
+
+    Its threads start now, as Python 3.12 and later start none at the end of a program.
+    """
+
+    def __init__(self, carriers: Callable[[], Iterable[StreamTransport]]):
+        self._carriers = carriers
+        self._close, self._abort = (_Ready(partial(self._end, abort)) for abort in (False, True))
+
+    def run(self, abort: bool) -> None:
+        """Close the carriers: at once for `abort`, else when their work is done.
+
+        All graphs of the device are emptied before. Carriers that are not closed within a limit are
+        aborted.
+        """
+        release_graphs()
+        if not abort and self._close.ends_within(_PATIENCE):
+            return
+        if not abort:
+            print(
+                f"distconv: connections between accelerators did not close within {_PATIENCE:g} s, "
+                "and are aborted",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._abort.ends_within(_PATIENCE)
+
+    def _end(self, abort: bool) -> None:
+        for carrier in self._carriers():
+            carrier.close(abort)
+
+
+class _Ready:
+    """A daemon thread that waits to do its work."""
+
+    def __init__(self, work: Callable[[], None]):
+        self._work, self._begun = work, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="distconv-close", daemon=True)
+        self._thread.start()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Let the thread begin, and return whether its work is done within `seconds`."""
+        self._begun.set()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._begun.wait()
+        self._work()
+
 
 _LONGER = 60.0
 """Seconds by which the time limit of torch's groups between accelerators exceeds DISTCONV_TIMEOUT,

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from distconv.device import cupy_nccl
+from distconv.device import kinds
 from distconv.device.kinds import KINDS, accelerator, identities
-from distconv.transport import torch_groups
+from distconv.transport import torch as torch_transport
 from distconv.transport.launch import switched_on
 
 _ON_HOSTS = "mpi", "torch"
@@ -98,8 +98,8 @@ def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
     """
     reasons = {
         "mpi": None if by_mpi else "MPI has not started the ranks; start them with mpiexec",
-        "torch": torch_groups.why_no_process_groups(kind),
-        "nccl": None if kind == "cpu" else cupy_nccl.why_no_cupy(kind),
+        "torch": torch_transport.why_no_process_groups(kind),
+        "nccl": None if kind == "cpu" else kinds.why_no_cupy(kind),
     }
     return {name: why for name, why in reasons.items() if why is not None}
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from distconv.geometry.topology import AXES, Topology
-from distconv.grid.journal import Journal
-from distconv.grid.waits import Wait
+from distconv.grid.journal import Journal, Wait
 from distconv.torch_private import install_patches
 from distconv.transport.interface import Transport
 

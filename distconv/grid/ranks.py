@@ -16,7 +16,7 @@ from distconv.grid.stall import time_limit_or_default
 from distconv.torch_private import default_store
 from distconv.transport import launch
 from distconv.transport.interface import Communicator
-from distconv.transport.torch_groups import NO_LIMIT, TorchCommunicator
+from distconv.transport.torch import NO_LIMIT, TorchCommunicator
 
 
 def world() -> Communicator:

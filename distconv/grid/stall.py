@@ -20,11 +20,16 @@ from zlib import crc32
 
 from distconv.grid.abort import ABANDONED, abort_job, say
 from distconv.grid.board import ALARM, LEFT, Board, open_board
-from distconv.grid.calls import error_of, operator_name, operator_of
-from distconv.grid.journal import Entries, Journal, first_difference
-from distconv.grid.program_lines import place_of
-from distconv.grid.rank_words import by_ranks, errors_in_words, ranks_in_words
-from distconv.grid.waits import StreamWait, Wait, Waiting
+from distconv.grid.journal import Entries, Journal, StreamWait, Wait, Waiting, first_difference
+from distconv.grid.words import (
+    by_ranks,
+    error_of,
+    errors_in_words,
+    operator_name,
+    operator_of,
+    place_of,
+    ranks_in_words,
+)
 
 _VARIABLE = "DISTCONV_TIMEOUT"
 _DEFAULT = 300.0

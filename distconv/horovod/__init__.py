@@ -39,42 +39,42 @@ from distconv.horovod.collectives import reducescatter as reducescatter
 from distconv.horovod.collectives import reducescatter_async as reducescatter_async
 from distconv.horovod.collectives import sparse_allreduce_async as sparse_allreduce_async
 from distconv.horovod.compression import Compression as Compression
-from distconv.horovod.handles import poll as poll
-from distconv.horovod.handles import synchronize as synchronize
+from distconv.horovod.compression import poll as poll
+from distconv.horovod.compression import synchronize as synchronize
 from distconv.horovod.job import HorovodInternalError as HorovodInternalError
+from distconv.horovod.job import ProcessSet as ProcessSet
+from distconv.horovod.job import add_process_set as add_process_set
+from distconv.horovod.job import ccl_built as ccl_built
+from distconv.horovod.job import cross_rank as cross_rank
+from distconv.horovod.job import cross_size as cross_size
+from distconv.horovod.job import cuda_built as cuda_built
+from distconv.horovod.job import ddl_built as ddl_built
+from distconv.horovod.job import (
+    get_process_set_ids_and_ranks as get_process_set_ids_and_ranks,
+)
+from distconv.horovod.job import global_process_set as global_process_set
+from distconv.horovod.job import gloo_built as gloo_built
+from distconv.horovod.job import gloo_enabled as gloo_enabled
+from distconv.horovod.job import init as init
+from distconv.horovod.job import is_homogeneous as is_homogeneous
+from distconv.horovod.job import is_initialized as is_initialized
+from distconv.horovod.job import local_rank as local_rank
+from distconv.horovod.job import local_size as local_size
+from distconv.horovod.job import mpi_built as mpi_built
+from distconv.horovod.job import mpi_enabled as mpi_enabled
+from distconv.horovod.job import mpi_threads_supported as mpi_threads_supported
+from distconv.horovod.job import nccl_built as nccl_built
+from distconv.horovod.job import rank as rank
+from distconv.horovod.job import remove_process_set as remove_process_set
+from distconv.horovod.job import rocm_built as rocm_built
+from distconv.horovod.job import shutdown as shutdown
+from distconv.horovod.job import size as size
 from distconv.horovod.objects import allgather_object as allgather_object
 from distconv.horovod.objects import barrier as barrier
 from distconv.horovod.objects import broadcast_object as broadcast_object
 from distconv.horovod.objects import broadcast_optimizer_state as broadcast_optimizer_state
 from distconv.horovod.objects import broadcast_parameters as broadcast_parameters
 from distconv.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
-from distconv.horovod.process_sets import ProcessSet as ProcessSet
-from distconv.horovod.process_sets import add_process_set as add_process_set
-from distconv.horovod.process_sets import ccl_built as ccl_built
-from distconv.horovod.process_sets import cross_rank as cross_rank
-from distconv.horovod.process_sets import cross_size as cross_size
-from distconv.horovod.process_sets import cuda_built as cuda_built
-from distconv.horovod.process_sets import ddl_built as ddl_built
-from distconv.horovod.process_sets import (
-    get_process_set_ids_and_ranks as get_process_set_ids_and_ranks,
-)
-from distconv.horovod.process_sets import global_process_set as global_process_set
-from distconv.horovod.process_sets import gloo_built as gloo_built
-from distconv.horovod.process_sets import gloo_enabled as gloo_enabled
-from distconv.horovod.process_sets import init as init
-from distconv.horovod.process_sets import is_homogeneous as is_homogeneous
-from distconv.horovod.process_sets import is_initialized as is_initialized
-from distconv.horovod.process_sets import local_rank as local_rank
-from distconv.horovod.process_sets import local_size as local_size
-from distconv.horovod.process_sets import mpi_built as mpi_built
-from distconv.horovod.process_sets import mpi_enabled as mpi_enabled
-from distconv.horovod.process_sets import mpi_threads_supported as mpi_threads_supported
-from distconv.horovod.process_sets import nccl_built as nccl_built
-from distconv.horovod.process_sets import rank as rank
-from distconv.horovod.process_sets import remove_process_set as remove_process_set
-from distconv.horovod.process_sets import rocm_built as rocm_built
-from distconv.horovod.process_sets import shutdown as shutdown
-from distconv.horovod.process_sets import size as size
 
 _TIMELINE = 'record with distconv.timeline("trace.json"):'
 _WAYS_OUT = {

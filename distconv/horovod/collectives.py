@@ -17,13 +17,21 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from distconv.comm.half_sums import HalfSum
+from distconv.comm.collectives import HalfSum
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
-from distconv.horovod.compression import Compression, check_compression
-from distconv.horovod.handles import CallableHandle, give_handle
-from distconv.horovod.job import JOINED, PURPOSE, Announcement, Job, Part, refuse_dist_tensors
-from distconv.horovod.process_sets import ProcessSet, current, global_process_set
+from distconv.horovod.compression import CallableHandle, Compression, check_compression, give_handle
+from distconv.horovod.job import (
+    JOINED,
+    PURPOSE,
+    Announcement,
+    Job,
+    Part,
+    ProcessSet,
+    current,
+    global_process_set,
+    refuse_dist_tensors,
+)
 from distconv.transport.interface import Request
 
 Finish = Callable[[], list[Tensor]]

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from distconv.horovod.collectives import broadcast, grouped_broadcast_
-from distconv.horovod.job import Announcement
-from distconv.horovod.process_sets import ProcessSet, global_process_set
+from distconv.horovod.job import Announcement, ProcessSet, global_process_set
 
 
 def broadcast_parameters(

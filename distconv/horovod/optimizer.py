@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from distconv.comm.half_sums import WIDE, HalfSum
+from distconv.comm.collectives import WIDE, HalfSum
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
 from distconv.horovod.collectives import (
@@ -24,8 +24,13 @@ from distconv.horovod.collectives import (
     sum_or_average,
 )
 from distconv.horovod.compression import Compression
-from distconv.horovod.job import Announcement, HorovodInternalError, Job
-from distconv.horovod.process_sets import ProcessSet, global_process_set
+from distconv.horovod.job import (
+    Announcement,
+    HorovodInternalError,
+    Job,
+    ProcessSet,
+    global_process_set,
+)
 from distconv.model.buckets import Bucket, fill_buckets
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import is_shared

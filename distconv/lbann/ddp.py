@@ -10,7 +10,7 @@ from torch import nn
 
 from distconv.comm.collectives import broadcast
 from distconv.grid.process_grid import ProcessGrid
-from distconv.lbann.strategy import ParallelStrategy, check_strategy
+from distconv.lbann.dc_tensor import ParallelStrategy, check_strategy
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.parallelize import no_sync, parallelize
 

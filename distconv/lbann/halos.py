@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from distconv.comm.transfer import accumulate, gather
-from distconv.geometry.index_maps import IndexMap, Interval, Same
+from distconv.geometry.index_maps import IndexMap, Interval, Pad, Same
 from distconv.geometry.layout import effective_cuts
-from distconv.geometry.padding import Pad
 from distconv.geometry.plan import Plan, make_plan
-from distconv.lbann.strategy import ParallelStrategy, check_strategy
-from distconv.tensor.validation import check_plain, global_shape
+from distconv.lbann.dc_tensor import ParallelStrategy, check_strategy
+from distconv.tensor.conversion import check_plain, global_shape
 
 
 @dataclass(frozen=True)

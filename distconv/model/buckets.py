@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distconv.grid.process_grid import ProcessGrid
-from distconv.ops.support.constants import constant
+from distconv.ops.support.operands import constant
 from distconv.transport.interface import Request
 
 

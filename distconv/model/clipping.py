@@ -12,8 +12,8 @@ from distconv.comm.collectives import all_gather
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.support.operands import shard_of
+from distconv.tensor.base import as_list, shards_of
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import as_list, shards_of
 
 
 def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from distconv.comm.checksums import Checked, possible, unequal
 from distconv.geometry.layout import cutting_axes
 from distconv.model.gradient_reduction import required_reduction
+from distconv.tensor.base import tensors_in
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import tensors_in
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 """Types of settings that are equal on all ranks if their texts are."""

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from distconv import torch_private
-from distconv.comm.half_sums import WIDE, ErrorFeedback, HalfSum
+from distconv.comm.collectives import WIDE, ErrorFeedback, HalfSum
 from distconv.geometry.layout import replicating_axes
-from distconv.grid.calls import PARAMETERS
 from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
-from distconv.grid.program_lines import user_line
+from distconv.grid.words import PARAMETERS, user_line
 from distconv.model.buckets import Bucket, fill_buckets
 from distconv.model.parameter_hooks import ParameterHooks
+from distconv.tensor.base import shards_of
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import shards_of
 from distconv.tensor.ownership import disown, own
 from distconv.transport.interface import Request
 

@@ -14,25 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from distconv.comm.collectives import broadcast
-from distconv.comm.half_sums import wire_type
-from distconv.device import numerics
+from distconv.comm.collectives import broadcast, wire_type
+from distconv.device import kinds
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
-from distconv.grid.rank_words import differences
+from distconv.grid.words import differences
 from distconv.model.gradient_reduction import (
     REDUCTION_ATTRIBUTE,
     GradientReduction,
     reduction_of,
     required_reduction,
 )
-from distconv.model.input_layouts import InputLayout, match_layouts, redistribute_inputs
-from distconv.model.module_guard import ModuleGuard
-from distconv.model.sharding import make_whole, shard_weights
-from distconv.model.wrappers import check_unwrapped, refuse_wrappers_around
-from distconv.tensor.dispatch import SERIAL, refuse
+from distconv.model.layouts import (
+    InputLayout,
+    make_whole,
+    match_layouts,
+    redistribute_inputs,
+    shard_weights,
+)
+from distconv.model.module_guard import ModuleGuard, check_unwrapped, refuse_wrappers_around
+from distconv.tensor.dispatch import SERIAL, check_untraced, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.eager import check_untraced
 from distconv.tensor.ownership import disown, is_owned
 from distconv.tensor.redistribution import check_grid
 from distconv.torch_private import hooks_of_module
@@ -115,7 +117,7 @@ def parallelize(
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
     options |= {"grid": str(grid), "layouts": layouts, "wire": wire}
     options["error_feedback"] = error_feedback
-    _compare(options | numerics.settings(), grid, "give the same on every rank")
+    _compare(options | kinds.settings(), grid, "give the same on every rank")
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
     half = None if wire is None else wire_type("parallelize", wire)

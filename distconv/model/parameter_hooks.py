@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from distconv import torch_private
 from distconv.comm.collectives import all_reduce_with_grad
-from distconv.comm.shard_function import ShardFunction
 from distconv.device.streams import number_of_stream
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import check_counted_once, is_summed, mark_summed
+from distconv.torch_private import ShardFunction
 
 _POST_ACCUMULATE = (
     "a parameter has a post-accumulate-gradient hook, which would get this rank's part of the "

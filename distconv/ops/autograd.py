@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from distconv.comm.collectives import all_reduce
-from distconv.comm.replication import replicate
+from distconv.comm.collectives import all_reduce, replicate
 from distconv.geometry.layout import Cuts, replicating_axes
 from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
 from distconv.ops.support.operands import common_grid, shard_of
+from distconv.tensor.base import Tensors, as_list, shards_of
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
-from distconv.tensor.nested import Tensors, as_list, shards_of
 from distconv.tensor.ownership import is_summed, meets, owned_among, reaches, started_at
 from distconv.tensor.recording import gradient_seed, whole_gradient
 from distconv.tensor.redistribution import redistribute

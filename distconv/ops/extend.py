@@ -16,15 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from distconv.geometry.index_maps import Same
-from distconv.geometry.windows import Window
+from distconv.geometry.index_maps import Same, Window
 from distconv.ops.math.pointwise import pointwise_rule
-from distconv.ops.support.argument_forms import Sizes, to_tuple
+from distconv.ops.support.arguments import Sizes, to_tuple
+from distconv.ops.support.assembled import make_windows
 from distconv.ops.support.operands import as_distributed, box_on_rank, common_grid, gather_whole
-from distconv.ops.windowed.assembled import make_windows
+from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import tensors_in
 from distconv.tensor.ownership import origins
 from distconv.tensor.recording import recorded
 from distconv.tensor.redistribution import gather_inputs

@@ -13,9 +13,9 @@ from distconv.comm.collectives import all_reduce
 from distconv.geometry.topology import AXES
 from distconv.ops.support.operands import common_grid
 from distconv.tensor.aliasing import finish_write, prepare_write
+from distconv.tensor.base import shards_of
 from distconv.tensor.dispatch import RULES, UNCHECKED, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import shards_of
 
 _NAMES = (
     *("add", "sub", "mul", "div", "pow", "neg", "abs", "sign", "sqrt", "rsqrt", "reciprocal"),

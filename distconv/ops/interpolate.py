@@ -16,8 +16,7 @@ from torch import Tensor
 from distconv.comm.packing import has_channels_last
 from distconv.geometry.index_maps import Same
 from distconv.geometry.resampling import Resampled
-from distconv.ops.support.constants import remembered
-from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
+from distconv.ops.support.arguments import TensorMeta, check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
     box_on_rank,
@@ -25,6 +24,7 @@ from distconv.ops.support.operands import (
     empty_block,
     filled_block,
     local_operand,
+    remembered,
     to_accumulation_type,
     uncut,
 )

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from distconv.ops.math.product import contract
-from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
-from distconv.ops.support.metadata_checks import check_on_meta
-from distconv.ops.support.whole_dimensions import apply_along, apply_to_batches
+from distconv.ops.support.arguments import check_on_meta, normalize_dim, normalize_dims
+from distconv.ops.support.operands import apply_along, apply_to_batches
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.torch_private import only_raises
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.interface import Grid
-from distconv.grid.program_lines import user_line
-from distconv.ops.support.memory_format import in_order_of_memory
+from distconv.grid.words import user_line
+from distconv.ops.support.arguments import in_range
 from distconv.ops.support.operands import (
     as_distributed,
     broadcast_cuts,
@@ -27,9 +27,9 @@ from distconv.ops.support.operands import (
     to_accumulation_type,
     uncut,
 )
-from distconv.ops.support.ranges import in_range
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.memory_format import in_order_of_memory
 from distconv.tensor.recording import recorded
 from distconv.torch_private import dropped_weight, reduction_of_flags
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.loss import terms_of
-from distconv.ops.support.operands import gather_whole
-from distconv.ops.support.whole_dimensions import apply_to_batches
+from distconv.ops.support.operands import apply_to_batches, gather_whole
 
 
 def _check_dimensions(name: str, *tensors: Tensor) -> None:

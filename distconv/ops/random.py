@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from distconv.comm.collectives import broadcast
 from distconv.grid.interface import Grid
+from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.merged import is_merged, merge_as, unmerged
-from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import broadcast_shape, global_numbers, local_operand
 from distconv.tensor.aliasing import finish_write, is_of_parameter, prepare_write
 from distconv.tensor.dispatch import RULES, implements, refuse

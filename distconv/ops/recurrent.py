@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
     common_grid,

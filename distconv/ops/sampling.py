@@ -15,7 +15,7 @@ from torch import Tensor
 from distconv.comm.collectives import broadcast
 from distconv.ops.math.pointwise import pointwise_rule
 from distconv.ops.random import only_default
-from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
     broadcast_cuts,

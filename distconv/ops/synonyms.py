@@ -6,6 +6,7 @@ Parameters have torch's names, as programs may pass them by name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import reduce
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.support.argument_forms import takes_sequence
-from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.arguments import check_on_meta, takes_sequence
+from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
+from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import RULES
-from distconv.torch_private import composition, is_all_true, is_any_true
+from distconv.torch_private import composition, is_all_true, is_any_true, of_sequence
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "allclose": lambda input, other, *tolerances, **named: bool(
@@ -156,3 +158,36 @@ for _name, _parameters in _TWINS.items():
     _twin_of = getattr(F, "dropout2d" if _name == "feature_dropout" else _name)
     RULES[getattr(torch, _name)] = _twin(_twin_of, _parameters.split())
 RULES |= _OTHERS
+
+
+# Functions computed alike on every rank: operands are made whole first, and results are whole.
+
+
+_NAMES = """
+    block_diag cartesian_prod combinations corrcoef cov histc histogram kron meshgrid nonzero_static
+    pdist unique unique_consecutive
+""".split()
+
+
+def _on_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    name = function.__name__.removeprefix("linalg_")
+
+    def rule(*args: Any, **named: Any) -> Any:
+        grid = common_grid(name, tensors_in(args, named))
+        with suppress(NotImplementedError):  # where shapes of results depend on elements
+            check_on_meta(function, *args, **named)
+        wholes = [gather_whole(x, name) for x in args]
+        result = function(*wholes, **{key: gather_whole(x, name) for key, x in named.items()})
+        if isinstance(result, Tensor):
+            return as_distributed(result, grid)
+        return type(result)([as_distributed(part, grid) for part in result])
+
+    return rule
+
+
+_OF_LINALG = ("tensorinv", "tensorsolve", "vander")
+for _home, _names in ((torch, _NAMES), (Tensor, _NAMES), (torch.linalg, _OF_LINALG)):
+    for _name in _names:
+        if hasattr(_home, _name):
+            RULES[getattr(_home, _name)] = _on_whole(getattr(_home, _name))
+RULES[of_sequence("meshgrid")] = lambda tensors, **named: torch.meshgrid(*tensors, **named)

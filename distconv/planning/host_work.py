@@ -25,14 +25,14 @@ from distconv.geometry.layout import default_cuts
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.ranks import world
 from distconv.model.parallelize import parallelize
-from distconv.ops.support.method import method
+from distconv.ops.conv.functions import method
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.machine import Table
-from distconv.planning.operator_timing import Operands, call_of
+from distconv.planning.operators import Operands, call_of
 from distconv.planning.recorded_step import record_step
 from distconv.planning.recording import Compute, HostWork, LocalOperator
+from distconv.tensor.dispatch import enter_call
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from distconv.tensor.module_call import enter_call
 from distconv.tensor.ownership import own
 
 

@@ -21,14 +21,13 @@ from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import Cuts, Layout, default_cuts, dimension_names
 from distconv.geometry.plan import make_plan
 from distconv.planning.dry_run import DryRunGrid, without_elements
-from distconv.planning.links import messages_cost
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import Prediction, in_words, predict
 from distconv.planning.recorded_step import dtype_of, record_step, shapes_of
 from distconv.planning.recording import Recording
-from distconv.planning.timeline import play
-from distconv.tensor.nested import tensors_in
+from distconv.planning.timeline import messages_cost, play
+from distconv.tensor.base import tensors_in
 from distconv.tensor.redistribution import cuts_of_layout
 
 State = TypeVar("State")

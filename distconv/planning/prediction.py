@@ -16,13 +16,12 @@ from torch import nn
 
 from distconv.geometry.topology import AXES
 from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Compute, Recording
 from distconv.planning.table import Cell, byte_size, milliseconds, size_cell, table, time_cell
-from distconv.planning.timeline import Segment, Timeline, play, union_length
+from distconv.planning.timeline import Segment, Timeline, check_ranks, play, union_length
 
 PLAYED = 4
 """The largest grid that is simulated rank by rank; of larger ones the first rank, the middle one

@@ -23,8 +23,8 @@ from distconv.model.parallelize import parallelize
 from distconv.planning.dry_run import DryRunGrid, without_elements
 from distconv.planning.recorder import Recorder, RuleCalls
 from distconv.planning.recording import LayerPlan, Place, Recording
+from distconv.tensor.base import shards_of, tensors_in
 from distconv.tensor.dispatch import UnsupportedOperation
-from distconv.tensor.nested import shards_of, tensors_in
 
 Loss: TypeAlias = Callable[[Any], Tensor]
 """A function from the module's result to the scalar that is minimised."""

@@ -18,8 +18,7 @@ from distconv import torch_private
 from distconv.comm.ledger import Movement, Redistribution
 from distconv.comm.packing import empty_in_format
 from distconv.geometry.layout import Layout, dimension_names
-from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.live_memory import LiveMemory
+from distconv.planning.dry_run import DryRunGrid, LiveMemory
 from distconv.planning.recording import (
     KINDS,
     Completion,
@@ -34,9 +33,9 @@ from distconv.planning.recording import (
     Start,
     spec_of,
 )
+from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import RULES
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import tensors_in
 from distconv.torch_private import address_of_memory
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import ceil, prod
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,14 +25,83 @@ from distconv.planning.prediction import in_words, predict
 from distconv.planning.recorded_step import LOSSES, OPTIMIZERS, dtype_of
 from distconv.planning.search import grids_of
 from distconv.planning.table import Cell, milliseconds
-from distconv.planning.timing import SHORTEST, Contender, Spread, spread, timed, warm_up
 from distconv.tensor.dist_tensor import DistTensor, local_box
+from distconv.tensor.memory_format import in_sample_format
 from distconv.tensor.redistribution import cuts_of_layout
-from distconv.tensor.sample_format import in_sample_format
 from distconv.transport.interface import ObjectCommunicator
+from distconv.transport.torch import TorchCommunicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+# Timing functions on all ranks of a job, or on some of them while the others sleep.
+
+
+SHORTEST = 0.01
+"""The least seconds of one measurement; shorter calls are repeated."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A function to be timed against others, with the ranks and threads that run it."""
+
+    run: Callable[[], object]
+    threads: int = 1
+    ranks: int | None = None
+    """The number of ranks that run it, from rank 0 on, while the others sleep; by default all."""
+
+
+class Spread(NamedTuple):
+    """The median of some measurements, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return the median and the quartiles of `values`; of one value, that value three times."""
+    if len(values) == 1:
+        return Spread(*values, *values, *values)
+    low, median, high = quantiles(values, method="inclusive")
+    return Spread(median, low, high)
+
+
+def warm_up(comm: MPI.Intracomm | ObjectCommunicator, sides: Sequence[Contender]) -> list[float]:
+    """Return the seconds of one call of each function, after two calls. All ranks call it."""
+    for side in sides:
+        timed(comm, side, 2)
+    return [timed(comm, side, 1) for side in sides]
+
+
+def sleep_until_all_are_here(comm: MPI.Intracomm | ObjectCommunicator) -> None:
+    """Wait until all ranks call it, asleep; MPI's own barrier would keep a core busy."""
+    if isinstance(comm, TorchCommunicator):
+        comm.allgather(None)  # gloo's waits sleep
+        return
+    of_mpi: Any = comm
+    request = of_mpi.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
+
+
+def timed(comm: MPI.Intracomm | ObjectCommunicator, side: Contender, repeats: int) -> float:
+    """Return the seconds per call on the slowest rank, over `repeats` calls. All ranks call it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(side.threads)
+    sleep_until_all_are_here(comm)
+    # All have woken up when they leave this one, and start together.
+    comm.allgather(None)
+    start = time.perf_counter()
+    if side.ranks is None or comm.rank < side.ranks:
+        for _ in range(repeats):
+            side.run()
+    elapsed = time.perf_counter() - start
+    torch.set_num_threads(threads)
+    sleep_until_all_are_here(comm)
+    return max(comm.allgather(elapsed)) / repeats
+
 
 FORMAT = 1
 """The version of the files."""

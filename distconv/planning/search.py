@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from distconv.geometry.layout import dimension_names
 from distconv.geometry.topology import AXES
 from distconv.planning.dry_run import DryRunGrid, without_elements
-from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import (
@@ -33,6 +32,7 @@ from distconv.planning.prediction import (
 from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Recording
 from distconv.planning.table import Cell, byte_size, size_cell, table, time_cell
+from distconv.planning.timeline import check_ranks
 
 MOST_WITH_FILTER = 256
 """The largest number of ranks for which grids with a `filter` axis are tried by default: with them

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from distconv import torch_private
 from distconv.device.kinds import rehearsed
-from distconv.tensor.base import DistTensorBase
+from distconv.tensor.base import DistTensorBase, tensors_in
 from distconv.tensor.dispatch import RULES
-from distconv.tensor.nested import tensors_in
 from distconv.tensor.ownership import own_alike
 
 

@@ -6,11 +6,13 @@ these are DistTensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, index, is_
 from typing import Any, NamedTuple, TypeVar
+from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -20,8 +22,120 @@ from torch.nn import Module
 from distconv import torch_private
 from distconv.geometry.layout import Box, Cuts, Layout, cutting_axes, rank_box
 from distconv.grid.interface import Grid
-from distconv.grid.module_path import module_calls, on_behalf_of
-from distconv.tensor.shared_memory import SharedMemory
+from distconv.grid.words import module_calls, on_behalf_of
+
+# Integers as torch accepts them: Python's, numpy's, and tensors of one integer.
+
+
+_INTEGERS = frozenset({int})
+
+
+def whole_number(value: Any, what: str) -> int:
+    """Return `value` as an int.
+
+    Raises TypeError, which names `what`, for a value that is no integer, also for the float 2.0.
+    """
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{what}={value!r} is not a whole number") from None
+
+
+def whole_numbers(value: Any, what: str) -> tuple[int, ...]:
+    """Return one integer, or several, as a tuple of ints.
+
+    Raises TypeError, which names `what`, for other values.
+    """
+    if type(value) is tuple and _INTEGERS.issuperset(map(type, value)):
+        return value
+    if isinstance(value, int):
+        return (value,)
+    members = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(whole_number(member, what) for member in members)
+
+
+# Which DistTensors share memory in serial torch, although here some of them are copies.
+
+
+class SharedMemory:
+    """The memory of a DistTensor and its views, or a copy for a view of elements on other ranks.
+
+    In serial torch the copy and its source are one memory.
+
+    Attributes
+    ----------
+    newest: whether this copy was written to, and the write has not reached its source yet.
+    of_parameter: whether it belongs to a sharded parameter, or to `empty_like` of one.
+    leaf: whether a leaf with gradients has this memory, and operators read the leaf through an
+        alias. Autograd does not refuse writes to the alias.
+    """
+
+    newest = False
+    of_parameter = False
+    leaf = False
+    _source: SharedMemory | None = None
+    """For a copy, the memory that it was copied from."""
+    _view: ReferenceType[Any] | None = None
+    """For a copy, the tensor that it was made for."""
+    _sharing: WeakValueDictionary[int, Any] | None = None
+    """For a copy, the other tensors in it, by their identity."""
+    _family: WeakSet[SharedMemory] | None = None
+    """The memories in use that are, or may be, a single one in serial torch."""
+
+    def fork(self) -> SharedMemory:
+        """Return memory for a result that, in serial torch, is a view or a copy of this memory."""
+        if self._family is None:
+            self._family = WeakSet([self])
+        twin = SharedMemory()
+        twin._family, twin.of_parameter = self._family, self.of_parameter
+        self._family.add(twin)
+        return twin
+
+    def copy(self, view: Any) -> SharedMemory:
+        """Return memory for `view`, whose elements come from other ranks.
+
+        A write to this memory outdates `view`.
+        """
+        twin = self.fork()
+        twin._source, twin._view = self, ref(view)
+        return twin
+
+    def note(self, view: Any) -> None:
+        """Remember `view` as another tensor in this memory, if this memory is a copy."""
+        if self._view is not None:
+            if self._sharing is None:
+                self._sharing = WeakValueDictionary()
+            self._sharing[id(view)] = view
+
+    @property
+    def alone(self) -> bool:
+        """Return whether no fork of this memory is in use.
+
+        Otherwise it is unknown whether serial torch would change the fork, too, in a write.
+        """
+        origin = self._origin()
+        return all(memory._origin() is origin for memory in self._family or ())
+
+    def _origin(self) -> SharedMemory:
+        memory = self
+        while memory._source is not None:
+            memory = memory._source
+        return memory
+
+    def views(self) -> list[Any]:
+        """Return the tensors in use that lie in this memory; [] unless it is a copy."""
+        first = None if self._view is None else self._view()
+        return [*([] if first is None else [first]), *(self._sharing or {}).values()]
+
+    def followers(self) -> Iterator[Any]:
+        """Yield the tensors in copies of this memory, which a write to this memory outdates."""
+        for memory in list(self._family or ()):
+            source: SharedMemory | None = memory
+            while source is not None and source is not self and not source.newest:
+                source = source._source
+            if source is self and memory is not self:
+                yield from memory.views()
+
 
 Distributed = TypeVar("Distributed", bound="DistTensorBase")
 """A type of DistTensor, for functions that return the type of their argument."""
@@ -317,3 +431,63 @@ def is_view_of(block: Tensor, other: Tensor) -> bool:
     root = torch_private.base_of(block)
     root = block if root is None else root
     return root is other or root is torch_private.base_of(other)
+
+
+# Tensors within arguments: one, several, or nested in lists, tuples and dictionaries.
+
+
+Tensors = Tensor | Sequence[Tensor]
+
+
+def as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return a list of the given tensor, or of all given tensors."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return the plain tensors that autograd knows: shards of DistTensors, and plain tensors.
+
+    A merged tensor gives the shard of its `unmerged`.
+    """
+    return [x.held if isinstance(x, DistTensorBase) else x for x in as_list(tensors)]
+
+
+def tensors_in(*arguments: Any) -> list[Tensor]:
+    """Return all tensors in arguments, also in nested lists, tuples and dictionaries."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        if type(argument) in _SIMPLE:
+            continue
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (tuple, list)):
+            if not _SIMPLE.issuperset(map(type, argument)):
+                found += tensors_in(*argument)
+        elif isinstance(argument, dict) and argument:
+            found += tensors_in(*argument.values())
+    return found
+
+
+def replaced(argument: Any, others: Mapping[int, Any]) -> Any:
+    """Return a nested argument with `others[id(x)]` in place of tensors `x` whose id is there."""
+    if isinstance(argument, Tensor):
+        return others.get(id(argument), argument)
+    if isinstance(argument, (tuple, list)):
+        items = [replaced(x, others) for x in argument]
+        if all(map(is_, items, argument)):
+            return argument
+        if type(argument) is list:
+            return items
+        kind: Any = type(argument)
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if isinstance(argument, dict):
+        found = {key: replaced(x, others) for key, x in argument.items()}
+        if type(argument) is dict:
+            return found
+        (other := copy(argument)).update(found)
+        return other
+    return argument
+
+
+_SIMPLE = {int, float, bool, str, type(None), torch.dtype}
+"""Types of most arguments that are no tensors."""

@@ -5,13 +5,25 @@ A function without a rule is refused by `UnsupportedOperation`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
+from weakref import ref
 
 import torch
 
 from distconv import torch_private
-from distconv.tensor.base import DistTensorBase
+from distconv.grid.words import operator_name
+from distconv.tensor.base import DistTensorBase, tensors_in
+from distconv.torch_private import (
+    count_modes,
+    innermost_transform,
+    make_fx_before_dispatch,
+    tracing_mode,
+)
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
@@ -134,3 +146,192 @@ METADATA: set[Any] = {
     *(getattr(torch.Tensor, name) for name in ("element_size", "get_device")),
     *(getattr(kind, name) for kind in (torch, torch.Tensor) for name in _QUESTIONS),
 }
+
+
+# Keep torch's compilers, tracers and transforms out of distconv's computations.
+#
+# These tools cannot follow messages. `torch.compile` breaks its graph at functions of distconv; all
+# others are refused.
+
+
+class SerialTrace:
+    """The trace of the serial program by `compile`, in which hooks of the library stand back."""
+
+    under_way = False
+
+
+_own_modes = 0
+"""The number of active modes below torch's functions that are the library's."""
+
+
+@contextmanager
+def own_mode(mode: AbstractContextManager[object]) -> Iterator[None]:
+    """Enter a torch dispatch mode of the library, which `others_look_on` ignores."""
+    global _own_modes
+    with mode:
+        _own_modes += 1
+        try:
+            yield
+        finally:
+            _own_modes -= 1
+
+
+def others_look_on() -> bool:
+    """Return whether the program has a torch dispatch mode active, which sees every kernel."""
+    return count_modes() > _own_modes
+
+
+def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
+    """Raise UnsupportedOperation while a tool traces or transforms the program.
+
+    A traced graph would hold this rank's blocks without the messages. All ranks raise, as all run
+    the same program. `operator` and the tensors in `arguments` are named in the error.
+    """
+    tool = "torch.jit.trace" if torch.jit.is_tracing() else ""
+    if innermost_transform() is not None:
+        tool = "one of torch.func's transforms"
+    if count_modes():
+        tool = tracing_mode() or tool
+    if make_fx_before_dispatch() is not None:
+        tool = "make_fx"
+    if tool:
+        refuse(
+            operator_name(operator),
+            f"{tool}, or a tool that uses it, is tracing or transforming the program, and cannot "
+            "follow messages between ranks",
+            *tensors_in(*arguments),
+            way_out=SERIAL,
+        )
+
+
+# The calls of parallelized modules that are now running, innermost first.
+
+
+class ModuleCall:
+    """A running call of a parallelized module, and the tensors whose redistributed copies it keeps.
+
+    Attributes
+    ----------
+    of: the object that began the call, such as the module's guard.
+    outer: the call that was active when this one began, or None.
+    """
+
+    def __init__(self, of: object, frame: FrameType, outer: ModuleCall | None) -> None:
+        self.of, self.outer = of, outer
+        self._frame = frame
+        self._handled = sys.exc_info()[1]
+        self._holders: list[ref[DistTensorBase]] = []
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether the function that began the call is still running.
+
+        A call that an exception, or torch.export, interrupted is over although `leave` was not
+        called.
+        """
+        try:
+            self._frame.clear()
+        except RuntimeError:  # it is executing
+            return True
+        return False
+
+    @property
+    def failed(self) -> bool:
+        """Return whether an exception that was raised during the call is being handled."""
+        return sys.exc_info()[1] is not self._handled
+
+    @property
+    def outermost(self) -> bool:
+        """Return whether the object `of` has begun no enclosing call."""
+        call = self.outer
+        while call is not None and call.of is not self.of:
+            call = call.outer
+        return call is None
+
+    def note(self, x: DistTensorBase) -> None:
+        """Remember, weakly, a tensor whose redistributed copies are freed when the call ends."""
+        self._holders.append(ref(x))
+
+    def leave(self) -> None:
+        """End the call and calls within it, and free redistributed copies of its tensors."""
+        _CALLS.set(self.outer)
+        for each in self._holders:
+            x = each()
+            if x is not None:
+                x._redistributed.clear()
+
+
+_CALLS: ContextVar[ModuleCall | None] = ContextVar("distconv_in_module", default=None)
+"""The innermost call that has begun and has not been left."""
+
+
+def enter_call(of: object = None, depth: int = 1) -> ModuleCall:
+    """Begin a call of a parallelized module on behalf of `of`.
+
+    The call is over when the function `depth` frames outwards returns, at the latest.
+    """
+    call = ModuleCall(of, sys._getframe(depth), innermost_call())
+    _CALLS.set(call)
+    return call
+
+
+def innermost_call() -> ModuleCall | None:
+    """Return the innermost active call of a parallelized module, or None."""
+    call = _CALLS.get()
+    while call is not None and not call.under_way:
+        call.leave()
+        call = call.outer
+    return call
+
+
+def outermost_call() -> ModuleCall | None:
+    """Return the outermost active call of a parallelized module, or None."""
+    call = innermost_call()
+    while call is not None and call.outer is not None:
+        call = call.outer
+    return call
+
+
+# The `grad_fn` of a DistTensor: the autograd node of its shard.
+
+
+class ShardNode:
+    """The autograd node of a shard, as `DistTensor.grad_fn` shows it: hooks are refused.
+
+    A hook of the node would get this rank's part of the gradient, not the serial one. A node that
+    calls hooks itself, with serial gradients, has a list of them as its attribute `serial_hooks`.
+    The attribute `function` of a node is the user's Function for which it stands.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def name(self) -> str:
+        """Return the name that the node has in serial torch."""
+        function = getattr(self._node, "function", None)
+        shown: str = self._node.name() if function is None else f"{function.__name__}Backward"
+        return shown
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "register_hook" and hasattr(self._node, "serial_hooks"):
+            return self._node.serial_hooks.append
+        if name in ("register_hook", "register_prehook"):
+            refuse(
+                f"grad_fn.{name}",
+                "the hook, of a node or by register_backward_hook of a module, would see this "
+                "rank's part of the gradients",
+                way_out="Use register_full_backward_hook of the module, or a forward hook that "
+                "calls register_hook on the module's output",
+            )
+        return getattr(self._node, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self._node == (other._node if isinstance(other, ShardNode) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+    def __repr__(self) -> str:
+        return repr(self._node)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from distconv.comm import collectives, replication
-from distconv.comm.shard_function import ShardFunction
+from distconv.comm import collectives
 from distconv.geometry.layout import (
     Box,
     Layout,
@@ -19,34 +18,46 @@ from distconv.geometry.layout import (
     rank_box,
     replicating_axes,
 )
-from distconv.grid.calls import CURRENT, NO_CALL, note_error, operator_name, running
-from distconv.grid.device_mesh import arranged, axes_of_mesh
 from distconv.grid.interface import Grid
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.process_grid import ProcessGrid, arranged, axes_of_mesh
+from distconv.grid.words import CURRENT, NO_CALL, note_error, operator_name, running
 from distconv.tensor import autocast
 from distconv.tensor.aliasing import finish_write, mark_of_parameter
-from distconv.tensor.base import DistTensorBase
+from distconv.tensor.base import (
+    DistTensorBase,
+    Tensors,
+    as_list,
+    replaced,
+    shards_of,
+    tensors_in,
+    whole_numbers,
+)
+from distconv.tensor.conversion import (
+    block_of_dtensor,
+    check_block,
+    check_out,
+    check_plain,
+    global_shape,
+    to_dtensor,
+)
 from distconv.tensor.dispatch import (
     ALIASES,
     METADATA,
     RULES,
     UNCHECKED,
     WAYS_OUT,
+    ShardNode,
+    check_untraced,
+    innermost_call,
     refuse,
     way_out_of,
 )
-from distconv.tensor.dtensor import block_of_dtensor, to_dtensor
-from distconv.tensor.eager import check_untraced
-from distconv.tensor.module_call import innermost_call
-from distconv.tensor.nested import Tensors, as_list, replaced, shards_of, tensors_in
+from distconv.tensor.memory_format import channels_last
 from distconv.tensor.ownership import started_at, undeclared
 from distconv.tensor.recording import check_brought, check_recorded, gradient_seed
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
-from distconv.tensor.sample_format import channels_last
-from distconv.tensor.shard_node import ShardNode
-from distconv.tensor.validation import check_block, check_out, check_plain, global_shape
-from distconv.tensor.whole_numbers import whole_numbers
 from distconv.torch_private import (
+    ShardFunction,
     autocast_is_on,
     mark_parameter,
     run_eagerly,
@@ -165,7 +176,7 @@ class DistTensor(DistTensorBase):
         if axes:
             check_brought("from_local", local)
         own = local.to(grid.device)
-        shard = replication.replicate(own, grid, axes)
+        shard = collectives.replicate(own, grid, axes)
         # Autograd forbids in-place writes to a tensor that a Function has returned unchanged.
         return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
 
@@ -243,7 +254,7 @@ class DistTensor(DistTensorBase):
         if not self.requires_grad:
             self.settle()  # what the program writes to the box is then the tensor's
         axes = replicating_axes(self.cuts, self.grid.topology)
-        block = replication.unreplicate(self.shard, self.grid, axes)
+        block = collectives.unreplicate(self.shard, self.grid, axes)
         if grad is not None or not any(self.cuts):
             return block
         return undeclared(block, f"{tuple(self.shape)} {self.layout}")
@@ -443,7 +454,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     check_brought("distribute_tensor", x)
     # Gradients are summed on the grid's device.
     whole = x.to(grid.device) if x.requires_grad else x
-    whole = replication.replicate(whole, grid, replicating_axes((), grid.topology))
+    whole = collectives.replicate(whole, grid, replicating_axes((), grid.topology))
     form = None if x.requires_grad else channels_last(x.shape, x.dtype, cuts, grid)
     kept = form or torch.preserve_format
     block = whole[box.slices].to(grid.device, copy=True, memory_format=kept)

@@ -17,10 +17,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from distconv.comm import replication
-from distconv.comm.shard_function import ShardFunction
+from distconv.comm import collectives
 from distconv.grid.interface import Grid
-from distconv.torch_private import roots_of_backward
+from distconv.torch_private import ShardFunction, roots_of_backward
 
 _OWNED = "_distconv_owned"
 """The attribute of a parameter or buffer with the number of ranks of its parallelized module."""
@@ -104,9 +103,9 @@ def origins(
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found["owned" if is_shared(leaf) else "free"] = leaf
-        elif replication.OPERAND in node.metadata:
+        elif collectives.OPERAND in node.metadata:
             found["entered"] = node
-        elif replication.HANDED_OUT in node.metadata:
+        elif collectives.HANDED_OUT in node.metadata:
             found["out"] = node
             if _UNDECLARED in node.metadata:
                 found["block"] = node
@@ -133,7 +132,7 @@ def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
 
 def meets(roots: Iterable[Tensor], x: Tensor) -> bool:
     """Return whether `roots` depend on `x` along a path that does not pass through `replicate`."""
-    return reaches(roots, x, lambda node: replication.REPLICATED in node.metadata)
+    return reaches(roots, x, lambda node: collectives.REPLICATED in node.metadata)
 
 
 def reaches(
@@ -160,7 +159,7 @@ def enter(plain: Tensor, grid: Grid) -> Tensor:
     `plain` must not depend on parameters of parallelized modules, whose gradients are summed
     otherwise; the backward pass checks this. All ranks call it.
     """
-    operand = replication.as_replicated(plain, grid)
+    operand = collectives.as_replicated(plain, grid)
     operand.register_hook(partial(_check_not_owned, get_gradient_edge(plain).node))
     return operand
 
@@ -207,14 +206,14 @@ def undeclared(block: Tensor, whose: str) -> Tensor:
     result = _Undeclared.apply(block, whose)
     if result.grad_fn is not None:
         result.grad_fn.metadata[_UNDECLARED] = True
-    return replication.mark_handed_out(result)
+    return collectives.mark_handed_out(result)
 
 
 class _Undeclared(ShardFunction):
     @staticmethod
     def forward(ctx: Any, block: Tensor, whose: str) -> Tensor:
         ctx.whose = whose
-        return replication.alias(block)
+        return collectives.alias(block)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

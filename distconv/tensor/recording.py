@@ -8,17 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.comm import replication
+from distconv.comm import collectives
 from distconv.comm.checksums import CURE, due, names_of, unequal
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, Shape, cutting_axes, rank_box, replicating_axes
-from distconv.grid.calls import operator_name
 from distconv.grid.interface import Grid
-from distconv.grid.program_lines import user_line
-from distconv.tensor.base import DistTensorBase
-from distconv.tensor.dispatch import refuse
-from distconv.tensor.eager import check_untraced
-from distconv.tensor.nested import replaced, tensors_in
+from distconv.grid.words import operator_name, user_line
+from distconv.tensor.base import DistTensorBase, replaced, tensors_in
+from distconv.tensor.dispatch import check_untraced, refuse
 from distconv.tensor.ownership import enter, is_owned, origins, owned_among
 from distconv.tensor.redistribution import redistribute
 from distconv.torch_private import hooks_of, without_torch_function
@@ -258,7 +255,7 @@ def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operat
         )
     replicas = grid.size // grid.topology.parts(cutting_axes(cuts))
     if not isinstance(gradient, DistTensorBase):
-        whole = replication.replicate(gradient, grid, replicating_axes((), grid.topology))
+        whole = collectives.replicate(gradient, grid, replicating_axes((), grid.topology))
         return whole[rank_box(shape, cuts, grid.topology, grid.rank).slices] / replicas
     if gradient.grid != grid:
         raise ValueError(

@@ -17,7 +17,7 @@ from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
 from distconv.tensor.aliasing import finish_write, make_view, prepare_write
 from distconv.tensor.base import Distributed, DistTensorBase, is_view_of
-from distconv.tensor.module_call import outermost_call
+from distconv.tensor.dispatch import outermost_call
 from distconv.torch_private import is_marked_parameter
 
 

@@ -6,11 +6,9 @@ import sys
 
 from distconv.tools.arguments import BadArguments, RankParser
 from distconv.tools.commands.launch import LAUNCH
-from distconv.tools.commands.modules import EXPLAIN, VERIFY
+from distconv.tools.commands.modules import CALIBRATE, EXPLAIN, PLAN, PREDICT, TIMELINE, VERIFY
 from distconv.tools.commands.options import is_first
-from distconv.tools.commands.planning import CALIBRATE, PLAN, PREDICT
 from distconv.tools.commands.scale import SCALE
-from distconv.tools.commands.timeline import TIMELINE
 from distconv.tools.version import __version__
 
 COMMANDS = {

@@ -14,16 +14,15 @@ from torch.nn.parameter import is_lazy
 
 from distconv.comm.checksums import checksum
 from distconv.comm.ledger import without_counting
-from distconv.device.kinds import rehearsed
-from distconv.device.numerics import ieee_float32
+from distconv.device.kinds import ieee_float32, rehearsed
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.recorder import ModuleCalls, is_layer
 from distconv.planning.table import Cell, table
+from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from distconv.tensor.nested import tensors_in
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 """The largest difference that rounding in another order makes in networks that amplify it

@@ -16,8 +16,8 @@ from distconv.data.checkpoint import Checkpoint, Stateful, load_checkpoint, save
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import reduction_of
+from distconv.tensor.base import shards_of
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import shards_of
 from distconv.training.checks import checked_number
 from distconv.training.requests import Answer, Connection, Kind, ServerLost, ServerParts
 from distconv.training.serving import Method, described, server_parts_of

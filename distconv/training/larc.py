@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from distconv.model.clipping import tensor_norms
-from distconv.tensor.nested import shards_of
+from distconv.tensor.base import shards_of
 
 Group = dict[str, Any]
 

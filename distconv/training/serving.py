@@ -22,8 +22,7 @@ from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
 from distconv.training.history import Validation, check_validation
 from distconv.training.requests import Connection, Kind, ServerLost, ServerParts, failed
-from distconv.training.server import Due, MalformedRequest, Report, Rule, Server
-from distconv.training.server_checkpoints import ServerCheckpoints
+from distconv.training.server import Due, MalformedRequest, Report, Rule, Server, ServerCheckpoints
 from distconv.training.team import Team
 from distconv.transport.link import Link, LinkLost, rest
 

@@ -15,11 +15,11 @@ from weakref import finalize
 from distconv.data.checkpoint import last_in_common
 from distconv.geometry.topology import AXES
 from distconv.grid import communicators
-from distconv.grid.interrupt import end_when_abandoned
+from distconv.grid.abort import end_when_abandoned
+from distconv.grid.journal import Wait, Waiting
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.ranks import ranks_of
 from distconv.grid.stall import Watch, time_limit
-from distconv.grid.waits import Wait, Waiting
 from distconv.training.checks import check_count
 from distconv.training.requests import leave
 from distconv.transport.launch import place_by_torch

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
 from operator import eq, neg
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakSet, ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,3 +166,129 @@ class Communicator(ObjectCommunicator, Protocol):
 
     def for_program(self) -> Any:
         """Return the communicator that a program gets as `ProcessGrid.comm`."""
+
+
+# Tags of messages: the number of the exchange that a message belongs to.
+
+
+_MOST = 32767
+"""The number of tags before they repeat; every MPI has as many."""
+
+
+class Tags:
+    """The tags 1, 2, ... of exchanges, which all ranks start in one order."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def next(self) -> int:
+        """Return the tag of the next exchange."""
+        self.last = self.last % _MOST + 1
+        return self.last
+
+
+# Pools of memory for messages, which later messages of the same size use again.
+#
+# Fresh memory costs page faults when it is first written, up to several times the cost of the
+# message.
+
+
+ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+KEPT_BYTES = 64 * 2**20
+"""Bytes kept for later messages."""
+SMALL_BYTES = 64 * 2**10
+"""The largest message, in bytes, whose memory malloc reuses itself, which is cheaper."""
+
+
+def release_idle() -> None:
+    """Free the memory that all pools of this process keep for later messages."""
+    for pool in list(_POOLS):
+        pool.release_idle()
+
+
+class BufferPool:
+    """Memory for messages on the CPU: it returns to the pool when its tensor is no longer used."""
+
+    def __init__(self) -> None:
+        _POOLS.add(self)
+        self._idle: defaultdict[int, list[ByteArray]] = defaultdict(list)
+        self._idle_bytes = 0
+        self._lent: dict[int, tuple[ref[ByteArray], ByteArray]] = {}
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return an uninitialised, contiguous CPU tensor of `shape`, of the type of `like`."""
+        size = prod(shape) * like.element_size()
+        if size <= SMALL_BYTES:
+            return like.new_empty(shape)
+        stack = self._idle.get(size)
+        if stack:
+            memory = stack.pop()
+            self._idle_bytes -= size
+            if not stack:
+                del self._idle[size]
+        else:
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
+        # The tensor and all that share its memory keep this view alive.
+        view = memory[:]
+        use = ref(view, self._take_back)
+        self._lent[id(use)] = use, memory
+        message = torch.frombuffer(view, dtype=like.dtype)
+        return message if len(shape) == 1 else message.view(shape)
+
+    def release_idle(self) -> None:
+        """Free the memory that this pool keeps for later messages."""
+        self._idle.clear()
+        self._idle_bytes = 0
+
+    def _take_back(self, use: ref[ByteArray]) -> None:
+        _, memory = self._lent.pop(id(use))
+        if self._idle_bytes + memory.nbytes > KEPT_BYTES:
+            self.release_idle()
+        if memory.nbytes <= KEPT_BYTES:
+            self._idle[memory.nbytes].append(memory)
+            self._idle_bytes += memory.nbytes
+
+
+_POOLS: WeakSet[BufferPool] = WeakSet()
+"""All pools of the process."""
+
+
+# Sums of tensors whose type NCCL, gloo or MPI cannot sum, by conversion to one that it can.
+
+
+_ADDED = {
+    *(torch.float32, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+}
+"""The types that NCCL, gloo and MPI sum."""
+
+_WIDER = SUM_TYPES | {torch.int16: torch.int32}
+
+
+class Summand(NamedTuple):
+    """A tensor to be summed over ranks, in a type that NCCL, gloo and MPI can sum."""
+
+    numbers: Tensor
+    """The tensor itself, its real and imaginary parts, or a copy in a wider type."""
+    into: Tensor | None
+    """The tensor that the sum is copied to, where the numbers have memory of their own."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, library: str) -> Summand:
+        """Return the summand for a contiguous tensor; TypeError if `library` cannot sum it."""
+        if tensor.dtype in _ADDED:
+            return cls(tensor, None)
+        if tensor.dtype in _WIDER:
+            return cls(tensor.to(_WIDER[tensor.dtype]), tensor)
+        if tensor.dtype in (torch.complex64, torch.complex128):
+            return cls(torch.view_as_real(tensor), None)
+        raise TypeError(
+            f"{library} cannot add up {tensor.dtype}; convert to one that it can, x.float()"
+        )
+
+    def arriving(self, request: Request) -> Request:
+        """Return a request for the sum of the tensor; `request` is the running sum of `numbers`."""
+        if self.into is None:
+            return request
+        return ChainedRequest([request], partial(self.into.copy_, self.numbers))

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from distconv.transport.buffers import BufferPool
-from distconv.transport.interface import Comparison, Message, Request, with_opposites
+from distconv.transport.interface import (
+    BufferPool,
+    Comparison,
+    Message,
+    Request,
+    Summand,
+    Tags,
+    with_opposites,
+)
 from distconv.transport.launch import check_is_rank, check_mpi_runs
-from distconv.transport.sums import Summand
-from distconv.transport.tags import Tags
 
 _ABANDONED: set[MPIRequest] = set()
 """Abandoned requests, with the memory that MPI still uses."""

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.device.cupy_nccl import address_of, bindings, on_device
+from distconv.device.kinds import address_of, bindings, on_device
 from distconv.device.streams import SideStream
-from distconv.transport.interface import Communicator, Message, Request
-from distconv.transport.sums import Summand
+from distconv.transport.interface import Communicator, Message, Request, Summand
 
 _TYPES = {
     getattr(torch, name): f"NCCL_{name.upper()}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from distconv.device.mpi_support import is_gpu_aware
+from distconv.device.kinds import is_gpu_aware
 from distconv.device.streams import SideStream, is_capturing, record_event, using
 from distconv.transport.interface import ChainedRequest, Message, Request
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
-from distconv.geometry.index_maps import IndexMap, Same
+from distconv.geometry.index_maps import IndexMap, Same, Window
 from distconv.geometry.layout import Cuts, rank_box
 from distconv.geometry.plan import Plan, make_plan
 from distconv.geometry.topology import AXES, Topology
-from distconv.geometry.windows import Window
 from docs.figures.canvas import RANKS, Canvas
 
 FOLDER = Path(__file__).parent

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import distconv as dc
-from distconv.planning.operator_timing import tensor_bytes
-from distconv.planning.timing import sleep_until_all_are_here
+from distconv.planning.operators import tensor_bytes
+from distconv.planning.scaling import sleep_until_all_are_here
 
 from .networks import Autoencoder, decoded, encoded, tile
 

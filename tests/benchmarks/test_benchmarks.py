@@ -37,7 +37,7 @@ from benchmarks.measuring.turns import alternate
 from benchmarks.networks import NETWORKS
 from benchmarks.overhead import cut_convolution, kernels, overheads
 from benchmarks.record import record
-from distconv.planning.timing import Contender
+from distconv.planning.scaling import Contender
 from tests.support.everywhere import ended_with_one_line, on_rank_zero
 
 QUICK = Settings(seconds=0.0)
@@ -309,7 +309,7 @@ def test_a_side_is_repeated_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> 
         return seconds[side.run()]
 
     monkeypatch.setattr("benchmarks.measuring.turns.timed", timed)
-    monkeypatch.setattr("distconv.planning.timing.timed", timed)
+    monkeypatch.setattr("distconv.planning.scaling.timed", timed)
     monkeypatch.setattr("benchmarks.measuring.turns.SHORTEST", 0.01)
     monkeypatch.setattr("benchmarks.measuring.turns.ceil", math.ceil)
     alternate(MPI.COMM_SELF, [Contender(lambda name=name: name) for name in seconds], 0.0)

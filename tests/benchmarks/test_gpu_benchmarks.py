@@ -28,7 +28,7 @@ from benchmarks.gpu.waits import calls_of, waits, waits_in
 from benchmarks.layer import step_of
 from benchmarks.measuring.memory import Peak
 from benchmarks.measuring.report import Row
-from distconv.ops.support.method import METHODS
+from distconv.ops.conv.functions import METHODS
 from distconv.planning.dry_run import DryRunGrid
 from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.mesh_tangling.network import mesh_tangling_1k
@@ -227,7 +227,7 @@ def test_the_first_lines_say_what_cannot_be_done(
 ) -> None:
     monkeypatch.delenv("GPU_NCCL", raising=False)
     monkeypatch.setattr("distconv.device.kinds.version_of_library", lambda kind: version)
-    monkeypatch.setattr("distconv.device.groups.why_no_backend", lambda kind: None)
+    monkeypatch.setattr("distconv.device.kinds.why_no_backend", lambda kind: None)
     lines = list(left_out(kind, count))
     assert len(lines) == len(said) and all(map(str.startswith, lines, said))
 

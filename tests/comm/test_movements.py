@@ -12,17 +12,14 @@ from mpi4py import MPI
 from torch import Tensor
 
 import distconv as dc
-from distconv.comm.collectives import all_reduce, all_reduce_with_grad
+from distconv.comm.collectives import all_reduce, all_reduce_with_grad, replicate, unreplicate
 from distconv.comm.packing import places_in
-from distconv.comm.replication import replicate, unreplicate
 from distconv.comm.transfer import gather
-from distconv.device.thresholds import HOST
-from distconv.geometry.index_maps import Grouped, IndexMap, Same, Span, Strided
+from distconv.device.kinds import HOST
+from distconv.geometry.index_maps import Grouped, IndexMap, Pad, Same, Span, Strided, Window
 from distconv.geometry.layout import Cuts, rank_box
-from distconv.geometry.padding import Pad
 from distconv.geometry.plan import Plan, make_plan
 from distconv.geometry.topology import AXES
-from distconv.geometry.windows import Window
 from tests.support.geometry import OUTSIDE, needed
 from tests.support.serial import examples, random_grid, random_layout
 

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 import distconv as dc
 from distconv.compiling import capture
 from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
-from distconv.device import graphs
+from distconv.device import streams
 from distconv.device.streams import SideStream, StreamRequest
 from distconv.grid import communicators
 from tests.compiling.test_compile import CALLS, batches, classifier, identical, same_bits
@@ -63,8 +63,8 @@ def sanitizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
         graph = RecordedGraph()
         return graph, graph
 
-    monkeypatch.setattr(graphs, "_new", new)
-    monkeypatch.setattr(graphs, "why_no_graphs", lambda device: None)
+    monkeypatch.setattr(streams, "_new", new)
+    monkeypatch.setattr(streams, "why_no_graphs", lambda device: None)
     yield watching
     gc.collect()  # requests that wait when they are dropped, for streams that stand in
 
@@ -209,7 +209,7 @@ def test_a_capture_that_fails_on_one_rank_leaves_all_without_graphs(
             if grid.rank == 1:
                 raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "_new", lambda device: (Fails(),) * 2)
+    monkeypatch.setattr(streams, "_new", lambda device: (Fails(),) * 2)
     assert "the capture has failed: operation not" in warned(grid)
 
 

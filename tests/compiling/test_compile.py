@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
-from distconv.ops.conv import volumes
+from distconv.ops.conv import local_convolution
 from tests.support.serial import raised_everywhere, told_once
 
 CALLS = 7
@@ -236,10 +236,10 @@ def test_a_replayed_function_of_volumes_has_the_same_bits() -> None:
 
 @pytest.mark.parallel(2)
 def test_kernels_are_chosen_as_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(volumes, "_FEWEST_PRODUCTS", 0)
-    volumes._pays.cache_clear()
+    monkeypatch.setattr(local_convolution, "_FEWEST_PRODUCTS", 0)
+    local_convolution._pays.cache_clear()
     assert "mkldnn" in check(of_volumes, volume, depth=2).source
-    volumes._pays.cache_clear()
+    local_convolution._pays.cache_clear()
 
 
 @pytest.mark.parallel(4)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import distconv as dc
-from distconv.ops.conv import volumes
+from distconv.ops.conv import local_convolution
 from tests.compiling.test_compile import CALLS, LOSSES, check, of_volumes, plain, trained, volume
 from tests.support.serial import deviation
 
@@ -57,12 +57,12 @@ def test_compilers_compute_the_same_to_rounding(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parallel(2)
 def test_layouts_of_onednn_stay_out_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(volumes, "_FEWEST_PRODUCTS", 0)
-    volumes._pays.cache_clear()
+    monkeypatch.setattr(local_convolution, "_FEWEST_PRODUCTS", 0)
+    local_convolution._pays.cache_clear()
     grid = dc.ProcessGrid(depth=2)
     expected, _ = trained(of_volumes, False, grid, volume)
     actual, step = trained(of_volumes, True, grid, volume, "aot_eager")
-    volumes._pays.cache_clear()
+    local_convolution._pays.cache_clear()
     assert "mkldnn" in step.source
     for mine, theirs in zip(actual, expected, strict=True):
         assert deviation(mine, theirs) < 1e-4

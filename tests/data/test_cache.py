@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import distconv as dc
 from distconv.data import Crop, Dataset, Flip, Function, Loader, Noise, Rotate90, Translate
-from distconv.data.cache.boxes import BoxesInFolder
-from distconv.data.cache.exchange import Homes
+from distconv.data.cache import BoxesInFolder, Homes
 from tests.support.everywhere import WORLD, fails_everywhere
 from tests.support.geometry import cuts_of, topologies
 from tests.support.sample_files import FIELDS, SAMPLES, X, Y

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import distconv as dc
-from distconv.device import numerics
-from distconv.ops.conv import large_blocks, spatial
+from distconv.device import kinds
+from distconv.ops.conv import functions
 
 RANK = dc.ProcessGrid(device="cpu", sample=-1).rank
 
@@ -66,12 +66,11 @@ def test_float32_is_rounded_as_float32_where_it_is_verified(
 
     def taken() -> list[bool]:
         return [
-            numerics._takes_tf32(place)
-            for place in (torch.backends.cudnn, torch.backends.cuda.matmul)
+            kinds._takes_tf32(place) for place in (torch.backends.cudnn, torch.backends.cuda.matmul)
         ]
 
     assert taken() == [True, True]
-    with pytest.raises(ZeroDivisionError), numerics.ieee_float32():
+    with pytest.raises(ZeroDivisionError), kinds.ieee_float32():
         assert taken() == [False, False]
         raise ZeroDivisionError
     assert taken() == [True, True]
@@ -104,7 +103,7 @@ def test_sizes_are_in_doubt_by_the_version_of_the_library(
     version: int | None, elements: int, doubtful: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    assert numerics.in_doubt(elements) is doubtful
+    assert kinds.in_doubt(elements) is doubtful
 
 
 @pytest.mark.parallel([1, 2])
@@ -115,9 +114,9 @@ def test_a_large_block_of_halves_is_named_with_its_layer(
     layer: nn.Module, on_gpu: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = 4 * 24 if isinstance(layer, nn.Conv2d) else 2 * 96
-    monkeypatch.setattr(spatial, "FEWEST_IN_DOUBT", 90)
-    monkeypatch.setattr(large_blocks, "in_doubt", lambda elements: elements > 90)
-    monkeypatch.setattr(large_blocks, "is_accelerator", lambda device: on_gpu)
+    monkeypatch.setattr(functions, "FEWEST_IN_DOUBT", 90)
+    monkeypatch.setattr(functions, "in_doubt", lambda elements: elements > 90)
+    monkeypatch.setattr(functions, "is_accelerator", lambda device: on_gpu)
     grid = dc.ProcessGrid(height=-1, device="cpu")
     model = dc.parallelize(nn.Sequential(nn.Identity(), layer).to(dtype), grid)
     x = dc.distribute_tensor(torch.ones(1, 2, 4 * grid.size, 6, dtype=dtype), grid)

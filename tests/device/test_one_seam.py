@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import distributed
 
-from distconv.device import groups, kinds, mpi_support
-from distconv.grid.waits import StreamWait, Waiting
+from distconv.device import kinds
+from distconv.grid.journal import StreamWait, Waiting
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,8 +26,8 @@ NAMES = re.compile(r"cuda|\bhip\b|rocm|\bxpu\b|xccl", re.IGNORECASE)
 
 OF_OTHERS = {
     "distconv/horovod/__init__.py": {"cuda_built", "rocm_built"},
-    "distconv/horovod/process_sets.py": {"cuda_built", "rocm_built"},
-    "distconv/lbann/strategy.py": {'"cuda"'},
+    "distconv/horovod/job.py": {"cuda_built", "rocm_built"},
+    "distconv/lbann/dc_tensor.py": {'"cuda"'},
     "distconv/tensor/dispatch.py": {'"is_cuda"'},
 }
 """Names that are not ours: Horovod's functions, and properties of torch's tensors."""
@@ -111,9 +111,9 @@ def test_groups_are_those_of_the_backend_of_the_kind(
     kind = {"nccl": "cuda", "xccl": "xpu"}[backend]
     monkeypatch.setattr(distributed, f"ProcessGroup{named}", Group, raising=False)
     monkeypatch.setattr(distributed, "is_backend_available", lambda name: name == backend)
-    assert groups.why_no_backend(kind) is None
+    assert kinds.why_no_backend(kind) is None
     limit = timedelta(seconds=7)
-    groups.make_group("store", 1, 2, torch.device(kind), limit)
+    kinds.make_group("store", 1, 2, torch.device(kind), limit)
     assert made[0][:3] == ("store", 1, 2) and made[0][3]._timeout == limit
 
 
@@ -123,7 +123,7 @@ def test_a_torch_whose_groups_do_not_tell_of_errors_says_so(
 ) -> None:
     of_group = {"get_error": lambda self: None} if tells else {}
     monkeypatch.setattr(distributed, "ProcessGroupXCCL", type("Group", (), of_group), raising=False)
-    groups.warn_where_errors_stay_unknown("xpu")
+    kinds.warn_where_errors_stay_unknown("xpu")
     assert [str(w.message).split(" of torch")[0] for w in recwarn] == [
         "ProcessGrid: the groups of oneCCL"
     ] * (not tells)
@@ -131,8 +131,8 @@ def test_a_torch_whose_groups_do_not_tell_of_errors_says_so(
 
 def test_a_torch_without_the_backend_says_so() -> None:
     if not distributed.is_backend_available("nccl"):
-        assert groups.why_no_backend("cuda") == "this torch has no NCCL"
-    assert "has no backend for mps" in (groups.why_no_backend("mps") or "")
+        assert kinds.why_no_backend("cuda") == "this torch has no NCCL"
+    assert "has no backend for mps" in (kinds.why_no_backend("mps") or "")
 
 
 class Library:
@@ -168,10 +168,10 @@ def test_each_mpi_is_asked_in_its_own_words(
     monkeypatch.delenv("MPICH_GPU_SUPPORT_ENABLED", raising=False)
     monkeypatch.setattr(torch.version, "hip", "7.0" if amd else None)
     library: Any = Library(**functions)
-    assert mpi_support.is_gpu_aware(library, kind) is aware
+    assert kinds.is_gpu_aware(library, kind) is aware
     for value, expected in (("1", True), ("0", False)):
         monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", value)
-        assert mpi_support.is_gpu_aware(library, kind) is expected
+        assert kinds.is_gpu_aware(library, kind) is expected
 
 
 def test_the_version_is_that_of_the_library_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_a_thread_asks_an_event_from_its_own_device(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
     for device in (torch.device("cuda", 3), torch.device("cpu")):
         waiting = Waiting()
-        monkeypatch.setattr("distconv.grid.waits.record_event", lambda device: event)
+        monkeypatch.setattr("distconv.grid.journal.record_event", lambda device: event)
         waiting.of_streams.append(StreamWait(device, [0], 1, None))
         assert waiting.oldest_of_streams() is None
     assert done == [torch.device("cuda", 3), "query", "query"]

@@ -9,9 +9,19 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distconv.geometry.index_maps import Grouped, IndexMap, Interval, Rows, Same, Span, Strided
-from distconv.geometry.padding import Pad
-from distconv.geometry.windows import AdaptiveWindow, TransposedWindow, Window
+from distconv.geometry.index_maps import (
+    AdaptiveWindow,
+    Grouped,
+    IndexMap,
+    Interval,
+    Pad,
+    Rows,
+    Same,
+    Span,
+    Strided,
+    TransposedWindow,
+    Window,
+)
 
 sizes = st.integers(1, 25)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.geometry.merging import common_factors, factors_of_reshape, groups, merged_runs
+from distconv.geometry.layout import common_factors, factors_of_reshape, groups, merged_runs
 
 factors = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 

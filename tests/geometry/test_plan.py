@@ -16,22 +16,24 @@ from hypothesis import strategies as st
 
 from distconv import geometry
 from distconv.geometry.index_maps import (
+    AdaptiveWindow,
     Grouped,
     IndexMap,
     Interval,
+    Pad,
     Reversed,
     Rolled,
     Rows,
     Same,
     Span,
     Strided,
+    TransposedWindow,
+    Window,
 )
 from distconv.geometry.layout import Cuts, block, rank_box, replicating_axes
-from distconv.geometry.padding import Pad
 from distconv.geometry.plan import Plan, elements_moved, make_plan
 from distconv.geometry.resampling import Resampled
 from distconv.geometry.topology import Topology
-from distconv.geometry.windows import AdaptiveWindow, TransposedWindow, Window
 from tests.support.geometry import OUTSIDE, cuts_of, needed, topologies
 
 

@@ -14,13 +14,11 @@ from mpi4py import MPI
 
 import distconv as dc
 from benchmarks.host_cost import RANKS, cases, chain, functions_called, square
-from distconv.device.thresholds import HOST
-from distconv.geometry.halo.convolution import needs_halo
-from distconv.geometry.halo.transposed_convolution import transposed_needs_halo
-from distconv.geometry.index_maps import IndexMap, Same
+from distconv.device.kinds import HOST
+from distconv.geometry.halo import needs_halo, transposed_needs_halo
+from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow, Window
 from distconv.geometry.plan import make_plan
 from distconv.geometry.topology import Topology
-from distconv.geometry.windows import TransposedWindow, Window
 from distconv.grid import communicators
 from distconv.grid.ranks import world
 from distconv.transport.launch import switched_on
@@ -40,7 +38,9 @@ def test_the_benchmarks_work_is_the_same_on_16_and_65536_ranks(
     monkeypatch.setattr("distconv.comm.packing.SMALL_BYTES", 0)
     every = HOST._replace(most_indices=sys.maxsize)
     monkeypatch.setattr("distconv.comm.packing.thresholds", lambda kind: every)
-    monkeypatch.setattr("distconv.ops.conv.spatial.FEWEST_IN_DOUBT", sys.maxsize)  # and larger ones
+    monkeypatch.setattr(
+        "distconv.ops.conv.functions.FEWEST_IN_DOUBT", sys.maxsize
+    )  # and larger ones
     small, large = (list(cases(grid(ranks))) for ranks in (RANKS[0], RANKS[-1]))
     for case, on_many in zip(small, large, strict=True):
         case.run(), on_many.run()  # what is made once a process, or a grid, is not counted

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from distconv.grid.self_test import check_carrier, found_wrong
+from distconv.grid.communicators import check_carrier, found_wrong
 from distconv.transport.mpi import MPICommunicator, MPITransport
 
 WORLD = MPI.COMM_WORLD

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
-from distconv.tensor.module_call import innermost_call
+from distconv.tensor.dispatch import innermost_call
 
 RANKS = [1, 2, 4]
 

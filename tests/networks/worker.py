@@ -19,7 +19,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import distconv as dc
-from distconv.tensor.nested import shards_of, tensors_in
+from distconv.tensor.base import shards_of, tensors_in
 from tests.networks.cases import Case
 from tests.networks.losses import LOSSES
 from tests.networks.networks import NETWORKS

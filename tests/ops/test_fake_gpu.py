@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 import distconv as dc
 import distconv.layers as dl
-from distconv.ops.pool import local_pooling
-from distconv.ops.support.method import METHODS
+from distconv.ops.conv.functions import METHODS
+from distconv.ops.pool import average
 from distconv.planning.dry_run import DryRunGrid
 from distconv.tensor.dist_tensor import DistTensor
 from tests.support.samples import (
@@ -84,7 +84,7 @@ _COPYING = {ATEN.copy_, ATEN.where, ATEN.index_put, ATEN.index_put_}
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rules take meta tensors for a GPU's; tensors made of numbers come from the host."""
-    monkeypatch.setattr(local_pooling, "is_accelerator", lambda device: device.type == "meta")
+    monkeypatch.setattr(average, "is_accelerator", lambda device: device.type == "meta")
     for name in ("tensor", "as_tensor"):
         monkeypatch.setattr(torch, name, _from_the_host(getattr(torch, name)))
     monkeypatch.setattr(Tensor, "new_tensor", lambda x, data: torch.tensor(data, device=x.device))

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 import distconv as dc
-from distconv.comm.shard_function import ShardFunction
 from distconv.ops.support.operands import shard_of
+from distconv.torch_private import ShardFunction
 from tests.support.samples import bare, is_random, samples_of, with_rules
 from tests.support.serial import TOLERANCE, deviation, noted, random_tensor
 

@@ -16,7 +16,7 @@ from benchmarks.contention import Event, Step, Trace, all_gather, all_reduce, re
 from benchmarks.scale import ASSUMPTIONS, Experiment, outcome, page, picture
 from distconv.geometry.topology import Topology
 from distconv.planning import Machine
-from distconv.planning.links import collective_cost, messages_cost
+from distconv.planning.timeline import collective_cost, messages_cost
 from tests.planning.machines import described
 
 MACHINES = sorted((Path(__file__).parents[2] / "machines").glob("*.json"))

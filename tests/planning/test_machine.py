@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.planning.links import check_ranks, collective_cost, messages_cost
 from distconv.planning.machine import LinkTimes, Machine, Table
+from distconv.planning.timeline import check_ranks, collective_cost, messages_cost
 from tests.planning.machines import described
 
 

@@ -10,10 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distconv.ops.support.method import method
+from distconv.ops.conv.functions import method
 from distconv.planning.machine import Machine
-from distconv.planning.operator_timing import MOST, Operands, call_of, times_of, workspace_of
-from distconv.planning.operators import OperatorTimes
+from distconv.planning.operators import (
+    MOST,
+    Operands,
+    OperatorTimes,
+    call_of,
+    times_of,
+    workspace_of,
+)
 from distconv.planning.recorded_step import mean_square, record_step, sgd
 from distconv.planning.recording import HostWork, LocalOperator, TensorSpec, spec_of
 from tests.planning.machines import described
@@ -76,7 +82,7 @@ def test_small_operators_run_in_each_of_the_rounds_that_all_processes_begin_toge
     def call(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
         return lambda: done.append(operator)
 
-    monkeypatch.setattr("distconv.planning.operator_timing.call_of", call)
+    monkeypatch.setattr("distconv.planning.operators.call_of", call)
     times = times_of(operators, Operands(operators), lambda: done.append("round"))
     assert len(times) == 3 and all(seconds > 0 for seconds in times)
     assert done == ["round", *operators] * (1 + MOST)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from distconv.planning import plan, predict
 from distconv.planning.machine import Table
-from distconv.planning.operator_timing import wait_for_all
-from distconv.planning.operators import OperatorTimes
+from distconv.planning.operators import OperatorTimes, wait_for_all
 from distconv.planning.prediction import record_ranks
 from distconv.planning.timeline import play
 from tests.planning.machines import described

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
 from benchmarks.measuring.memory import peak_of
-from distconv.planning.dry_run import DryGroup, DryTransport
-from distconv.planning.live_memory import LiveMemory
+from distconv.planning.dry_run import DryGroup, DryTransport, LiveMemory
 from distconv.planning.recorded_step import OPTIMIZERS, mean_square, record_step
 from distconv.planning.recording import (
     Completion,

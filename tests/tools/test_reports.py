@@ -22,7 +22,7 @@ from distconv.tools.reports.drawing import MOST_NODES, Bar, grid_section, lanes,
 from distconv.tools.reports.layers import explain_page, verify_page
 from distconv.tools.reports.steps import plan_page, prediction_page
 from distconv.tools.reports.studies import scale_page
-from distconv.tools.timeline.report import read_trace, times_of_ranks
+from distconv.tools.timeline import read_trace, times_of_ranks
 from tests.planning.machines import described
 
 SHAPE, GRID = (2, 1, 16, 8), {"sample": 2, "height": 2}

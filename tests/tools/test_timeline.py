@@ -15,8 +15,15 @@ from mpi4py import MPI
 import distconv as dc
 from distconv.planning.timeline import union_length
 from distconv.tools.command_line import main
-from distconv.tools.timeline.recording import Offset, measure_offsets, on_clock_of_rank_0
-from distconv.tools.timeline.report import read_trace, spans, spans_under_way, times_of_ranks
+from distconv.tools.timeline import (
+    Offset,
+    measure_offsets,
+    on_clock_of_rank_0,
+    read_trace,
+    spans,
+    spans_under_way,
+    times_of_ranks,
+)
 from examples import timeline as example
 from tests.support.everywhere import ended_with_one_line
 from tests.support.serial import raised_everywhere

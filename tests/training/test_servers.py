@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from distconv.training import AsynchronousElastic, Cosine, Downpour, Recipe, serving
-from distconv.training.parcel import Packing, dealt_out
-from distconv.training.requests import Kind
+from distconv.training.requests import Kind, Packing, dealt_out
 from distconv.transport.link import Link, message
 from tests.support.serial import deviation
 from tests.support.servers import InProcess

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam
 
 import distconv as dc
 from distconv.training import AsynchronousElastic, Downpour, Report, ServerLost, Team, Worker, serve
-from distconv.training.server_checkpoints import server_state
+from distconv.training.server import server_state
 from distconv.training.team import Arrangement
 from tests.support.serial import deviation, raised_everywhere
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from distconv.transport import buffers
-from distconv.transport.buffers import BufferPool, release_idle
+from distconv.transport import interface
+from distconv.transport.interface import BufferPool, release_idle
 
 LIKE = torch.zeros(1)
 
@@ -12,7 +12,7 @@ LIKE = torch.zeros(1)
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let memory of small messages be kept as well."""
-    monkeypatch.setattr(buffers, "SMALL_BYTES", 0)
+    monkeypatch.setattr(interface, "SMALL_BYTES", 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64])
@@ -49,7 +49,7 @@ def test_memory_is_not_used_again_while_a_view_or_a_graph_holds_it():
 
 
 def test_no_more_than_the_limit_is_kept(monkeypatch):
-    monkeypatch.setattr(buffers, "KEPT_BYTES", 64)
+    monkeypatch.setattr(interface, "KEPT_BYTES", 64)
     memory = BufferPool()
     large = memory.empty((100,), LIKE)
     del large

@@ -16,7 +16,7 @@ import distconv as dc
 from distconv.grid import communicators
 from distconv.grid.ranks import world
 from distconv.transport.interface import Transport
-from distconv.transport.torch_groups import open_store
+from distconv.transport.torch import open_store
 from tests.grid.test_abort import job
 
 WORLD = MPI.COMM_WORLD

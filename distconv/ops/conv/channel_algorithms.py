@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.index_maps import Grouped, IndexMap, Interval, Same
 from distconv.geometry.layout import Axes, Box, Cuts, cutting_axes, idle_axes, rank_box, replaced_at
 from distconv.geometry.plan import Slices, elements_moved
@@ -30,6 +29,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.support.operands import Placement
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs, reduce_scatter
+from distconv.torch_private import ShardFunction
 
 ALGORITHMS = ("x", "y", "w", "auto")
 _CHOSEN: ContextVar[str] = ContextVar("distconv_parallel", default="auto")

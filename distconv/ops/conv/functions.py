@@ -1,20 +1,37 @@
-"""torch's convolutions and transposed convolutions, in one to three dimensions."""
+"""torch's convolutions on DistTensors: the rules, and the choice of a method for each call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from distconv.ops.conv.convolution import Convolution
-from distconv.ops.conv.no_outputs import without_outputs
-from distconv.ops.conv.spatial import convolve
-from distconv.ops.conv.transposed_convolution import TransposedConvolution
-from distconv.ops.support.argument_forms import accepts_unbatched, to_tuple
+from distconv.device.kinds import (
+    FEWEST_IN_DOUBT,
+    Thresholds,
+    in_doubt,
+    is_accelerator,
+    on_accelerator,
+    thresholds,
+)
+from distconv.geometry.halo import Boundary, LocalInput
+from distconv.geometry.index_maps import Same
+from distconv.geometry.layout import rank_box
+from distconv.geometry.plan import Plan
+from distconv.grid.words import module_path
+from distconv.ops.conv.channel_algorithms import Layer, LayerPart, WeightMeta, algorithm, layer_part
+from distconv.ops.conv.convolution import Convolution, TransposedConvolution
+from distconv.ops.conv.local_convolution import LocalConvolution
+from distconv.ops.conv.overlapped import may_overlap, overlapped_convolution
+from distconv.ops.support.arguments import accepts_unbatched, to_tuple
 from distconv.ops.support.merged import (
     factors_of,
     is_merged,
@@ -22,9 +39,208 @@ from distconv.ops.support.merged import (
     treats_samples_alone,
     unmerged,
 )
-from distconv.ops.support.operands import distributed_input
+from distconv.ops.support.operands import (
+    Placement,
+    box_on_rank,
+    distributed_input,
+    empty_block,
+    filled_block,
+)
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.memory_format import one_channel_in_sample_format
+from distconv.tensor.redistribution import gather_by, plan_to_gather
+from distconv.torch_private import without_modes
+
+# The user's choice between the two ways to compute a convolution on a cut plane.
+#
+# By default `ops.conv.overlapped.may_overlap` chooses, by the size of a block.
+
+
+METHODS = ("assembled", "overlapped")
+_FORCED: ContextVar[str | None] = ContextVar("distconv_method", default=None)
+
+
+@contextmanager
+def method(name: str) -> Iterator[None]:
+    """Compute convolutions in this context by the method `name`, where both apply; for debugging.
+
+    "assembled" copies a rank's block and its halos into one buffer and computes on that.
+    "overlapped" computes on the block as it is while the halos travel, and mends the boundary.
+    Results are equal to rounding. Outside the context the faster method is taken. All ranks must
+    choose the same. If torch.utils.checkpoint computes activations again, `backward()` belongs
+    within the context too; outside, torch raises its `CheckpointError` unless the methods agree.
+    Another name raises `ValueError`.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method={name!r} is not known; choose from {', '.join(METHODS)}")
+    token = _FORCED.set(name)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def chosen_method() -> str | None:
+    """Return the method set by `method`; None outside of it."""
+    return _FORCED.get()
+
+
+# A warning about blocks with too many elements for cuDNN and similar libraries.
+
+
+_HALVES = torch.bfloat16, torch.float16
+
+
+def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
+    """Warn on rank 0 if its block, the largest of all, is too large for some GPU libraries.
+
+    These libraries return wrong numbers for it. Python shows each warning once.
+
+    Parameters
+    ----------
+    x: the input of the convolution; only half precision on GPUs is concerned.
+    elements: the number of this rank's inputs or outputs, whichever is larger.
+    operator: the name of the convolution, for the warning.
+    """
+    grid = x.grid
+    if grid.rank or x.dtype not in _HALVES or not is_accelerator(grid.device):
+        return
+    if in_doubt(elements):
+        layer = module_path()
+        warnings.warn(
+            f"{operator}{f' in {layer}' if layer else ''}: this rank's block on {grid} has "
+            f"{elements:,} elements in {str(x.dtype).removeprefix('torch.')}. Some versions of "
+            "cuDNN return wrong numbers from 2**30 on, without an error, and other libraries may "
+            "count with 32 bits. Cut it further, by more ranks along the height, say, or convolve "
+            "it in float32",
+            stacklevel=2,
+        )
+
+
+# Convolution, and transposed convolution, of tensors cut in samples, channels and space.
+#
+# `channel_algorithms` divides channels and filters over the ranks. Each rank computes its part of
+# the outputs from its block of the input and halos of other ranks: assembled in one buffer, or
+# overlapped with their exchange. Partial sums over channels are added up over the ranks.
+
+
+class _Plan(NamedTuple):
+    """A rank's plan for computing its part of a convolution; cached by global metadata."""
+
+    part: LayerPart
+    inputs: Plan | None
+    """The plan that gathers the part's inputs; None if every rank has its own."""
+    local: LocalConvolution
+    buffer: LocalInput
+    """The arguments of the local operator on the gathered inputs."""
+    boundary: Boundary | None
+    """How to compute while halos travel; None if the inputs are gathered first."""
+    made: tuple[int, ...]
+    """The shape of the outputs of the local operator."""
+    weighted: bool
+    """Whether the global weight has elements; this rank's block of the weight may have none."""
+    elements: int
+    """The number of the rank's inputs or outputs, whichever is larger."""
+
+
+def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convolution) -> DistTensor:
+    """Return a convolution of `x`. All ranks call it.
+
+    Parameters
+    ----------
+    weight, bias: distributed, or plain and equal on all ranks.
+    spec: torch's function and its other arguments.
+    """
+    meta = WeightMeta.of(weight, bias)
+    sizes = thresholds(on_accelerator(x.shard, x.grid.computes_on_gpu))
+    plan = _plan(spec, Placement.of(x), meta, algorithm(), chosen_method(), sizes)
+    weight, bias, late = plan.part.operands(weight, bias)
+    return plan.part.finish(_convolve_block(x, weight, bias, plan), late, x.grid)
+
+
+def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+    """Return the outputs of this rank's part; `weight` and `bias` are this rank's blocks."""
+    part, operator = plan.part, plan.part.operator
+    if plan.elements > FEWEST_IN_DOUBT:
+        warn_of_large_block(x, plan.elements, operator)
+    if plan.boundary is not None:
+        return overlapped_convolution(x, weight, bias, plan.local, plan.boundary, operator)
+    buffer = gather_by(plan.inputs, x, part.cuts, operator)
+    buffer = one_channel_in_sample_format(buffer, x.shape, x.cuts, x.grid)
+    if plan.weighted and not weight.numel():
+        return part.empty_result(buffer, weight, bias)
+    if 0 not in plan.made:
+        return plan.local.recorded(plan.buffer, buffer, weight, bias)
+    inputs = filled_block(buffer, (1, buffer.shape[1], *plan.buffer.shape[2:]))
+    return plan.local.recorded(plan.buffer, inputs, weight, bias)[:0].reshape(plan.made)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    spec: Convolution,
+    x: Placement,
+    weights: WeightMeta,
+    algorithm: str,
+    method: str | None,
+    sizes: Thresholds,
+) -> _Plan:
+    shape = spec.output_shape(x.shape, weights.shape, weights.bias)
+    maps = spec.index_maps(weights.shape[2:])
+    needs = (Same(), Same(), *spec.inputs_to_gather(maps, x.cuts))
+    layer = Layer(spec.name, x, weights, shape, needs, algorithm, 1, spec.groups, spec.transposed)
+    part = layer_part(layer)
+    boundary, parts = None, tuple(map(x.topology.parts, x.cuts[2:]))
+    overlaps = part.stays and may_overlap(
+        x, method, spec.fewest_to_overlap(weights.shape, sizes) // part.blocks
+    )
+    if overlaps and spec.needs_halo(maps, x.shape[2:], parts):
+        boundary = spec.boundary(x.topology, x.rank, *part.alone(x), maps)
+    inputs = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, part.needs, part.cuts)
+    local = replace(spec.local, groups=part.groups)
+    given, made = rank_box(x.shape, x.cuts, x.topology, x.rank).shape, part.box.shape
+    elements = max(prod(given), prod(made))
+    buffer, weighted = spec.buffer(maps, x, part.box), 0 not in weights.shape
+    return _Plan(part, inputs, local, buffer, boundary, made, weighted, elements)
+
+
+# Transposed convolutions whose output has no positions: what serial torch makes of them.
+#
+# Its kernels disagree: some return an output without elements, some raise, by the number of samples
+# and the device. So does its check on the meta device, by the version.
+
+
+_SAMPLES = 2
+"""The number of samples from which kernels do alike."""
+
+
+def without_outputs(
+    x: DistTensor, weight: Tensor, bias: Tensor | None, spec: TransposedConvolution
+) -> DistTensor:
+    """Return the output without elements, or raise what serial torch raises. No communication."""
+    arguments = spec.stride, spec.padding, spec.output_padding, spec.groups, spec.dilation
+    few = min(x.shape[0], _SAMPLES), *x.shape[1:]
+    with without_modes():
+        zeros = [
+            None if t is None else _block(t).new_zeros(()).expand(few if t is x else t.shape)
+            for t in (x, weight, bias)
+        ]
+        made = spec.function(*zeros, *arguments)
+    outputs = x.shape[0], *made.shape[1:]
+    cuts = x.cuts[0], (), *x.cuts[2:]
+    block = empty_block(_block(x), box_on_rank(outputs, cuts, x.grid).shape).to(made.dtype)
+    for t in (weight, bias):
+        if t is not None:  # its gradient is zero, as in serial torch, and not None
+            block = block + _block(t).reshape(-1)[:0].sum().to(made.dtype)
+    return DistTensor(block, outputs, cuts, x.grid)
+
+
+def _block(x: Tensor) -> Tensor:
+    return x.shard if isinstance(x, DistTensor) else x
+
+
+# torch's convolutions and transposed convolutions, in one to three dimensions.
+
 
 _INTEGERS = frozenset({int})
 _DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0}

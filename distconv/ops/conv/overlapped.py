@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from distconv.comm.packing import padding, resolved_contiguous
-from distconv.comm.shard_function import ShardFunction
 from distconv.comm.transfer import Transfer, accumulate, gather
-from distconv.geometry.halo.slabs import Boundary, HaloSlab
+from distconv.geometry.halo import Boundary, HaloSlab
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.conv.local_convolution import LocalConvolution, crop_outputs
 from distconv.ops.support.operands import Placement
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.memory_format import one_channel_in_sample_format
 from distconv.tensor.redistribution import record_gather
-from distconv.tensor.sample_format import one_channel_in_sample_format
+from distconv.torch_private import ShardFunction
 
 
 def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:

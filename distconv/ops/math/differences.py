@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.geometry.index_maps import IndexMap, Same
-from distconv.geometry.windows import Window
+from distconv.geometry.index_maps import IndexMap, Same, Window
 from distconv.ops.shape.indexing import cat
-from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
-from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.arguments import check_on_meta, normalize_dim, normalize_dims
 from distconv.ops.support.operands import as_distributed, box_on_rank, common_grid, empty_block
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor

@@ -15,19 +15,18 @@ from torch import Tensor
 
 from distconv.geometry.layout import Cuts, cutting_axes, default_cuts
 from distconv.geometry.topology import AXES
-from distconv.ops.support.argument_forms import normalize_dims
-from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dims
 from distconv.ops.support.operands import (
+    apply_along,
     as_distributed,
     common_grid,
     filled_block,
     gather_whole,
     uncut,
 )
-from distconv.ops.support.whole_dimensions import apply_along
+from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import tensors_in
 from distconv.tensor.redistribution import redistribute
 
 _OF_OTHERS = {

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.layout import Cuts, operand_cuts
-from distconv.ops.support.argument_forms import as_sizes, takes_sequence
+from distconv.ops.support.arguments import as_sizes, takes_sequence
 from distconv.ops.support.in_place import become_distributed, is_recorded
-from distconv.ops.support.memory_format import in_one_format
 from distconv.ops.support.merged import compute_elementwise, keeps_shape
 from distconv.ops.support.operands import (
     box_on_rank,
@@ -32,6 +31,7 @@ from distconv.tensor.aliasing import (
 )
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.memory_format import in_one_format
 
 # Functions of one tensor and numbers, and n-ary ones that broadcast. Each name is looked up in
 # torch, torch.special, torch.Tensor and torch.nn.functional, with its in-place form.

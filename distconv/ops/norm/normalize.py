@@ -17,24 +17,29 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_
 from distconv.comm.packing import CHANNELS_LAST, has_channels_last
-from distconv.comm.shard_function import ShardFunction
-from distconv.device.thresholds import on_accelerator
+from distconv.device.kinds import on_accelerator
 from distconv.grid.interface import Grid
-from distconv.ops.norm.form import (
+from distconv.ops.norm.statistics import (
     Form,
+    RunningStatistics,
     by_groups,
     channels_of,
     in_format_of,
+    moments,
+    recorded_gradients,
     rows_if_small,
     runs_of,
 )
-from distconv.ops.norm.gradients import recorded_gradients
-from distconv.ops.norm.moments import moments
-from distconv.ops.norm.running import RunningStatistics
 from distconv.ops.norm.synchronized import SynchronizedNorm
-from distconv.ops.support.constants import constant, remembered
-from distconv.ops.support.operands import accumulation_type, check_same_types, in_type
+from distconv.ops.support.operands import (
+    accumulation_type,
+    check_same_types,
+    constant,
+    in_type,
+    remembered,
+)
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import ShardFunction
 
 
 def check_parameter_types(name: str, x: DistTensor, *parameters: Tensor | None) -> None:

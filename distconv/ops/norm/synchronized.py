@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_gather, all_reduce_
-from distconv.comm.shard_function import ShardFunction
 from distconv.grid.interface import Grid
-from distconv.ops.norm.form import Form, divisor_from, in_format_of
-from distconv.ops.norm.gradients import recorded_gradients
-from distconv.ops.norm.running import RunningStatistics
-from distconv.ops.support.constants import constant
-from distconv.ops.support.operands import accumulation_type, in_type
+from distconv.ops.norm.statistics import (
+    Form,
+    RunningStatistics,
+    divisor_from,
+    in_format_of,
+    recorded_gradients,
+)
+from distconv.ops.support.operands import accumulation_type, constant, in_type
+from distconv.torch_private import ShardFunction
 
 
 class SynchronizedNorm(ShardFunction):

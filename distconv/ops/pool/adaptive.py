@@ -10,18 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.index_maps import Same
+from distconv.geometry.index_maps import AdaptiveWindow, Run, Same, Window
 from distconv.geometry.layout import Cuts
-from distconv.geometry.windows import AdaptiveWindow, Run, Window
-from distconv.ops.pool.local_pooling import check_pooled_type, with_some_channel
+from distconv.ops.pool.average import check_pooled_type, with_some_channel
 from distconv.ops.reduce.sums import mean
-from distconv.ops.support.argument_forms import accepts_unbatched
-from distconv.ops.support.operands import box_on_rank
-from distconv.ops.support.whole_dimensions import apply_along
+from distconv.ops.support.arguments import accepts_unbatched
+from distconv.ops.support.operands import apply_along, box_on_rank
+from distconv.tensor.base import whole_number
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs
-from distconv.tensor.whole_numbers import whole_number
 from distconv.torch_private import adaptive_max_pool
 
 _MOST = 2**20

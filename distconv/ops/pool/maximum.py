@@ -11,23 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.comm.shard_function import ShardFunction
-from distconv.geometry.windows import Window
-from distconv.ops.pool.local_pooling import unread_input, with_some_channel
-from distconv.ops.support.argument_forms import Sizes, accepts_unbatched
-from distconv.ops.support.constants import constant
-from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
-from distconv.ops.support.operands import Placement, empty_block, unravel
-from distconv.ops.windowed.assembled import (
+from distconv.geometry.index_maps import Window
+from distconv.ops.pool.average import unread_input, with_some_channel
+from distconv.ops.support.arguments import Sizes, TensorMeta, accepts_unbatched, check_on_meta
+from distconv.ops.support.assembled import (
     PlannedWindows,
     apply_windows,
     make_windows,
     plan_windows,
     window_arguments,
 )
+from distconv.ops.support.operands import Placement, constant, empty_block, unravel
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.torch_private import max_pool_with_places
+from distconv.torch_private import ShardFunction, max_pool_with_places
 
 
 def lowest_value(x: Tensor) -> float:

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.collectives import all_reduce
-from distconv.geometry.index_maps import IndexMap, Same
+from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
 from distconv.geometry.layout import Box, Shape, cutting_axes
-from distconv.geometry.windows import TransposedWindow
-from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
+from distconv.ops.support.arguments import Sizes, accepts_unbatched, to_tuple
 from distconv.ops.support.operands import (
     as_distributed,
     box_on_rank,

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_gather, all_gather_with_grad, all_reduce_with_grad
-from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
-from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
-from distconv.ops.support.memory_format import reduce_in_order_of_memory
+from distconv.ops.support.arguments import normalize_dim, normalize_dims
 from distconv.ops.support.merged import works_along
 from distconv.ops.support.operands import unravel
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.memory_format import reduce_in_order_of_memory
+from distconv.torch_private import ShardFunction
 
 
 class ValuesAndIndices(NamedTuple):

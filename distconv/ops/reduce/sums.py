@@ -11,12 +11,12 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes
-from distconv.ops.support.argument_forms import normalize_dims
-from distconv.ops.support.memory_format import reduce_in_order_of_memory
+from distconv.ops.support.arguments import normalize_dims
 from distconv.ops.support.merged import works_along
 from distconv.ops.support.operands import accumulation_type, common_grid, local_operand
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.memory_format import reduce_in_order_of_memory
 
 Dims = int | Sequence[int] | None
 

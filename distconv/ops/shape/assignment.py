@@ -22,15 +22,15 @@ from distconv.ops.shape.indexing import (
     strided_run,
     unmerged_picks,
 )
-from distconv.ops.shape.masks import assign_by_mask
-from distconv.ops.shape.writing import added_at
+from distconv.ops.shape.lookup import assign_by_mask
+from distconv.ops.shape.scatter import added_at
+from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.in_place import (
     become_distributed,
     implements_in_place,
     is_recorded,
 )
 from distconv.ops.support.merged import unmerge, unmerged
-from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
     common_grid,
@@ -38,9 +38,9 @@ from distconv.ops.support.operands import (
     local_operand,
 )
 from distconv.tensor.aliasing import finish_write, prepare_write
+from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import tensors_in
 
 
 @implements(torch.Tensor.__setitem__)

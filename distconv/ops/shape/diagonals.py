@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distconv.ops.shape.writing import diagonal_scatter
-from distconv.ops.support.argument_forms import normalize_dims
-from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.shape.scatter import diagonal_scatter
+from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dims
 from distconv.ops.support.operands import global_indices, uncut
 from distconv.tensor.aliasing import finish_write, make_view, prepare_write
 from distconv.tensor.dispatch import implements

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Same, Span, Strided
 from distconv.geometry.layout import Shape
-from distconv.ops.shape.lookup import index_select, rows_of, wrap_negative
-from distconv.ops.shape.masks import picked_by_mask
+from distconv.ops.shape.lookup import index_select, picked_by_mask, rows_of, wrap_negative
 from distconv.ops.shape.reshape import unflatten, unsqueeze
-from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dim
 from distconv.ops.support.merged import factors_of, fitting_factors, is_merged, merge_as, unmerge
-from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.dispatch import implements, refuse

@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv import torch_private
-from distconv.geometry.index_maps import IndexMap, Same
+from distconv.geometry.index_maps import IndexMap, Pad, Same
 from distconv.geometry.layout import Shape
-from distconv.geometry.padding import Pad
-from distconv.ops.support.constants import constant
-from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import box_on_rank, empty_block
+from distconv.ops.support.arguments import any_type, check_on_meta
+from distconv.ops.support.operands import box_on_rank, constant, empty_block
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs

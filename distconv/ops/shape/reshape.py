@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Rows, Same
-from distconv.geometry.layout import Box, Cuts, Shape
-from distconv.geometry.merging import factors_of_reshape, groups
+from distconv.geometry.layout import Box, Cuts, Shape, factors_of_reshape, groups
 from distconv.geometry.topology import Topology
-from distconv.ops.support.argument_forms import (
+from distconv.ops.support.arguments import (
     as_sizes,
+    check_on_meta,
     normalize_dim,
     normalize_dims,
     takes_sequence,
 )
 from distconv.ops.support.merged import factors_of, places_of_factors
-from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import box_on_rank, uncut
 from distconv.tensor.aliasing import make_fork, make_view
 from distconv.tensor.dispatch import implements

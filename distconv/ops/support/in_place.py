@@ -17,12 +17,12 @@ from torch.utils import swap_tensors
 
 from distconv import torch_private
 from distconv.geometry.layout import Cuts, cuts_of_broadcast
-from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.operands import box_on_rank, common_grid, gather_whole
 from distconv.tensor.aliasing import prepare_write
+from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import tensors_in
 from distconv.tensor.ownership import enter, is_owned, origins
 
 

@@ -17,10 +17,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from distconv.geometry.layout import Shape
-from distconv.geometry.merging import common_factors, merged_runs
-from distconv.ops.support.argument_forms import normalize_dims
-from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.geometry.layout import Shape, common_factors, merged_runs
+from distconv.ops.support.arguments import check_on_meta, normalize_dims
 from distconv.ops.support.operands import broadcast_shape
 from distconv.tensor.dispatch import Rule
 from distconv.tensor.dist_tensor import DistTensor

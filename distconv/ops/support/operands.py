@@ -2,27 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache, wraps
+from math import prod
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from distconv.comm.ledger import Movement, record
+from distconv.comm.transfer import gather
+from distconv.device.kinds import is_accelerator
 from distconv.geometry.layout import (
     Box,
     Cuts,
+    Layout,
     Shape,
     cuts_of_broadcast,
     cutting_axes,
     operand_cuts,
     rank_box,
 )
+from distconv.geometry.plan import concatenation
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
+from distconv.ops.support.arguments import check_on_meta
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import common_grid as common_grid
 from distconv.tensor.redistribution import redistribute
+
+# Small constant tensors, made once for each device and reused.
+#
+# A new one would be copied from the host; a copy to a GPU waits for all work queued on the GPU.
+
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
+
+LIMIT = 256
+"""The number of results of each function kept on CPUs; the least recently used goes first."""
+
+
+def remembered(
+    make: Callable[Concatenate[torch.device, Arguments], Made],
+) -> Callable[Concatenate[torch.device, Arguments], Made]:
+    """Cache the tensors that a function makes of its arguments; nobody may write to them.
+
+    The last `LIMIT` are kept on CPUs. On GPUs all are kept for good: a captured graph reads them in
+    place.
+    """
+    last, every = lru_cache(maxsize=LIMIT)(make), cache(make)
+
+    @wraps(make)
+    def look_up(device: torch.device, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        kept = every if is_accelerator(device) else last
+        return kept(device, *args, **kwargs)  # type: ignore[arg-type]
+
+    return look_up
+
+
+@remembered
+def constant(
+    device: torch.device, numbers: tuple[int, ...], dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Return a tensor of these integers."""
+    with torch.inference_mode(False):  # autograd may save it later
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 class Placement(NamedTuple):
@@ -208,3 +253,199 @@ def unravel(numbers: Tensor, shape: Sequence[int]) -> list[Tensor]:
         coordinates.insert(0, numbers % size)
         numbers = numbers // size
     return coordinates
+
+
+# Functions that work along some dimensions, and treat all others element by element.
+#
+# The dimensions they work along are made whole on every rank first, which is recorded as a
+# redistribution; the others stay cut. If the values of an argument are bad, such as a singular
+# matrix, the rank that holds them raises.
+
+
+def _distributed(result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid) -> Any:
+    """Return one block, or a tuple of blocks, as DistTensors of these global shapes.
+
+    `cuts_of` takes the global shape of a result and returns its cuts. A rank without elements has
+    computed with substitutes (`filled_block`, `_matrices`); its results are cropped to no elements.
+    """
+    if not isinstance(result, Tensor):
+        pairs = zip(result, shapes, strict=True)
+        return type(result)([_distributed(*pair, cuts_of, grid) for pair in pairs])
+    cuts = cuts_of(shapes)
+    own = box_on_rank(shapes, cuts, grid).shape
+    return DistTensor(result[tuple(map(slice, own))] if 0 in own else result, shapes, cuts, grid)
+
+
+def apply_along(
+    function: Callable[..., Any],
+    name: str,
+    input: DistTensor,
+    dims: Sequence[int],
+    *args: Any,
+    dropped: Sequence[int] = (),
+    **kwargs: Any,
+) -> Any:
+    """Return `function(input, *args, **kwargs)`, which works along `dims`.
+
+    Its results have the dimensions of the input without those in `dropped`, and perhaps further
+    ones after them. `name` is the called function, for the records of redistributions.
+    """
+    shapes = check_on_meta(function, input, *args, **kwargs)
+    x = uncut(input, dims, name)
+    kept = tuple(axes for d, axes in enumerate(x.cuts) if d not in dropped)
+
+    def cuts_of(shape: Shape) -> Cuts:
+        return (*kept, *((),) * (len(shape) - len(kept)))
+
+    block = filled_block(x.shard) if 0 in x.shard.shape and input.numel() else x.shard
+    return _distributed(function(block, *args, **kwargs), shapes, cuts_of, x.grid)
+
+
+def apply_to_batches(
+    function: Callable[..., Any],
+    name: str,
+    operands: Sequence[Tensor],
+    inner: Sequence[int],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Return `function(*operands, *args, **kwargs)`, which works along the last dimensions of each.
+
+    `inner` is the number of these dimensions for each operand. The leading dimensions are broadcast
+    against each other, and come first in the results. `name` is the called function, for errors and
+    for the records of redistributions.
+    """
+    grid = common_grid(name, operands)
+    shapes = check_on_meta(function, *operands, *args, **kwargs)
+    given = [as_distributed(x, grid) for x in operands]
+    leading = [
+        (tuple(x.shape[: x.dim() - n]), x.cuts[: x.dim() - n])
+        for x, n in zip(given, inner, strict=True)
+    ]
+    batch: Shape = tuple(torch.broadcast_shapes(*(shape for shape, _ in leading)))
+    cuts = cuts_of_broadcast(tuple(leading), batch)
+    blocks = [
+        local_operand(x, (*batch, *x.shape[x.dim() - n :]), (*cuts, *((),) * n), grid, name)
+        for x, n in zip(operands, inner, strict=True)
+    ]
+
+    def cuts_of(shape: Shape) -> Cuts:
+        return (*cuts, *((),) * (len(shape) - len(batch)))
+
+    if prod(batch) and 0 in box_on_rank(batch, cuts, grid).shape:
+        blocks = [_matrices(x, n) for x, n in zip(blocks, inner, strict=True)]
+    return _distributed(function(*blocks, *args, **kwargs), shapes, cuts_of, grid)
+
+
+def _matrices(block: Tensor, inner: int) -> Tensor:
+    """Return `block`, or valid operands in place of a block without elements.
+
+    These are identity matrices if `inner`, the number of dimensions along which the function works,
+    is 2, as matrices of ones may have no inverse; and ones otherwise.
+    """
+    if block.numel():
+        return block
+    # Matrices without rows or columns stay so, as on ranks that have some.
+    samples, own = block.shape[:-inner], block.shape[-inner:]
+    filled = filled_block(block, [max(n, 1) for n in samples] + list(own))
+    if inner < 2:
+        return filled
+    return filled * torch.eye(*block.shape[-2:], dtype=block.dtype, device=block.device)
+
+
+# Elements that masks pick on all ranks, brought to all ranks in the serial order.
+#
+# In row-major order a block's elements come in runs, one for each position along the dimensions
+# before the last cut one. The ranks exchange the number of picked elements of each run, and then
+# these elements only.
+
+
+class Selection:
+    """The elements that a distributed mask picks, numbered in the serial order. Collective.
+
+    All ranks of the grid create it together, to read or write the picked elements. `operator` is
+    the called function, for records.
+
+    Attributes
+    ----------
+    here: this rank's block of the mask.
+    total: the number of elements picked on all ranks.
+    """
+
+    def __init__(self, mask: DistTensor, operator: str):
+        self.here, self._operator = mask.shard, operator
+        self._cuts, self._grid = mask.cuts, mask.grid
+        axes = cutting_axes(mask.cuts)
+        self._peers = mask.grid.topology.peers(mask.grid.rank, axes)
+        self._own = self._peers.index(mask.grid.rank)
+        if not axes:
+            self.total = int(self.here.sum())
+            self._lengths, self._places = [self.total], None
+            return
+        shape = tuple(mask.shape)
+        boxes = [rank_box(shape, mask.cuts, mask.grid.topology, peer) for peer in self._peers]
+        last = max(d for d, cut in enumerate(mask.cuts) if cut)
+        keys = [_runs(shape, box, last, self.here.device) for box in boxes]
+        lengths = [len(run) for run in keys]
+        mine = self.here.reshape(lengths[self._own], -1) if self.here.numel() else self.here
+        counted = (
+            mine.sum(1) if self.here.numel() else keys[self._own].new_zeros(len(keys[self._own]))
+        )
+        counts = self._moved(counted, lengths, ())
+        self._lengths = [
+            int(n) for n in torch.stack([c.sum() for c in counts.split(lengths)]).tolist()
+        ]
+        self.total = sum(self._lengths)
+        self._places = _in_order(torch.cat(keys), counts)
+
+    @property
+    def places(self) -> Tensor:
+        """Return the numbers that this rank's picked elements have among all picked elements."""
+        if self._places is None:
+            return torch.arange(self.total, device=self.here.device)
+        return self._places.split(self._lengths)[self._own]
+
+    def bring(self, rows: Tensor, cuts: Cuts = ()) -> Tensor:
+        """Return all ranks' `rows` for picked elements, in row-major order. Collective.
+
+        Parameters
+        ----------
+        rows: one row for each element that is picked on this rank, in row-major order.
+        cuts: the cuts of the dimensions of a row.
+        """
+        if self._places is None:
+            return rows
+        arrived = self._moved(rows, self._lengths, cuts)
+        order = torch.empty_like(self._places)
+        order[self._places] = torch.arange(self.total, device=order.device)
+        return arrived[order]
+
+    def _moved(self, rows: Tensor, lengths: list[int], cuts: Cuts) -> Tensor:
+        plan = concatenation(lengths, self._peers, self._grid.rank, tuple(rows.shape[1:]))
+        layouts = Layout.of((*self._cuts, *cuts)), Layout.of(((), *cuts))
+        record(Movement(self._operator, *layouts, plan, rows.element_size()))
+        return gather(rows, plan, self._grid)
+
+
+def _runs(shape: Shape, box: Box, last: int, device: torch.device) -> Tensor:
+    """Return the row-major index, in dimensions 0 to `last`, at which each run of a block starts.
+
+    A run goes along dimension `last`, the last cut one, and the dimensions after it.
+    """
+    keys = torch.zeros((), dtype=torch.int64, device=device)
+    for n, start, stop in zip(shape[:last], box.start, box.stop, strict=False):
+        keys = keys.unsqueeze(-1) * n + torch.arange(start, stop, device=device)
+    return keys.reshape(-1) * shape[last] + box.start[last]
+
+
+def _in_order(keys: Tensor, counts: Tensor) -> Tensor:
+    """Return the place that each element has after its run is sorted among all runs.
+
+    Run i has `counts[i]` elements and the sort key `keys[i]`; elements are listed run after run.
+    """
+    order = keys.argsort()
+    starts = torch.empty_like(counts)
+    starts[order] = counts[order].cumsum(0) - counts[order]
+    shift = starts - (counts.cumsum(0) - counts)
+    elements = shift.repeat_interleave(counts)
+    return elements + torch.arange(len(elements), device=keys.device)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +29,71 @@ from distconv.tools.arguments import (
     report_file,
     shape,
 )
+
+# Results of commands as one line of JSON.
+
+
+def as_json(record: Any, **more: object) -> str:
+    """Return the fields of a dataclass, and `more`, as one line of JSON.
+
+    Values without a form in JSON become text; numbers that are not finite become null.
+    """
+    return json.dumps(_plain(asdict(record) | more), allow_nan=False, default=repr)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with dictionaries for dataclasses, and None for NaN and infinite numbers."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# `StatusLine`: the progress of a command, on one line of the terminal.
+
+
+_SOON, _SELDOM = 2.0, 10.0
+"""Seconds until the first line, and between lines, where stderr is no terminal."""
+
+
+class StatusLine:
+    """A command's progress on stderr of the first rank, in a `with` block: one line that changes.
+
+    If stderr is no terminal, the text is printed every 10 seconds with the seconds passed, so that
+    in a log a long computation differs from one that hangs.
+    """
+
+    def __init__(self, first: bool = True, begin: str = ""):
+        self._first, self._terminal = first, first and sys.stderr.isatty()
+        self._begun, self._text, self._ended = time.monotonic(), "", threading.Event()
+        self(begin)
+
+    def __call__(self, text: str) -> None:
+        """Set the text of the line, in place of the last one; "" to clear the line."""
+        self._text = text
+        if self._terminal:
+            print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> StatusLine:
+        if self._first and not self._terminal:
+            threading.Thread(target=self._repeat, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self("")
+
+    def _repeat(self) -> None:
+        pause = _SOON
+        while not self._ended.wait(pause):
+            if self._text:
+                passed = time.monotonic() - self._begun
+                print(f"{self._text} ({passed:.0f} s)", file=sys.stderr, flush=True)
+            pause = _SELDOM
+
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 

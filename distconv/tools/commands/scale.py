@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from distconv.grid.ranks import world
-from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine, allocator_here
 from distconv.planning.recorded_step import record_step
 from distconv.planning.scaling import (
@@ -23,16 +22,20 @@ from distconv.planning.scaling import (
     cases_of,
     measure,
     predict_all,
+    sleep_until_all_are_here,
     usual_grid,
 )
 from distconv.planning.table import Cell, milliseconds, table
-from distconv.planning.timing import sleep_until_all_are_here
-from distconv.tools.arguments import BadArguments, complaining, grid_axes
+from distconv.planning.timeline import check_ranks
+from distconv.tools.arguments import (
+    BadArguments,
+    complaining,
+    grid_axes,
+    made_everywhere,
+    module_from,
+)
 from distconv.tools.commands import options as shared
-from distconv.tools.commands.options import Command
-from distconv.tools.factories import made_everywhere, module_from
-from distconv.tools.json_lines import as_json
-from distconv.tools.progress import StatusLine
+from distconv.tools.commands.options import Command, StatusLine, as_json
 from distconv.tools.reports.studies import scale_page
 
 

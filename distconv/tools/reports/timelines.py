@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from distconv.planning.table import Cell, milliseconds, size_cell, time_cell
 from distconv.tools.reports.document import COLOURS, page, section, sortable
 from distconv.tools.reports.drawing import Bar, lanes
-from distconv.tools.timeline.messages import KINDS, ROWS, Event
-from distconv.tools.timeline.report import spans, spans_under_way, times_of_ranks
+from distconv.tools.timeline import KINDS, ROWS, Event, spans, spans_under_way, times_of_ranks
 
 MOST_RANKS = 16
 """The most ranks that are drawn."""

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import distconv as dc
 from distconv import layers
 from distconv.comm.ledger import trace_movements
-from distconv.geometry.index_maps import Same
-from distconv.geometry.windows import Window
-from distconv.ops.conv import channel_algorithms, spatial
+from distconv.geometry.index_maps import Same, Window
+from distconv.ops.conv import channel_algorithms, functions
 from distconv.ops.conv.channel_algorithms import Division, communication_volume, parallel
 from distconv.transport.interface import Message
 from tests.support.serial import TOLERANCE, agrees, deviation, noted, random_layout, random_tensor
@@ -64,8 +63,8 @@ def fitted(layout: dc.Layout, n: int) -> dc.Layout:
     """Return the layout for `n` spatial dimensions; the axes of missing ones cut the last."""
     cuts = dict(layout._cut)
     names = ("depth", "height", "width")[3 - n :]
-    spatial = [cuts.pop(a, ()) for a in ("depth", "height", "width")]
-    axes = tuple(a for some in spatial for a in some)
+    functions = [cuts.pop(a, ()) for a in ("depth", "height", "width")]
+    axes = tuple(a for some in functions for a in some)
     return dc.Layout(**cuts, **({names[0]: axes} if axes else {}))
 
 
@@ -160,7 +159,7 @@ def test_halos_of_channel_blocks_travel_while_they_are_convolved() -> None:
     grid = dc.ProcessGrid(channel=2, height=-1)
     layout = dc.Layout(channel="channel", height="height")
     with mock.patch.object(
-        spatial, "overlapped_convolution", wraps=spatial.overlapped_convolution
+        functions, "overlapped_convolution", wraps=functions.overlapped_convolution
     ) as overlapped:
         for groups, channels_, filters in ((1, 5, 3), (4, 4, 8), (3, 3, 3)):
             x = random_tensor(rng, (2, channels_, 24, 7))

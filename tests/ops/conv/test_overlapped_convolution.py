@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import distconv as dc
-from distconv.device import thresholds
+from distconv.device import kinds
 from tests.support.serial import TOLERANCE, agrees, deviation, random_grid, random_tensor
 
 
@@ -44,8 +44,8 @@ def test_only_halos_are_saved_beside_the_input() -> None:
 
 @pytest.mark.parallel(2)
 def test_small_blocks_are_assembled_where_nobody_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = thresholds.HOST._replace(overlapped=32 * 17)
-    monkeypatch.setattr(thresholds, "HOST", few)
+    few = kinds.HOST._replace(overlapped=32 * 17)
+    monkeypatch.setattr(kinds, "HOST", few)
     grid = dc.ProcessGrid(height=-1)
     w = torch.randn(1, 1, 3, 3, requires_grad=True)
     small, large = (

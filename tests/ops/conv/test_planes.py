@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import distconv as dc
-from distconv.ops.norm import form, moments
-from distconv.tensor import sample_format
+from distconv.ops.norm import statistics
 from tests.support.serial import deviation, same_gradients
 
 pytestmark = pytest.mark.skipif(
@@ -45,24 +44,24 @@ class Branches(nn.Module):
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small samples have channels last as well."""
-    monkeypatch.setattr(sample_format, "FEWEST_ELEMENTS", 0)
+    monkeypatch.setattr("distconv.tensor.memory_format.FEWEST_ELEMENTS", 0)
 
 
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let norms divide small samples into runs, as they do large ones."""
     for module, name, few in [
-        (moments, "_PIECE", 64),
-        (form, "_ROW", 8),
-        (form, "_COLUMNS", 48),
-        (form, "_COLUMN", 4),
-        (form, "_FEWEST", 0),
-        (form, "_FEW", 0),
+        (statistics, "_PIECE", 64),
+        (statistics, "_ROW", 8),
+        (statistics, "_COLUMNS", 48),
+        (statistics, "_COLUMN", 4),
+        (statistics, "_FEWEST", 0),
+        (statistics, "_FEW", 0),
     ]:
         monkeypatch.setattr(module, name, few)
-    form._divided.cache_clear()
+    statistics._divided.cache_clear()
     yield
-    form._divided.cache_clear()
+    statistics._divided.cache_clear()
 
 
 def is_last(x: Any) -> bool:
@@ -249,7 +248,7 @@ def test_a_variable_decides_for_planes_and_volumes(
 ) -> None:
     monkeypatch.setenv("DISTCONV_CHANNELS_LAST", chosen)
     torch.manual_seed(0)
-    form = [torch.channels_last, torch.channels_last_3d][dims - 2]
+    last_format = [torch.channels_last, torch.channels_last_3d][dims - 2]
     convolution: Any = [nn.Conv2d, nn.Conv3d][dims - 2]
     transposed: Any = [nn.ConvTranspose2d, nn.ConvTranspose3d][dims - 2]
     serial = nn.Sequential(convolution(3, 6, 3, padding=1), nn.ReLU(), transposed(6, 2, 2, 2))
@@ -260,7 +259,7 @@ def test_a_variable_decides_for_planes_and_volumes(
     last = chosen == "1"
     made, expected = model(d), serial(x)
     for t in (d.shard, made.shard):
-        assert t.is_contiguous(memory_format=form) is last and t.is_contiguous() is not last
+        assert t.is_contiguous(memory_format=last_format) is last and t.is_contiguous() is not last
     assert all(p.is_contiguous() for p in model.parameters())
     made.square().sum().backward()
     expected.square().sum().backward()

@@ -15,15 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import distconv as dc
-from distconv.ops.conv import volumes
-from distconv.ops.conv.volumes import (
+from distconv.ops.conv import local_convolution
+from distconv.ops.conv.local_convolution import (
     convolution,
     convolution_gradients,
     gains,
     recorded_convolution,
     torch_gradients,
 )
-from distconv.planning.operator_timing import Operands, call_of
+from distconv.planning.operators import Operands, call_of
 from distconv.planning.recording import LocalOperator, spec_of
 from tests.support.serial import deviation
 
@@ -57,10 +57,10 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take oneDNN however little there is to compute."""
-    monkeypatch.setattr(volumes, "_FEWEST_PRODUCTS", 0)
-    volumes._pays.cache_clear()
+    monkeypatch.setattr(local_convolution, "_FEWEST_PRODUCTS", 0)
+    local_convolution._pays.cache_clear()
     yield
-    volumes._pays.cache_clear()
+    local_convolution._pays.cache_clear()
 
 
 def close(got: Tensor | None, want: Tensor | None) -> None:

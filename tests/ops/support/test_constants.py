@@ -6,7 +6,7 @@ from weakref import ref
 
 import torch
 
-from distconv.ops.support.constants import LIMIT, constant, remembered
+from distconv.ops.support.operands import LIMIT, constant, remembered
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

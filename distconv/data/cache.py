@@ -1,0 +1,462 @@
+"""The stores for the boxes of samples that a `Cache` keeps: memory, or a file on a local disk."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, product
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distconv.data.durable import unwritable
+from distconv.data.fields import FieldOnGrid, Values, Wanted
+from distconv.data.sources.interface import Source
+from distconv.data.views import Piece
+from distconv.data.writing.contiguous import write_at
+from distconv.geometry.layout import Box, cutting_axes, owning_part
+from distconv.geometry.topology import Topology
+from distconv.grid.interface import Grid
+from distconv.transport.interface import Message
+
+
+class BoxesInMemory:
+    """A store of arrays in memory, without copies: an array is its own key and must not change."""
+
+    def add(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return `values`, the key by which `Cache` gets and drops the array; nothing is copied."""
+        return values
+
+    get = add
+
+    def drop(self, place: NDArray[Any]) -> None:
+        """Do nothing: an array is freed with the last reference to it."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The key of an array in a `BoxesInFolder`: its place in the file, its shape and its type."""
+
+    offset: int
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class BoxesInFolder:
+    """A store of arrays in one unnamed file, which the system removes when the process ends.
+
+    `add` stores an array and returns its key, by which `get` returns the array and `drop` removes
+    it. Any thread may call the methods.
+
+    `folder` is a folder on a disk of this node; it is made if it is missing. Raises OSError if it
+    cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        self._lock = Lock()
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+
+    def add(self, values: NDArray[Any]) -> _Slot:
+        """Write an array to the file and return its key. Raises OSError if the disk is full."""
+        with self._lock:
+            free = self._free.get(values.nbytes)
+            offset = free.pop() if free else self._end
+            self._end = max(self._end, offset + values.nbytes)
+        try:
+            write_at(self._file.fileno(), values.reshape(-1), offset)
+        except OSError as error:
+            raise unwritable(self._folder, error, values.nbytes) from error
+        return _Slot(offset, values.nbytes, values.shape, values.dtype)
+
+    def get(self, place: _Slot) -> NDArray[Any]:
+        """Return the array with the key `place` as a memory map: only elements in use are read."""
+        flat = np.memmap(self._file, place.dtype, "r", place.offset, place.shape or (1,))
+        return flat.reshape(place.shape)
+
+    def drop(self, place: _Slot) -> None:
+        """Remove the array with the key `place`; later arrays of equal size may use its space."""
+        with self._lock:
+            self._free.setdefault(place.bytes, []).append(place.offset)
+
+
+# Which rank of a `Cache` keeps, sends and receives each box; all ranks find the same answer.
+
+
+Axes: TypeAlias = tuple[str, ...]
+
+
+@dataclass
+class Arrivals:
+    """The samples of a mini-batch that no rank keeps yet.
+
+    Attributes
+    ----------
+    parts: for each choice of grid axes that cut samples, pairs of a sample's number and the number
+        of the part of the grid, along these axes, that is to keep it.
+    """
+
+    parts: dict[Axes, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+class Homes:
+    """A record of which part of the grid, along the axes that cut samples, keeps each sample.
+
+    A sample is kept by the part that holds it in its first mini-batch. All ranks plan and settle
+    the same mini-batches in the same order.
+
+    Parameters
+    ----------
+    topology: the topology of the grid.
+    axes: for each field, the grid axes over which samples are cut.
+    """
+
+    def __init__(self, topology: Topology, axes: Iterable[Axes]) -> None:
+        self._topology = topology
+        self._parts: dict[Axes, dict[int, int]] = {own: {} for own in axes}
+
+    def part(self, axes: Axes, sample: int) -> int:
+        """Return the part of the grid, along the axes that cut samples, that keeps a sample."""
+        return self._parts[axes][sample]
+
+    def kept(self, axes: Axes, part: int) -> int:
+        """Return the number of samples that a part of the grid, along `axes`, keeps."""
+        return sum(own == part for own in self._parts[axes].values())
+
+    def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
+        """Return for each mini-batch the samples that no part of the grid keeps yet.
+
+        `others` are further samples; those that are new are added to the last mini-batch, spread
+        evenly over the parts.
+        """
+        arrivals = [Arrivals() for _ in batches]
+        for axes, parts in self._parts.items():
+            count = self._topology.parts(axes)
+            known = set(parts)
+            for batch, own in zip(batches, arrivals, strict=True):
+                new = own.parts[axes] = []
+                for place, sample in enumerate(batch):
+                    if sample not in known:
+                        known.add(sample)
+                        new.append((sample, owning_part(len(batch), count, place)))
+            if arrivals:
+                missing = [sample for sample in others if sample not in known]
+                arrivals[-1].parts[axes] += [(s, i % count) for i, s in enumerate(missing)]
+        return arrivals
+
+    def settle(self, arrivals: Arrivals) -> set[tuple[Axes, int]]:
+        """Record that the samples in `arrivals` are kept; return the new ones as (axes, sample).
+
+        `axes` are the grid axes that cut samples.
+        """
+        new = set()
+        for axes, samples in arrivals.parts.items():
+            for sample, part in samples:
+                if sample not in self._parts[axes]:
+                    self._parts[axes][sample] = part
+                    new.add((axes, sample))
+        return new
+
+    def after(self, axes: Axes, part: int, arrivals: Iterable[Arrivals]) -> int:
+        """Return the number of samples that a part will keep when all `arrivals` are settled."""
+        coming = chain.from_iterable(own.parts[axes] for own in arrivals)
+        new = {s for s, home in coming if home == part and s not in self._parts[axes]}
+        return self.kept(axes, part) + len(new)
+
+
+@dataclass(frozen=True)
+class CachedBox:
+    """A box of a kept sample that one rank sends to another for a mini-batch.
+
+    Attributes
+    ----------
+    field: the number of the field.
+    owner: the rank that keeps the box.
+    sample: the number of the sample.
+    place: the position of the sample among the receiver's samples of the mini-batch.
+    piece: the box in the stored sample, and its place in the receiver's view of it.
+    order: the order of the dimensions of this view.
+    """
+
+    field: int
+    owner: int
+    sample: int
+    place: int
+    piece: Piece
+    order: tuple[int, ...]
+
+
+def parts_of(
+    fields: Sequence[FieldOnGrid],
+    shares: Sequence[Wanted],
+    homes: Homes,
+    topology: Topology,
+    rank: int,
+) -> Iterator[CachedBox]:
+    """Yield the kept boxes that fill one rank's blocks of a mini-batch, in one order on all ranks.
+
+    A kept box has replicas along the grid axes that do not cut its field; the rank receives from
+    the replica with its own coordinates along these axes.
+
+    `shares` are the samples and views that the rank needs of each field.
+    """
+    for own, share in zip(fields, shares, strict=True):
+        for place, (sample, view) in enumerate(zip(share.samples, share.views, strict=True)):
+            home = homes.part(own.cuts[0], sample)
+            for piece in view.pieces:
+                for owner in _owners(own, topology, rank, home, piece):
+                    part = piece.within(own.stored_box(topology, owner), view.order)
+                    if part is not None:
+                        yield CachedBox(own.number, owner, sample, place, part, view.order)
+
+
+def receivers(
+    fields: Sequence[FieldOnGrid],
+    samples: Sequence[int],
+    homes: Homes,
+    topology: Topology,
+    rank: int,
+) -> list[int]:
+    """Return the other ranks that may need boxes that `rank` keeps for a mini-batch.
+
+    `samples` are the numbers of the samples of the mini-batch.
+    """
+    here = topology.coordinates(rank)
+    found: set[int] = set()
+    for own in fields:
+        axes = own.cuts[0]
+        mine, parts = topology.part(here, axes), topology.parts(axes)
+        moving = cutting_axes(own.cuts[1:]) if own.moves else ()
+        targets = {
+            owning_part(len(samples), parts, place)
+            for place, sample in enumerate(samples)
+            if homes.part(axes, sample) == mine
+        }
+        for target in targets:
+            there = topology.rank(here | topology.unravel(target, axes))
+            found.update(topology.peers(there, moving))
+    return sorted(found - {rank})
+
+
+def _owners(
+    own: FieldOnGrid, topology: Topology, rank: int, home: int, piece: Piece
+) -> Iterator[int]:
+    """Yield the ranks in one part of the grid whose boxes of a sample intersect `piece`.
+
+    `own` is the field, and `home` the number of the part, along the axes that cut samples. Along
+    axes that cut no dimension of the field these ranks have the coordinates of `rank`, the
+    receiver.
+    """
+    here = topology.coordinates(rank) | topology.unravel(home, own.cuts[0])
+    meeting = [
+        range(owning_part(n, parts, a), owning_part(n, parts, b - 1) + 1)
+        for n, parts, a, b in zip(
+            own.source.shape,
+            map(topology.parts, own.cuts[1:]),
+            piece.source.start,
+            piece.source.stop,
+            strict=True,
+        )
+    ]
+    for chosen in product(*meeting):
+        there = dict(here)
+        for axes, part in zip(own.cuts[1:], chosen, strict=True):
+            there |= topology.unravel(part, axes)
+        yield topology.rank(there)
+
+
+# Samples that are read once: each box stays on the rank that read it first.
+
+
+Loaded: TypeAlias = dict[tuple[int, int], Any]
+"""The key of each box, by field and sample."""
+
+Read: TypeAlias = Callable[[Source, int, Box, NDArray[Any]], None]
+
+Arriving: TypeAlias = Callable[[], Values]
+"""A function that waits for the messages of a mini-batch, and returns this rank's values."""
+
+
+class Cache:
+    """Samples in memory or on a local disk, whose boxes stay on the ranks that read them first.
+
+    A mini-batch takes four calls: `plan`, `load`, `settle` and `start`. `load` sends nothing and
+    may run in a background thread; all ranks make the other three together, in one order.
+
+    Parameters
+    ----------
+    fields: the fields of the samples.
+    grid: the process grid.
+    read: `read(source, sample, box, out)` reads a box of a sample from a source into `out`.
+    where: "memory", or a folder on a disk of this node.
+    limit: bytes that each rank may keep; None for no limit.
+
+    Attributes
+    ----------
+    bytes_received: bytes of samples that came from other ranks.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[FieldOnGrid],
+        grid: Grid,
+        read: Read,
+        where: str | Path,
+        limit: int | None,
+    ) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"cache_limit={limit} is no number of bytes; choose 1 or more")
+        self._fields, self._grid, self._read, self._limit = fields, grid, read, limit
+        self._where = where
+        self._boxes: Any = BoxesInMemory() if where == "memory" else BoxesInFolder(Path(where))
+        self._homes = Homes(grid.topology, [own.cuts[0] for own in fields])
+        self._kept: Loaded = {}
+        self.bytes_received = 0
+
+    def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
+        """Return for each mini-batch the samples that no rank keeps yet. No communication.
+
+        `others` are samples beyond these mini-batches, to be read as well; those that no rank keeps
+        are added to the last entry. Raises ValueError if this rank would keep more bytes than the
+        limit.
+        """
+        arrivals = self._homes.plan(batches, others)
+        if self._limit is not None:
+            size = sum(
+                self._homes.after(own.cuts[0], self._part(own), arrivals) * self._bytes(own)
+                for own in self._fields
+            )
+            if size > self._limit:
+                ways = "use more ranks, or raise the limit"
+                if self._where == "memory":
+                    ways += ", or choose cache='/folder' on a disk of each node"
+                raise ValueError(
+                    f"cache: rank {self._grid.rank} would keep {size:,} bytes of samples, and "
+                    f"cache_limit={self._limit:,}; {ways}"
+                )
+        return arrivals
+
+    def load(self, arrivals: Arrivals) -> Loaded:
+        """Read the boxes of new samples that this rank is to keep. No communication.
+
+        `arrivals` are the new samples, from `plan`.
+        """
+        loaded = {}
+        # Sample by sample, as fields of one sample may have to be fetched together.
+        samples = dict.fromkeys(s for new in arrivals.parts.values() for s, _ in new)
+        keepers = {axes: dict(new) for axes, new in arrivals.parts.items()}
+        for sample in samples:
+            for own in self._fields:
+                box = own.stored_box(self._grid.topology, self._grid.rank)
+                if keepers[own.cuts[0]].get(sample) == self._part(own) and box.size:
+                    values = np.empty(box.shape, own.source.dtype)
+                    self._read(own.source, sample, box, values)
+                    loaded[own.number, sample] = self._boxes.add(values)
+        return loaded
+
+    def settle(self, arrivals: Arrivals, loaded: Loaded) -> None:
+        """Record new samples as kept. All ranks call it, with the results of `plan` in order."""
+        new = self._homes.settle(arrivals)
+        for (number, sample), place in loaded.items():
+            if (self._fields[number].cuts[0], sample) in new:
+                self._kept[number, sample] = place
+            else:
+                # Another loader was faster.
+                self._boxes.drop(place)
+
+    def start(self, values: Values) -> Arriving:
+        """Start to send the kept boxes of a mini-batch to the ranks that need them.
+
+        All ranks call it for the same mini-batch, after `settle`. `values` says which elements this
+        rank needs, and has the arrays to fill. Returns a function that waits for the messages,
+        fills the arrays, and returns `values`.
+        """
+        grid, topology = self._grid, self._grid.topology
+        incoming: dict[int, list[CachedBox]] = defaultdict(list)
+        for part in parts_of(self._fields, values.wanted, self._homes, topology, grid.rank):
+            if part.owner == grid.rank:
+                self._place(values, part, self._box(part))
+            else:
+                incoming[part.owner].append(part)
+        leaving: list[Message] = []
+        for peer in receivers(self._fields, values.samples, self._homes, topology, grid.rank):
+            shares = [
+                own.wanted(values.samples, values.epoch, topology, peer) for own in self._fields
+            ]
+            own_parts = [
+                self._box(part)
+                for part in parts_of(self._fields, shares, self._homes, topology, peer)
+                if part.owner == grid.rank
+            ]
+            if own_parts:
+                leaving.append((peer, _packed(own_parts).to(grid.device)))
+        byte = torch.empty(0, dtype=torch.uint8, device=grid.device)
+        arriving = []
+        for peer, parts in sorted(incoming.items()):
+            size = sum(self._size(part) for part in parts)
+            self.bytes_received += size
+            arriving.append((peer, grid.transport.empty((size,), byte)))
+        request = None
+        if grid.size > 1:
+            request = grid.transport.exchange(arriving, leaving, grid.transport.next_tag())
+
+        def finish() -> Values:
+            if request is not None:
+                request.wait()
+            for peer, message in arriving:
+                content, begin = message.cpu().numpy(), 0
+                for part in incoming[peer]:
+                    end = begin + self._size(part)
+                    dtype = self._fields[part.field].source.dtype
+                    box = content[begin:end].view(dtype).reshape(part.piece.source.shape)
+                    self._place(values, part, box)
+                    begin = end
+            return values
+
+        return finish
+
+    def _place(self, values: Values, part: CachedBox, box: NDArray[Any]) -> None:
+        part.piece.place(values.arrays[part.field][part.place, ...], box, part.order)
+
+    def _box(self, part: CachedBox) -> NDArray[Any]:
+        """Return the elements of a box that this rank keeps."""
+        own = self._fields[part.field]
+        kept = own.stored_box(self._grid.topology, self._grid.rank)
+        index = tuple(
+            slice(a - first, b - first)
+            for a, b, first in zip(
+                part.piece.source.start, part.piece.source.stop, kept.start, strict=True
+            )
+        )
+        return self._boxes.get(self._kept[part.field, part.sample])[index]
+
+    def _size(self, part: CachedBox) -> int:
+        return part.piece.source.size * self._fields[part.field].source.dtype.itemsize
+
+    def _bytes(self, own: FieldOnGrid) -> int:
+        box = own.stored_box(self._grid.topology, self._grid.rank)
+        return box.size * own.source.dtype.itemsize
+
+    def _part(self, own: FieldOnGrid) -> int:
+        """Return this rank's part, a number from 0, along the axes that cut a field's samples."""
+        return self._grid.topology.part(self._grid.coords, own.cuts[0])
+
+
+def _packed(boxes: Sequence[NDArray[Any]]) -> Tensor:
+    """Return the bytes of all boxes, concatenated."""
+    flat = [np.ascontiguousarray(box).reshape(-1).view(np.uint8) for box in boxes]
+    return torch.from_numpy(np.concatenate(flat))

@@ -1,0 +1,200 @@
+"""Layouts of a module's inputs and parameters: converting inputs, and sharding weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from itertools import count
+from math import prod
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+
+from distconv.geometry.layout import Cuts, Layout, effective_cuts, idle_axes, rank_box
+from distconv.geometry.topology import Topology
+from distconv.grid.process_grid import ProcessGrid
+from distconv.tensor.base import replaced, tensors_in
+from distconv.tensor.dispatch import SerialTrace
+from distconv.tensor.dist_tensor import DistTensor, as_parameter, default_layout
+from distconv.tensor.redistribution import cuts_of_layout, redistribute_once
+from distconv.torch_private import run_eagerly
+
+# Sharded parameters: every rank keeps only its block of a weight.
+#
+# A sharded parameter is a DistTensor: operators, optimizers and load_state_dict see the whole
+# tensor, and tensors made from it, such as an optimizer's state, are cut in the same way.
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -> None:
+    """Make the weights of layers sharded parameters if the layout of the layer cuts channels.
+
+    These are weights of convolutions and fully connected layers, almost all parameters. A weight
+    that is computed from other parameters, as by a parametrization, stays whole. Every rank passes
+    the same module; no communication.
+
+    `layouts` has the layouts of modules' inputs by name, which also apply to their submodules. The
+    inputs of other modules have the grid's default layout.
+    """
+    for name, part in module.named_modules():
+        weight = dict(part.named_parameters(recurse=False)).get("weight")
+        if weight is None or not isinstance(part, (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear)):
+            continue
+        if isinstance(weight, DistTensor):
+            # Another layer shares the weight, and was handled first.
+            continue
+        cuts = _cuts(part, weight, _layout_of(name, layouts, grid), grid.topology)
+        if any(cuts):
+            # Other holders of the parameter, such as an optimizer, hold its block from now on.
+            swap_tensors(weight, _sharded(weight, cuts, grid))
+
+
+def make_whole(weight: DistTensor) -> None:
+    """Turn a sharded parameter and its gradient into plain ones. All ranks call it together."""
+    with torch.no_grad():
+        whole = nn.Parameter(weight.full_tensor().clone(), weight.requires_grad)
+        if isinstance(weight.grad, DistTensor):
+            whole.grad = weight.grad.full_tensor().clone()
+    swap_tensors(weight, whole)
+
+
+def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> Layout:
+    """Return the layout of the module `name`, or of the nearest enclosing module that has one."""
+    while name not in layouts:
+        if not name:
+            return default_layout(grid, 2)
+        name = name.rpartition(".")[0]
+    return layouts[name]
+
+
+def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) -> Cuts:
+    """Return the cuts of a layer's weight over the axes that cut the channels of its input.
+
+    The layer's `parallel` chooses channels, filters or both (see `ops.conv.channel_algorithms`).
+    "auto", the default, cuts channels if outputs have fewer elements than inputs, else filters.
+    Layers with groups cut the dimension that holds all groups.
+    """
+    (axes,) = effective_cuts((layout.axes("channel"),), topology)
+    if not axes:
+        return ((),) * weight.dim()
+    transposed = isinstance(layer, _TRANSPOSED)
+    algorithm = getattr(layer, "parallel", "auto")
+    if algorithm == "auto":
+        stride = prod(getattr(layer, "stride", ()))
+        outputs, inputs = weight.shape[:2]
+        if transposed:
+            inputs, outputs = outputs, inputs * stride
+        else:
+            inputs *= stride
+        algorithm = "x" if outputs < inputs else "y"
+    if getattr(layer, "groups", 1) > 1:
+        # The dimension that contains all groups.
+        algorithm = "x" if transposed else "y"
+    if algorithm == "w" and len(axes) == 1:
+        axes += idle_axes(layout.cutting_axes, topology)
+    of_channels = {"x": len(axes), "y": 0, "w": len(axes) // 2}[algorithm]
+    parts = (axes[:of_channels], axes[of_channels:])
+    kernel = ((),) * (weight.dim() - 2)
+    return (*(parts if transposed else reversed(parts)), *kernel)
+
+
+def _sharded(weight: Tensor, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
+    """Return this rank's block of a weight as a sharded parameter, cut by `cuts`."""
+    box = rank_box(tuple(weight.shape), cuts, grid.topology, grid.rank)
+    block = weight.detach()[box.slices].clone().requires_grad_(weight.requires_grad)
+    return as_parameter(DistTensor(block, weight.shape, cuts, grid))
+
+
+# A layout for each layer: hooks that redistribute the inputs of modules.
+
+
+def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Return the layout of each module whose name matches a key of `layouts`, by module name.
+
+    Keys are shell patterns as in Python's `fnmatch`; the last one that matches decides. Raises
+    ValueError for a pattern that matches nothing. Raises TypeError for a pattern that is no string,
+    or a value that is no layout.
+    """
+    if not isinstance(layouts, Mapping):
+        raise TypeError(
+            f"layouts={layouts!r} is not a dictionary; write {{'block5.*': Layout(...)}}, say"
+        )
+    parts = dict(module.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, Layout] = {}
+    for pattern, layout in layouts.items():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"layouts: {pattern!r} is not a pattern of module names; write 'block5.*', say"
+            )
+        if not isinstance(layout, Layout):
+            raise TypeError(
+                f"layouts[{pattern!r}]={layout!r} is not a Layout; write "
+                "Layout(channel='height'), say"
+            )
+        matching = [part for name, part in parts.items() if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(
+                f"layouts: no module's name matches {pattern!r}; the modules are "
+                f"{', '.join(filter(None, parts))}, and '' is the whole"
+            )
+        found.update(dict.fromkeys(matching, layout))
+    return {name: found[part] for name, part in parts.items() if part in found}
+
+
+def redistribute_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """Let each submodule named in `layouts` redistribute its input tensors to that layout."""
+    for name, part in module.named_modules():
+        if name in layouts:
+            part.register_forward_pre_hook(InputLayout(name, layouts[name]), with_kwargs=True)
+
+
+_numbers = count()
+_LAYOUTS: WeakValueDictionary[int, InputLayout] = WeakValueDictionary()
+"""All hooks of this module by number, as functions of a traced graph refer to them."""
+
+
+def redistributed_node(number: int, x: Tensor) -> Tensor:
+    """Return `x` as the hook `number` redistributes it; a graph of `compile` has it as a node."""
+    hook = _LAYOUTS.get(number)
+    return hook.redistributed(x) if hook and isinstance(x, DistTensor) else x.clone()
+
+
+class InputLayout:
+    """A forward pre-hook of a module that redistributes its input tensors to one layout."""
+
+    def __init__(self, name: str, layout: Layout):
+        self._operator, self._layout = f"layouts, {name or 'the module'}", layout
+        self._number = next(_numbers)
+        _LAYOUTS[self._number] = self
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if SerialTrace.under_way:
+            named = {key: self._traced(x) for key, x in kwargs.items()}
+            return tuple([self._traced(x) for x in args]), named
+        return self._redistribute(args, kwargs)
+
+    def redistributed(self, x: DistTensor) -> DistTensor:
+        """Return `x` in the hook's layout. Collective."""
+        return redistribute_once(x, cuts_of_layout(self._layout, x.grid, x.dim()), self._operator)
+
+    @run_eagerly
+    def _redistribute(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        recut = {
+            id(x): self.redistributed(x)
+            for x in tensors_in(args, kwargs)
+            if isinstance(x, DistTensor)
+        }
+        return replaced(args, recut), replaced(kwargs, recut)
+
+    def _traced(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return redistributed_node(self._number, argument)
+        if isinstance(argument, (list, tuple)):
+            return type(argument)([self._traced(x) for x in argument])
+        return argument

@@ -1,0 +1,372 @@
+"""Batch, instance, group and layer norm on DistTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.comm.packing import has_channels_last
+from distconv.device.kinds import on_accelerator, thresholds
+from distconv.geometry.layout import cutting_axes
+from distconv.ops.norm.normalize import check_parameter_types, normalize
+from distconv.ops.norm.statistics import (
+    Form,
+    RunningStatistics,
+    element_counts_of_peers,
+    with_batch_stride,
+)
+from distconv.ops.support.arguments import any_type, check_on_meta
+from distconv.ops.support.merged import works_on_channels, works_on_last
+from distconv.ops.support.operands import (
+    Placement,
+    accumulation_type,
+    as_distributed,
+    common_grid,
+    gather_whole,
+    in_type,
+    local_operand,
+    to_accumulation_type,
+    uncut,
+)
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import redistribute
+from distconv.torch_private import without_modes
+
+# Batch normalisation with statistics over the whole mini-batch, or over a part of the ranks.
+
+
+SPATIAL = ("depth", "height", "width")
+Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor."""
+
+
+def batch_norm_over(
+    axes: tuple[str, ...] | None,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> DistTensor:
+    """Normalise a batch by statistics over the ranks that differ from this one along `axes`.
+
+    All ranks call it. If `axes` is None, these are all axes that cut the input: statistics are over
+    the global batch. With fewer axes each group of ranks has statistics of its own; the running
+    statistics take their mean over the groups, and so stay the same on every rank.
+    """
+    channelwise = running_mean, running_var, weight, bias
+    grid = common_grid("batch_norm", (input, *channelwise))
+    x = as_distributed(input, grid)
+    kinds = tuple([None if t is None else (t.shape, t.dtype) for t in channelwise])
+    options = training, momentum is None, eps
+    training, group, rest, counts, groups = _decide(
+        Placement.of(x), axes, grid.device, *options, kinds
+    )
+    running = running_mean, running_var
+    if any(x.cuts[1:2]) or any([isinstance(t, DistTensor) for t in channelwise]):
+        running_mean, running_var, weight, bias = (
+            own_channels(t, x, "batch_norm") for t in channelwise
+        )
+        if running_mean is not None and running_var is not None:
+            # The backward pass needs their current values.
+            running_mean, running_var = running_mean.clone(), running_var.clone()
+    block = with_batch_stride(x.shard)
+    most = thresholds(on_accelerator(block, grid.computes_on_gpu)).own_batch_norm
+    if not training or not (group or rest or block.numel() > most):
+        if block.numel() or not x.numel():
+            shard = F.batch_norm(
+                block, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        else:
+            shard = _without_elements(block, weight, bias)
+        if training:
+            gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
+        return DistTensor(shard, x.shape, x.cuts, grid)
+
+    tracked = None
+    if running_mean is not None and running_var is not None:
+        own = running_mean, running_var
+        publish = partial(gather_running_statistics, x, running, own, "batch_norm")
+        tracked = RunningStatistics(*own, momentum, sum(counts), grid, rest, groups, publish)
+    form = Form(block.shape[1], of_each_sample=False)
+    shard = normalize(block, weight, bias, form, grid, group, counts, eps, tracked)
+    return DistTensor(shard, x.shape, x.cuts, grid)
+
+
+implements(F.batch_norm)(works_on_channels(of_each_sample=False)(partial(batch_norm_over, None)))
+
+
+class _Statistics(NamedTuple):
+    """The ranks and elements of the statistics of one call of batch norm, found by `_decide`."""
+
+    training: bool
+    """Whether the batch's own statistics are used; torch uses none for an empty batch."""
+    group: tuple[str, ...]
+    """The grid axes over which the statistics are taken."""
+    rest: tuple[str, ...]
+    """Other axes that cut the input."""
+    counts: tuple[int, ...]
+    """Elements of each channel on each rank along `group`."""
+    groups: int
+    """The number of groups of ranks that have elements, and so statistics."""
+
+
+@lru_cache(maxsize=4096)
+def _decide(
+    x: Placement,
+    axes: tuple[str, ...] | None,
+    device: torch.device,
+    training: bool,
+    without_momentum: bool,
+    eps: float,
+    kinds: tuple[Kind | None, ...],
+) -> _Statistics:
+    elements = prod(x.shape)
+    if len(x.shape) < 2 and elements:
+        raise ValueError(f"batch_norm: expected at least 2 dimensions, got {len(x.shape)}")
+    cutting = cutting_axes((x.cuts[0], *x.cuts[2:]))
+    group = cutting if axes is None else tuple(a for a in cutting if a in axes)
+    smallest, groups = _groups_with_elements(x, group)
+    if training and smallest == 1:
+        raise ValueError(
+            "batch_norm: expected more than 1 value per channel when training, got input size "
+            f"{x.shape}"
+            + (
+                f' with {smallest} in a group of ranks; use statistics="global"'
+                if group != cutting
+                else ""
+            )
+        )
+    if elements:
+        # torch's own checks of sizes and types, on two samples of the same channels.
+        like = ((2, x.shape[1]), x.dtype), *kinds
+        serial: Any = F.batch_norm
+        with without_modes():  # as for `check_on_meta`
+            ones = [k and torch.ones(k[0], dtype=k[1], device=device) for k in like]
+            serial(*ones, training, None if without_momentum else 0.0, eps)
+    rest = tuple(a for a in cutting if a not in group)
+    counts = element_counts_of_peers(x, (0, *range(2, len(x.shape))), group)
+    return _Statistics(training and elements > 0, group, rest, counts, groups)
+
+
+def own_channels(values: Any, x: DistTensor, operator: str) -> Any:
+    """Return the part of `values` that belongs to this rank's channels of `x`; None for None.
+
+    `values` has one number for each channel, and is distributed or equal on all ranks. `operator`
+    is the name of the norm, under which a redistribution is recorded.
+    """
+    shape, cuts = tuple(x.shape[1:2]) or (0,), x.cuts[1:2] or ((),)
+    return local_operand(values, shape, cuts, x.grid, operator)
+
+
+def gather_running_statistics(
+    x: DistTensor, running: Sequence[Tensor | None], own: Sequence[Tensor | None], operator: str
+) -> None:
+    """Copy `own`, each rank's updated statistics of its channels, to `running` on all ranks.
+
+    Nothing is done for statistics that a rank has updated in place. `operator` is the name of the
+    norm, under which the redistribution is recorded.
+    """
+    pairs = [
+        (t, o)
+        for t, o in zip(running, own, strict=True)
+        if t is not None and o is not None and t is not o
+    ]
+    if not pairs:
+        return
+    shape = len(pairs), x.shape[1]
+    with torch.no_grad():
+        rows = DistTensor(torch.stack([o for _, o in pairs]), shape, ((), x.cuts[1]), x.grid)
+        for (t, _), row in zip(pairs, gather_whole(rows, operator), strict=True):
+            t.copy_(row)
+
+
+def _without_elements(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return the result for a block without elements, which torch's batch norm refuses.
+
+    It can be differentiated to any order.
+    """
+    weight, bias = (
+        None if p is None else p.view(-1, *(1,) * (x.dim() - 2)) for p in (weight, bias)
+    )
+    y = x.clone() if weight is None else x * weight
+    return in_type(y if bias is None else y + bias, x.dtype)
+
+
+def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, int]:
+    """Return the fewest elements per channel in a group of ranks, and the number of groups.
+
+    Ranks along the axes `group` form a group; groups without elements are left out. The numbers are
+    the same on every rank.
+    """
+    sizes = [x.shape[0], *x.shape[2:]]
+    cuts = [x.cuts[0], *x.cuts[2:]]
+    apart = [x.topology.parts(a for a in axes if a not in group) for axes in cuts]
+    filled = [min(n, parts) for n, parts in zip(sizes, apart, strict=True)]
+    smallest = prod(n // max(parts, 1) for n, parts in zip(sizes, filled, strict=True))
+    return smallest, prod(filled)
+
+
+# Normalisation of each sample and group of channels, or each sample and channel.
+
+
+def group_norm_over(
+    axes: tuple[str, ...] | None,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> DistTensor:
+    """Normalise each sample and group of channels by statistics over the ranks along `axes`.
+
+    All ranks call it. If `axes` is None, these are all axes that cut the plane. With () each rank
+    uses the statistics of its own block, which differs from the serial norm.
+    """
+    name = "group_norm"
+    x = as_distributed(input, common_grid("group_norm", (input, weight, bias)))
+    check_parameter_types("group_norm", x, weight, bias)
+    check_on_meta(F.group_norm, any_type(x), num_groups, any_type(weight), any_type(bias), eps)
+    channels, cuts = x.shape[1] // num_groups, x.cuts
+    if num_groups % x.grid.topology.parts(cuts[1]) and channels != 1:
+        # Some groups lie on several ranks.
+        return redistribute(
+            group_norm_over(axes, uncut(x, [1], name), num_groups, weight, bias, eps), cuts, name
+        )
+    weight, bias = own_channels(weight, x, name), own_channels(bias, x, name)
+    groups = x.shard.shape[1] // max(channels, 1)
+    spatial = tuple(range(2, x.dim()))
+    group = tuple(a for a in cutting_axes(cuts[2:]) if axes is None or a in axes)
+    block = x.shard
+    sizes = thresholds(on_accelerator(block, x.grid.computes_on_gpu))
+    own = sizes.own_group_norm or not has_channels_last(block)
+    if not group and block.numel() and own:
+        # torch.nn.functional would check the size of this block once more.
+        shard = torch.group_norm(block, groups, weight, bias, eps)
+        return DistTensor(shard, x.shape, cuts, x.grid)
+    counts = element_counts_of_peers(Placement.of(x), spatial, group, block=channels)
+    form = Form(groups, of_each_sample=True)
+    shard = normalize(block, weight, bias, form, x.grid, group, counts, eps)
+    return DistTensor(shard, x.shape, cuts, x.grid)
+
+
+implements(F.group_norm, torch.group_norm)(
+    works_on_channels(of_each_sample=True)(partial(group_norm_over, None))
+)
+
+
+@implements(F.instance_norm)
+@works_on_channels(of_each_sample=True)
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Normalise each sample and channel over the plane; update running statistics if given."""
+    operands = input, running_mean, running_var, weight, bias
+    x = as_distributed(input, common_grid("instance_norm", operands))
+    check_parameter_types("instance_norm", x, weight, bias)
+    if not use_input_stats:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    sizes = [any_type(t) for t in (running_mean, running_var, weight, bias)]
+    check_on_meta(F.instance_norm, any_type(x), *sizes, True, momentum)
+    if (running_mean is None) != (running_var is None):
+        raise ValueError(
+            "instance_norm: running_mean and running_var must either both be None or neither"
+        )
+    elements = prod(x.shape[2:])
+    if elements == 1:
+        raise ValueError(
+            "instance_norm: expected more than 1 spatial element when training, got input size "
+            f"{tuple(x.shape)}"
+        )
+    if running_mean is not None and running_var is not None and elements:
+        with torch.no_grad():
+            over = tuple(range(2, x.dim()))
+            variance, mean = torch.var_mean(to_accumulation_type(x.detach()), over)
+            for running, batch in ((running_mean, mean), (running_var, variance)):
+                own = gather_whole(batch.mean(0), "instance_norm")
+                running.lerp_(own.to(running.dtype), momentum)
+    return group_norm_over(None, x, max(x.shape[1], 1), weight, bias, eps)
+
+
+# Normalisation of each sample over its last dimensions: layer and root-mean-square norm.
+
+
+@implements(F.layer_norm, torch.layer_norm)
+@works_on_last(lambda normalized_shape, *_, **__: len(normalized_shape))
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> DistTensor:
+    """Normalise each sample over the last dimensions, cut or not."""
+    x = as_distributed(input, common_grid("layer_norm", (input, weight, bias)))
+    check_parameter_types("layer_norm", x, weight, bias)
+    check_on_meta(
+        F.layer_norm, any_type(x), tuple(normalized_shape), any_type(weight), any_type(bias), eps
+    )
+    return _normalize_last(x, normalized_shape, weight, bias, eps, "layer_norm")
+
+
+@implements(F.rms_norm, torch.rms_norm)
+@works_on_last(lambda normalized_shape, *_, **__: len(normalized_shape))
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> DistTensor:
+    """Divide by the root of the mean square over the last dimensions, cut or not."""
+    x = as_distributed(input, common_grid("rms_norm", (input, weight)))
+    check_on_meta(F.rms_norm, any_type(x), tuple(normalized_shape), any_type(weight), eps)
+    return _normalize_last(x, normalized_shape, weight, None, eps, "rms_norm")
+
+
+def _normalize_last(
+    x: DistTensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    name: str,
+) -> DistTensor:
+    """Return layer_norm or rms_norm, by `name`, over the dimensions of `normalized_shape`."""
+    block, first = x.shard, x.dim() - len(normalized_shape)
+    over = tuple(range(first, x.dim()))
+    group = cutting_axes(x.cuts[first:])
+    own = tuple(x.shape[first:]), x.cuts[first:], x.grid, name
+    weight, bias = (local_operand(t, *own) for t in (weight, bias))
+    layer = name == "layer_norm"
+    if not group and block.numel():
+        last = tuple(normalized_shape)
+        if layer:
+            shard = F.layer_norm(block, last, weight, bias, cast(float, eps))
+        else:
+            shard = F.rms_norm(block, last, weight, eps)
+        return DistTensor(shard, x.shape, x.cuts, x.grid)
+    if eps is None:
+        eps = torch.finfo(accumulation_type(x.dtype)).eps
+    counts = element_counts_of_peers(Placement.of(x), over, group)
+    form = Form(prod(block.shape[:first]), True, centered=layer, weighs_elements=True)
+    rows = block.reshape(1, form.groups, prod(block.shape[first:]))
+    shard = normalize(rows, weight, bias, form, x.grid, group, counts, eps)
+    return DistTensor(shard.view(block.shape), x.shape, x.cuts, x.grid)

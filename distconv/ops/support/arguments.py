@@ -1,0 +1,204 @@
+"""The forms of arguments that torch accepts, and torch's own checks, made on global shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from distconv.tensor.base import whole_numbers
+from distconv.tensor.dispatch import Rule
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import without_modes
+
+# The forms in which torch's functions accept sizes, dimensions and sequences.
+
+
+def normalize_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """Return the dimensions `dim` as numbers from 0 to ndim - 1; all of them for None or ().
+
+    Raises `IndexError` out of range, `RuntimeError` if a dimension appears twice.
+    """
+    chosen = () if dim is None else whole_numbers(dim, "dim")
+    if not chosen:
+        return tuple(range(ndim))
+    for d in chosen:
+        if not -max(ndim, 1) <= d < max(ndim, 1):
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-max(ndim, 1)}, "
+                f"{max(ndim, 1) - 1}], but got {d})"
+            )
+    numbers = tuple(d % ndim for d in chosen) if ndim else ()
+    if len(set(numbers)) < len(numbers):
+        raise RuntimeError(f"a dimension appears more than once in dim={dim!r}")
+    return numbers
+
+
+def normalize_dim(dim: int, ndim: int) -> int:
+    """Return one dimension as a number from 0 to ndim - 1; a scalar is treated as a vector."""
+    return next(iter(normalize_dims(dim, ndim)), 0)
+
+
+def as_sizes(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return sizes as a tuple: integers given one by one, or one sequence of them."""
+    if len(arguments) == 1 and isinstance(arguments[0], (tuple, list, torch.Size)):
+        arguments = tuple(arguments[0])
+    return whole_numbers(arguments, "size")
+
+
+def takes_sequence(name: str) -> Callable[[Rule], Rule]:
+    """Let a rule of `*members` take them as one keyword argument, too: x.view(size=(2, 3)).
+
+    `name` is the name of this argument.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def either(input: DistTensor, *members: Any, **named: Any) -> Any:
+            return rule(input, *members, *(named.pop(n) for n in (name,) if n in named), **named)
+
+        return cast(Rule, either)
+
+    return decorate
+
+
+Sizes = int | Sequence[int]
+
+
+def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
+    """Return one number for each of `n` spatial dimensions; raise for another count.
+
+    `what` is the argument's name, for the error.
+    """
+    numbers = whole_numbers(value, what)
+    if len(numbers) == 1:
+        return numbers * n
+    if len(numbers) != n:
+        raise RuntimeError(f"{what}={numbers} has {len(numbers)} values, expected {n}")
+    return numbers
+
+
+def accepts_unbatched(name: str, spatial: int) -> Callable[[Rule], Rule]:
+    """Let a rule for (sample, channel, *spatial) take one sample without the first dimension.
+
+    As in torch, that is a mini-batch of one; the cuts stay. Other numbers of dimensions raise
+    `RuntimeError` on every rank. `name` is the torch function, for this error; `spatial` is the
+    number of spatial dimensions.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def either(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if input.dim() == spatial + 2:
+                return rule(input, *args, **kwargs)
+            if input.dim() != spatial + 1:
+                raise RuntimeError(
+                    f"{name}: expected {spatial + 1} or {spatial + 2} dimensions, got the input "
+                    f"{tuple(input.shape)}"
+                )
+            result = rule(input.unsqueeze(0), *args, **kwargs)
+            if isinstance(result, tuple):
+                return tuple(part.squeeze(0) for part in result)
+            return result.squeeze(0)
+
+        return cast(Rule, either)
+
+    return decorate
+
+
+# torch's own checks of arguments, made on global shapes without data, and cached.
+#
+# So an error is raised on every rank, before any message, with torch's message.
+
+
+class TensorMeta(NamedTuple):
+    """A tensor's global shape, and its type, or None for any type."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+def any_type(x: Tensor | None) -> TensorMeta | None:
+    """Return the shape of `x` as metadata without a type, so that no type is checked."""
+    return None if x is None else TensorMeta(tuple(x.shape))
+
+
+def check_on_meta(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Return the shape of `function(*arguments, **keywords)`, or the shapes of its results.
+
+    Only the global shape and type of tensors are used; `any_type` leaves the type out.
+    """
+    return _shapes(
+        function,
+        tuple(_key(a) for a in arguments),
+        tuple((name, _key(a)) for name, a in keywords.items()),
+    )
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return TensorMeta(tuple(argument.shape), argument.dtype)
+    return tuple(map(_key, argument)) if type(argument) in (list, tuple) else argument
+
+
+def _empty(argument: Any) -> Any:
+    if isinstance(argument, TensorMeta):
+        return torch.empty(argument.shape, dtype=argument.dtype, device="meta")
+    return tuple(map(_empty, argument)) if type(argument) is tuple else argument
+
+
+@lru_cache(maxsize=4096)
+def _shapes(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: tuple[Any, ...]
+) -> Any:
+    try:
+        # A recorder would mistake this for work of the rank.
+        with without_modes():
+            result = function(*map(_empty, arguments), **{name: _empty(a) for name, a in keywords})
+    except ZeroDivisionError:
+        given = [a for a in (*arguments, *keywords) if not isinstance(a, TensorMeta)]
+        raise RuntimeError(f"{function.__name__}: {given} has a 0 that must be positive") from None
+    except AssertionError as error:  # meta kernels raise this where other kernels raise the first
+        raise RuntimeError(f"{function.__name__}: {error}") from None
+    except RuntimeError as error:
+        if "cannot be called on meta tensors" not in str(error):
+            raise
+        raise TypeError(
+            f"{function.__name__}: an argument that should be a number is a tensor; pass .item()"
+        ) from None
+    if isinstance(result, Tensor):
+        return tuple(result.shape)
+    return tuple(tuple(part.shape) for part in result)
+
+
+# Errors that name the position or class number that is out of range.
+
+
+@contextmanager
+def in_range(
+    operator: str, numbers: Tensor, size: int, ignored: int | None = None
+) -> Iterator[None]:
+    """Let errors of torch in this context name the number that is out of range, and the range.
+
+    Parameters
+    ----------
+    operator: the called function, for the error.
+    numbers: the numbers on this rank, each of which should be from 0 to `size` - 1.
+    ignored: a number outside the range that is allowed.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        wrong = (numbers < 0) | (numbers >= size)
+        if ignored is not None:
+            wrong &= numbers != ignored
+        if not wrong.any():
+            raise
+        raise type(error)(
+            f"{operator}: {numbers[wrong][0].item()} is out of range; expected numbers from 0 to "
+            f"{size - 1}, of {size}"
+        ) from None

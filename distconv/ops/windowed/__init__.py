@@ -1,1 +1,0 @@
-"""Windows of convolution and pooling on cut planes."""

@@ -1,0 +1,282 @@
+"""Blocks of ranks and torch's DTensors as DistTensors, and back, with checks that blocks fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from distconv.comm import collectives
+from distconv.comm.checksums import CURE, checksum, differing, due
+from distconv.geometry.layout import Cuts, Layout, block, cutting_axes, rank_box, replicating_axes
+from distconv.geometry.topology import Topology
+from distconv.grid.interface import Grid
+from distconv.grid.process_grid import ProcessGrid, mesh_axes
+from distconv.grid.words import differences, operator_name, user_line
+from distconv.tensor.aliasing import prepare_write
+from distconv.tensor.base import DistTensorBase, tensors_in
+from distconv.tensor.dispatch import WAYS_OUT, refuse
+from distconv.tensor.redistribution import redistribute
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+# Checks that the ranks' blocks form one tensor; errors name the rank whose block does not fit.
+
+
+def global_shape(
+    local: Tensor, grid: Grid, cuts: Cuts, layout: Layout, operator: str
+) -> tuple[int, ...]:
+    """Return the global shape of the tensor of which each rank passes its block. Collective.
+
+    `cuts` are the cuts of the tensor. `layout` is compared between ranks, as each may pass another;
+    `operator` is named in errors. In the first 16 calls, and in every 64th later, the contents are
+    compared, too: ranks that hold the same block must pass equal ones. Raises `ValueError` on every
+    rank, naming the rank whose block does not fit.
+    """
+    # A tensor on the CPU moves to the grid's device.
+    device = "cpu" if local.device == grid.device else str(local.device)
+    line = user_line()
+    replicated = grid.topology.parts(cutting_axes(cuts)) < grid.size
+    # A use counted by block would differ between ranks.
+    whole = None if any(cuts) else local.shape
+    check = replicated and due((operator, line, whole), grid)
+    mine = {"type": str(local.dtype), "requires_grad": local.requires_grad}
+    mine |= {"layout": layout, "grid": str(grid)}
+    number = checksum(local, grid.journal.debug) if check else None
+    held = grid.all_gather_object((tuple(local.shape), mine, device, number, line))
+    shapes, facts, devices, sums, lines = zip(*held, strict=True)
+    if len({len(s) for s in shapes}) > 1:
+        raise ValueError(f"the ranks' blocks differ in their number of dimensions: {shapes}")
+    for found in differences(facts):
+        raise ValueError(f"the ranks' blocks differ: {found}; pass the same on every rank")
+    for rank, elsewhere in enumerate(devices):
+        if elsewhere != "cpu":
+            raise ValueError(
+                f"the tensor of rank {rank} lives on {elsewhere}, not on the device of the grid "
+                "there; pass x.to(grid.device), or a CPU tensor, which is moved there"
+            )
+    try:
+        shape = _fitting_shape(shapes, cuts, grid.topology)
+    except ValueError as error:
+        raise ValueError(f"{operator} at {line}: {error}") from None
+    if None not in sums:
+        axes = cutting_axes(cuts)
+        ranks = differing(local, axes, sums, grid)
+        if ranks:
+            which = "the blocks of ranks that hold the same box are" if axes else "the tensor is"
+            raise ValueError(
+                f"{operator} at {lines[0]}: {which} not the same on all ranks: {ranks}. Every "
+                f"rank has to pass equal ones: {CURE}; or read a block of its own on each rank and "
+                "pass that to DistTensor.from_local"
+            )
+    return shape
+
+
+def check_plain(x: object, what: str) -> None:
+    """Raise TypeError if `x` is no plain tensor; the message calls it `what`."""
+    if isinstance(x, DistTensorBase):
+        raise TypeError(f"{what} is distributed already; use x.redistribute(layout)")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what} is a {type(x).__name__}; pass torch.as_tensor(x)")
+
+
+def check_block(local: Tensor, grid: Grid, cuts: Cuts, shape: tuple[int, ...]) -> None:
+    """Raise `ValueError` on this rank if `local` is not its block of a tensor of shape `shape`.
+
+    Nothing is sent.
+    """
+    expected = rank_box(shape, cuts, grid.topology, grid.rank).shape
+    if tuple(local.shape) != expected:
+        raise ValueError(
+            f"from_local: rank {grid.rank} holds a block of shape {tuple(local.shape)}; of a "
+            f"tensor of shape {shape} in {Layout.of(cuts)} it should hold {expected}. "
+            "distconv.local_box(shape, grid, layout) tells each rank its box"
+        )
+    if local.device.type != "cpu" and local.device != grid.device:
+        raise ValueError(
+            f"from_local: the block of rank {grid.rank} lives on {local.device}, and the grid on "
+            f"{grid.device} there; pass x.to(grid.device), or a CPU tensor, which is moved there"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _fitting_shape(
+    shapes: tuple[tuple[int, ...], ...], cuts: Cuts, topology: Topology
+) -> tuple[int, ...]:
+    """Return the global shape whose cut gives the ranks blocks of these shapes, or raise."""
+    shape = tuple(_global_size(shapes, d, cuts[d], topology) for d in range(len(cuts)))
+    expected = [rank_box(shape, cuts, topology, r).shape for r in range(topology.size)]
+    off = [r for r in range(topology.size) if shapes[r] != expected[r]]
+    if off:
+        listed = "; ".join(
+            f"rank {r} holds {shapes[r]} and should hold {expected[r]}" for r in off[:8]
+        )
+        more = f"; and {len(off) - 8} more" if len(off) > 8 else ""
+        if not any(cuts):
+            raise ValueError(
+                f"the whole tensors of the ranks are not of one shape: {listed}{more}. Pass "
+                "the same on every rank; DistTensor.from_local takes each rank's own block"
+            )
+        raise ValueError(
+            f"the blocks do not make a tensor of shape {shape} in {Layout.of(cuts)}: "
+            f"{listed}{more}. A dimension of size n over p parts gives the first n mod p parts "
+            "one element more; distconv.local_box(shape, grid, layout) tells each rank its box"
+        )
+    return shape
+
+
+def _global_size(
+    shapes: tuple[tuple[int, ...], ...], dimension: int, axes: tuple[str, ...], topology: Topology
+) -> int:
+    """Return the global size of one dimension that fits the blocks of the most ranks."""
+    parts = topology.parts(axes)
+    part = [topology.part(topology.coordinates(r), axes) for r in range(topology.size)]
+    held = [shape[dimension] for shape in shapes]
+    by_part: list[Counter[int]] = [Counter() for _ in range(parts)]
+    for p, n in zip(part, held, strict=True):
+        by_part[p][n] += 1
+    total = sum(sizes.most_common(1)[0][0] for sizes in by_part)
+
+    def misfits(size: int) -> int:
+        bounds = [block(size, parts, j) for j in range(parts)]
+        return sum(h != bounds[p][1] - bounds[p][0] for h, p in zip(held, part, strict=True))
+
+    if not misfits(total):
+        return total
+    near = {n for h in set(held) for n in range(max(0, (h - 1) * parts), (h + 1) * parts)}
+    return min(sorted(near), key=misfits)
+
+
+def check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Tensor) -> None:
+    """Refuse an `out`, passed as `out=`, that cannot hold the result of an operator."""
+    if not (
+        isinstance(out, DistTensorBase)
+        and isinstance(result, DistTensorBase)
+        and any(isinstance(x, DistTensorBase) for x in operands)
+        and (out.shape, out.cuts, out.grid) == (result.shape, result.cuts, result.grid)
+        and out.dtype == result.dtype
+        and not any(x.requires_grad for x in (out, *operands) if torch.is_grad_enabled())
+    ):
+        refuse(
+            operator_name(operator),
+            "out= has to be a distributed tensor of the shape, layout and type of the result, "
+            "outside autograd",
+            *tensors_in(out, *operands),
+            way_out=WAYS_OUT.get(operator, "Use the returned tensor"),
+        )
+    prepare_write(out, operator_name(operator))
+
+
+# Conversion between torch's DTensor and DistTensor, in both directions.
+#
+# torch cuts a dimension of n elements over p ranks into pieces of ceil(n / p) elements, the last of
+# which are smaller or empty. A canonical cut makes pieces that differ by one at most. If p divides
+# n, and in some other cases, both cuts are equal, and nothing is copied. Otherwise the dimension is
+# made whole, and each rank takes its piece of the other cut.
+
+
+def to_dtensor(x: DistTensorBase) -> DTensor:
+    """Return `x` as a DTensor on the device mesh of its grid. All ranks of the grid call it."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    grid = x.grid
+    if not isinstance(grid, ProcessGrid):
+        raise TypeError(f"to_dtensor: {grid!r} is rehearsed, and has no mesh of ranks")
+    axes, topology = mesh_axes(grid), grid.topology
+    placements = [
+        next((Shard(d) for d, cut in enumerate(x.cuts) if axis in cut), Replicate())
+        for axis in axes
+    ]
+    odd = _odd_dimensions(x.shape, x.cuts, axes, topology)
+    kept = tuple(() if d in odd else cut for d, cut in enumerate(x.cuts))
+    whole = redistribute(x, kept, "to_dtensor")
+    # Along the axes of the odd dimensions each rank takes another piece, whose gradients are
+    # summed.
+    local = collectives.unreplicate(whole.shard, grid, replicating_axes(x.cuts, topology))
+    here = topology.coordinates(grid.rank)
+    for d in odd:
+        places = ((topology.extent(axis), here[axis]) for axis in axes if axis in x.cuts[d])
+        start, stop = _chunk(x.shape[d], places)
+        local = local.narrow(d, start, stop - start)
+    stride = torch.empty(x.shape, device="meta").stride()
+    result: Any = DTensor.from_local(
+        local.contiguous(),
+        grid.device_mesh,
+        placements,
+        run_check=False,
+        shape=x.shape,
+        stride=stride,
+    )
+    return result  # type: ignore[no-any-return]
+
+
+def block_of_dtensor(d: DTensor, axes: Sequence[str], grid: ProcessGrid) -> tuple[Tensor, Layout]:
+    """Return this rank's block of `d` as `grid` cuts it, and the layout. All ranks call it.
+
+    `axes` names the grid axis of each dimension of the mesh.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    placements = [Replicate() if p.is_partial() else p for p in d.placements]
+    if any(type(p) not in (Replicate, Shard) for p in placements):
+        raise TypeError(
+            f"from_dtensor: placements {d.placements}; redistribute it to Shard and Replicate"
+        )
+    dims = [p.dim % d.dim() if isinstance(p, Shard) else None for p in placements]
+    cuts = tuple(
+        tuple(axis for axis, dim in zip(axes, dims, strict=True) if dim == i)
+        for i in range(d.dim())
+    )
+    odd = _odd_dimensions(d.shape, cuts, axes, grid.topology)
+    whole = [Replicate() if dim in odd else p for p, dim in zip(placements, dims, strict=True)]
+    if whole != list(d.placements):
+        d = d.redistribute(placements=whole)
+    # Ranks take different pieces of this tensor, so its gradient is the sum of theirs.
+    parts = [Partial() if dim in odd else p for p, dim in zip(whole, dims, strict=True)]
+    local = d.to_local(grad_placements=parts)
+    box = rank_box(tuple(d.shape), cuts, grid.topology, grid.rank)
+    for i in odd:
+        local = local.narrow(i, box.start[i], box.stop[i] - box.start[i])
+    return local, Layout.of(cuts)
+
+
+def _odd_dimensions(
+    shape: Sequence[int], cuts: Cuts, axes: Sequence[str], topology: Topology
+) -> list[int]:
+    """Return the dimensions whose pieces differ between torch's cut and the canonical one.
+
+    `axes` names the grid axis of each dimension of torch's mesh.
+    """
+    odd = []
+    for d, cut in enumerate(cuts):
+        mine = [axis for axis in axes if axis in cut]
+        extents = [topology.extent(axis) for axis in mine]
+        parts = topology.parts(cut)
+        for place in product(*map(range, extents)):
+            there = dict.fromkeys(cut, 0) | dict(zip(mine, place, strict=True))
+            ours = block(shape[d], parts, topology.part(there, cut))
+            if _chunk(shape[d], zip(extents, place, strict=True)) != ours:
+                odd.append(d)
+                break
+    return odd
+
+
+def _chunk(size: int, places: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return start and stop of one rank's piece of a dimension, as torch cuts `size` elements.
+
+    `places` has a pair for each mesh dimension that cuts the dimension: the number of pieces, and
+    the number of this rank's piece.
+    """
+    start = 0
+    for parts, index in places:
+        longest = -(-size // parts)
+        first = min(index * longest, size)
+        start, size = start + first, min(longest, size - first)
+    return start, start + size
