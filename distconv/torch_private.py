@@ -307,10 +307,14 @@ rank's blocks, and no messages."""
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """Return the active transform of torch.func, or None; see `count_modes`."""
 
-_mode_before_dispatch = _ops._mode_stack_state_for_pre_dispatch.get  # type: ignore[no-untyped-call]
+is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
+"""Return whether torch.jit.trace is active. `torch.jit.is_tracing` takes two Python calls more."""
 
+_modes_before_dispatch: list[Any] = vars(_ops._mode_stack_state_for_pre_dispatch)[
+    "_ModeStackStateForPreDispatch__infra_modes"
+]
 
-make_fx_before_dispatch: Callable[[], Any] = partial(_mode_before_dispatch, 0)
+make_fx_before_dispatch: Callable[[], Any] = partial(_modes_before_dispatch.__getitem__, 0)
 """Return the active mode of make_fx or torch.export before dispatch, or None; see `count_modes`."""
 
 _TRACERS = {

@@ -415,6 +415,8 @@ def test_tracers_and_transforms_are_seen() -> None:
 
     x = torch.ones(2)
     look("nothing", x)
+    traced = torch.jit.trace(lambda x: x + (2 if private.is_traced_by_jit() else 1), x)
+    assert traced(x)[0].item() == 3 and not private.is_traced_by_jit()
     torch.func.vmap(lambda x: look("vmap", x))(x)
     make_fx(lambda x: look("make_fx", x))(x)
     make_fx(lambda x: look("before dispatch", x), pre_dispatch=True)(x)

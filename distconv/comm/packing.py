@@ -42,9 +42,13 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """torch's memory formats with channels last, by the number of dimensions."""
 
 
-def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return uninitialised memory of this shape, in channels last if `like` is in channels last."""
-    form = CHANNELS_LAST[like.dim()] if has_channels_last(like) else torch.contiguous_format
+def empty_in_format(shape: tuple[int, ...], like: Tensor, last: bool | None = None) -> Tensor:
+    """Return uninitialised memory of this shape, in channels last if `like` is in channels last.
+
+    `last` says whether it is; by default it is found out.
+    """
+    last = has_channels_last(like) if last is None else last
+    form = CHANNELS_LAST[like.dim()] if last else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=form)
 
 
@@ -104,10 +108,10 @@ def places_in(
         buffer, which has those of `receives`.
     sums: whether messages are added to the tensor. Then all of them lie in the buffer.
     """
-    accelerator = on_accelerator(tensor, grid.computes_on_gpu)
-    key = tensor.stride(), tensor.device, accelerator, of_block, sums
+    key = tensor.stride(), tensor.device, grid.computes_on_gpu, of_block, sums
     found: Places | None = plan.kept.get(key)
     if found is None:
+        accelerator = on_accelerator(tensor, grid.computes_on_gpu)
         routes = plan.sends if of_block else plan.receives
         apart = sums and accelerator
         found = _arranged(routes, None if sums else tensor.stride(), apart)
@@ -120,10 +124,10 @@ def places_in(
 
 def places_apart(plan: Plan, like: Tensor, grid: Grid, *, of_block: bool, sums: bool) -> Places:
     """Return `places_in`, without indices, for messages that all lie in the buffer."""
-    accelerator = on_accelerator(like, grid.computes_on_gpu)
-    key = accelerator, of_block, sums
+    key = like.device, grid.computes_on_gpu, of_block, sums
     found: Places | None = plan.kept.get(key)
     if found is None:
+        accelerator = on_accelerator(like, grid.computes_on_gpu)
         routes = plan.sends if of_block else plan.receives
         found = plan.kept[key] = _arranged(routes, None, sums and accelerator)
     return found

@@ -96,10 +96,11 @@ class Transfer:
         if plan.buffer_is_block:
             self.start_forward(block).finish()
             return block.clone()
+        last = has_channels_last(block)
         # Pieces with channels last would have to be copied before they are concatenated.
-        if plan.pieces is not None and not has_channels_last(block):
+        if plan.pieces is not None and not last:
             return self._joined(block, fill, *plan.pieces)
-        buffer = empty_in_format(plan.buffer_shape, block)
+        buffer = empty_in_format(plan.buffer_shape, block, last)
         if not plan.covered:
             buffer.fill_(fill)
         halos = self.start_forward(block, buffer)

@@ -218,7 +218,7 @@ def on_accelerator(block: Tensor, simulated: bool) -> bool:
     `simulated` is the answer for a block without elements, as in a dry run: whether it stands for a
     block on an accelerator.
     """
-    return simulated if block.is_meta else is_accelerator(block.device)
+    return simulated if block.is_meta else not block.is_cpu
 
 
 def thresholds(accelerator: bool) -> Thresholds:

@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from math import prod
+from typing import Any
+from weakref import WeakValueDictionary
 
 AXES = ("sample", "channel", "filter", "depth", "height", "width")
 """Grid axes from slowest to fastest: the ranks that share a sample are neighbours in rank order."""
 
 
-@dataclass(frozen=True)
 class Topology:
-    """The extents of the six grid axes, in the order of `AXES`; ranks are numbered row-major."""
+    """The extents of the six grid axes, in the order of `AXES`; ranks are numbered row-major.
+
+    There is one object for equal extents, so that caches compare it by its address.
+
+    Attributes
+    ----------
+    extents: the number of ranks along each axis.
+    size: the number of ranks.
+    """
 
     extents: tuple[int, ...]
-    _extent: dict[str, int] = field(init=False, repr=False, compare=False)
-    _stride: dict[str, int] = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
-    size: int = field(init=False, repr=False, compare=False)
-    """The number of ranks."""
+    size: int
+    _extent: dict[str, int]
+    _stride: dict[str, int]
 
-    def __post_init__(self) -> None:
+    def __new__(cls, extents: tuple[int, ...]) -> Topology:
+        """Return the topology with these extents."""
+        known = _KNOWN.get(extents)
+        if known is not None:
+            return known
+        made = super().__new__(cls)
         strides = [1] * len(AXES)
         for i in reversed(range(len(AXES) - 1)):
-            strides[i] = strides[i + 1] * self.extents[i + 1]
-        object.__setattr__(self, "_extent", dict(zip(AXES, self.extents, strict=True)))
-        object.__setattr__(self, "_stride", dict(zip(AXES, strides, strict=True)))
-        object.__setattr__(self, "_hash", hash(self.extents))
-        object.__setattr__(self, "size", prod(self.extents))
+            strides[i] = strides[i + 1] * extents[i + 1]
+        made.extents, made.size = extents, prod(extents)
+        made._extent = dict(zip(AXES, extents, strict=True))
+        made._stride = dict(zip(AXES, strides, strict=True))
+        return _KNOWN.setdefault(extents, made)
 
-    def __hash__(self) -> int:
-        return self._hash
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Topology, (self.extents,)
+
+    def __repr__(self) -> str:
+        return f"Topology({self.extents})"
 
     def __str__(self) -> str:
         """Return the axes with several ranks, such as `height=2, width=2`."""
@@ -80,3 +94,7 @@ class Topology:
                 r + (i - self.coordinate(r, axis)) * stride for r in ranks for i in range(extent)
             ]
         return tuple(sorted(ranks))
+
+
+_KNOWN: WeakValueDictionary[tuple[int, ...], Topology] = WeakValueDictionary()
+"""All topologies in use, by their extents."""

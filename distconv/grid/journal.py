@@ -174,7 +174,7 @@ class Journal:
         self._comm, self.waiting = comm, waiting
         self.compares = comm is not None
         self.debug = self.compares and switched_on(_VARIABLE)
-        self._all = False
+        self._compares_all = self.debug
         """Whether every step is compared for now."""
         self.any_order = 0
         """The number of active contexts in which ranks may start backward passes in any order."""
@@ -257,23 +257,19 @@ class Journal:
         elif self._since >= _EVERY:
             self._start()
 
-    @property
-    def _compares_all(self) -> bool:
-        return self._all or self.debug
-
     @contextmanager
     def comparing_all(self, event: str) -> Iterator[None]:
         """Compare every step within the context, and at its beginning and its end.
 
         `event` is the text of an entry for the beginning. All ranks enter the context together.
         """
-        before, self._all = self._all, self.compares
+        before, self._compares_all = self._compares_all, self.compares
         try:
             self.agrees(event, 0)
             yield
             self.compare()
         finally:
-            self._all = before
+            self._compares_all = before
 
     def agrees(self, event: str, number: int) -> bool:
         """Write entry `event`, compare all entries; return whether `number` is equal on all ranks.

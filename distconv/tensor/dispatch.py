@@ -21,6 +21,7 @@ from distconv.tensor.base import DistTensorBase, tensors_in
 from distconv.torch_private import (
     count_modes,
     innermost_transform,
+    is_traced_by_jit,
     make_fx_before_dispatch,
     tracing_mode,
 )
@@ -187,7 +188,7 @@ def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
     A traced graph would hold this rank's blocks without the messages. All ranks raise, as all run
     the same program. `operator` and the tensors in `arguments` are named in the error.
     """
-    tool = "torch.jit.trace" if torch.jit.is_tracing() else ""
+    tool = "torch.jit.trace" if is_traced_by_jit() else ""
     if innermost_transform() is not None:
         tool = "one of torch.func's transforms"
     if count_modes():

@@ -90,14 +90,15 @@ class DistTensor(DistTensorBase):
         rule = RULES.get(func)
         if rule is not None:
             check_untraced(func, args, kwargs)  # before the call is noted anywhere
+            operands = tensors_in(*args, *kwargs.values()) if kwargs else tensors_in(*args)
             if CURRENT.call is not NO_CALL:
-                return _run(rule, func, args, kwargs)
+                return _run(rule, func, args, kwargs, operands)
             CURRENT.call = func, args, kwargs
             try:
                 if func in _OWN_AFFAIRS:
-                    return _keep_journal_entry(args, _run(rule, func, args, kwargs))
-                _enter_call(func, args, kwargs)
-                return _run(rule, func, args, kwargs)
+                    return _keep_journal_entry(args, _run(rule, func, args, kwargs, operands))
+                _enter_call(func, operands)
+                return _run(rule, func, args, kwargs, operands)
             except Exception as error:
                 note_error(func, error)
                 raise
@@ -474,15 +475,12 @@ def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) ->
     return rank_box(sizes, cuts_of_layout(layout, grid, len(sizes)), grid.topology, grid.rank)
 
 
-def _enter_call(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
-) -> None:
+def _enter_call(func: Callable[..., Any], operands: Sequence[Tensor]) -> None:
     """Enter a call of `func` in the journal of the grid, for comparison with the other ranks.
 
     Calls on tensors that are whole on every rank are left out, as one rank may print them alone.
     """
-    plain = args and not kwargs and isinstance(args[0], Tensor)
-    for x in args if plain else tensors_in(args, kwargs):
+    for x in operands:
         if isinstance(x, DistTensorBase) and any(x.cuts):
             x.grid.journal.enter_call(func)
             return
@@ -532,11 +530,16 @@ def _run(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any] | None,
+    operands: list[Tensor],
 ) -> Any:
-    """Return the result of a rule, with checks of operands, autocast and `out=` around it."""
+    """Return the result of a rule, with checks of operands, autocast and `out=` around it.
+
+    `operands` are the tensors in `args` and `kwargs`.
+    """
     named = {ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
     out = named.pop("out", None)
-    operands = tensors_in(*args, named)
+    if out is not None:
+        operands = tensors_in(*args, *named.values())
     entered = {} if func in UNCHECKED else check_recorded(func, *operands)
     if func not in UNCHECKED and autocast_is_on():
         rule = autocast.under_autocast(rule, func, operands)

@@ -1,9 +1,10 @@
-"""The Python functions of a warm call: between two kernels a GPU waits for them."""
+"""The Python functions, and the files, of a warm call: between two kernels a GPU waits for them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,27 +15,40 @@ from torch import Tensor
 import distconv as dc
 from distconv.transport.launch import switched_on
 
-CALLS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "conv2d": (lambda x: F.conv2d(x, torch.ones(8, 8, 3, 3), padding=1), 112),
-    "max_pool2d": (lambda x: F.max_pool2d(x, 3, 2, 1), 104),
-    "batch_norm": (lambda x: F.batch_norm(x, torch.zeros(8), torch.ones(8), training=True), 112),
-    "relu": (F.relu, 28),
+FOLDER = str(Path(dc.__file__).parent)
+
+
+def _step(x: Tensor) -> None:
+    weight = torch.ones(8, 8, 3, 3)
+    y = F.conv2d(x, weight, padding=1)
+    y = F.batch_norm(y, torch.zeros(8), torch.ones(8), training=True)
+    y = F.max_pool2d(F.relu(y), 3, 2, 1)
+    F.conv2d(y, weight, padding=1).sum().backward()
+
+
+CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
+    "conv2d": (lambda x: F.conv2d(x, torch.ones(8, 8, 3, 3), padding=1), 86, 22),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 3, 2, 1), 86, 19),
+    "batch_norm": (lambda x: F.batch_norm(x, torch.zeros(8), torch.ones(8), training=True), 98, 19),
+    "relu": (F.relu, 20, 7),
+    "step": (_step, 700, 35),
 }
-"""Functions on a tensor with a neighbour, with the most Python functions that each may call."""
+"""Functions of a tensor with a neighbour, with the most Python functions that each may call, and
+the most files of the library from which they may come."""
 
 
 @pytest.mark.skipif(switched_on("DISTCONV_DEBUG"), reason="DISTCONV_DEBUG=1 compares all calls")
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_warm_call_of_a_cut_tensor_calls_few_python_functions(name: str) -> None:
-    call, most = CALLS[name]
+    call, most, most_files = CALLS[name]
     grid = dc.ProcessGrid(height=2)
     x = dc.distribute_tensor(torch.ones(1, 8, 64, 64), grid).requires_grad_()
-    counted = 0
+    called: list[str] = []
 
     def hear(frame: Any, event: str, argument: Any) -> None:
-        nonlocal counted
-        counted += event == "call"
+        if event == "call":
+            called.append(frame.f_code.co_filename)
 
     before = sys.getprofile()
     with dc.method("assembled"):
@@ -43,11 +57,13 @@ def test_a_warm_call_of_a_cut_tensor_calls_few_python_functions(name: str) -> No
             call(x)
         found = []
         for _ in range(5):
-            counted = 0
+            called.clear()
             sys.setprofile(hear)
             try:
                 call(x)
             finally:
                 sys.setprofile(before)
-            found.append(counted)
-    assert min(found) <= most, found
+            files = {file for file in called if file.startswith(FOLDER)}
+            found.append((len(called), len(files)))
+    assert min(calls for calls, _ in found) <= most, found
+    assert min(files for _, files in found) <= most_files, found

@@ -175,7 +175,9 @@ class LayerPart:
         All ranks call it. `bias` is None if the local operator has added it already.
         """
         shape, made, operator = self._shape, self._made, self.operator
-        y = reduce_scatter(block, shape, self._computed, made, grid, operator)
+        y = block
+        if self._computed != made:
+            y = reduce_scatter(block, shape, self._computed, made, grid, operator)
         if bias is not None:
             y.add_(self._along(bias, y))
         if self._kept is not None:

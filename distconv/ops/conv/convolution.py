@@ -33,7 +33,7 @@ Sides = tuple[int, ...]
 """A number for each spatial dimension."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Convolution:
     """The arguments of a convolution, in which each output needs one window of inputs.
 
@@ -168,7 +168,7 @@ def _sides(
 # Transposed convolution: each input reaches a window of outputs.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TransposedConvolution(Convolution):
     """The arguments of a transposed convolution: each input reaches a window of outputs."""
 

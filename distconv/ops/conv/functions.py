@@ -167,7 +167,8 @@ def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _P
     if plan.boundary is not None:
         return overlapped_convolution(x, weight, bias, plan.local, plan.boundary, operator)
     buffer = gather_by(plan.inputs, x, part.cuts, operator)
-    buffer = one_channel_in_sample_format(buffer, x.shape, x.cuts, x.grid)
+    if buffer.shape[1] == 1:
+        buffer = one_channel_in_sample_format(buffer, x.shape, x.cuts, x.grid)
     if plan.weighted and not weight.numel():
         return part.empty_result(buffer, weight, bias)
     if 0 not in plan.made:

@@ -206,12 +206,16 @@ def check_same_types(name: str, *tensors: Tensor | None) -> None:
 
     `name` is the called function, for the error.
     """
-    given = [t for t in tensors if t is not None]
-    if len({t.dtype for t in given}) > 1:
-        raise RuntimeError(
-            f"{name}: input, weight and bias have the types "
-            f"{', '.join(str(t.dtype) for t in given)}; convert them to one"
-        )
+    first = None
+    for t in tensors:
+        if t is None:
+            continue
+        first = t.dtype if first is None else first
+        if t.dtype != first:
+            types = ", ".join(str(t.dtype) for t in tensors if t is not None)
+            raise RuntimeError(
+                f"{name}: input, weight and bias have the types {types}; convert them to one"
+            )
 
 
 def distributed_input(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
@@ -219,7 +223,9 @@ def distributed_input(name: str, input: Tensor, *parameters: Tensor | None) -> D
 
     `name` is the called function, for errors.
     """
-    x = as_distributed(input, common_grid(name, (input, *parameters)))
+    x = input
+    if not isinstance(x, DistTensor):
+        x = as_distributed(input, common_grid(name, (input, *parameters)))
     check_same_types(name, x, *parameters)
     return x
 
