@@ -1,7 +1,6 @@
 """Functions along one dimension, which treat all others element by element.
 
-If that dimension is cut it is made whole first, which is recorded as a redistribution; for
-cumulative sums the ranks exchange the sums of their blocks instead.
+If that dimension is cut it is made whole first, which is recorded as a redistribution.
 """
 
 from __future__ import annotations
@@ -14,13 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.comm.collectives import all_gather_with_grad
-from distconv.grid.interface import Grid
 from distconv.ops.shape.reshape import flatten
 from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dim
 from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.operands import (
-    accumulation_type,
     apply_along,
     apply_to_batches,
     as_distributed,
@@ -34,12 +30,8 @@ from distconv.tensor.redistribution import redistribute
 
 _ALONG = {
     "argsort": "dim=-1 descending=False stable=False",
-    "cummax": "dim",
-    "cummin": "dim",
-    "cumprod": "dim",
     "glu": "dim=-1",
     "kthvalue": "k dim=-1 keepdim=False",
-    "logcumsumexp": "dim",
     "median": "dim=None keepdim=False",
     "mode": "dim=-1 keepdim=False",
     "nanmedian": "dim=None keepdim=False",
@@ -78,37 +70,6 @@ for _name, _parameters in _ALONG.items():
         if hasattr(_home, _name):
             _function = getattr(torch if hasattr(torch, _name) else F, _name)
             RULES[getattr(_home, _name)] = _along(_function, _name, _parameters)
-
-
-@implements(torch.cumsum, torch.Tensor.cumsum)
-def cumsum(input: DistTensor, dim: int, *, dtype: torch.dtype | None = None) -> DistTensor:
-    check_on_meta(torch.cumsum, input, dim, dtype=dtype)
-    d = normalize_dim(dim, input.dim())
-    x, axes = input.shard, input.cuts[d] if input.dim() else ()
-    if not axes:
-        return DistTensor(x.cumsum(d, dtype=dtype), input.shape, input.cuts, input.grid)
-    kind = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-    if kind.is_complex:  # whose addition multiplies by 1 + 0j, so that nan of one part is in both
-        parts = torch.view_as_real(x.to(kind).resolve_conj())
-        shard = torch.view_as_complex(_cumsum_over_ranks(parts, d, parts.dtype, input.grid, axes))
-    else:
-        shard = _cumsum_over_ranks(x, d, kind, input.grid, axes)
-    return DistTensor(shard, input.shape, input.cuts, input.grid)
-
-
-def _cumsum_over_ranks(
-    x: Tensor, d: int, kind: torch.dtype, grid: Grid, axes: tuple[str, ...]
-) -> Tensor:
-    """Return the cumulative sum of type `kind` along dimension `d`, which is cut over `axes`."""
-    own = x.cumsum(d, dtype=accumulation_type(kind))
-    total = own.narrow(d, -1, 1) if x.shape[d] else x.sum(d, True, dtype=own.dtype)
-    totals = all_gather_with_grad(total, grid, axes)
-    earlier = grid.topology.part(grid.topology.coordinates(grid.rank), axes)
-    return own.add_(totals[:earlier].sum(0)).to(kind)
-
-
-for _name in ("cumprod", "cumsum"):
-    implements_in_place(getattr(torch.Tensor, f"{_name}_"), RULES[getattr(torch, _name)])
 
 
 @implements(torch.frexp, torch.Tensor.frexp)

@@ -20,11 +20,61 @@ def test_what_had_to_be_gathered_is_recorded() -> None:
     dc.redistributions(reset=True)
     x.cumsum(1)
     x.softmax(2)
-    x.cumsum(2)
+    for scan in (torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax, torch.cummin):
+        scan(x, 2)
     assert dc.redistributions() == []
-    x.cumprod(2)
+    x.sort(2)
     (entry,) = dc.redistributions()
-    assert (entry.operator, entry.times, entry.bytes) == ("cumprod", 1, 2 * 2 * 3 * 4)
+    assert (entry.operator, entry.times, entry.bytes) == ("sort", 1, 2 * 2 * 3 * 4)
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("size", [3, 17])
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"])
+def test_scans_equal_serial_with_gradients_of_two_orders(name: str, size: int) -> None:
+    rng = random.Random(size)
+    grid = dc.ProcessGrid(width=-1)
+    layout = dc.Layout.of(((), ("width",)))
+    x = random_tensor(rng, (2, size))
+    x[0, 1] = 0.0  # a product, and then its gradient, goes through it
+    x[1] = x[1].round()  # equal extremes
+
+    def scan(x: torch.Tensor) -> torch.Tensor:
+        made = getattr(torch, name)(x, 1)
+        return made if isinstance(made, torch.Tensor) else made.values
+
+    agrees(scan, [x], [], grid, rng, [layout])
+    serial = x.clone().requires_grad_()
+    cut = dc.distribute_tensor(x, grid, layout).requires_grad_()
+    penalties = []
+    for t in (serial, cut):
+        # torch's logcumsumexp has no second derivative where its gradient is 0.
+        (dt,) = torch.autograd.grad((scan(t) + 0.3).square().sum(), t, create_graph=True)
+        dt.square().sum().backward()
+        penalties.append(t.grad)
+    torch.testing.assert_close(penalties[1].full_tensor(), penalties[0])
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_product_that_leaves_the_range_after_a_zero_stays_zero() -> None:
+    x = torch.full((90,), 1e2)
+    x[0] = 0.0
+    cut = dc.distribute_tensor(x, dc.ProcessGrid(width=-1), dc.Layout.of((("width",),)))
+    torch.testing.assert_close(cut.cumprod(0).full_tensor(), x.cumprod(0))
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("name", ["cumprod", "logcumsumexp", "cummax", "cummin"])
+def test_scans_of_nan_and_infinities_equal_serial(name: str) -> None:
+    inf, nan = torch.inf, torch.nan
+    rows = [[-inf, -inf, 1, 2, inf, 0], [0, nan, 3, 1, nan, 5], [2, 2, 2, 2, 2, 2.0]]
+    x = torch.tensor(rows)
+    cut = dc.distribute_tensor(x, dc.ProcessGrid(width=-1), dc.Layout.of(((), ("width",))))
+    made, expected = getattr(cut, name)(1), getattr(x, name)(1)
+    if isinstance(expected, torch.Tensor):
+        made, expected = [made], [expected]
+    for part, serial in zip(made, expected, strict=True):
+        torch.testing.assert_close(part.full_tensor(), serial, equal_nan=True)
 
 
 @pytest.mark.parallel([4, 6])
