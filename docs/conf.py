@@ -24,7 +24,8 @@ myst_heading_anchors = 3
 # Code in docstrings stands between single backticks.
 default_role = "code"
 add_module_names = False
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 napoleon_use_ivar = True
@@ -65,7 +66,7 @@ def plain_docstrings(
     sentence become code, and asterisks and bars are themselves.
     """
     written: list[str] = []
-    within, code = False, False
+    within, code, example = False, False, False
     for number, line in enumerate(lines):
         following = lines[number + 1] if number + 1 < len(lines) else ""
         if following.startswith("---"):
@@ -78,7 +79,8 @@ def plain_docstrings(
             written.insert(before + 1, "::")
             written.insert(before + 2, "")
         named = _NAMED.match(line) if within else None
-        if code:
+        example = line.startswith(">>>") or (example and line != "")
+        if code or example:
             written.append(line)
             continue
         texts = [named[1], f"    {named[2]}"] if named else [line]
@@ -86,6 +88,20 @@ def plain_docstrings(
             texts = [f"    {line.strip()}"]
         written += [_MARKUP.sub(_escaped, text) for text in texts]
     lines[:] = written
+
+
+_TYPE = re.compile(r"~(?:\w+\.)*(\w+)")
+_DEFAULT = re.compile(r"<class '(?:\w+\.)*(\w+)'>|<function [^=]*?>(?=[,)])")
+
+
+def short_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returned: str
+) -> tuple[str, str] | None:
+    """Return a signature with types and classes by their own names, and functions as `...`."""
+    if not signature:
+        return None
+    signature = _DEFAULT.sub(lambda found: found[1] or "...", signature)
+    return _TYPE.sub(r"\1", signature), _TYPE.sub(r"\1", returned or "")
 
 
 def files_to_download(app: Any, page: str, source: list[str]) -> None:
@@ -96,4 +112,5 @@ def files_to_download(app: Any, page: str, source: list[str]) -> None:
 def setup(app: Any) -> None:
     """Read docstrings before napoleon does, and sources before they are parsed."""
     app.connect("autodoc-process-docstring", plain_docstrings, priority=400)
+    app.connect("autodoc-process-signature", short_signature)
     app.connect("source-read", files_to_download)

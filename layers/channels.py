@@ -49,7 +49,7 @@ class _ChannelParallel(nn.Module):
 
 
 class Conv1d(_ChannelParallel, nn.Conv1d):
-    """torch.nn.Conv1d with an algorithm, `parallel`, for inputs that are cut in channels.
+    """torch.nn.Conv1d with an algorithm, `parallel`, for partitioned channels.
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
@@ -57,7 +57,7 @@ class Conv1d(_ChannelParallel, nn.Conv1d):
 
 
 class Conv2d(_ChannelParallel, nn.Conv2d):
-    """torch.nn.Conv2d with an algorithm, `parallel`, for inputs that are cut in channels.
+    """torch.nn.Conv2d with an algorithm, `parallel`, for partitioned channels.
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
@@ -65,7 +65,7 @@ class Conv2d(_ChannelParallel, nn.Conv2d):
 
 
 class Conv3d(_ChannelParallel, nn.Conv3d):
-    """torch.nn.Conv3d with an algorithm, `parallel`, for inputs that are cut in channels.
+    """torch.nn.Conv3d with an algorithm, `parallel`, for partitioned channels.
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
@@ -73,7 +73,7 @@ class Conv3d(_ChannelParallel, nn.Conv3d):
 
 
 class ConvTranspose1d(_ChannelParallel, nn.ConvTranspose1d):
-    """torch.nn.ConvTranspose1d with an algorithm, `parallel`, for inputs that are cut in channels.
+    """torch.nn.ConvTranspose1d with an algorithm, `parallel`, for partitioned channels.
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
@@ -81,7 +81,7 @@ class ConvTranspose1d(_ChannelParallel, nn.ConvTranspose1d):
 
 
 class ConvTranspose2d(_ChannelParallel, nn.ConvTranspose2d):
-    """torch.nn.ConvTranspose2d with an algorithm, `parallel`, for inputs that are cut in channels.
+    """torch.nn.ConvTranspose2d with an algorithm, `parallel`, for partitioned channels.
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
@@ -89,7 +89,7 @@ class ConvTranspose2d(_ChannelParallel, nn.ConvTranspose2d):
 
 
 class ConvTranspose3d(_ChannelParallel, nn.ConvTranspose3d):
-    """torch.nn.ConvTranspose3d with an algorithm, `parallel`, for inputs that are cut in channels.
+    """torch.nn.ConvTranspose3d with an algorithm, `parallel`, for partitioned channels.
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
@@ -97,7 +97,7 @@ class ConvTranspose3d(_ChannelParallel, nn.ConvTranspose3d):
 
 
 class Linear(_ChannelParallel, nn.Linear):
-    """torch.nn.Linear with an algorithm, `parallel`, for inputs that are cut in features.
+    """torch.nn.Linear with an algorithm, `parallel`, for partitioned features.
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.

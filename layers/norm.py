@@ -85,11 +85,11 @@ class GroupNorm(nn.GroupNorm):
 
     Parameters
     ----------
-    statistics: the elements of a sample over which the statistics of a group are taken.
+    statistics: the elements of a sample that enter the statistics of a group.
         "global": all of them, as in serial torch.
         "local": the elements of this rank's block, without communication. It is **not exact**: the
-        result depends on how samples are cut, so use a network with the cut it was trained with. On
-        plain tensors, and where the plane is not cut, both are equal.
+        result depends on the partition, so use a network with the partition of its training. On
+        plain tensors, and on planes that are not partitioned, both are equal.
     """
 
     def __init__(self, *args: Any, statistics: str = "global", **kwargs: Any):

@@ -1,10 +1,12 @@
-"""What README and docs show can be run, and prints what they say."""
+"""README and docs show code that runs and prints their output, in the field's words."""
 
 from __future__ import annotations
 
 import contextlib
+import doctest
 import gc
 import importlib.util
+import inspect
 import io
 import os
 import re
@@ -14,17 +16,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
 
+import distconv
 from distconv.tensor.dispatch import RULES
+from docs.conf import short_signature
 from tests.support.jobs import forked, mpiexec, own_environment
 from tests.support.pages import ROOT, Program, Shell, agrees, pages, read, run
+from tests.support.public import examples, listed
+from tests.support.words import banned
 
 COMM = MPI.COMM_WORLD
 READ = [read(page) for page in pages()]
 PROGRAMS = [p for programs, _ in READ for p in programs if COMM.size in p.ranks]
+USERS = [page for page in pages() if page.name != "CONTRIBUTING.md"]
 SHELLS = [shell for _, shells in READ for shell in shells]
 
 
@@ -127,3 +135,85 @@ def test_pages_name_environment_variables_that_exist() -> None:
     told = set(re.findall(r"DISTCONV_[A-Z_]+", "".join(p.read_text() for p in pages())))
     assert told <= known
     assert known <= set(re.findall(r"DISTCONV_[A-Z_]+", listed.read_text())), os.fspath(listed)
+
+
+@pytest.mark.parametrize("page", USERS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_do_without_banned_words(page: Path) -> None:
+    assert banned(page.read_text()) == []
+
+
+def test_docstrings_of_the_api_do_without_banned_words() -> None:
+    found = {name: banned(value.__doc__ or "") for name, value in listed()}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_banned_words_are_found_in_prose_only() -> None:
+    code = "\n\n```python\ncut = 1\n```\n"
+    page = f"A cut in `cut`, [link](cut.md).{code}What is cut off? So it\ngoes on.\n"
+    assert [line.partition(";")[0] for line in banned(page)] == [
+        "1: 'cut'",
+        "6: 'cut'",
+        "7: 'goes on'",
+    ]
+
+
+def test_signatures_of_the_api_show_neither_modules_nor_functions() -> None:
+    shown = "(f: ~collections.abc.Callable[[str], object] = <function <lambda>>, c=<class 'a.b.C'>)"
+    assert short_signature(None, "", "", None, None, shown, "~torch.Tensor") == (
+        "(f: Callable[[str], object] = ..., c=C)",
+        "Tensor",
+    )
+
+
+EXAMPLES = examples()
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_examples_of_docstrings_print_what_they_say(
+    example: doctest.DocTest, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Examples are the same on both ranks, apart from blocks."""
+    monkeypatch.chdir(folder)
+    torch.manual_seed(0)
+    rules = dict(RULES)
+    example.globs = {"np": np, "torch": torch, "nn": torch.nn, "dc": distconv}
+    printed = io.StringIO()
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    try:
+        failed, _ = doctest.DocTestRunner(optionflags=flags).run(example, out=printed.write)
+    finally:
+        RULES.clear()
+        RULES.update(rules)
+        gc.collect()
+    assert not failed, printed.getvalue()
+
+
+def test_functions_that_programs_begin_with_have_examples() -> None:
+    named = {example.name.removeprefix("distconv.") for example in EXAMPLES}
+    first = (
+        "ProcessGrid Layout distribute_tensor DistTensor.from_local DistTensor.full_tensor "
+        "DistTensor.redistribute local_box parallelize no_sync clip_grad_norm_ full_state_dict "
+        "data.Dataset data.Loader data.distribute data.Function data.save save_checkpoint "
+        "load_checkpoint verify compile redistributions elementwise windowed training.Recipe"
+    )
+    assert set(first.split()) - named == set()
+
+
+def test_pages_of_the_api_list_every_public_name_and_nothing_internal() -> None:
+    names = [name for name, _ in listed()]
+    assert len(names) == len(set(names))
+    public = {f"distconv.{name}" for name in distconv.__all__ if name != "data"}
+    again = {"distconv.data.load_checkpoint", "distconv.data.save_checkpoint"}
+    again.add("distconv.planning.Plan")
+    for package in ("data", "training", "planning", "horovod", "lbann"):
+        module = importlib.import_module(f"distconv.{package}")
+        for name, value in vars(module).items():
+            if (
+                not name.startswith("_")
+                and not inspect.ismodule(value)
+                and (getattr(value, "__module__", "").startswith("distconv"))
+            ):
+                public.add(f"distconv.{package}.{name}")
+    assert public - set(names) == again
+    assert not [name for name in names if re.search(r"\._|mark_summed|Base$", name)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
 import re
+import subprocess
 from typing import Any
 
 import pytest
@@ -102,3 +104,81 @@ def test_the_version_is_written_in_one_module_only() -> None:
     written = json.dumps(__version__)
     files = [p for folder in ("distconv", "layers", "docs") for p in (ROOT / folder).rglob("*.py")]
     assert [p.name for p in files if written in p.read_text()] == ["version.py"]
+
+
+DOCKER_WORDS = {"FROM", "RUN", "COPY", "ENV", "WORKDIR", "CMD"}
+APPTAINER_SECTIONS = {"files", "post", "environment", "runscript"}
+
+
+def extras_named(text: str) -> set[str]:
+    """Return the extras with which a text installs the package."""
+    found = re.findall(r"distconv\[([\w,]+)\]|'\.\[([\w,]+)\]'", text)
+    return {extra for names in found for extra in "".join(names).split(",")}
+
+
+def known_extras() -> set[str]:
+    return set(METADATA.get_all("Provides-Extra") or ())
+
+
+def test_the_docker_file_has_known_instructions_and_installs_extras_that_exist() -> None:
+    text = (ROOT / "packaging/Dockerfile").read_text()
+    lines = re.sub(r"\\\n", " ", text).splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line.strip() and line[0] != "#"]
+    assert {word for word, _ in steps} == DOCKER_WORDS
+    assert steps[0][0] == "FROM"
+    assert json.loads(dict(steps)["CMD"]) == ["python", "-m", "distconv", "--help"]
+    assert extras_named(text) == {"mpi", "data"} <= known_extras()
+
+
+def test_the_apptainer_file_has_a_header_and_known_sections() -> None:
+    text = (ROOT / "packaging/distconv.def").read_text()
+    header, *sections = re.split(r"^%", text, flags=re.MULTILINE)
+    keys = dict(re.findall(r"^(\w+): (\S+)$", header, re.MULTILINE))
+    docker = (ROOT / "packaging/Dockerfile").read_text()
+    assert keys == {"Bootstrap": "docker", "From": re.findall(r"^FROM (\S+)$", docker, re.M)[0]}
+    assert {section.split()[0] for section in sections} == APPTAINER_SECTIONS
+    assert extras_named(text) == extras_named(docker)
+    for section in sections:
+        name, _, code = section.partition("\n")
+        if name != "files":
+            subprocess.run(["sh", "-n"], input=code, text=True, check=True)
+
+
+def test_the_spack_recipe_requires_what_the_package_does() -> None:
+    tree = ast.parse((ROOT / "packaging/spack/package.py").read_text())
+    (recipe,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    # Spack finds py-distconv by this name.
+    assert recipe.name == "PyDistconv"
+    calls = [node.value for node in recipe.body if isinstance(node, ast.Expr)]
+    specs = [
+        ast.literal_eval(call.args[0])
+        for call in calls
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "depends_on"
+    ]
+    required = [
+        re.match(r"([\w-]+)(?:>=([\d.]+))?", text)
+        for text in importlib.metadata.requires("distconv") or ()
+        if "extra" not in text or re.search(r'extra == "(mpi|data)"', text)
+    ]
+    wanted = {
+        f"py-{r[1]}" + (f"@{r[2].removesuffix('.0')}:" if r[2] else "")
+        for r in required
+        if r is not None
+    }
+    build = "py-setuptools@77:"
+    python = f"python@{str(METADATA['Requires-Python']).removeprefix('>=')}:"
+    assert set(specs) == wanted | {build, python}
+
+
+def test_the_page_of_installing_names_extras_and_files_that_exist() -> None:
+    text = (ROOT / "docs/install.md").read_text()
+    assert {"mpi", "mpich", "openmpi"} <= extras_named(text) <= known_extras()
+    files = set(re.findall(r"\b(?:packaging|recipe)/[\w./]+\w", text))
+    assert files and all((ROOT / name).is_file() for name in files), files
+    assert f"dist/distconv-{__version__}-py3-none-any.whl" in text
+
+
+def test_llms_txt_links_to_pages_that_exist() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text())
+    assert len(links) > 20
+    assert [link for link in links if not (ROOT / link).is_file()] == []

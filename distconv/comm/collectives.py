@@ -24,8 +24,8 @@ def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tens
 def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """Stack `local` of all ranks along `axes`, which all call it; differentiable.
 
-    The ranks are in the order of the blocks of a dimension cut over `axes`: the first axis is the
-    slowest.
+    The ranks are in the order of the blocks of a dimension partitioned over `axes`: the first axis
+    is the slowest.
     """
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:

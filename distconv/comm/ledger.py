@@ -109,6 +109,15 @@ def redistributions(*, reset: bool = False) -> list[Redistribution]:
 
     Each rank counts the bytes that it received in forward passes. `reset` empties the record. No
     communication.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 4, 4), grid)
+    >>> earlier = dc.redistributions(reset=True)
+    >>> y = x.sort(dim=2).values
+    >>> [moved.operator for moved in dc.redistributions()]
+    ['sort']
     """
     entries = [replace(entry) for entry in _LEDGER.values()]
     if reset:

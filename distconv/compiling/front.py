@@ -74,7 +74,7 @@ def compile(program: Callable[..., Any], *, backend: str | None = None) -> Any:
     `backward()`. Optimizers step outside.
 
     torch.compile's front end traces the serial program, and guards the Python values that it reads:
-    for a changed value it traces anew. The first call with given values and layouts runs as it is,
+    for a changed value it traces again. The first call with given values and layouts runs eagerly,
     the second is traced, and later ones are replays, forward and backward, without Python between
     the kernels. On GPUs replays are graphs of the device, messages by NCCL included, where the
     carrier and the program allow it.
@@ -106,6 +106,16 @@ def compile(program: Callable[..., Any], *, backend: str | None = None) -> Any:
         On all ranks, when an optimizer steps within a call.
     DivergenceError
         On all ranks, when ranks replay or compile different programs.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> model = dc.parallelize(nn.Conv2d(1, 1, 3, padding=1), grid)
+    >>> compiled = dc.compile(model)
+    >>> for _ in range(4):
+    ...     compiled(dc.distribute_tensor(torch.ones(1, 1, 8, 8), grid)).sum().backward()
+    >>> compiled.replays
+    2
     """
     if backend is not None and backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(map(repr, torch.compiler.list_backends()))

@@ -127,8 +127,8 @@ def save_checkpoint(
         sharded parameters, which are not gathered then, and its share of the other tensors. The
         checkpoint can be loaded on any grid whose ranks see the folder, and in one process. It is
         complete once rank 0, which must see the files of all ranks, has written its file last.
-    check_finite: whether to refuse parameters that are not finite, and NaN in buffers and in the
-        optimizer's state.
+    check_finite: whether parameters that are not finite, and NaN in buffers and in the optimizer's
+        state, are an error.
 
     Raises
     ------
@@ -136,10 +136,17 @@ def save_checkpoint(
         On every rank, if the ranks pass different arguments, the state is not finite, another
         job is writing to the folder, the folder holds a later step or the same step of a model with
         other tensors, the file cannot be written, or it would hold objects that `torch.load`
-        refuses with weights_only. The earlier checkpoints remain.
+        does not load with weights_only. The earlier checkpoints remain.
     RuntimeError
         On every rank, if the models of the ranks differ, for example because one rank skipped an
         optimizer step, or if the ranks called different functions.
+
+    Examples
+    --------
+    >>> model = dc.parallelize(nn.Conv2d(1, 1, 3), dc.ProcessGrid(height=2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> dc.save_checkpoint("run", model, optimizer, step=120).name
+    'checkpoint-0000000120.pt'
     """
     grid = required_reduction("save_checkpoint", model).grid
     grid.journal.compare()
@@ -247,7 +254,7 @@ def load_checkpoint(
     """Load a checkpoint into a model and the other objects, on this grid. Collective.
 
     Rank 0 reads the file and sends it to all ranks; each rank reads the shards that its own blocks
-    need. In a folder, the newest checkpoint that is whole and loads with weights_only is taken;
+    need. In a folder, the newest checkpoint that is whole and loads with weights_only is used;
     damaged ones are reported. Nothing is written or renamed, so a program may read the checkpoints
     of another one that is still saving. torch's random numbers continue with the state of rank 0.
 
@@ -259,7 +266,7 @@ def load_checkpoint(
         argument is ignored.
     missing_ok: return None if there is no checkpoint, and no damaged one either.
     check: called on every rank with the checkpoint before anything is changed; raises ValueError to
-        refuse it.
+        reject it.
 
     Returns the checkpoint.
 
@@ -269,6 +276,15 @@ def load_checkpoint(
         On every rank, if there is no whole checkpoint, a file cannot be read now, the checkpoint is
         of another model, optimizer, scheduler or loader, or the ranks pass different arguments. A
         part of the state may have been loaded before the error.
+
+    Examples
+    --------
+    >>> model = dc.parallelize(nn.Conv2d(1, 1, 3), dc.ProcessGrid(height=2))
+    >>> dc.load_checkpoint("empty", model, missing_ok=True) is None
+    True
+    >>> path = dc.save_checkpoint("mine", model, step=7)
+    >>> dc.load_checkpoint("mine", model).step
+    7
     """
     grid = required_reduction("load_checkpoint", model).grid
     parts = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}

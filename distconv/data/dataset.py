@@ -109,7 +109,7 @@ class Blocks:
 
 
 class Dataset:
-    """Samples of which each rank reads its own boxes. Opening it is collective.
+    """Samples of which each rank reads its own blocks. Opening it is collective.
 
     Parameters
     ----------
@@ -123,17 +123,17 @@ class Dataset:
     inputs, targets: the names of the fields of a sample, one or several each: datasets of a file,
         keys of a dictionary, or indices into items. All fields when neither is given.
     layout: the layout of mini-batches of the first field, or a dictionary of layouts by field; by
-        default every dimension is cut over the axis of its own name. A field without a layout is
-        cut as the first one if it has as many dimensions, or its shape without the channels (labels
-        beside a volume); other fields (vectors, numbers) are cut by samples only.
+        default every dimension is partitioned over the axis of its own name. A field without a
+        layout is partitioned as the first one if it has as many dimensions, or its shape without
+        the channels (labels beside a volume); other fields (vectors, numbers) by samples only.
     dtype: the type of the tensors: one for all floating-point fields, or a dictionary by field.
         torch's default for floating-point fields when not given; other fields keep their type.
     transform: a function `transform(block, box)` of this rank's block of a mini-batch, read and
         converted, such as `Normalize`; several in a dictionary by field. It runs in a background
-        thread, and must commute with cutting.
+        thread, and must commute with partitioning.
     check_finite: whether values that are not finite are an error, both as read and once converted.
-    halo: the number of elements by which a rank's box grows on both sides of each spatial dimension
-        (of the first field: all dimensions after the channels). One number, one for each dimension,
+    halo: the number of elements by which a block grows on both sides of each spatial dimension (of
+        the first field: all dimensions after the channels). One number, one for each dimension,
         or a dictionary of these by field. Fields with the first field's space then come as
         `HaloBlock`s, plain tensors with elements of neighbours, in place of DistTensors.
     halo_border: the halo beyond the sample: none ("clip"), zeros ("zeros"), or the elements at the
@@ -163,6 +163,14 @@ class Dataset:
     DataError
         On every rank, for a source that is missing, truncated or mis-shaped on any rank, or that
         differs between ranks.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> volumes = np.zeros((10, 1, 33, 32), "float32")  # or a path, such as "train.h5"
+    >>> data = dc.data.Dataset(volumes, grid)
+    >>> len(data), tuple(data.batch([0, 5]).shape)
+    (10, (2, 1, 33, 32))
     """
 
     def __init__(
@@ -261,7 +269,7 @@ class Dataset:
 
         Returns the fields in order, each a DistTensor of shape (len(samples), *shape of a sample),
         or a `HaloBlock`; no tuple if there is only one field. Raises DataError on every rank
-        if one cannot read its box.
+        if one cannot read its block.
 
         Parameters
         ----------

@@ -44,7 +44,7 @@ def distribute(
     """Return the mini-batches of a loader as DistTensors. All ranks call it with equal loaders.
 
     If a DataLoader draws the indices of its mini-batches, each rank loads only the samples of its
-    part of the `sample` axis, whole, and keeps its box of them. The indices are drawn from rank 0's
+    position on the `sample` axis, whole, and keeps its block. The indices are drawn from rank 0's
     random numbers, so shuffling needs no seed. With any other iterable, such as a DataLoader on an
     IterableDataset or one with an `__iter__` of its own, each rank goes through all mini-batches,
     which must be equal. `Dataset` and `Loader` read no more than the box.
@@ -59,6 +59,16 @@ def distribute(
     grid: the process grid.
     layout: the layout of the first tensor, or a dictionary by key or position, with tuples for
         nested ones; see `Dataset`.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> samples = torch.utils.data.TensorDataset(torch.ones(8, 3, 16, 16), torch.arange(8))
+    >>> loader = torch.utils.data.DataLoader(samples, batch_size=4, shuffle=True)
+    >>> for x, y in dc.data.distribute(loader, grid):
+    ...     print(tuple(x.shape), tuple(x.to_local().shape), tuple(y.shape))
+    (4, 3, 16, 16) (4, 3, 8, 16) (4,)
+    (4, 3, 16, 16) (4, 3, 8, 16) (4,)
     """
     return DistributedLoader(loader, grid, layout)
 

@@ -51,6 +51,13 @@ def on_rank_zero(grid: Grid, action: Callable[[], Result]) -> Result:
     ------
     DataError
         On every rank, as in `together`.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> dc.data.on_rank_zero(grid, lambda: np.save("x.npy", np.zeros((4, 1, 8, 8))))
+    >>> len(dc.data.Dataset("x.npy", grid))  # the file is there on all ranks
+    4
     """
     result = together(grid, lambda: action() if grid.rank == 0 else None)
     found: Result = grid.all_gather_object(result)[0]

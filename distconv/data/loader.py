@@ -48,8 +48,8 @@ class Traffic:
 
     Attributes
     ----------
-    bytes_read: bytes of this rank's boxes, in the types of the source.
-    bytes_fetched: bytes of all chunks that these boxes touch, each whole.
+    bytes_read: bytes of the blocks of this rank, in the types of the source.
+    bytes_fetched: bytes of all chunks that these blocks touch, each whole.
     seconds_waited: seconds that the program waited for samples.
     bytes_received: bytes of samples that other ranks sent from their caches.
     """
@@ -94,7 +94,15 @@ class Loader:
     ------
     DataError
         On every rank, if arguments differ or make no mini-batch; in a loop, if a rank cannot
-        read its box.
+        read its block.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> data = dc.data.Dataset(np.zeros((10, 1, 33, 32), "float32"), grid)
+    >>> loader = dc.data.Loader(data, batch_size=4, shuffle=True)
+    >>> [len(x) for x in loader]
+    [4, 4, 2]
     """
 
     def __init__(
@@ -171,7 +179,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the place in it, behind the last mini-batch that a loop yielded.
 
-        After a loop that `break` has ended, this is the place in the epoch that was cut short. It
+        After a loop that `break` has ended, this is the position in the interrupted epoch. It
         is the same on all ranks, and can be loaded on any grid.
         """
         epoch, batch = self._position()

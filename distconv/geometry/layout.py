@@ -94,18 +94,25 @@ class _HasCuts(Protocol):
 
 
 class Layout:
-    """The grid axis, or tuple of axes (first slowest), over which each tensor dimension is cut.
+    """The grid axis, or tuple of axes (first slowest), that partitions each tensor dimension.
 
-    `Layout(sample="sample", height=("height", "width"))` cuts the samples over the grid axis
+    `Layout(sample="sample", height=("height", "width"))` partitions samples over the grid axis
     "sample" and the rows over "height" and "width" together. A dimension that is not named is
-    whole on every rank, as is one cut over axes of one rank. Dimensions are named by position (see
+    whole on every rank, as is one over axes of one rank. Dimensions are named by position (see
     `dimension_names`); for weights, (filter, channel, *kernel), `filter` names dimension 0, and is
     equal to `sample`. Immutable and hashable.
 
     Raises
     ------
     ValueError
-        For an unknown dimension or grid axis, or a grid axis that cuts two dimensions.
+        For an unknown dimension or grid axis, or a grid axis that partitions two dimensions.
+
+    Examples
+    --------
+    >>> dc.Layout(sample="sample", height=("depth", "height"))
+    Layout(sample='sample', height=('depth', 'height'))
+    >>> dc.Layout()  # whole on every rank
+    Layout()
     """
 
     __slots__ = ("_cut", "by_dimension")
@@ -152,7 +159,7 @@ class Layout:
 
     @classmethod
     def of(cls, cuts: Cuts, *, weight: bool = False) -> Layout:
-        """Return the layout with these cuts, one tuple of grid axes for each dimension in order.
+        """Return the layout with these `cuts`, one tuple of grid axes for each dimension in order.
 
         With `weight` the first dimension is called `filter`, not `sample`.
         """
@@ -163,7 +170,7 @@ class Layout:
 
     @classmethod
     def like(cls, x: _HasCuts, without: str | Iterable[str] = ()) -> Layout:
-        """Return the layout of a tensor with the dimensions and cuts of `x`, except some by name.
+        """Return the layout of a tensor partitioned as `x`, except some dimensions by name.
 
         Labels (sample, depth, height, width) beside a volume have the layout `Layout.like(volume,
         without="channel")`. By position alone their dimensions would be named (sample, channel,
@@ -192,9 +199,9 @@ class Layout:
         )
 
     def cuts(self, ndim: int) -> Cuts:
-        """Return the grid axes over which each dimension of a tensor of `ndim` dimensions is cut.
+        """Return the grid axes that partition each dimension of a tensor of `ndim` dimensions.
 
-        Raises `ValueError` where the layout cuts a dimension that such a tensor does not have.
+        Raises `ValueError` if the layout partitions a dimension that such a tensor does not have.
         """
         names = dimension_names(ndim)
         position = {name: i for i, name in enumerate(names)}
@@ -211,12 +218,12 @@ class Layout:
         return tuple(cuts)
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """Return the grid axes over which the dimension of this name is cut."""
+        """Return the grid axes that partition the dimension of this name."""
         return dict(self._cut).get(name, ())
 
     @property
     def cutting_axes(self) -> tuple[str, ...]:
-        """Return all grid axes that cut some dimension."""
+        """Return all grid axes that partition some dimension."""
         return cutting_axes(axes for _, axes in self._cut)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -261,7 +268,7 @@ def effective_cuts(cuts: Cuts, topology: Topology) -> Cuts:
 
 
 def cutting_axes(cuts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return all grid axes that cut some dimension."""
+    """Return all grid axes that partition some dimension."""
     return tuple(chain.from_iterable(cuts))
 
 
@@ -273,7 +280,7 @@ def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:
 
 @lru_cache(maxsize=65536)
 def rank_box(shape: tuple[int, ...], cuts: Cuts, topology: Topology, rank: int) -> Box:
-    """Return the box that `rank` holds of a tensor of global `shape` cut by `cuts`."""
+    """Return the box that `rank` holds of a tensor of global `shape`, partitioned by `cuts`."""
     coordinates = topology.coordinates(rank)
     bounds = [
         block(n, topology.parts(axes), topology.part(coordinates, axes)) if axes else (0, n)

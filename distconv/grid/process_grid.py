@@ -122,7 +122,7 @@ _grids: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
 
 
 class ProcessGrid(Grid):
-    """P_N x P_S ranks: `sample` cuts the mini-batch, the other axes cut each sample.
+    """P_N x P_S ranks: `sample` partitions the mini-batch, the other axes partition each sample.
 
     Ranks are numbered row-major over (sample, channel, filter, depth, height, width), so the ranks
     that share a sample are neighbours, on one node where they fit.
@@ -149,6 +149,14 @@ class ProcessGrid(Grid):
         GPUs; or "mpi", through the host for GPUs unless the MPI is GPU-aware. By default
         DISTCONV_TRANSPORT, and else the first of these that is possible; on CPUs "mpi", except
         under torchrun.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=-1)  # on 2 ranks
+    >>> print(grid)
+    ProcessGrid(height=2) on 2 ranks
+    >>> grid.size, grid.shape["height"], grid.shape["sample"]
+    (2, 2, 1)
     """
 
     def __init__(
@@ -264,6 +272,13 @@ class ProcessGrid(Grid):
         Parameters
         ----------
         value: a number, or a tensor of one element.
+
+        Examples
+        --------
+        >>> grid = dc.ProcessGrid(sample=2)
+        >>> correct, samples = [(3, 4), (1, 2)][grid.rank]  # of this rank's own samples
+        >>> round(grid.mean(correct / samples, samples), 3)
+        0.667
         """
         own = value.item() if isinstance(value, torch.Tensor) else float(value)
         wrong = not 0 <= weight < inf

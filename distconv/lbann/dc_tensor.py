@@ -73,8 +73,8 @@ class ParallelStrategy:
 
     Parameters
     ----------
-    num_shards: the number of parts of each dimension that is cut, at most three.
-    shard_dim: the numbers of the dimensions to cut, from 2 on, one for each of `num_shards`. The
+    num_shards: the number of parts of each partitioned dimension, at most three.
+    shard_dim: the numbers of these dimensions, from 2 on, one for each of `num_shards`. The
         attribute may be assigned again later.
     device_type: "cuda" or "cpu".
 
@@ -82,7 +82,7 @@ class ParallelStrategy:
     ----------
     total_num_shards: the ranks of a replica.
     ddp_ranks, ddp_ind: the number of replicas, and the index of this rank's replica.
-    shard_ind: the index of this rank's part along each dimension that is cut.
+    shard_ind: the index of this rank's part along each partitioned dimension.
     device_mesh: all ranks as a mesh of torch.distributed, by the names "ddp" and
         `distconv_dim_names`, which are "dc0", "dc1", ...
     grid: the ranks of this replica, on which its tensors live.
@@ -262,14 +262,14 @@ def add_up(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: boo
 
 
 class DCTensor(DistTensor):
-    """A DistTensor whose samples are cut over the ranks of one replica, with LBANN's methods.
+    """A DistTensor that is partitioned over the ranks of one replica, with LBANN's methods.
 
     `.shape` is the global shape, and functions compute on the whole tensor: sums, means, norms and
     losses, too. Their results are DCTensors.
 
     Attributes
     ----------
-    summands: the grid axes over which LBANN's program would add up the tensor by
+    summands: the grid axes over which LBANN's program would sum the tensor by
         `torch.distributed.all_reduce`; here that call leaves it as it is.
     """
 
@@ -315,7 +315,8 @@ class DCTensor(DistTensor):
 
     @classmethod
     def distribute(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:
-        """Cut the tensor of a replica's first rank; the ranks of the replica call it together.
+        """Partition the tensor of a replica's first rank; the ranks of the replica call it
+        together.
 
         The result is a leaf of autograd, with the `requires_grad` and memory format of `tensor`.
         Raises `ValueError` on all ranks of the replica if their tensors differ in shape or type.
@@ -337,7 +338,7 @@ class DCTensor(DistTensor):
     def to_replicate(self) -> Tensor:
         """Return the whole tensor on every rank of the replica, which call it together.
 
-        The result is a plain tensor. In the backward pass the gradients of all ranks are added up
+        The result is a plain tensor. In the backward pass the gradients of all ranks are summed
         and divided by the number of ranks, so a loss that every rank computes counts once. Within a
         module of `DistConvDDP` the result is a DCTensor, whole on every rank, so that gradients of
         parameters which it is multiplied by count once, too.

@@ -46,7 +46,7 @@ def forward_halo_exchange(
 ) -> Tensor:
     """Return this rank's block with the neighbours' halos on both sides of one dimension.
 
-    All ranks of a replica call it together. Differentiable: gradients of halos are added up where
+    All ranks of a replica call it together. Differentiable: gradients of halos are summed where
     their elements come from. To exchange along several dimensions, corners included, call it for
     one dimension after the other.
 

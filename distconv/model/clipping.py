@@ -52,8 +52,8 @@ def clip_grad_norm_(
     """Scale all gradients down to a norm of at most `max_norm`, in few messages.
 
     This is torch.nn.utils.clip_grad_norm_ for models with sharded parameters. All ranks of the grid
-    call it together, after `backward()`. One message carries the norms of all sharded parameters
-    that are cut over the same axes; torch's own function sends one for each, and returns a
+    call it together, after `backward()`. One message carries the norms of all parameters sharded
+    over the same axes; torch's own function sends one for each, and returns a
     DistTensor.
 
     Parameters
@@ -71,6 +71,16 @@ def clip_grad_norm_(
         Where `norm_type` is not positive.
     RuntimeError
         Where `error_if_nonfinite` is set and the norm is not finite.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> model = dc.parallelize(nn.Conv2d(1, 1, 1, bias=False), grid)
+    >>> model(dc.distribute_tensor(torch.ones(1, 1, 2, 2), grid)).sum().backward()
+    >>> dc.clip_grad_norm_(model.parameters(), 1.0)
+    tensor(4.)
+    >>> round(model.weight.grad.item(), 4)
+    1.0
     """
     norm_type = float(norm_type)
     if not norm_type > 0:

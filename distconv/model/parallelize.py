@@ -75,9 +75,9 @@ def parallelize(
         another layout is redistributed, once for all modules that take it in the same layout. Other
         modules take their inputs as they come.
     shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
-        fully connected layers whose layout cuts channels. They become DistTensors; an optimizer
-        made before this call stays valid if it has no state yet. Weights that are parametrized stay
-        whole.
+        fully connected layers whose layout partitions channels. They become DistTensors; an
+        optimizer made before this call stays valid if it has no state yet. Weights that are
+        parametrized stay whole.
     bucket_bytes: the bytes of gradients in one message.
     wire: "bfloat16" or "float16" to send gradients in half precision, and sum them in float32. They
         are then the serial ones within two roundings to this type, and are sent after the backward
@@ -96,6 +96,17 @@ def parallelize(
         already, if a pattern matches nothing, if `bucket_bytes` is below 1, if `wire` is another
         type, if `error_feedback` is given without it, or if torch's settings of TF32, cuDNN, oneDNN
         or deterministic algorithms differ between ranks.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> model = dc.parallelize(nn.Conv2d(1, 1, 3, padding=1, bias=False), grid)
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 8, 8), grid)
+    >>> model(x).sum().backward()  # the gradient of the serial program, on every rank
+    >>> model.weight.grad[0, 0]
+    tensor([[49., 56., 49.],
+            [56., 64., 56.],
+            [49., 56., 49.]])
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
@@ -150,8 +161,8 @@ def unparallelize(module: Module) -> Module:
 
     The program may then change its structure, and `parallelize` it again, on any grid. Parameters
     stay the same objects with the same values and gradients. Sharded parameters become whole, while
-    their optimizer state stays cut. All ranks of the grid call it together, outside of `no_sync`.
-    An ordinary module is left as it is.
+    their optimizer state stays sharded. All ranks of the grid call it together, outside of
+    `no_sync`. An ordinary module is left as it is.
 
     Raises
     ------
@@ -159,6 +170,18 @@ def unparallelize(module: Module) -> Module:
         Where the module is a part of a larger one, which was parallelized as a whole.
     RuntimeError
         If gradients have not been summed over the ranks yet, after `no_sync`.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> model = dc.parallelize(nn.Sequential(nn.Conv2d(1, 4, 3)), grid)
+    >>> model = dc.unparallelize(model)
+    >>> model.append(nn.ReLU())
+    Sequential(
+      (0): Conv2d(1, 4, kernel_size=(3, 3), stride=(1, 1))
+      (1): ReLU()
+    )
+    >>> model = dc.parallelize(model, grid)
     """
     parts = list(module.modules())
     found = {part: part.__dict__.get(REDUCTION_ATTRIBUTE) for part in parts}
@@ -197,6 +220,17 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     diverge, as with DistributedDataParallel. Run the last pass before a step outside the context,
     also if an epoch ends early.
     All ranks enter the context together. A `module` that is not parallelized raises `ValueError`.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> model = dc.parallelize(nn.Conv2d(1, 1, 1, bias=False), grid)
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 4, 4), grid)
+    >>> with dc.no_sync(model):
+    ...     model(x).sum().backward()  # no all-reduce
+    >>> model(x).sum().backward()  # sums both gradients over the ranks
+    >>> model.weight.grad.item()
+    32.0
     """
     reduction = required_reduction("no_sync", module)
     before, reduction.enabled = reduction.enabled, False

@@ -22,6 +22,13 @@ def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
 
     All ranks of the grid call it together. Load it serially with `load_state_dict`, or on any grid
     with `load_full_state_dict`. As in a state_dict, tensors that are not sharded are not copied.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(channel=2)
+    >>> model = dc.parallelize(nn.Conv2d(4, 4, 3), grid, shard_parameters=True)
+    >>> {name: tuple(value.shape) for name, value in dc.full_state_dict(model).items()}
+    {'weight': (4, 4, 3, 3), 'bias': (4,)}
     """
     state: dict[str, Any] = map_state(source.state_dict(), whole)
     return state
@@ -31,8 +38,8 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]
     """Load a state_dict of the serial program, with whole tensors, into a module or an optimizer.
 
     Every rank passes the same state and keeps its blocks; no communication. A DistTensor in the
-    state must be cut as in the target. Names and shapes that do not fit raise the errors of torch's
-    `load_state_dict`, on every rank.
+    state must have the target's layout. Names and shapes that do not fit raise the errors of
+    torch's `load_state_dict`, on every rank.
     """
     if isinstance(target, nn.Module):
         target.load_state_dict(state)

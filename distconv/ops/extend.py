@@ -44,6 +44,13 @@ def elementwise(function: Function) -> Function:
     ----------
     function: takes tensors and other values, writes to none of them, and returns one tensor of the
         broadcast shape.
+
+    Examples
+    --------
+    >>> scaled = dc.elementwise(lambda x, factor: x * factor)
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 4, 4), dc.ProcessGrid(height=2))
+    >>> scaled(x, torch.tensor(3.0)).sum().item()
+    48.0
     """
     rule = pointwise_rule(_on_contiguous(function))
 
@@ -120,6 +127,15 @@ def windowed(
     fill: the value of the padding.
     channels: the number of channels that the function returns, if it mixes channels; None if
         it treats every channel alone.
+
+    Examples
+    --------
+    >>> @dc.windowed(kernel=3, padding=1, fill=0.0)
+    ... def largest(x):
+    ...     return x.unfold(2, 3, 1).unfold(3, 3, 1).flatten(4).amax(-1)
+    >>> x = dc.distribute_tensor(torch.arange(16.0).reshape(1, 1, 4, 4), dc.ProcessGrid(height=2))
+    >>> largest(x).full_tensor()[0, 0, 0]
+    tensor([5., 6., 7., 7.])
     """
 
     def decorate(function: Function) -> Function:

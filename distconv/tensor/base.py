@@ -192,7 +192,7 @@ class ViewRecipe(NamedTuple):
 
 
 class DistTensorBase(torch.Tensor):
-    """A tensor that is cut over the ranks of a grid; `.shape` is the global shape.
+    """A tensor that is partitioned over the ranks of a grid; `.shape` is the global shape.
 
     Attributes
     ----------
@@ -283,7 +283,7 @@ class DistTensorBase(torch.Tensor):
     def shard(self) -> Tensor:
         """Return this rank's block. Collective for a merged tensor and for views on other ranks.
 
-        All ranks bring the block of a merged tensor at the first call, and the block of such a view
+        All ranks fetch the block of a merged tensor at the first call, and the block of such a view
         again after each write to its base. For any other tensor nothing is sent.
         """
         if self.recipe is None:

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 
 class DistTensor(DistTensorBase):
-    """A tensor that is cut over the ranks of a grid; `.shape` is the global shape.
+    """A tensor that is partitioned over the ranks of a grid; `.shape` is the global shape.
 
     Made by `distribute_tensor`, `DistTensor.from_local` and by operators on DistTensors. Operators
     without a rule raise `UnsupportedOperation`. Autograd records the operations on the shards.
@@ -154,7 +154,7 @@ class DistTensor(DistTensorBase):
         local: this rank's block, of the shape of its canonical box, on the CPU or the grid's
             device, to which it moves. To avoid a wait for the GPU, move it before by
             `local.to(grid.device, non_blocking=True)` from pinned memory.
-        layout: the cuts of the global tensor; every dimension over the grid axis of its own name
+        layout: the layout of the global tensor; every dimension over the grid axis of its own name
             when not given.
         shape: the global shape, the same on every rank, if the program knows it. Then nothing is
             sent, and a rank whose block does not fit raises alone. With DISTCONV_DEBUG=1 the ranks
@@ -164,6 +164,14 @@ class DistTensor(DistTensorBase):
         ------
         ValueError
             On every rank, naming the rank whose block does not fit and the shape it should have.
+
+        Examples
+        --------
+        >>> grid = dc.ProcessGrid(height=2)
+        >>> rows = torch.full((1, 1, 3, 5), float(grid.rank))  # this rank's own block
+        >>> x = dc.DistTensor.from_local(rows, grid)
+        >>> tuple(x.shape), x.sum().item()
+        ((1, 1, 6, 5), 15.0)
         """
         check_untraced("DistTensor.from_local")
         check_plain(local, "from_local: local")
@@ -188,7 +196,7 @@ class DistTensor(DistTensorBase):
     ) -> DistTensor:
         """Return a DTensor of torch as a DistTensor. All ranks of its mesh call it together.
 
-        Nothing is copied between ranks if torch cuts the dimensions as `Layout` does, for example
+        Nothing is copied between ranks if torch partitions dimensions as `Layout` does, for example
         if the number of ranks divides the size. Any other dimension is made whole on the way.
         Gradients flow back to the DTensor.
 
@@ -218,7 +226,7 @@ class DistTensor(DistTensorBase):
     def to_dtensor(self) -> DTensor:
         """Return the tensor as a DTensor of torch on `grid.device_mesh`. All ranks call it.
 
-        It shares memory if torch cuts the dimensions as this tensor's layout does. Any other
+        It shares memory if torch partitions dimensions as this tensor's layout does. Any other
         dimension is made whole on the way. Gradients flow back from the DTensor.
         """
         return to_dtensor(self)
@@ -228,7 +236,7 @@ class DistTensor(DistTensorBase):
         """Return this rank's block as a plain tensor that shares its memory.
 
         Its channels may be last in memory. No communication, except for a merged reshape and for a
-        view of elements on other ranks: all ranks bring a copy of the block together, at the first
+        view of elements on other ranks: all ranks gather a copy of the block together, at the first
         call and after each write to the base; an earlier copy keeps its values.
 
         If n ranks hold the block, each rank passes 1/n of its result's gradient on to the tensor.
@@ -266,6 +274,13 @@ class DistTensor(DistTensorBase):
 
         It may share memory with a tensor that is whole on every rank; clone it before you write to
         it.
+
+        Examples
+        --------
+        >>> grid = dc.ProcessGrid(height=2)
+        >>> x = dc.distribute_tensor(torch.arange(4.0).reshape(1, 1, 4, 1), grid)
+        >>> x.full_tensor().flatten()
+        tensor([0., 1., 2., 3.])
         """
         check_untraced("full_tensor", self)
         if self.grid.size > 1:
@@ -292,7 +307,16 @@ class DistTensor(DistTensorBase):
 
     @run_eagerly
     def redistribute(self, layout: Layout) -> DistTensor:
-        """Return the tensor in another layout on the same grid. All ranks call it together."""
+        """Return the tensor in another layout on the same grid. All ranks call it together.
+
+        Examples
+        --------
+        >>> grid = dc.ProcessGrid(height=2)
+        >>> x = dc.distribute_tensor(torch.ones(1, 4, 8, 8), grid)
+        >>> y = x.redistribute(dc.Layout(channel="height"))
+        >>> tuple(x.to_local().shape), tuple(y.to_local().shape)
+        ((1, 4, 4, 8), (1, 2, 8, 8))
+        """
         check_untraced("redistribute", self)
         with running("redistribute", self, layout):
             return redistribute(self, cuts_of_layout(layout, self.grid, self.dim()), "redistribute")
@@ -422,22 +446,29 @@ def as_parameter(x: DistTensor) -> DistTensor:
 
 @run_eagerly
 def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None) -> DistTensor:
-    """Cut a tensor that every rank holds in full; each rank keeps its own box.
+    """Partition a tensor that every rank holds in full; each rank keeps its own block.
 
     All ranks of the grid call it together, with equal tensors; their shapes are compared. The
     gradient of `x` is that of the whole tensor, on every rank. On CPUs, blocks of planes get
     channels last in memory where convolutions gain by it; DISTCONV_CHANNELS_LAST=1 or 0 decides for
-    planes and volumes on any device. Warns without a layout if no axis cuts a sample.
+    planes and volumes on any device. Warns without a layout if no axis partitions a sample.
 
     Parameters
     ----------
     x: the global tensor, on the CPU or the grid's device, to which each rank's block moves.
-    layout: the cuts; every dimension over the grid axis of its own name when not given.
+    layout: the layout; every dimension over the grid axis of its own name when not given.
 
     Raises
     ------
     ValueError
         On every rank, when the ranks' shapes or types differ.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> x = dc.distribute_tensor(torch.ones(1, 3, 8, 8), grid)
+    >>> tuple(x.shape), tuple(x.to_local().shape)
+    ((1, 3, 8, 8), (1, 3, 4, 8))
     """
     check_plain(x, "distribute_tensor: x")
     check_untraced("distribute_tensor")
@@ -463,12 +494,26 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
 
 
 def default_layout(grid: Grid, ndim: int) -> Layout:
-    """Return the default layout: each dimension is cut over the axis of its own name."""
+    """Return the default layout: each dimension is partitioned over the axis of its own name.
+
+    Examples
+    --------
+    >>> dc.default_layout(dc.ProcessGrid(height=2), 4)
+    Layout(height='height')
+    """
     return Layout.of(default_cuts(ndim, grid.topology))
 
 
 def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) -> Box:
-    """Return the box of a tensor of global `shape` that this rank holds; no communication."""
+    """Return the box of a tensor of global `shape` that this rank holds; no communication.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> box = dc.local_box((4, 3, 101, 50), grid)
+    >>> box.slices[2] in (slice(0, 51), slice(51, 101))
+    True
+    """
     sizes = whole_numbers(shape, "shape")
     if min(sizes, default=0) < 0:
         raise ValueError(f"local_box: shape={sizes} has a negative size")

@@ -94,7 +94,7 @@ def explain(
 
     Raises TypeError or ValueError for arguments that do not fit: no Module, no shape, or not one
     type or layout for each input. Raises RuntimeError if the forward pass raises, naming the
-    layer; also if it reads the elements of a tensor. A layer that is refused raises nothing: it
+    layer; also if it reads the elements of a tensor. An unsupported layer raises nothing: it
     is the last row of the table.
 
     Parameters
@@ -103,8 +103,8 @@ def explain(
     input_shape: the global shape of its input, or a sequence of shapes for several inputs.
     grid: a grid, or the ranks along its axes, such as {"height": 64, "width": 64}.
     dtype: the type of the input, or one for each input; the type of the parameters by default.
-    layout: the layout of the input, or one for each input; by default every dimension is cut over
-        the axis of its own name.
+    layout: the layout of the input, or one for each input; by default every dimension is
+        partitioned over the axis of its own name.
     layouts, options: as for `parallelize`, such as `shard_parameters=True`.
     rank: the rank to show; by default the rank in the middle of every axis.
     show: whether to print the table, on rank 0.

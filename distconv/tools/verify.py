@@ -151,7 +151,7 @@ def verify(
 
     Raises TypeError or ValueError on every rank, for arguments that do not fit, or differ between
     ranks. Raises RuntimeError, naming the layer, if the module raises on the grid and not serially.
-    A layer that is refused (`UnsupportedOperation`) raises nothing: it is the last row of the
+    An unsupported layer (`UnsupportedOperation`) raises nothing: it is the last row of the
     result.
 
     Parameters
@@ -160,8 +160,8 @@ def verify(
     input: the whole plain input, or a sequence of them, equal on all ranks.
     grid: a grid, or the number of ranks along each axis; their product is the number of ranks of
         the job.
-    layout: the layout of the input, or one for each input; by default every dimension is cut over
-        the axis of its own name.
+    layout: the layout of the input, or one for each input; by default every dimension is
+        partitioned over the axis of its own name.
     layouts: layouts for the inputs of submodules, by patterns of names, as for `parallelize`.
     tolerance: the largest relative difference that is treated as rounding. By default 1e-10 in
         float64, 1e-4 in float32, and 64 times the rounding of shorter types; the coarsest type
@@ -178,6 +178,14 @@ def verify(
     seed: the seed of the random gradient of the outputs.
     show: whether to print the table, on rank 0.
     progress: called with each comparison as it is ready, before its difference is judged.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)).double()
+    >>> result = dc.verify(net, torch.randn(2, 1, 9, 7, dtype=torch.float64), grid, show=False)
+    >>> result.ok
+    True
     """
     if not isinstance(grid, ProcessGrid):
         axes: dict[str, Any] = dict(grid)

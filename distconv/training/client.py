@@ -29,8 +29,8 @@ class Worker:
     """Train a model with the parameters of a server. All ranks of the worker make it together.
 
     Training begins with the server's parameters and buffers. At the end of a `with` block the
-    worker tells the server that it has finished, or has failed. Workers may take different numbers
-    of steps.
+    worker informs the server that it has finished, or has failed. Workers may take different
+    numbers of steps.
 
     Raises ValueError if the model is not parallelized on `team.grid`, or this rank is a server. If
     the server ends, this and every method raise ServerLost on every rank of the worker.

@@ -48,7 +48,7 @@ class ElasticAveraging:
 
     Call `step` between `backward()` and the optimizer's step: pull and gradient then belong to the
     same weights, as published. The pull does not enter the optimizer's momentum (EAMSGD; with
-    nesterov=True the pull is taken at the weights that torch holds, which include the velocity).
+    nesterov=True the pull is computed at the weights that torch holds, which include the velocity).
     Buffers, such as running statistics, stay each worker's own.
 
     Raises ValueError on every rank, if the model is not parallelized on the grid of its worker, a

@@ -103,7 +103,8 @@ class ConcurrentReductions:
     Within the context backward passes return before the sums are complete: do not use gradients
     before its end, which waits for all of them. Between GPUs all reductions start at the end, in
     the order of the models. Each model takes part in one backward pass. Forward passes, and
-    backward passes of models that cut samples, must come in one order on all ranks, as always.
+    backward passes of models with partitioned samples, must come in one order on all ranks, as
+    always.
 
     Raises ValueError if a model is not parallelized, or two are parts of one.
 
@@ -155,7 +156,7 @@ _Sums: TypeAlias = Callable[[], list[Tensor | None]]
 
 
 class GradientLag:
-    """Give the optimizer gradients of earlier steps, so that later steps hide their reduction.
+    """Give the optimizer gradients of earlier steps, so that later steps overlap their reduction.
 
     On a quadratic the largest stable learning rate is 1/2 of the one without lag for a lag of 1,
     0.309 for 2 and 0.223 for 3; so a lag pays if the reduction takes long compared with a step.

@@ -38,7 +38,7 @@ class NoiseScale:
     throughout the model; layers that mix samples, such as batch normalisation, are treated as if
     they did not.
 
-    Raises ValueError if the model is not parallelized, or weights are cut over the replicas.
+    Raises ValueError if the model is not parallelized, or weights are sharded over the replicas.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class NoiseScale:
 
         Parameters
         ----------
-        losses: the loss, or the losses of micro-batches of equal size, which are added up; a
+        losses: the loss, or the losses of micro-batches of equal size, which are summed; a
             generator may compute them one by one.
         samples: the samples of the whole batch, over all replicas and micro-batches.
         """
@@ -197,7 +197,7 @@ def advise(
     *,
     noise_scale: float | None = None,
 ) -> list[str]:
-    """Return warnings about a grid and a batch size, a sentence each. Nothing is refused.
+    """Return warnings about a grid and a batch size, a sentence each. None is an error.
 
     No communication. The grid need not exist yet.
 

@@ -113,7 +113,7 @@ class Cosine(Decay):
 class CosineRestarts(Decay):
     """Let the learning rate fall to a fraction `floor` along half a cosine, again and again.
 
-    The first fall takes `period` steps, and each `growth` times as many as the one before
+    The first period has `period` steps, and each period `growth` times the steps of the previous
     (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is from 0 to 1.
     """
 
@@ -199,6 +199,11 @@ def number_of_steps(
     as_of_batch_size: a smaller batch size whose number of steps is kept, which means more epochs: a
         large batch generalizes as well in as many steps (Hoffer et al., "Train longer, generalize
         better", arXiv:1705.08741).
+
+    Examples
+    --------
+    >>> dc.training.number_of_steps(samples=50_000, epochs=90, batch_size=1024)
+    4410
     """
     size = batch_size if as_of_batch_size is None else as_of_batch_size
     for name, value in (("samples", samples), ("epochs", epochs), ("batch size", size)):
@@ -224,6 +229,18 @@ class Recipe:
     decay: the decay of the scaled rate after the warm-up.
     total_steps: the steps of the whole training, for decays that depend on its end; see
         `number_of_steps`.
+
+    Examples
+    --------
+    >>> model = nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # found for 256 samples
+    >>> recipe = dc.training.Recipe(batch_size=1024, reference_batch_size=256, warmup_steps=10)
+    >>> schedule = recipe.schedule(optimizer)
+    >>> for _ in range(20):
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> round(optimizer.param_groups[0]["lr"], 6)
+    0.4
     """
 
     batch_size: int

@@ -52,9 +52,9 @@ def sample_cut() -> Canvas:
         x, y = 40 + middle[1], 84 + middle[0] + 5
         drawing.text(x, y, f"rank {rank}", "on", "middle", on=RANKS[rank])
     drawing.text(24, 54, "ProcessGrid(height=2, width=2)", "small mono quiet")
-    drawing.text(24, 306, "Each rank holds one box of it.", "small")
+    drawing.text(24, 306, "Each rank holds one block of it.", "small")
     drawing.line(248, 178, 292, 178, tip=True)
-    drawing.text(312, 34, "What each rank reads for a 3x3 convolution", "title")
+    drawing.text(312, 34, "Elements that each rank needs for a 3x3 convolution", "title")
     for rank in range(4):
         plan = make_plan(grid, rank, shape, cuts, cuts, (window, window))
         held = owners(plan, rank)
@@ -83,7 +83,7 @@ def sample_cut() -> Canvas:
         drawing.text(left + 112, top + 36, f"holds {len(held) - received}", "small quiet")
         drawing.text(left + 112, top + 52, f"receives {received}", "small quiet")
     drawing.rect(320, 326, 14, 14, "frame")
-    drawing.text(341, 338, "its own box", "small")
+    drawing.text(341, 338, "its own block", "small")
     drawing.rect(430, 326, 14, 14, fill=RANKS[1])
     drawing.text(451, 338, "halo: another rank's elements", "small")
     drawing.rect(640, 326, 14, 14, "padding")
@@ -247,7 +247,7 @@ def replicas_and_gradients() -> Canvas:
         drawing.text(x + 80, 80, f"rank {rank}", "on", "middle")
         part = ("upper", "lower")[where["height"]]
         drawing.text(x + 80, 100, f"sample {where['sample']}, {part} half", "on small", "middle")
-        drawing.text(x + 80, 138, f"its part of dL/dw: g{rank}", "small", "middle")
+        drawing.text(x + 80, 138, f"its contribution: g{rank}", "small", "middle")
         drawing.line(x + 80, 146, x + 80, 178, tip=True)
     drawing.rect(30, 182, 700, 40, "box", rx="6")
     drawing.text(380, 207, "one all-reduce: g0 + g1 + g2 + g3 = the serial gradient", "", "middle")
@@ -265,10 +265,13 @@ def replicas_and_gradients() -> Canvas:
 
 
 def overlap() -> Canvas:
-    """Draw what a rank does during a convolution, beside what is under way."""
-    drawing = Canvas(760, 346, "Computation and messages of one rank in a cut convolution")
+    """Draw the work of a rank during a convolution, beside its messages."""
+    drawing = Canvas(760, 346, "Computation and messages of one rank in a partitioned convolution")
     drawing.text(
-        24, 34, "One rank in a cut convolution and in its backward pass (not to scale)", "title"
+        24,
+        34,
+        "One rank in a partitioned convolution and its backward pass (not to scale)",
+        "title",
     )
     rows = {
         "computes": (
@@ -277,7 +280,7 @@ def overlap() -> Canvas:
                 (110, 40, "post", 7),
                 (152, 150, "own block", 0),
                 (304, 70, "add halo", 1),
-                (390, 84, "halo's part", 1),
+                (390, 84, "halo outputs", 1),
                 (476, 176, "own block and weight", 0),
                 (654, 44, "add", 1),
             ],
@@ -294,9 +297,9 @@ def overlap() -> Canvas:
     drawing.text(372, 236, "forward", "small quiet", "end")
     drawing.text(388, 236, "backward", "small quiet")
     lines = (
-        "Forward: receives are posted, the rank computes on its own block, and adds what the halo contributes.",
-        "Backward: the gradient of the halo is computed first and travels home while the rank computes the",
-        "gradients of its own block and of the weight. Sums of weight gradients go on beside the next layers.",
+        "Forward: the rank posts receives, computes on its own block, and adds the contributions of the halo.",
+        "Backward: the gradient of the halo is computed first and sent to its owner while the rank computes the",
+        "gradients of its own block and of the weight. All-reduces of weight gradients overlap the next layers.",
     )
     for i, words in enumerate(lines):
         drawing.text(24, 270 + i * 20, words, "small")
@@ -311,12 +314,12 @@ def floors() -> Canvas:
         (
             ("tools", "explain, verify, timelines, the command line"),
             ("planning", "machine model, predictions, the search for a grid"),
-            ("training, horovod, lbann", "what depends on the number of replicas"),
-            ("data", "reading and writing samples box by box, checkpoints"),
+            ("training, horovod, lbann", "algorithms that depend on the number of replicas"),
+            ("data", "reading and writing samples block by block, checkpoints"),
             ("layers", "drop-in layers with a choice"),
-            ("compiling", "programs that are traced, messages included, and replayed"),
+            ("compiling", "programs that are traced with their messages, and replayed"),
             ("model", "parallelize: gradients, sharding, layouts of modules"),
-            ("ops", "what each torch function means, a folder a family"),
+            ("ops", "the rule of each torch function, a folder for each family"),
             ("tensor", "DistTensor and its strict dispatch"),
             ("comm", "plans in motion, with their adjoints"),
             ("grid", "the ranks as a grid; finds ranks that differ or stall"),

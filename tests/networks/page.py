@@ -16,25 +16,26 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "networks.md"
 INTRODUCTION = """\
 # Networks, losses and metrics of other packages
 
-This page is measured, not written: by `make networks`, which runs each case forward and backward in
-float64 on several ranks, cut in space, and compares outputs, input gradients and parameter
-gradients with the serial run.
+This page lists the networks, losses and metrics of other packages that were tried with distconv.
+`make networks` measures it: it runs each case forward and backward in float64 on several ranks,
+partitioned in space, and compares outputs, input gradients and parameter gradients with the serial
+run.
 
 - **right**: they are equal to rounding.
-- **refused**: `UnsupportedOperation` on every rank, before any message; the reasons are below.
-- **wrong**, **error**, **hang**: not so.
+- **unsupported**: `UnsupportedOperation` on every rank, before any message; the reasons are below.
+- **wrong**, **error**, **hang**: a fault.
 
-*Redistributed* are the bytes, over all ranks, that a forward pass on the most ranks moves beyond
-halos and reductions, as counted by `dc.redistributions()`, and the operator that moves most of
-them; *input* are those of the inputs. *Otherwise* are those moved for other operators than the ones
-of which each result takes all positions of a sample, so that these have to travel: the keys and
-values of attention, fully connected layers and recurrences along positions, Fourier transforms,
-sorting and running sums. `make networks` fails where a network moves more than its input otherwise.
+*Redistributed* counts the bytes, over all ranks, that a forward pass on the most ranks moves beyond
+halos and reductions, as counted by `dc.redistributions()`; the last column is the operator that
+moves most of them. *Input* is the size of the inputs. *Otherwise* excludes operators whose results
+depend on all positions of a sample, which therefore have to communicate: the keys and values of
+attention, fully connected layers and recurrences along positions, Fourier transforms, sorting and
+running sums. `make networks` fails if a network moves more than its input otherwise.
 
-Some losses do, on four ranks. Lovász losses sort the errors of all positions: every
-rank has the sorted ones, and looks up all labels in their order. Losses that write one-hot classes
-into a plain tensor of zeros, which is whole on every rank, bring it all labels, each time they do;
-labels that are one-hot from the start do not move.
+Some losses do, on four ranks. Lovász losses sort the errors of all positions: every rank has the
+sorted errors, and looks up all labels in their order. Losses that write one-hot classes into a
+plain tensor of zeros, which is whole on every rank, gather all labels each time; labels that are
+one-hot from the start do not move.
 """
 
 Results = dict[int, dict[str, dict[str, Any]]]
@@ -48,7 +49,7 @@ def write(results: Results) -> None:
     parts = [INTRODUCTION, f"With torch {version('torch').partition('+')[0]}, {versions}."]
     for title, cases in (("Networks", NETWORKS), ("Losses and metrics", LOSSES)):
         parts += [f"\n## {title}\n", _counted(cases, results), "", *_table(cases, results)]
-    parts += ["\n## What is not right\n", *_reasons(results)]
+    parts += ["\n## Cases that are not right\n", *_reasons(results)]
     PAGE.write_text("\n".join(parts) + "\n")
 
 
@@ -59,7 +60,7 @@ def _counted(cases: tuple[Case, ...], results: Results) -> str:
     return f"{len(cases)} of {len({c.package for c in cases})} packages: {', '.join(numbers)}."
 
 
-_SEVERITY = ("right", "refused", "error", "hang", "wrong")
+_SEVERITY = ("right", "unsupported", "error", "hang", "wrong")
 
 
 def _words(case: Case, results: Results) -> list[str]:

@@ -74,7 +74,7 @@ def in_double(module: nn.Module) -> nn.Module:
 
 
 def outcome(case: Case) -> dict[str, Any]:
-    """Return the result of a case, right, refused, wrong or error, and its reason; collective."""
+    """Return the result of a case (right, unsupported, wrong, error) and its reason; collective."""
     torch.manual_seed(0)
     inputs = case.tensors()
     grid = grid_for(inputs[0].dim())
@@ -88,7 +88,7 @@ def outcome(case: Case) -> dict[str, Any]:
         return {"result": "error", "why": f"{type(error).__name__}: {error}"}
     first = verification.first_deviation
     if first is not None and first.kind == "refused":
-        return {"result": "refused", "why": first.note, "where": first.layer}
+        return {"result": "unsupported", "why": first.note, "where": first.layer}
     if not any(row.kind == "output" for row in verification.rows):
         return {"result": "error", "why": "returns no tensor to compare"}
     largest = max(verification.rows, key=lambda row: row.difference)

@@ -146,11 +146,11 @@ ATTEMPTS = [
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_refused_function_returns_nothing_however_it_is_called() -> None:
+def test_an_unsupported_function_returns_nothing_however_it_is_called() -> None:
     grid = dc.ProcessGrid()
     for name in (name for known in listed().values() for name in known):
         # Those of symbolic numbers take no tensors.
-        if ".sym_" in name or samples_of(name) or status(name, grid) != "refused":
+        if ".sym_" in name or samples_of(name) or status(name, grid) != "unsupported":
             continue
         for attempt in ATTEMPTS:
             x = dc.distribute_tensor(torch.ones(3, 3), grid)

@@ -1,4 +1,4 @@
-"""Measure which torch functions are exact, redistribute or are refused, and write them to a page.
+"""Measure which torch functions are exact, redistribute or are unsupported, and write the page.
 
 `python -m tests.support.supported` on two ranks writes docs/reference/coverage.md; see Makefile.
 """
@@ -25,30 +25,31 @@ RANKS = 2
 """The number of ranks; any number but 1 redistributes the same."""
 
 INTRODUCTION = """\
-# Which torch functions are supported
+# Supported torch functions
 
-Every function that torch lets a tensor subclass override, and every other one with a rule here, on
-a DistTensor. This page is measured, not written: `make coverage` calls each function with sample
-arguments (`tests/support/samples.py`) on tensors that are cut along one dimension after the other,
-and notes what happens. `tests/ops/test_coverage.py` checks that the page is current, and that
+This page lists every function that torch lets a tensor subclass override, and every other function
+with a rule, with its support on a DistTensor. `make coverage` measures it: it calls each function
+with sample arguments (`tests/support/samples.py`) on tensors that are partitioned along one
+dimension after the other. `tests/ops/test_coverage.py` checks that the page is current, and that
 outputs and gradients of every sample equal those of serial torch on random grids and layouts.
 
-- **exact**: the numbers are those of serial torch whichever dimension is cut, and the tensor stays
-  cut as it is. Only halos, sums, and elements that change their owner are sent. Operands that are
-  cut differently are brought to one layout first.
-- **redistributes (...)**: exact as well, but where one of the dimensions in brackets is cut it is
-  first made whole on every rank, and `dc.redistributions()` counts it. Dimensions are named by
-  position, as in `Layout`; `dim` is the one that an argument names, of which the block moves.
-- **refused**: raises `UnsupportedOperation` on every rank before anything is sent. *Refused where
-  cut*: works on tensors that are whole on every rank.
-- **metadata**: answered from the global shape and type; there are no numbers.
+- **exact**: the results equal those of serial torch for any partitioned dimension, and the tensor
+  keeps its layout. Only halos, sums, and elements that change their owner are sent. Operands with
+  different layouts are redistributed to one layout first.
+- **redistributes (...)**: exact as well, but if one of the dimensions in brackets is partitioned,
+  it is gathered on every rank first, and `dc.redistributions()` counts it. Dimensions are named by
+  position, as in `Layout`; `dim` is the dimension that an argument names.
+- **unsupported**: raises `UnsupportedOperation` on every rank before any message is sent.
+  *Unsupported where partitioned*: works on tensors that are whole on every rank.
+- **metadata**: answered from the global shape and type, without any computation.
 
 *Random*: the numbers follow `torch.manual_seed` on rank 0 and are the same on any grid, but not
 those of serial torch.
 
-A sample stands for a typical call: other arguments of a supported function are exact or refused,
-too, but may redistribute where the sample does not. A reshape that merges a cut dimension into
-another moves nothing, and the blocks of its result when another function needs them.
+A sample represents a typical call. Other arguments of a supported function are also exact or
+unsupported, but may redistribute where the sample does not. A reshape that merges a partitioned
+dimension into another sends nothing; the blocks of its result are redistributed when another
+function needs them.
 """
 
 
@@ -74,7 +75,7 @@ def status(name: str, grid: dc.ProcessGrid) -> str:
     try:
         DistTensor.__torch_function__(function_of(name), (DistTensor,), (x,))
     except dc.UnsupportedOperation:
-        return "refused"
+        return "unsupported"
     return "metadata"
 
 
@@ -86,20 +87,20 @@ def _measured(name: str, samples: tuple[Sample, ...], grid: dc.ProcessGrid) -> s
             outcome = _outcome(name, sample, grid, shape[d])
             key = "dim" if d == sample.dim else dimension
             outcomes[key] = max(outcome, outcomes.get(key, ""), key=_SEVERITY.index)
-    if not outcomes or set(outcomes.values()) == {"refused"}:
+    if not outcomes or set(outcomes.values()) == {"unsupported"}:
         whole = {_outcome(name, sample, grid, None) for sample in samples}
         if whole != {"exact"}:
-            return "refused"
-        return "exact" if not outcomes else "refused where cut"
+            return "unsupported"
+        return "exact" if not outcomes else "unsupported where partitioned"
     words = []
-    for word in ("redistributes", "refused"):
+    for word in ("redistributes", "unsupported"):
         where = [key for key in sorted(outcomes, key=_ORDER.index) if outcomes[key] == word]
         if where:
             words.append(f"{word} ({', '.join(where)})")
     return ", ".join(words or ["exact"]) + (", random" if is_random(name) else "")
 
 
-_SEVERITY = ("", "exact", "redistributes", "refused")
+_SEVERITY = ("", "exact", "redistributes", "unsupported")
 _ORDER = ("dim", *dimension_names(5))
 
 
@@ -121,7 +122,7 @@ def _outcome(name: str, sample: Sample, grid: dc.ProcessGrid, size: int | None) 
     try:
         sample.call(name, *tensors)
     except dc.UnsupportedOperation:
-        return "refused"
+        return "unsupported"
     return "redistributes" if dc.redistributions(reset=True) else "exact"
 
 
@@ -135,7 +136,7 @@ def page(grid: dc.ProcessGrid) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some functions are deprecated
         found = {home: {n: status(n, grid) for n in known} for home, known in listed().items()}
-    words = ("exact", "redistributes", "refused", "metadata")
+    words = ("exact", "redistributes", "unsupported", "metadata")
     lines = [INTRODUCTION, f"Measured with torch {release(torch.__version__)}.", ""]
     lines += [f"| | {' | '.join(words)} |", f"|---|{'---:|' * len(words)}"]
     for home, statuses in found.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.metadata
 import json
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from distconv.tools.commands.options import StatusLine
 from tests.planning.machines import described
 from tests.support.everywhere import ended_with_one_line
 from tests.support.jobs import end_of, forked, started, torchrun
+from tests.support.pages import ROOT
 
 WORLD = MPI.COMM_WORLD
 Capture = pytest.CaptureFixture[str]
@@ -33,6 +36,24 @@ def test_explain_prints_the_plan_of_a_grid_that_is_not_there(capsys: Capture) ->
     assert all(re.fullmatch(r".* \(\d+ s\)", line) for line in said.err.splitlines())
     assert "MeshTanglingNet on rank 65 of ProcessGrid(height=64, width=64)" in said.out
     assert "height 2+1 width 2+1" in said.out and "kept for backward" in said.out
+
+
+def test_the_command_distconv_finds_modules_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    name, value = settings["options.entry_points"]["console_scripts"].strip().split(" = ")
+    command = importlib.metadata.EntryPoint(name, value, "console_scripts")
+    (tmp_path / "own_net.py").write_text("from torch.nn import Tanh")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(
+        sys, "argv", [name, "explain", "own_net:Tanh", "--shape", "2,3,9,7", "--grid", "height=2"]
+    )
+    assert command.load()() == 0
+    assert command.name == "distconv"
+    assert "Tanh on rank 1 of ProcessGrid(height=2)" in capsys.readouterr().out
 
 
 @pytest.mark.parallel(2)

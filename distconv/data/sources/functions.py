@@ -20,12 +20,21 @@ class Function(Source):
     Parameters
     ----------
     read: `read(sample, box)` returns the values at `box.slices` of one sample, an array of
-        `box.shape`. A background thread calls it, on each rank for that rank's boxes. It must
-        depend on its arguments alone, so that the boxes of all ranks make one sample.
+        `box.shape`. A background thread calls it, on each rank for the rank's blocks. It must
+        depend on its arguments alone, so that the blocks of all ranks make one sample.
     samples: the number of samples.
     shape: the shape of one sample.
     dtype: the type of the values; the function may return another of the same kind, such as
         float64.
+
+    Examples
+    --------
+    >>> def read(sample, box):
+    ...     return np.full((1, 64, 64), sample)[box.slices]  # a real one reads box.slices of a file
+    >>> source = dc.data.Function(read, samples=10, shape=(1, 64, 64))
+    >>> x = dc.data.Dataset(source, dc.ProcessGrid(height=2)).batch([3])
+    >>> tuple(x.shape), x.mean().item()
+    ((1, 1, 64, 64), 3.0)
     """
 
     def __init__(

@@ -34,10 +34,11 @@ def save(
 ) -> Path:
     """Write a tensor to a file that `Dataset`, and any program, can read. Collective.
 
-    Each rank writes its own box, from any grid; of replicas one writes. Nothing is sent between
-    ranks and no rank holds more than its box. All ranks write under a fresh name, on a file system
-    that all of them see; when everything is on the disk, the file takes its name and replaces an
-    earlier one. A zarr folder is renamed first, as folders cannot be replaced in one step.
+    Each rank writes its own block, from any grid; of replicas one writes. Nothing is sent between
+    ranks and no rank holds more than its block. All ranks write under a fresh name, on a file
+    system that all of them see; when everything is on the disk, the file takes its name and
+    replaces an earlier one. A zarr folder is renamed first, as folders cannot be replaced in one
+    step.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ def save(
         `.h5`, `.hdf5`: an HDF5 file with one contiguous dataset, "data", without compression. All
             ranks write at once; HDF5 needs no support of MPI.
         `.npy`: a file of numpy. All ranks write at once.
-        `.zarr`: a compressed zarr array, of format 3. Each rank writes whole chunks if its box
+        `.zarr`: a compressed zarr array, of format 3. Each rank writes whole chunks if its block
             begins and ends with one; ranks that share a chunk write it in turns.
     tensors: a tensor, samples first; or several on one grid, in a dictionary by their names in an
         HDF5 file or zarr group.
@@ -59,6 +60,14 @@ def save(
     DataError
         On every rank, if a rank cannot write, or the suffix or the type of values is not
         supported. An earlier file at `path` remains.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> x = dc.distribute_tensor(torch.ones(2, 1, 9, 8), grid)
+    >>> path = dc.data.save("result.npy", x)  # every rank writes its own block
+    >>> np.load(path).shape
+    (2, 1, 9, 8)
     """
     path = Path(path)
     bare = isinstance(tensors, DistTensor)

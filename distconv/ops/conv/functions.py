@@ -66,8 +66,8 @@ def method(name: str) -> Iterator[None]:
     """Compute convolutions in this context by the method `name`, where both apply; for debugging.
 
     "assembled" copies a rank's block and its halos into one buffer and computes on that.
-    "overlapped" computes on the block as it is while the halos travel, and mends the boundary.
-    Results are equal to rounding. Outside the context the faster method is taken. All ranks must
+    "overlapped" computes on the block during the halo exchange, and then completes the boundary.
+    Results are equal to rounding. Outside the context the faster method is used. All ranks must
     choose the same. If torch.utils.checkpoint computes activations again, `backward()` belongs
     within the context too; outside, torch raises its `CheckpointError` unless the methods agree.
     Another name raises `ValueError`.
