@@ -29,15 +29,16 @@ def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, fu
     optimizer: an optimizer whose state and settings are compared as well.
     full: whether every element is compared; otherwise only samples of large tensors are.
     """
-    grid = required_reduction(caller, model).grid
+    reduction = required_reduction(caller, model)
+    grid = reduction.grid
     if not possible(grid):
         return
     found = unequal([*checked_state(model), *_of_optimizer(optimizer, model)], grid, full)
     if found:
         raise RuntimeError(
-            f"{caller}: {found[0]} is not the same on all ranks: {found[1]}. Every rank has "
-            "to take the same optimizer steps with the same settings; load the same state on every "
-            "rank to mend it"
+            f"{caller}: {found[0]} is not the same on all ranks: {found[1]}. "
+            f"{reduction.why_apart}Every rank has to take the same optimizer steps with the same "
+            "settings; load the same state on every rank to mend it"
         )
 
 

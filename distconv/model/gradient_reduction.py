@@ -75,6 +75,7 @@ class GradientReduction:
     leaves: the parameters as autograd knows them; for a sharded one, this rank's block.
     parts: for each parameter, True while its gradient is this rank's summand only, not yet the sum.
     enabled: False within `no_sync`, where gradients are not summed.
+    apart: True once a backward pass has run within `no_sync`.
     layout: a checksum of the parameters' types, strides and trainability, from which the buckets
         follow; it must be equal on all ranks.
     """
@@ -87,7 +88,7 @@ class GradientReduction:
         wire: torch.dtype | None = None,
         error_feedback: bool = False,
     ):
-        self.enabled = True
+        self.enabled, self.apart = True, False
         self._purpose = "gradients"
         self._held = False
         """Whether sums stay under way after a backward pass."""
@@ -223,15 +224,32 @@ class GradientReduction:
         if self.grid.size > 1:
             self._start_rest()
 
-    def settle(self) -> None:
-        """Wait for all started sums, and set them as gradients."""
+    def settle(self, hooks: bool = True) -> None:
+        """Wait for all started sums, and set them as gradients.
+
+        Then call the program's post-accumulate-gradient hooks, unless `hooks` is false.
+        """
         self._pass = -1
+        summed = []
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if bucket.finish():
+                summed += [n for i, n in enumerate(members) if self.parts[n] or i in bucket.uneven]
                 for n in members:
                     self.parts[n] = False
                 if bucket.uneven and not self._warned:
                     self._warn(bucket, members)
+        if hooks:
+            self._hooks.call_with_sums(summed)
+
+    @property
+    def why_apart(self) -> str:
+        """Return a hint at `no_sync` for errors about differing parameters, or an empty text."""
+        return (
+            "A backward pass has run within no_sync, after which gradients differ between ranks "
+            "until a pass outside sums them; no step of the optimizer may come between. "
+            if self.apart
+            else ""
+        )
 
     def _make_communicators(self) -> None:
         for axes in dict.fromkeys(self._axes):
@@ -358,6 +376,8 @@ class GradientReduction:
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         if self.enabled:
             torch_private.at_end_of_backward(_EndOfBackward(self._end))
+        else:
+            self.apart = True
 
     def _start_next(self) -> None:
         members = self._members[self._started]
@@ -379,7 +399,7 @@ class GradientReduction:
         if not failed and not (self._held and self._starts_at_the_end):
             self._start_rest()
         if not self._held:
-            self.settle()
+            self.settle(hooks=not failed)
 
     def _warn(self, bucket: Bucket, members: list[int]) -> None:
         """Warn, once for a module, of a parameter that has got a gradient on some ranks only.

@@ -233,8 +233,9 @@ class ModuleGuard:
         if found:
             raise RuntimeError(
                 f"{found[0]} of the parallelized module is not the same on all ranks: {found[1]}. "
-                "Every rank has to take the same optimizer steps, with the same learning rate, and "
-                "skip the same ones; load_state_dict with the same state mends it"
+                f"{self._reduction.why_apart}Every rank has to take the same optimizer steps, with "
+                "the same learning rate, and skip the same ones; load_state_dict with the same "
+                "state mends it"
             )
 
     def _check_agreement(self, module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from weakref import ref
@@ -20,15 +20,25 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import check_counted_once, is_summed, mark_summed
 from distconv.torch_private import ShardFunction
 
-_POST_ACCUMULATE = (
-    "a parameter has a post-accumulate-gradient hook, which would get this rank's part of the "
-    "gradient; use the gradient when backward() has returned"
-)
-
 _GONE = (
     "the parallelized module of a parameter is gone, and with it what adds up its gradient; keep "
     "the module for as long as its parameters are trained"
 )
+
+
+class _AfterSum:
+    """A post-accumulate-gradient hook of the program, which waits for the sum over the ranks.
+
+    It stands in its place among the hooks of the parameter, so that its handle removes it.
+    """
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Callable[[Tensor], None]):
+        self.hook = hook
+
+    def __call__(self, p: Tensor) -> None:
+        """Do nothing when this rank's part has been accumulated."""
 
 
 class ParameterHooks:
@@ -60,6 +70,8 @@ class ParameterHooks:
         self._nodes: dict[int, Node | None] = {}
         """For each parameter with hooks, the node that accumulates its gradient."""
         self._handles: list[Any] = []
+        self._own: dict[int, int] = {}
+        """For each parameter with hooks, the number of the post-accumulate-gradient hook here."""
         self._stream: int | None = None
         """The number of the stream on which the nodes were made."""
         self._sums: dict[int, RemovableHandle] = {}
@@ -87,12 +99,24 @@ class ParameterHooks:
                 self._hook(n, p, node)
             if torch_private.hooks_of(p):
                 self._sum_for_hooks(n, p)
-            _check_alone(p)
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, and let those of the program run as torch calls them."""
         for handle in (*self._handles, *self._sums.values()):
             handle.remove()
+        for p in self._leaves:
+            hooks = torch_private.accumulation_hooks_of(p)
+            for number, after in _waiting(p):
+                hooks[number] = after.hook
+
+    def call_with_sums(self, numbers: Iterable[int]) -> None:
+        """Call the program's post-accumulate-gradient hooks of parameters whose sums are set."""
+        with torch.no_grad():
+            for n in numbers:
+                p = self._leaves[n]
+                self._let_hooks_wait(n, p)  # this rank may have had no part of the gradient
+                for _, after in _waiting(p):
+                    after.hook(p)
 
     def _hook(self, n: int, p: Tensor, node: Node) -> None:
         """Put hooks on `p`, parameter `n`, and on `node`, which accumulates its gradient.
@@ -102,7 +126,8 @@ class ParameterHooks:
         """
         if n not in self._nodes:
             after = partial(self._after_accumulation, ref(self), n)
-            self._handles.append(p.register_post_accumulate_grad_hook(after))
+            self._handles.append(handle := p.register_post_accumulate_grad_hook(after))
+            self._own[n] = handle.id
         self._nodes[n] = node
         # Hooks of the tensor would run in autograd.grad as well.
         before = partial(self._before_accumulation, ref(self), n)
@@ -161,8 +186,8 @@ class ParameterHooks:
             self._checked = backward_pass
         p = self._leaves[n]
         self._new = p.grad is None
+        self._let_hooks_wait(n, p)
         first = _alive(self._reduction).expect_part(n)
-        _check_alone(p)
         if not torch_private.hooks_of(p) or isinstance(self._parameters[n], DistTensor):
             return part
         if not is_summed(p):
@@ -172,6 +197,21 @@ class ParameterHooks:
             )
         # Results of hooks on the sum are the same on all ranks.
         return part if first else (torch.zeros_like(gradients[0]),)
+
+    def _let_hooks_wait(self, n: int, p: Tensor) -> None:
+        """Let the program's post-accumulate-gradient hooks on `p` wait for the gradient's sum."""
+        hooks = torch_private.accumulation_hooks_of(p)
+        if len(hooks) == 1:
+            return
+        if not _alive(self._reduction).enabled:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} has a post-accumulate-gradient hook, and "
+                "within no_sync its gradient is not summed over the ranks; run the backward pass "
+                "outside no_sync, or register the hook after it"
+            )
+        for number, hook in list(hooks.items()):
+            if number != self._own[n] and not isinstance(hook, _AfterSum):
+                hooks[number] = _AfterSum(hook)
 
     @staticmethod
     def _after_accumulation(reference: ref[ParameterHooks], n: int, _: Tensor) -> None:
@@ -191,9 +231,10 @@ def _alive(reference: ref[_Owner]) -> _Owner:
     return owner
 
 
-def _check_alone(p: Tensor) -> None:
-    if len(torch_private.accumulation_hooks_of(p)) > 1:
-        raise RuntimeError(_POST_ACCUMULATE)
+def _waiting(p: Tensor) -> list[tuple[int, _AfterSum]]:
+    """Return the hooks of `p` that wait for the sum of its gradient, each with its number."""
+    hooks = torch_private.accumulation_hooks_of(p) or {}
+    return [(number, hook) for number, hook in hooks.items() if isinstance(hook, _AfterSum)]
 
 
 class _Edges(ShardFunction):

@@ -124,8 +124,9 @@ def _of_classes(
         one = target.reshape((1,) * inner)
         return _of_classes(function, input.unsqueeze(0), one, inner, **options)
     if input.dim() == 1:
-        # torch's own checks treat the loss of a single sample as that of a batch.
-        batch = input.unsqueeze(0), target.unsqueeze(0)
+        # torch's own checks treat the loss of a single sample as that of a batch. The label may be
+        # a vector of one.
+        batch = input.unsqueeze(0), target.unsqueeze(0) if inner or not target.dim() else target
         return _of_classes(function, *batch, inner, **options).squeeze(0)
     terms: Tensor = apply_to_batches(
         function, function.__name__, [input, target], [1, inner], reduction="none", **options

@@ -105,6 +105,9 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
     torch.linalg.diagonal: lambda A, *, offset=0, dim1=-2, dim2=-1: A.diagonal(offset, dim1, dim2),
     Tensor.mT.__get__: lambda input: input.transpose(-2, -1),  # type: ignore[attr-defined]
     **dict.fromkeys((torch.ger, Tensor.ger), lambda input, vec2: torch.outer(input, vec2)),
+    Tensor.to_dense: lambda input, dtype=None, *, masked_grad=None: (
+        input if dtype is None else input.to(dtype)
+    ),
     Tensor.where: lambda input, condition, other: torch.where(condition, input, other),
 }
 

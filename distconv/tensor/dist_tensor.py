@@ -352,10 +352,14 @@ class DistTensor(DistTensorBase):
             dtype, device = self.dtype, self.shard.device
 
             def add_up(part: Tensor | None) -> Tensor | None:
-                # A rank without a part takes part in the sum, as others wait for it.
+                # A rank without a part takes part in the sum, as others wait for it. The number
+                # after the elements counts the ranks with a part.
                 own = torch.zeros(shape, dtype=dtype, device=device) if part is None else part
-                total = collectives.all_reduce_with_grad(own, grid, axes)
-                return None if part is None else total
+                counted = torch.cat([own.reshape(-1), own.new_full((1,), part is not None)])
+                total = collectives.all_reduce_with_grad(counted, grid, axes)
+                if part is None and not total.is_meta and not total[-1].item():
+                    return None
+                return total[:-1].view(shape)
 
             self.shard.register_hook(add_up)
             self.sums_gradient = True
@@ -477,7 +481,8 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
         names = ", ".join(dimension_names(x.dim()))
         warnings.warn(
             f"distribute_tensor: {grid} cuts none of the dimensions {names}, so every rank holds "
-            "the whole; name one of them in ProcessGrid, or pass a layout",
+            "the whole; name one of them in ProcessGrid, or pass a layout, for labels of x "
+            "Layout.like(x, without='channel')",
             stacklevel=2,
         )
     with running("distribute_tensor"):
@@ -540,10 +545,11 @@ class _Alias(ShardFunction):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
         return grads[0]
 
 
@@ -585,7 +591,9 @@ def _run(
     out = named.pop("out", None)
     if out is not None:
         operands = tensors_in(*args, *named.values())
-    entered = {} if func in UNCHECKED else check_recorded(func, *operands)
+    entered: dict[int, Tensor] = {}
+    if func not in UNCHECKED:
+        entered = check_recorded(func, *operands, unused_first=named.get("beta") == 0)
     if func not in UNCHECKED and autocast_is_on():
         rule = autocast.under_autocast(rule, func, operands)
     if out is None:

@@ -89,9 +89,25 @@ _OVERWRITING: set[Any] = {
 }
 """Functions whose first argument may be memory that nothing has been written to yet."""
 
+_OF_METADATA: set[Any] = {
+    *(getattr(torch.Tensor, f"{name}_as") for name in ("expand", "reshape", "type", "view")),
+    *(torch.Tensor.is_same_size, torch.Tensor.to, torch.is_same_size),
+}
+"""Functions that read the shape or type of plain operands only, which may be such memory, too."""
+
+_ADDED: set[Any] = {
+    getattr(home, name)
+    for home in (torch, torch.Tensor)
+    for name in ("addmm", "addmv", "baddbmm", "addbmm", "addr")
+}
+"""Functions that ignore their first argument with beta=0."""
+
 
 def check_recorded(
-    operator: Callable[..., Any] | str, *operands: Any, compared: bool = True
+    operator: Callable[..., Any] | str,
+    *operands: Any,
+    compared: bool = True,
+    unused_first: bool = False,
 ) -> dict[int, Tensor]:
     """Raise if the gradients of operands would be wrong; return replacements for some of them.
 
@@ -101,7 +117,8 @@ def check_recorded(
     Raises UnsupportedOperation on every rank if a user's autograd Function was applied to a
     DistTensor itself, or a plain operand depends on a value of `to_local` or `full_tensor`;
     ValueError if operands live on different grids, or plain ones differ between ranks, unless
-    `compared` is false. The errors name `operator`.
+    `compared` is false. The errors name `operator`. `unused_first` states that beta=0 was given,
+    with which some functions ignore their first argument.
     """
     distributed, lost = [], None
     with without_torch_function():
@@ -142,9 +159,10 @@ def check_recorded(
             if grid is not None and grid.size > 1 and torch.is_grad_enabled():
                 # torch allows a scalar on the CPU beside tensors on a GPU.
                 entered[id(x)] = enter(x if x.dim() else x.to(grid.device), grid)
-    if operator in _OVERWRITING and plain and plain[0] is operands[0]:
+    ignored = operator in _OVERWRITING or (unused_first and operator in _ADDED)
+    if ignored and plain and plain[0] is operands[0]:
         del plain[0]
-    if plain and compared:
+    if plain and compared and operator not in _OF_METADATA:
         _check_plain(operator, plain, distributed)
     return entered
 

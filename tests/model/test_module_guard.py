@@ -93,6 +93,23 @@ model.train(grid.rank != 1)(small)
     assert "rank 1: call of a parallelized module in evaluation mode" in end.stderr
 
 
+@pytest.mark.parallel([2])
+def test_weights_that_a_step_after_no_sync_has_parted_are_told_with_the_cause(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(nn.Conv2d(1, 1, 3, padding=1), grid)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = dc.distribute_tensor(torch.arange(36.0).view(1, 1, 6, 6), grid)
+    with dc.no_sync(model):
+        model(x).square().sum().backward()
+    optimizer.step()
+    folder = MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("parted")))
+    for call in (lambda: model(x), lambda: dc.save_checkpoint(folder, model, optimizer)):
+        message = raised_everywhere(RuntimeError, call)
+        assert "is not the same on all ranks" in message and "within no_sync" in message
+
+
 @pytest.mark.parallel([2, 3])
 def test_no_sync_on_one_rank_is_named() -> None:
     torch.manual_seed(0)

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from mpi4py import MPI
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 import distconv as dc
-from tests.support.serial import deviation, raised_everywhere, same_gradients
+from tests.support.serial import deviation, raised_everywhere, same_gradients, same_state
+from tests.support.verdicts import one_verdict
+
+CHANNELS = {"2": dc.Layout(sample="sample", channel="channel")}
 
 
 def net() -> Any:
@@ -88,9 +92,99 @@ def test_a_removed_hook_costs_nothing_and_a_late_one_is_an_error() -> None:
     weight.register_hook(lambda g: 0 * g)
     message = raised_everywhere(RuntimeError, loss.backward)
     assert "has got a hook since the forward pass" in message and "register it before" in message
-    loss = model(dc.distribute_tensor(x, grid)).sum()
-    handle = weight.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
-    assert "post-accumulate-gradient hook" in raised_everywhere(RuntimeError, loss.backward)
+
+
+def _stepping(model: nn.Module) -> list[Any]:
+    """Let each parameter take its step when its gradient is there; return the hooks' handles."""
+
+    def hook(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    optimizers = {p: torch.optim.Adam([p], lr=0.1) for p in model.parameters()}
+    return [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    "axes, options",
+    [
+        ({"sample": -1}, {}),
+        ({"height": -1}, {"bucket_bytes": 8}),
+        ({"channel": 2, "sample": -1}, {"layouts": CHANNELS, "shard_parameters": True}),
+    ],
+)
+def test_optimizers_step_within_the_backward_pass(axes: Any, options: Any, early: bool) -> None:
+    if MPI.COMM_WORLD.size == 1:
+        axes, options = {}, {}
+    grid = dc.ProcessGrid(**axes)
+    serial, model = net(), net()
+    early = early and not options.get("shard_parameters")  # which makes other parameters
+    if early:
+        _stepping(model)
+    dc.parallelize(model, grid, **options)
+    if not early:
+        _stepping(model)
+    _stepping(serial)
+    for step, samples in enumerate((4, 1, 3)):
+        x = batch(step, samples)
+        serial(x).square().sum().backward()
+        model(dc.distribute_tensor(x, grid)).square().sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+    same_state(model, serial, 1e-8)
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_post_accumulate_hook_runs_on_all_ranks_once_its_gradient_is_summed() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model, serial = dc.parallelize(net(), grid), net()
+    x, seen = batch(0, 2), []
+    d = dc.distribute_tensor(x, grid)
+    late = model(d).square().sum()
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad + 0))
+    late.backward()  # registered after the forward pass
+    serial(x).square().sum().backward()
+    model(d).square().sum().backward()
+    with one_verdict():
+        assert deviation(seen[0], serial[0].weight.grad) < 1e-10
+        assert deviation(seen[1], 2 * serial[0].weight.grad) < 1e-10
+    with dc.no_sync(model):
+        loss = model(d).square().sum()
+        message = raised_everywhere(RuntimeError, loss.backward)
+        assert "post-accumulate-gradient hook" in message and "no_sync" in message
+    handle.remove()
+    model.zero_grad()
+    model(d).square().sum().backward()
+    assert len(seen) == 2
+    model[0].weight.register_post_accumulate_grad_hook(seen.append)
+    model(d).square().sum().backward()
+    assert len(seen) == 3
+    plain = dc.unparallelize(model)
+    plain(x).sum().backward()
+    assert len(seen) == 4
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.filterwarnings("ignore:backward at")
+def test_a_post_accumulate_hook_runs_on_ranks_without_a_part_of_the_gradient() -> None:
+    grid = dc.ProcessGrid(sample=-1)
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Any) -> Any:
+            layer = self.a if grid.rank else self.b
+            return dc.DistTensor.from_local(layer(x.to_local()), grid, x.layout)
+
+    model, seen = dc.parallelize(Chosen(), grid), []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    model(dc.distribute_tensor(torch.ones(2, 3), grid)).sum().backward()
+    with one_verdict():
+        assert sorted(seen) == ["a.bias", "a.weight", "b.bias", "b.weight"]
 
 
 @pytest.mark.parallel([2])

@@ -22,6 +22,7 @@ from tests.support.serial import (
     random_layout,
     random_tensor,
 )
+from tests.support.verdicts import one_verdict
 
 RANKS = [1, 2, 4]
 
@@ -410,3 +411,40 @@ def test_replicated_leaves_are_written_as_in_torch() -> None:
         w.detach().mul_(2)
         assert w.requires_grad and (w * 2).requires_grad
         assert float(w.requires_grad_(False).add_(1).sum()) == 2 * (2 + 2 + 3 * 4) + 6
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_replicated_leaf_without_a_gradient_has_none_as_in_torch() -> None:
+    grid, x = dc.ProcessGrid(height=-1), torch.ones(2, 3, 4, 4, dtype=torch.float64)
+    layer = nn.Conv2d(3, 2, 3, dtype=torch.float64)
+
+    def penalty(x: Tensor) -> Tensor:  # does not depend on x
+        (g,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+        return g.square().sum()
+
+    for function in (penalty, lambda x: torch.linalg.vector_norm(x, 0)):
+        seen: list[Tensor | None] = []
+        serial = x.clone().requires_grad_()
+        function(serial).backward()
+        leaf = dc.distribute_tensor(x, grid, dc.Layout()).requires_grad_()
+        leaf.register_hook(seen.append)
+        function(leaf).backward()
+        assert serial.grad is None and leaf.grad is None
+        assert seen[-1] is None
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_rank_without_a_part_of_a_leafs_gradient_has_the_sum() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.arange(4.0, dtype=torch.float64)
+    leaf = dc.distribute_tensor(x, grid, dc.Layout()).requires_grad_()
+    sums = leaf.redistribute(dc.Layout()).to_local()
+    # Of a norm of order 0 torch passes no gradient on.
+    own = sums.sum() if grid.rank == 0 else torch.linalg.vector_norm(sums, 0)
+    y = dc.DistTensor.from_local(own.reshape(1), grid, dc.Layout(sample="height"))
+    seen: list[Tensor | None] = []
+    leaf.register_hook(seen.append)
+    y.sum().backward()
+    with one_verdict():
+        assert torch.equal(leaf.grad.full_tensor(), torch.ones_like(x) / grid.size)
+        assert len(seen) == 1 and isinstance(seen[0], dc.DistTensor)

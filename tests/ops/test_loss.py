@@ -51,3 +51,22 @@ def test_labels_of_a_volume_laid_out_like_it_are_not_moved_and_others_with_a_wor
     words = [str(each.message) for each in said]
     assert len(words) == (grid.rank == 0)
     assert all("test_loss.py" in text and "without='channel'" in text for text in words)
+
+
+@pytest.mark.parallel([2])
+def test_labels_of_a_volume_that_stay_whole_warn_of_the_layout_to_pass() -> None:
+    with pytest.warns(UserWarning, match="without='channel'"):
+        dc.distribute_tensor(torch.zeros(2, 4, 6, 5), dc.ProcessGrid(depth=2))
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("classes", [1, 3])
+@pytest.mark.parametrize("loss", [F.multi_margin_loss, F.multilabel_margin_loss])
+def test_margins_of_one_sample_equal_serial_on_ranks_without_it(loss: Any, classes: int) -> None:
+    rng = random.Random(0)
+    grid, layout = dc.ProcessGrid(sample=-1), dc.Layout(sample="sample")
+    scores = random_tensor(rng, (1, classes))
+    of_several = loss is F.multilabel_margin_loss
+    labels = torch.zeros((1, classes) if of_several else (1,), dtype=torch.int64)
+    agrees(lambda x: loss(x, labels), [scores], [], grid, rng, [layout])
+    agrees(lambda x, t: loss(x, t), [scores, labels], [], grid, rng, [layout, layout])

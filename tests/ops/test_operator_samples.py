@@ -22,15 +22,20 @@ BY_DAY = 24
 """Operators by day, others for each seed; at night there are all."""
 SAMPLES = 4 if TIMES == 1 else 16
 """The most samples of an operator."""
+VANISHING = 1e-4
+"""Smaller gradients are rounding errors, as a norm over one element has them."""
 REFUSED = set(
     """
-    _chunk_cat _segment_reduce _softmax_backward_data _upsample_bilinear2d_aa as_strided_scatter
-    gather geqrf gradient grid_sampler_2d histogramdd index_reduce index_select
-    linalg.lstsq linalg.norm masked.amin masked.cumsum masked.log_softmax masked.norm
-    max_pool2d_with_indices_backward native_group_norm native_layer_norm nn.functional.embedding
-    nn.functional.embedding_bag nn.functional.fractional_max_pool2d
-    nn.functional.fractional_max_pool3d nn.functional.prelu tensor_split
-    torch.ops.aten._safe_softmax.default
+    _chunk_cat _native_batch_norm_legit _segment_reduce _softmax_backward_data _unsafe_masked_index
+    _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa as_strided as_strided_copy
+    as_strided_scatter gather geqrf gradient grid_sampler_2d grid_sampler_3d hash_tensor histogramdd
+    index_add index_copy index_fill index_reduce index_select linalg.lstsq linalg.matrix_rank
+    linalg.norm linalg.vector_norm linspace logspace masked.norm max_pool2d_with_indices_backward
+    native_batch_norm native_group_norm native_layer_norm nn.functional.ctc_loss
+    nn.functional.embedding nn.functional.embedding_bag nn.functional.fractional_max_pool2d
+    nn.functional.fractional_max_pool3d nn.functional.linear_cross_entropy
+    nn.functional.pairwise_distance nn.functional.prelu norm scatter scatter_add scatter_reduce
+    searchsorted slice tensor_split torch.ops.aten._safe_softmax.default
     """.split()
 )
 """Operators of which some samples are refused on partitioned tensors."""
@@ -44,7 +49,7 @@ RANDOM = """
 def _split(sample: Any) -> tuple[list[Tensor], Callable[..., list[Tensor]]]:
     """Return the tensors in a sample, and the call of its operator on such tensors."""
     operator, call = sample
-    leaves, spec = pytree.tree_flatten((call.input, call.args, call.kwargs))
+    leaves, spec = pytree.tree_flatten(call)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def function(*tensors: Tensor) -> list[Tensor]:
@@ -90,7 +95,7 @@ def _outcome(sample: Any, grid: dc.ProcessGrid, rng: random.Random) -> bool | st
     layouts = [random_layout(rng, grid, x.shape) for x in inputs]
     report, refused = None, False
     try:
-        agrees(call, inputs, plain, grid, random.Random(0), layouts, 1e-8)
+        agrees(call, inputs, plain, grid, random.Random(0), layouts, 1e-8, VANISHING)
     except dc.UnsupportedOperation:
         refused = True
     except Exception:
@@ -125,7 +130,10 @@ def test_torchs_own_samples_equal_serial_or_are_refused(request: pytest.FixtureR
             continue
         torch.manual_seed(0)
         samples = list(operator.sample_inputs("cpu", dtype))
-        for sample in rng.sample(samples, min(SAMPLES, len(samples))):
+        chosen_samples = rng.sample(samples, min(SAMPLES, len(samples)))
+        # Some are drawn in the order of a set of strings, another one in each process.
+        calls = [(sample.input, sample.args, sample.kwargs) for sample in chosen_samples]
+        for sample in MPI.COMM_WORLD.bcast(calls):
             found = _outcome((operator.op, sample), random_grid(rng), rng)
             if isinstance(found, str):
                 faults.append(f"{operator.name}: {found}")

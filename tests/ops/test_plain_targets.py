@@ -285,3 +285,37 @@ def test_memory_that_is_written_over_may_differ_between_ranks(name: str, recorde
         return out * 2 + y
 
     agrees(function, [random_tensor(rng, (4, 6))], [], grid, rng)
+
+
+UNREAD: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "baddbmm": lambda out, y: torch.baddbmm(out[None], y[None], y.T[None], beta=0, alpha=2),
+    "method": lambda out, y: out[None].baddbmm(y[None], y.T[None], beta=0),
+    "addbmm": lambda out, y: torch.addbmm(out, y[None], y.T[None], beta=0),
+    "addmm": lambda out, y: torch.addmm(out, y, y.T, beta=0),
+    "addmv": lambda out, y: torch.addmv(out[0], y, y[0], beta=0),
+    "addr": lambda out, y: torch.addr(out, y[:, 0], y[:, 1], beta=0),
+    "expand_as": lambda out, y: y[:, :1].expand_as(out),
+    "view_as": lambda out, y: y[:, :4].contiguous().view_as(out),
+    "reshape_as": lambda out, y: y[:, :4].reshape_as(out),
+    "type_as": lambda out, y: y.type_as(out),
+    "to": lambda out, y: y.to(out),
+}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("name", UNREAD)
+def test_memory_that_is_not_read_may_differ_between_ranks(name: str) -> None:
+    rng = random.Random(0)
+    grid = dc.ProcessGrid(width=-1)
+
+    def function(y: Tensor) -> Tensor:
+        return UNREAD[name](torch.full((4, 4), float(grid.rank), dtype=y.dtype), y)
+
+    agrees(function, [random_tensor(rng, (4, 6))], [], grid, rng)
+
+
+@pytest.mark.parallel([2])
+def test_memory_that_is_read_before_it_is_written_is_told() -> None:
+    grid = dc.ProcessGrid(width=-1)
+    x = dc.distribute_tensor(torch.ones(1, 1, 4), grid)
+    raised_everywhere(ValueError, lambda: x + torch.full((4,), float(grid.rank)))

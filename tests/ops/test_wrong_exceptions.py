@@ -35,6 +35,7 @@ TAKEN: dict[str, tuple[torch.Tensor, Callable[..., Any]]] = {
     "counts of plain rows": (COUNTS[:4], lambda n: X.repeat_interleave(n, dim=0)),
     "complex padding": (COMPLEX, lambda x: torch.constant_pad_nd(x, (1, 2), 1 + 2j).abs()),
     "a single class": (SCALAR, lambda x: F.multi_margin_loss(x, torch.tensor(0))),
+    "a label as a vector": (V, lambda x: F.multi_margin_loss(x, torch.tensor([2]))),
     "a single label": (SCALAR, lambda x: F.multilabel_margin_loss(x, torch.tensor(0))),
     "roll of nothing": (EMPTY, lambda x: x.roll(1)),
     "reshape of nothing": (EMPTY, lambda x: x.reshape(0, 5)),

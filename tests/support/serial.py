@@ -93,10 +93,11 @@ def random_tensor(rng: random.Random, shape: Sequence[int], dtype: Any = torch.f
     return torch.randn(tuple(shape), generator=generator, dtype=dtype)
 
 
-def deviation(actual: Any, expected: Any) -> float:
+def deviation(actual: Any, expected: Any, least: float = 1e-30) -> float:
     """Return the largest difference, relative to the largest expected entry; nan equals nan.
 
-    A distributed tensor is made whole, so that all ranks call this.
+    If that entry is below `least`, the difference is relative to `least`. A distributed tensor is
+    made whole, so that all ranks call this.
     """
     if isinstance(actual, dc.DistTensor):
         actual = actual.full_tensor()
@@ -111,9 +112,9 @@ def deviation(actual: Any, expected: Any) -> float:
     if not finite.all():
         if not torch.equal(actual[~finite].nan_to_num(7.0), expected[~finite].nan_to_num(7.0)):
             return torch.inf
-        return deviation(actual[finite], expected[finite])
+        return deviation(actual[finite], expected[finite], least)
     difference = (actual - expected).abs().max().item()
-    return difference / max(expected.abs().max().item(), 1e-30) if difference else 0.0
+    return difference / max(expected.abs().max().item(), least) if difference else 0.0
 
 
 def same_gradients(model: nn.Module, serial: nn.Module, tolerance: float = TOLERANCE) -> None:
@@ -142,11 +143,14 @@ def agrees(
     rng: random.Random,
     layouts: Sequence[dc.Layout | None] | None = None,
     tolerance: float = TOLERANCE,
+    vanishing: float | None = None,
 ) -> None:
     """Assert that outputs, input gradients and parameter gradients are the serial ones.
 
     `inputs` are distributed, `parameters` stay plain. The gradients fed in are random. Serial torch
-    computes on the grid's device, as kernels of other devices round otherwise.
+    computes on the grid's device, as kernels of other devices round otherwise. Gradients smaller
+    than `vanishing`, if given, are rounding errors: they are judged as if they were as large, and
+    zeros equal None.
     """
     inputs, parameters = ([x.to(grid.device) for x in xs] for xs in (inputs, parameters))
     serial_inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
@@ -185,14 +189,18 @@ def agrees(
     torch.autograd.backward([w for _, w in differentiable], seeds)
     for i, ((got, _), seed) in enumerate(zip(differentiable, seeds, strict=True)):
         got.backward(seed, retain_graph=i + 1 < len(seeds))
-    for got, wanted in zip(distributed, serial_inputs, strict=True):
-        check((got.grad is None) == (wanted.grad is None), "an input gradient, or none")
-        if wanted.grad is not None and got.grad is not None:
-            check(deviation(got.grad, wanted.grad) <= tolerance, "input gradient")
-    for got, wanted in zip(plain, serial_parameters, strict=True):
-        check((got.grad is None) == (wanted.grad is None), "a parameter gradient, or none")
-        if wanted.grad is not None and got.grad is not None:
-            check(deviation(got.grad, wanted.grad) <= tolerance, "parameter gradient")
+    for kind, gots, wanteds in (
+        ("input", distributed, serial_inputs),
+        ("parameter", plain, serial_parameters),
+    ):
+        for got, wanted in zip(gots, wanteds, strict=True):
+            a, b = got.grad, wanted.grad
+            if (a is None) != (b is None):
+                zeros = vanishing is not None and deviation(b if a is None else a, 0 * wanted) == 0
+                check(zeros, f"an {kind} gradient, or none")
+            if a is not None and b is not None:
+                allowed = max(tolerance, 8 * torch.finfo(b.dtype).eps)
+                check(deviation(a, b, vanishing or 1e-30) <= allowed, f"{kind} gradient")
     raise_together(wrong)
 
 

@@ -80,15 +80,3 @@ def test_what_to_do_instead_is_said_of_functions_that_need_more_than_the_whole_t
         y.redistribute("height")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"is not a torch.nn.Module"):
         dc.parallelize(print, grid)  # type: ignore[type-var]
-
-
-@pytest.mark.parallel([1, 2])
-def test_an_optimizer_step_within_a_parameter_hook_is_refused() -> None:
-    x, grid = case()
-    model = dc.parallelize(nn.Conv2d(2, 3, 3, dtype=torch.float64), grid)
-    handle = model.weight.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
-    y = dc.distribute_tensor(x, grid)
-    with pytest.raises(RuntimeError, match="when backward\\(\\) has returned"):
-        model(y)
-    handle.remove()
-    model(y).mean().backward()

@@ -347,13 +347,15 @@ def _matrices(block: Tensor, inner: int) -> Tensor:
     """Return `block`, or valid operands in place of a block without elements.
 
     These are identity matrices if `inner`, the number of dimensions along which the function works,
-    is 2, as matrices of ones may have no inverse; and ones otherwise.
+    is 2, as matrices of ones may have no inverse; zeros for labels of 64 bits; ones otherwise.
     """
     if block.numel():
         return block
     # Matrices without rows or columns stay so, as on ranks that have some.
-    samples, own = block.shape[:-inner], block.shape[-inner:]
-    filled = filled_block(block, [max(n, 1) for n in samples] + list(own))
+    lead = block.dim() - inner
+    filled = filled_block(block, [max(n, 1) for n in block.shape[:lead]] + list(block.shape[lead:]))
+    if block.dtype == torch.int64:
+        return torch.zeros_like(filled)
     if inner < 2:
         return filled
     return filled * torch.eye(*block.shape[-2:], dtype=block.dtype, device=block.device)
