@@ -1,17 +1,13 @@
 """Convolutional networks on tensors cut over many processes, with the serial program's numbers."""
 
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 import torch as _torch
 
-from distconv import data
 from distconv import ops as _ops  # registers what torch functions mean on DistTensors
 from distconv.comm.ledger import Redistribution, redistributions
-from distconv.compiling.front import compile
-from distconv.data.checkpoint import load_checkpoint, save_checkpoint
 from distconv.geometry.layout import Box, Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.clipping import clip_grad_norm_
@@ -21,16 +17,19 @@ from distconv.ops.conv.functions import method
 from distconv.ops.extend import elementwise, windowed
 from distconv.tensor.dispatch import UnsupportedOperation, implements
 from distconv.tensor.dist_tensor import DistTensor, default_layout, distribute_tensor, local_box
-from distconv.tools.explain import explain
-from distconv.tools.timeline import timeline
-from distconv.tools.verify import verify
 from distconv.tools.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from distconv import data as data
     from distconv import horovod as horovod
     from distconv import lbann as lbann
     from distconv import planning as planning
     from distconv import training as training
+    from distconv.compiling.front import compile
+    from distconv.data.checkpoint import load_checkpoint, save_checkpoint
+    from distconv.tools.explain import explain
+    from distconv.tools.timeline import timeline
+    from distconv.tools.verify import verify
 
 __all__ = [
     "Box",
@@ -63,8 +62,16 @@ __all__ = [
 ]
 del _ops, TYPE_CHECKING
 
-_ON_DEMAND = ("horovod", "lbann", "planning", "training")
-"""Folders that are imported when they are first used."""
+_ON_DEMAND = {
+    **{name: name for name in ("data", "horovod", "lbann", "planning", "training")},
+    "compile": "compiling.front",
+    "explain": "tools.explain",
+    "load_checkpoint": "data.checkpoint",
+    "save_checkpoint": "data.checkpoint",
+    "timeline": "tools.timeline",
+    "verify": "tools.verify",
+}
+"""The modules of names that are imported when they are first used."""
 
 
 _OF_ARRAYS: dict[str, _Any] = {
@@ -76,9 +83,16 @@ _OF_ARRAYS: dict[str, _Any] = {
 them it uses numpy's."""
 
 
-def __getattr__(name: str) -> _ModuleType | _Any:
+def __getattr__(name: str) -> _Any:
     if name in _OF_ARRAYS:
         return _OF_ARRAYS[name]
     if name in _ON_DEMAND:
-        return _import_module(f"{__name__}.{name}")
+        found = _import_module(f"{__name__}.{_ON_DEMAND[name]}")
+        found = found if name == _ON_DEMAND[name] else getattr(found, name)
+        globals()[name] = found
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})

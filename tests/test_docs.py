@@ -25,7 +25,7 @@ import distconv
 from distconv.tensor.dispatch import RULES
 from docs.conf import short_signature
 from tests.support.jobs import forked, mpiexec, own_environment
-from tests.support.pages import ROOT, Program, Shell, agrees, pages, read, run
+from tests.support.pages import ROOT, Program, Shell, agrees, pages, read, run, write_files
 from tests.support.public import examples, listed
 from tests.support.words import banned
 
@@ -44,12 +44,18 @@ def test_programs_print_what_the_page_says(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
+    if COMM.rank == 0:
+        write_files(program)
+    COMM.Barrier()
+    files = [Path(block.file).stem for block in program.blocks if block.file]
     rules, dtype = dict(RULES), torch.get_default_dtype()
     try:
         run(program, first=COMM.rank == 0)
     finally:
         RULES.clear()
         RULES.update(rules)
+        for name in files:
+            sys.modules.pop(name, None)
         torch.set_default_dtype(dtype)
         gc.collect()
 

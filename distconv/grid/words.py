@@ -151,7 +151,9 @@ def _line(frame: FrameType) -> str:
 def hide_own_frames(error: BaseException) -> None:
     """Remove the library's frames from the traceback of an error, and of the errors it came from.
 
-    With DISTCONV_DEBUG=1, and for errors of the library's own commands, nothing is removed.
+    Of an error that the library raised, only the frames of the user's program are kept: the last is
+    the line that made the call. With DISTCONV_DEBUG=1, and for errors of the library's own
+    commands, nothing is removed.
     """
     seen: set[int] = set()
     chain: list[BaseException | None] = [error]
@@ -170,11 +172,13 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
     while outer is not None:
         entries.append((outer.tb_frame.f_code.co_filename, outer))
         outer = outer.tb_next
-    if not any(is_of_program(file) for file, _ in entries):
+    last = max((i for i, (file, _) in enumerate(entries) if is_of_program(file)), default=None)
+    if last is None:
         return traceback
+    raised_here = any(file.startswith(_OWN) for file, _ in entries[last:])
     kept = None
     for file, entry in reversed(entries):
-        if not file.startswith(_OWN):
+        if is_of_program(file) or not (raised_here or file.startswith(_OWN)):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept
 

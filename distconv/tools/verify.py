@@ -150,7 +150,8 @@ def verify(
     computed without TF32.
 
     Raises TypeError or ValueError on every rank, for arguments that do not fit, or differ between
-    ranks. Raises RuntimeError, naming the layer, if the module raises on the grid and not serially.
+    ranks. Raises RuntimeError, naming the layer, if the module raises. The message states whether
+    the serial program raised or only the program on the grid.
     An unsupported layer (`UnsupportedOperation`) raises nothing: it is the last row of the
     result.
 
@@ -440,12 +441,14 @@ class _ModuleRun(ModuleCalls):
         except UnsupportedOperation as refusal:
             self.refusal = self.where[0], str(refusal)
         except Exception as error:
-            if serial is None:
-                raise
             name, part = self.where
+            where = f"verify: {name} ({type(part).__name__}) raised"
+            what = f"{type(error).__name__}: {error}"
+            if any(isinstance(x, DistTensor) for x in inputs):
+                raise RuntimeError(f"{where} on the grid, and not serially: {what}") from error
             raise RuntimeError(
-                f"verify: {name} ({type(part).__name__}) raised on the grid, and not serially: "
-                f"{type(error).__name__}: {error}"
+                f"{where} in the serial program, before anything ran on the grid: {what}. "
+                "Correct the module or the input until module(input) runs on plain tensors"
             ) from error
         finally:
             self.remove()

@@ -20,6 +20,7 @@ from examples.trainer.arguments import (
     positive,
 )
 from examples.trainer.building import make_grid
+from examples.trainer.progress import on_terminal
 
 Progress = Callable[[int], None]
 """A function that is called with the number of finished samples."""
@@ -55,15 +56,17 @@ def run(
     add_grid(add, axes, "sample=-1")
     args = parser.parse_args(arguments)
     shown = comm.rank == 0
+    counted = shown and on_terminal()
 
     def show(done: int) -> None:
-        if shown:
+        if counted:
             print(f"\r{done}/{args.samples} samples", end="", file=sys.stderr, flush=True)
 
     start = time.perf_counter()
     with errors_in_one_line(comm):
         # Generators compute on the host, also beside GPUs.
         said = generate(args, make_grid(args, comm, device="cpu"), show)
-    if shown:
+    if counted:
         print(file=sys.stderr)
+    if shown:
         print(f"{args.output}: {said}; {time.perf_counter() - start:.1f} s", flush=True)

@@ -1,5 +1,4 @@
-"""Methods of training with several workers, compared at equal numbers of samples on the demo's
-data.
+"""Methods of training with several workers, compared at equal numbers of samples.
 
     python -m examples.mesh_tangling.compare_methods
 

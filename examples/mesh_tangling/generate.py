@@ -16,7 +16,7 @@ import distconv as dc
 from distconv.data import DataError, together
 from distconv.transport.interface import ObjectCommunicator
 from examples.generating.command_line import Progress, run
-from examples.trainer.arguments import Add
+from examples.trainer.arguments import Add, positive
 
 from . import store
 from .simulation import HORIZON, draw_flow, simulate
@@ -32,12 +32,13 @@ def generate(
     seed: int,
     grid: dc.ProcessGrid,
     progress: Progress | None = None,
+    horizon: float = HORIZON,
 ) -> float:
     """Write samples of `size` x `size` zones to a new file (see `store`), each rank its share.
     Collective.
 
-    Sample i depends on `seed` and i alone, and the file does not depend on the grid. Returns the
-    fraction of zones that tangle.
+    Sample i depends on `seed` and i alone, and the file does not depend on the grid. The label
+    marks zones that tangle within `horizon` seconds of the snapshot. Returns their fraction.
 
     Raises:
         DataError: on every rank, where the file cannot be written, or the mesh is too coarse.
@@ -46,12 +47,12 @@ def generate(
         raise DataError(
             f"size={size} zones a side cannot resolve the bubble; choose {SMALLEST_SIZE} or more"
         )
-    with store.create(grid, path, samples, size, seed=seed, horizon=HORIZON) as writer:
+    with store.create(grid, path, samples, size, seed=seed, horizon=horizon) as writer:
 
         def write() -> float:
             tangled = 0.0
             for index in range(grid.rank, samples, grid.size):
-                sample = simulate(draw_flow(seed, index), size)
+                sample = simulate(draw_flow(seed, index), size, horizon)
                 writer.write(index, sample.fields, sample.tangled)
                 tangled += float(sample.tangled.mean())
                 if progress is not None:
@@ -66,9 +67,16 @@ def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None
 
     def add(add: Add) -> None:
         add("--size", "zones along a side", type=int, default=128)
+        add(
+            "--horizon",
+            "seconds after the snapshot within which a zone must tangle to be labelled",
+            type=positive(float),
+            default=HORIZON,
+        )
 
     def make(args: argparse.Namespace, grid: dc.ProcessGrid, progress: Progress) -> str:
-        fraction = generate(args.output, args.samples, args.size, args.seed, grid, progress)
+        facts = args.output, args.samples, args.size, args.seed, grid, progress, args.horizon
+        fraction = generate(*facts)
         return (
             f"{args.samples} samples of {args.size} x {args.size} zones, "
             f"{fraction:.1%} of them tangle"

@@ -48,7 +48,7 @@ AMBIENT_PRESSURE = 101325.0
 """Pressure of both gases at rest, in Pa."""
 
 HORIZON = 1.25e-3
-"""Seconds after the snapshot within which a zone must tangle to be labelled."""
+"""Seconds after the snapshot within which a zone must tangle to be labelled, by default."""
 
 TIME_STEP = 2.5e-5
 """Longest time step, in s: the shock moves by about half its thickness in one."""
@@ -205,7 +205,7 @@ class Sample:
     """The `fields` at the snapshot by channel name, and the label, each of shape (S, S).
 
     `tangled` is true for zones with a corner Jacobian that is not positive, at the snapshot or
-    after a time step within HORIZON of it.
+    after a time step within the horizon.
     """
 
     fields: dict[str, Array]
@@ -370,12 +370,15 @@ def radial_velocity(flow: Flow, carried: Carried, fraction: Array) -> Array:
     return 0.25 * (radial[:-1, :-1] + radial[:-1, 1:] + radial[1:, :-1] + radial[1:, 1:])
 
 
-def simulate(flow: Flow, size: int) -> Sample:
-    """Move a mesh of `size` x `size` zones to the snapshot, and on to the horizon for the label."""
+def simulate(flow: Flow, size: int, horizon: float = HORIZON) -> Sample:
+    """Move a mesh of `size` x `size` zones to the snapshot, and on to the horizon for the label.
+
+    `horizon` is in seconds after the snapshot.
+    """
     start = Carried(0.0, initial_nodes(size), flow.blobs)
     # Only the last step is kept: a mesh of every step would not fit in memory at large S.
     present = deque(start.steps_until(flow, flow.snapshot_time), maxlen=1).pop()
     tangled = tangled_zones(present.nodes)
-    for future in present.steps_until(flow, present.time + HORIZON):
+    for future in present.steps_until(flow, present.time + horizon):
         tangled |= tangled_zones(future.nodes)
     return Sample(snapshot(flow, present), tangled)

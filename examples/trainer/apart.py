@@ -270,7 +270,7 @@ def _learn(
         if worker == 0:
             on_rank_zero(own, lambda: write_table(args.output / "log.csv", history))
             if own.rank == 0:
-                print(f"validation: {score}", flush=True)
+                print(f"{progress}; validation: {score}", flush=True)
     with center():
         if worker == 0:
             example.draw(args, model, validation, history)

@@ -85,6 +85,17 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def fraction(text: str) -> float:
+    """Return a number between 0 and 1, both excluded."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return number
+
+
 def positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
     """Return a function that converts a text to a positive number of this kind."""
 

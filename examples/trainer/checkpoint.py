@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,14 @@ _OVERHEAD = 2**20
 """An upper bound for the bytes of names, settings and history."""
 
 
-def checkpoint_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return an upper bound for the bytes of a checkpoint, before the optimizer has a state."""
+def checkpoint_size(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> int:
+    """Return an upper bound for the bytes of a checkpoint of the trained and the averaged model,
+    before the optimizer has a state.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # torch's optimizers keep two tensors of its size for each parameter, or fewer.
-    tensors = [*model.state_dict().values(), *2 * parameters]
+    states = (tensor for model in models for tensor in model.state_dict().values())
+    tensors = [*states, *2 * parameters]
     return sum(t.nbytes for t in tensors) + _OVERHEAD
 
 

@@ -13,6 +13,7 @@ from distconv.data.checkpoint import checkpoints_in
 from distconv.grid.ranks import world
 
 from .arguments import command_line, natural
+from .progress import ON_TERMINAL, on_terminal
 
 RANKS = 4
 """The number of ranks of a demo."""
@@ -43,12 +44,17 @@ def generated(
     """Generate the files of samples that are missing in a folder, and return all paths as options.
     Collective.
 
+    The names of the files have the values of the options: other samples are other files.
+
     Args:
         generate: the `main` of the generator.
         files: by the name of the training's option, the generator's options.
     """
     comm = world().for_program()
-    paths = {name: str(output / f"{name}.h5") for name in files}
+    paths = {
+        name: str(output / f"{'-'.join((name, *options.values()))}.h5")
+        for name, options in files.items()
+    }
     for name, options in files.items():
         if not comm.bcast(Path(paths[name]).exists()):
             generate(words({**options, "output": paths[name]}), comm)
@@ -80,6 +86,8 @@ def become_ranks(ranks: int, module: str, arguments: Sequence[str]) -> NoReturn:
     print(" ".join(command), flush=True)
     threads = max(1, (os.cpu_count() or ranks) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    if on_terminal():
+        environment[ON_TERMINAL] = "1"
     os.execve(command[0], command, environment | os.environ)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from distconv.training import (
     Constant,
@@ -20,7 +21,7 @@ from distconv.training import (
     Recipe,
 )
 
-from .arguments import Add, natural, positive
+from .arguments import Add, fraction, natural, positive
 
 METHODS = ("sync", "easgd", "downpour", "hybrid")
 RECIPES: dict[str, Callable[[int], Decay]] = {
@@ -30,7 +31,7 @@ RECIPES: dict[str, Callable[[int], Decay]] = {
     "restarts": lambda epoch: CosineRestarts(10 * epoch, 2, 0.1),
 }
 """The decays of the learning rate, by the number of updates in an epoch."""
-DECISIVE = ("recipe", "reference_batch_size", "warmup_epochs", "lag", "wire")
+DECISIVE = ("recipe", "reference_batch_size", "warmup_epochs", "ema", "lag", "wire")
 """The options here that determine the numbers of a run in step."""
 DECISIVE_APART = ("method", "servers", "groups", "period")
 """Further options that do so where workers do not run in step."""
@@ -50,6 +51,13 @@ def add_method_arguments(add: Add) -> None:
         metavar="N",
     )
     add("--warmup-epochs", "over which the rate grows to the scaled one", type=natural, default=0)
+    add(
+        "--ema",
+        "validate and draw with an exponential moving average of the weights that keeps this "
+        "fraction in each step, such as 0.95",
+        type=fraction,
+        metavar="DECAY",
+    )
     add("--lag", "steps by which gradients are late", type=natural, default=0, metavar="N")
     add("--wire", "send gradients as halves", choices=("bfloat16", "float16"))
     add(
@@ -80,6 +88,7 @@ def check_method(args: argparse.Namespace) -> None:
     if args.method == "sync":
         return
     refused = {
+        "--ema": args.ema,
         "--lag": args.lag,
         "--wire": args.wire,
         "--compare-serial": args.compare_serial,
@@ -110,10 +119,13 @@ def recipe_of(args: argparse.Namespace, batch_size: int, epoch: int) -> Recipe |
 
 
 class Steps:
-    """The optimizer steps of a run in step, with its learning rates and late gradients.
+    """The optimizer steps of a run in step, with learning rates, late gradients, averaged weights.
 
     Args:
         epoch: the number of steps in an epoch.
+
+    Attributes:
+        evaluated: the model to validate: with averaged weights for `--ema`, else the trained one.
     """
 
     def __init__(
@@ -123,6 +135,11 @@ class Steps:
         recipe = recipe_of(args, args.batch_size, epoch)
         self.scheduler: LambdaLR | None = recipe.schedule(optimizer) if recipe else None
         self._late = GradientLag(model, lag=args.lag, warmup_steps=epoch) if args.lag else None
+        self._model, self._average, self.evaluated = model, None, model
+        if args.ema is not None:
+            rule = get_ema_multi_avg_fn(args.ema)
+            self._average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True)
+            self.evaluated = self._average.module
 
     def step(self, loss: Tensor) -> None:
         """Take a step down the gradient of a loss."""
@@ -134,12 +151,17 @@ class Steps:
         self._optimizer.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
+        if self._average is not None:
+            self._average.update_parameters(self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the late gradients; optimizer and scheduler are saved elsewhere."""
-        return {} if self._late is None else self._late.state_dict()
+        """Return late gradients and averaged weights, without optimizer and scheduler."""
+        parts = {"late": self._late, "average": self._average}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load late gradients, on the same grid."""
+        """Load late gradients, on the same grid, and averaged weights."""
         if self._late is not None:
-            self._late.load_state_dict(state)
+            self._late.load_state_dict(state.get("late", {}))
+        if self._average is not None:
+            self._average.load_state_dict(state["average"])

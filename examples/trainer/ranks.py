@@ -1,4 +1,4 @@
-"""The cut of a sample, for pictures: the boxes of the ranks, and the result of one rank."""
+"""The partition of samples, for pictures: blocks and halos of the ranks, and one rank's result."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 import distconv as dc
+from distconv.geometry.index_maps import Window
+from distconv.geometry.layout import block
 from distconv.tools.reports.document import COLOURS
 
 LARGEST = 2**22
@@ -26,8 +28,78 @@ def boxes_of(x: dc.DistTensor, grid: dc.ProcessGrid) -> list[RankBox]:
     return [(rank, box) for rank, box in found if all(s.stop > s.start for s in box)]
 
 
-def draw_boxes(axes: Axes, boxes: Sequence[RankBox], dimensions: tuple[int, int]) -> None:
-    """Draw the edges of the boxes, and their ranks, over an image of two of the dimensions."""
+def needed_boxes(
+    convolution: nn.Conv2d, boxes: Sequence[RankBox], shape: Sequence[int]
+) -> list[RankBox]:
+    """Return the ranks with the boxes of a tensor that they need for a convolution of it.
+
+    A rank's halo is the part of the needed box outside its own.
+
+    Args:
+        boxes: the boxes of all ranks in the tensor.
+        shape: of the tensor, (N, C, H, W).
+    """
+    found = []
+    for rank, box in boxes:
+        needed = list(box)
+        for d, size in ((2, shape[2]), (3, shape[3])):
+            kernel, stride, dilation, padding = (
+                int(numbers[d - 2])
+                for numbers in (
+                    convolution.kernel_size,
+                    convolution.stride,
+                    convolution.dilation,
+                    convolution.padding,
+                )
+            )
+            window = Window(kernel, stride, dilation, (padding, padding))
+            starts = sorted({other[d].start for _, other in boxes})
+            part = starts.index(box[d].start)
+            outputs = block(window.output_size(size), len(starts), part)
+            ((first, last),) = window.intervals(size, *outputs)
+            needed[d] = slice(max(0, min(first, box[d].start)), min(size, max(last, box[d].stop)))
+        found.append((rank, tuple(needed)))
+    return found
+
+
+def draw_halos(
+    axes: Axes,
+    boxes: Sequence[RankBox],
+    needed: Sequence[RankBox],
+    dimensions: tuple[int, int],
+) -> None:
+    """Hatch the halo of each rank in its colour, over an image of two of the dimensions.
+
+    Args:
+        boxes: the boxes of the ranks.
+        needed: the boxes that they need; see `needed_boxes`.
+    """
+    for (rank, box), (_, whole) in zip(boxes, needed, strict=True):
+        colour, label = COLOURS[rank % len(COLOURS)], f"halo that rank {rank} receives"
+        for d in dimensions:
+            for start, stop in ((whole[d].start, box[d].start), (box[d].stop, whole[d].stop)):
+                if start < stop:
+                    # Corners are drawn with the first dimension.
+                    sides = [whole[k] if d == dimensions[0] else box[k] for k in dimensions]
+                    sides[dimensions.index(d)] = slice(start, stop)
+                    rows, columns = sides
+                    corner = columns.start - 0.5, rows.start - 0.5
+                    extents = columns.stop - columns.start, rows.stop - rows.start
+                    band = Rectangle(corner, *extents, hatch="///", alpha=0.5, color=colour)
+                    band.set_label(label)
+                    axes.add_patch(band)
+                    label = ""
+
+
+def draw_boxes(
+    axes: Axes,
+    boxes: Sequence[RankBox],
+    dimensions: tuple[int, int],
+    names: bool = True,
+) -> None:
+    """Draw the edges of the boxes, and the `names` of their ranks, over an image of two of the
+    dimensions.
+    """
     for rank, box in boxes:
         rows, columns = (box[d] for d in dimensions)
         colour = COLOURS[rank % len(COLOURS)]
@@ -37,6 +109,8 @@ def draw_boxes(axes: Axes, boxes: Sequence[RankBox], dimensions: tuple[int, int]
         edge = Rectangle(corner, width, height, edgecolor=colour, fill=False, lw=4)
         edge.set_clip_path(Rectangle(corner, width, height, transform=axes.transData))
         axes.add_patch(edge)
+        if not names:
+            continue
         middle = corner[0] + width / 2, corner[1] + height / 2
         shown = {"facecolor": colour, "edgecolor": "none", "boxstyle": "round"}
         axes.text(*middle, f"rank {rank}", color="white", ha="center", va="center", bbox=shown)

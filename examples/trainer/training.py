@@ -88,7 +88,10 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
     ordered = Loader(validation, args.batch_size)
     steps = Steps(args, model, optimizer, len(loader))
     history = resume(example, args, model, optimizer, steps, loader, settings)
-    on_rank_zero(grid, lambda: make_room(args, checkpoint_size(model, optimizer), len(history)))
+    on_rank_zero(
+        grid,
+        lambda: make_room(args, checkpoint_size({model, steps.evaluated}, optimizer), len(history)),
+    )
     board = None
     if args.tensorboard:
         folder = args.output / "tensorboard"
@@ -113,7 +116,7 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
         record = progress.record()
         seconds += progress.seconds
 
-        score = example.evaluate(model, ordered)
+        score = example.evaluate(steps.evaluated, ordered)
         check_finite(args, "validation loss", score.loss, len(history), progress.steps)
         record["seconds"] = time.perf_counter() - begin
         history.append(record | asdict(score))
@@ -126,13 +129,13 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
             loader=loader,
             step=len(history),
             keep=KEPT,
-            extra={"settings": settings, "history": history, "late": steps.state_dict()},
+            extra={"settings": settings, "history": history, **steps.state_dict()},
         )
         on_rank_zero(grid, lambda: write_table(args.output / "log.csv", history))
         if board is not None:
             board.add(history[-1])
         if grid.rank == 0:
-            print(f"validation: {score}", flush=True)
+            print(f"{progress}; validation: {score}", flush=True)
 
     metrics["bytes_read_by_rank"] = comm.allgather(training.bytes_read + validation.bytes_read)
     metrics["seconds_waited_by_rank"] = comm.allgather(
@@ -141,7 +144,7 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
     waited = max(comm.allgather(loader.traffic.seconds_waited))
     metrics["waiting_share"] = waited / seconds if seconds else 0.0
     metrics["history"] = history
-    example.draw(args, model, validation, history)
+    example.draw(args, steps.evaluated, validation, history)
     on_rank_zero(grid, lambda: write_metrics(args, metrics))
     if grid.rank == 0:
         print(results(example, args, example.is_done(args, history[-1])), flush=True)
@@ -211,7 +214,7 @@ def resume(
     )
     assert found is not None
     together(loader.grid, lambda: check_finite_state(model, optimizer))
-    steps.load_state_dict(found.extra.get("late", {}))
+    steps.load_state_dict(found.extra)
     history: list[dict[str, Any]] = found.extra["history"]
     return history
 

@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
+from examples.mesh_tangling.network import (
+    NETWORKS,
+    mesh_tangling_1k,
+    mesh_tangling_2k,
+    mesh_unet,
+)
 
 # Added up by hand from the table: input channels x filters x kernel area, block by block.
 WEIGHTS_1K = (
@@ -88,6 +93,19 @@ def test_size_scales_the_strides_and_keeps_the_convolutions(build):
     with torch.no_grad():
         assert small.blocks(torch.zeros(1, 18, 128, 128)).shape[2:] == (32, 32)
         assert small(torch.randn(2, 18, 128, 128)).shape == (2, 1, 128, 128)
+
+
+def test_the_u_net_takes_any_mesh_of_multiples_of_its_stride():
+    model = mesh_unet()
+    assert sum(p.numel() for p in model.parameters()) == 484_897
+    assert NETWORKS["unet"](1.0, 4096).total_stride == 8
+    with torch.no_grad():
+        found = model(torch.randn(2, 18, 24, 40))
+    assert found.shape == (2, 1, 24, 40) and ((found > 0) & (found < 1)).all()
+    with pytest.raises(ValueError, match="multiples of its total stride 8; the nearest is 16 x 24"):
+        model(torch.zeros(1, 18, 20, 24))
+    with pytest.raises(ValueError, match="width=0 must be positive"):
+        mesh_unet(0)
 
 
 def test_width_scales_every_block_and_leaves_the_head_its_patch():

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from functools import partial
 
 import h5py
 import pytest
@@ -85,15 +86,24 @@ def assert_same_run(output, reference):
         assert entry["step_losses"] == pytest.approx(expected["step_losses"], rel=1e-10)
         assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-10)
         assert entry["iou"] == expected["iou"]
-    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-8, atol=1e-10)
+    close = partial(torch.testing.assert_close, rtol=1e-8, atol=1e-10)
+    close(ours["model"], theirs["model"])
+    average = ours["extra"].get("average", {"n_averaged": 1})
+    assert average["n_averaged"] > 0
+    close(average, theirs["extra"].get("average", {"n_averaged": 1}))
+
+
+DEMO = "--network unet --loss overlap --recipe cosine --warmup-epochs 1 --ema 0.8".split()
+"""The options of the demo, which the others go without."""
 
 
 @pytest.mark.parallel([2, 4])
-def test_every_grid_trains_like_one_rank(file, folder):
-    serial(file, folder / "serial", {}, 2)
+@pytest.mark.parametrize("options", [[], DEMO], ids=["published", "demo"])
+def test_every_grid_trains_like_one_rank(file, folder, options):
+    serial(file, folder / "serial", {}, 2, *options)
     for place, grid in enumerate(GRIDS[WORLD.size]):
         output = folder / f"grid{place}"
-        main(arguments(file, output, grid, 2))
+        main(arguments(file, output, grid, 2, *options))
         assert_same_run(output, folder / "serial")
         metrics = json.loads((output / "metrics.json").read_text())
         assert len(metrics["bytes_read_by_rank"]) == WORLD.size
@@ -101,14 +111,35 @@ def test_every_grid_trains_like_one_rank(file, folder):
         assert (output / "prediction.png").stat().st_size > 0
 
 
+@pytest.mark.parallel([1, 2])
+def test_an_epoch_prints_one_line_on_a_pipe_and_validates_averaged_weights(file, folder, capfd):
+    main(arguments(file, folder / "raw", {"sample": WORLD.size}, 2))
+    printed = capfd.readouterr()
+    main(arguments(file, folder / "averaged", {"sample": WORLD.size}, 2, "--ema", "0.999"))
+    if WORLD.rank:
+        return
+    lines = printed.out.splitlines()
+    assert [line[:17] for line in lines[:2]] == ["epoch 1/2: loss 0", "epoch 2/2: loss 0"]
+    assert all("samples/s; validation: loss" in line for line in lines[:2])
+    assert "sample" not in printed.err
+    raw, averaged = (
+        json.loads((folder / name / "metrics.json").read_text())["history"]
+        for name in ("raw", "averaged")
+    )
+    assert [entry["step_losses"] for entry in raw] == [entry["step_losses"] for entry in averaged]
+    assert raw[0]["loss"] == averaged[0]["loss"]  # after one step, the first weights averaged
+    assert raw[1]["loss"] != averaged[1]["loss"]
+
+
 @pytest.mark.parallel([4])
-def test_a_run_continues_on_another_grid_with_the_same_result(file, folder):
+@pytest.mark.parametrize("options", [[], ["--ema", "0.8", "--loss", "overlap"]])
+def test_a_run_continues_on_another_grid_with_the_same_result(file, folder, options):
     [first], second = GRIDS[4], {"height": 2, "width": 2}
     output = folder / "continued"
-    main(arguments(file, output, first, 1))
-    main(arguments(file, output, second, 2, "--resume", str(output)))
-    serial(file, output, {}, 3, "--resume", str(output))
-    main(arguments(file, folder / "straight", first, 3))
+    main(arguments(file, output, first, 1, *options))
+    main(arguments(file, output, second, 2, "--resume", str(output), *options))
+    serial(file, output, {}, 3, "--resume", str(output), *options)
+    main(arguments(file, folder / "straight", first, 3, *options))
     assert_same_run(output, folder / "straight")
 
 
@@ -117,6 +148,8 @@ def test_a_run_continues_on_another_grid_with_the_same_result(file, folder):
     ("wrong", "message"),
     [
         (["--grid", "sample=7"], "sample=7 does not divide"),
+        (["--ema", "1"], "'1' is not a number between 0 and 1"),
+        (["--method", "easgd", "--ema", "0.5"], "--ema is for --method sync"),
         (["--batch-size", "6"], "batch size 6 is larger than the 5 samples"),
         (["--network", "2k", "--data", "absent.h5"], "absent.h5: no such file"),
         (["--resume", "absent.pt"], "absent.pt: no such file"),

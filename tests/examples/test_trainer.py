@@ -16,7 +16,7 @@ from mpi4py import MPI
 import distconv as dc
 from examples.mesh_tangling.train import main
 from examples.trainer.logs import TensorBoard, write_table
-from examples.trainer.ranks import boxes_of, on_one_rank
+from examples.trainer.ranks import boxes_of, needed_boxes, on_one_rank
 from examples.trainer.training import typed, without
 from tests.support.everywhere import ended_with_one_line, on_rank_zero
 from tests.support.mesh_runs import arguments, write_file
@@ -27,8 +27,8 @@ EXAMPLES = sorted(
 )
 SHARED = (
     "data validation output grid epochs batch-size optimizer learning-rate seed precision resume "
-    "compare-serial tensorboard recipe reference-batch-size warmup-epochs lag wire method servers "
-    "groups period"
+    "compare-serial tensorboard recipe reference-batch-size warmup-epochs ema lag wire method "
+    "servers groups period"
 ).split()
 
 
@@ -52,6 +52,27 @@ def test_pictures_have_the_boxes_of_a_sample_and_what_one_rank_makes_of_it() -> 
     assert alone is not None
     if grid.rank == 0:
         torch.testing.assert_close(alone(), expected)
+
+
+@pytest.mark.parametrize(
+    ("stride", "rows", "ends"),
+    [
+        (1, [(0, 3), (3, 6), (6, 9), (9, 11)], [(0, 4), (2, 7), (5, 10), (8, 11)]),
+        # Two outputs a rank: output o covers the rows from 2 o - 1 to 2 o + 1.
+        (2, [(0, 4), (4, 8), (8, 11)], [(0, 4), (3, 8), (7, 11)]),
+    ],
+)
+def test_pictures_have_the_halo_of_the_opening_convolution(
+    stride: int, rows: list[tuple[int, int]], ends: list[tuple[int, int]]
+) -> None:
+    boxes = [
+        (rank, (slice(0, 1), slice(0, 3), slice(*own), slice(0, 5)))
+        for rank, own in enumerate(rows)
+    ]
+    layer = torch.nn.Conv2d(3, 2, 3, stride, padding=1)
+    found = needed_boxes(layer, boxes, (1, 3, 11, 5))
+    assert [(box[2].start, box[2].stop) for _, box in found] == ends
+    assert all(box[3] == slice(0, 5) for _, box in found)
 
 
 HISTORY: list[dict[str, Any]] = [

@@ -206,19 +206,31 @@ HIDDEN = """
 import sys
 import torch, distconv as dc
 x = dc.distribute_tensor(torch.ones(2, 2, 8, 8), dc.ProcessGrid(height=-1))
-torch.nn.functional.avg_pool2d(x, 99)
+net = torch.nn.Sequential(torch.nn.MaxPool2d(99))
+if "plain" in sys.argv:
+    x = x.full_tensor()
+net(x)
 """
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_errors_hide_the_librarys_own_frames_unless_debugging(tmp_path: Path, ranks: int) -> None:
+def test_errors_show_the_programs_lines_alone_unless_debugging(tmp_path: Path, ranks: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(HIDDEN)
     end = end_of(start(script, ranks, fresh=False))
-    assert end.returncode == 1 and "avg_pool2d(x, 99)" in end.stderr and "Error: " in end.stderr
-    assert "distconv/tensor" not in end.stderr and "distconv/ops" not in end.stderr
+    files = re.findall(r'File "(.*)", line', end.stderr)
+    assert end.returncode == 1 and "RuntimeError: Given input size" in end.stderr
+    assert files[-1] == str(script) and "net(x)" in end.stderr
+    assert "site-packages" not in end.stderr and "distconv/ops" not in end.stderr
     end = end_of(start(script, ranks, fresh=False, DISTCONV_DEBUG="1"))
     assert end.returncode == 1 and "distconv/tensor/dist_tensor.py" in end.stderr
+
+
+def test_errors_of_other_libraries_keep_their_frames(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HIDDEN)
+    end = end_of(start(script, 0, "plain", fresh=False))
+    assert end.returncode == 1 and "torch/nn/modules/pooling.py" in end.stderr
 
 
 @pytest.mark.parametrize(

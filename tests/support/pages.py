@@ -1,6 +1,7 @@
 """The code blocks of README and docs, as programs, with the output that stands beneath them.
 
-A block of `python` continues the one before it on its page. A block of `text` directly beneath it
+A block of `python` continues the one before it on its page, unless it is shown as a file, which
+starts with no names and may import the files before it. A block of `text` directly beneath it
 is what it prints on rank 0: `...` stands for anything, and fractions may differ in their last
 digits. HTML comments, which no reader sees, say what else is meant:
 
@@ -148,6 +149,17 @@ def _close(expected: str, printed: str) -> bool:
     return abs(a - b) <= 2.1 * 10.0 ** -len(expected.partition(".")[2]) + 1e-7 * abs(a)
 
 
+def write_files(program: Program) -> None:
+    """Write the blocks that the page shows as files into the current folder."""
+    for block in program.blocks:
+        if block.file:
+            Path(block.file).write_text(block.code)
+
+
+def _no_names() -> dict[str, Any]:
+    return {"__name__": "__main__"}
+
+
 def run(program: Program, first: bool) -> None:
     """Run a program in this process, in the current folder; on rank 0 compare what it prints.
 
@@ -155,12 +167,12 @@ def run(program: Program, first: bool) -> None:
     ----------
     first: whether this is rank 0.
     """
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = _no_names()
     for block in program.blocks:
         # Tracebacks name page and line.
         compiled = compile("\n" * (block.line - 1) + block.code, str(program.page), "exec")
-        if block.file and first:
-            Path(block.file).write_text(block.code)
+        if block.file:
+            names = _no_names()
         if not block.runs:
             continue
         printed = io.StringIO()

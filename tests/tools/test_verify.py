@@ -277,7 +277,7 @@ def test_bad_arguments_raise_on_every_rank() -> None:
         (conv, x, {"height": 3}, {}, "does not divide 2 ranks"),
         (conv, x, grid, {"layout": [None, None]}, "2 layouts for 1 inputs"),
         (nn.LazyConv2d(2, 3), x, grid, {}, "without shape yet"),
-        (conv, x[:, :1], grid, {}, "expected input"),
+        (conv, x[:, :1], grid, {}, r"\(Conv2d\) raised in the serial program.*expected input"),
     ]
     for module, input, where, options, message in cases:
         with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
