@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from distconv.compiling.front import compile
     from distconv.data.checkpoint import load_checkpoint, save_checkpoint
     from distconv.tools.explain import explain
+    from distconv.tools.infer import infer
     from distconv.tools.timeline import timeline
     from distconv.tools.verify import verify
 
@@ -47,6 +48,7 @@ __all__ = [
     "explain",
     "full_state_dict",
     "implements",
+    "infer",
     "load_checkpoint",
     "load_full_state_dict",
     "local_box",
@@ -66,6 +68,7 @@ _ON_DEMAND = {
     **{name: name for name in ("data", "horovod", "lbann", "planning", "training")},
     "compile": "compiling.front",
     "explain": "tools.explain",
+    "infer": "tools.infer",
     "load_checkpoint": "data.checkpoint",
     "save_checkpoint": "data.checkpoint",
     "timeline": "tools.timeline",

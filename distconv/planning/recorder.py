@@ -320,7 +320,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         if not (always or moved or reduced or kept or parameters):
             return
         output = self._last = output or _Output()
-        halos = tuple(_halo(m) for m in moved if not m.redistributes)
+        halos = tuple(halo_of_movement(m) for m in moved if not m.redistributes)
         redistributions = tuple(
             Redistribution(m.operator, m.source, m.target, name, 1, m.bytes)
             for m in moved
@@ -390,7 +390,8 @@ def _way(events: Sequence[Event]) -> str:
     return way
 
 
-def _halo(movement: Movement) -> Halo:
+def halo_of_movement(movement: Movement) -> Halo:
+    """Return the widths of the halo that an operator needs on this rank, and its bytes."""
     plan = movement.plan
     ndim = len(plan.buffer_shape)
     widths = {}

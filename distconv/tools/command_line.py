@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from distconv.tools.arguments import BadArguments, RankParser
+from distconv.tools.commands.files import DATA, INFER
 from distconv.tools.commands.launch import LAUNCH
 from distconv.tools.commands.modules import CALIBRATE, EXPLAIN, PLAN, PREDICT, TIMELINE, VERIFY
 from distconv.tools.commands.options import is_first
@@ -20,6 +21,8 @@ COMMANDS = {
     "scale": SCALE,
     "launch": LAUNCH,
     "timeline": TIMELINE,
+    "infer": INFER,
+    "data": DATA,
 }
 
 

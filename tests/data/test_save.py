@@ -237,14 +237,16 @@ def test_ranks_that_write_in_one_turn_share_no_chunk(data: st.DataObject) -> Non
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     cuts = data.draw(cuts_of(topology, len(shape)))
     chunks = tuple(data.draw(st.integers(1, n)) for n in shape)
-    counts = chunked.turns(shape, cuts, topology, chunks)
+    start = tuple(data.draw(st.integers(0, 9)) for _ in shape)
+    counts = chunked.turns(shape, cuts, topology, chunks, start)
     written: dict[tuple[int, ...], Box] = {}
     for rank in range(topology.size):
         box = rank_box(shape, cuts, topology, rank)
         turn = chunked.turn_of(rank, cuts, topology, counts)
         assert 0 <= turn < np.prod(counts)
         touched = [
-            range(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, chunks, strict=True)
+            range((first + a) // c, -(-(first + b) // c))
+            for first, a, b, c in zip(start, box.start, box.stop, chunks, strict=True)
         ]
         if box.size:
             for place in product(*touched):
@@ -260,7 +262,7 @@ def test_chunks_by_default_need_few_turns_and_none_where_the_cut_is_even(
     cuts = data.draw(cuts_of(topology, len(shape)))
     chunks = chunked.default_chunks(shape, cuts, topology, 4)
     assert chunks[0] == 1 and 4 * np.prod(chunks) <= 2**24
-    counts = chunked.turns(shape, cuts, topology, chunks)
+    counts = chunked.turns(shape, cuts, topology, chunks, (0,) * len(shape))
     for count, n, axes, chunk in zip(counts, shape, cuts, chunks, strict=True):
         parts = topology.parts(axes)
         assert count <= 2 + (n < 2 * parts)

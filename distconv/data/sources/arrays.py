@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import struct
+import zipfile
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -12,7 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from distconv.data.sources.interface import Array, Source
-from distconv.data.sources.packing import ScaleAndOffset, put
+from distconv.data.sources.packing import ScaleAndOffset, described, put
 from distconv.geometry.layout import Box
 
 _BLOCKS, _BLOCK = 8, 4096
@@ -55,6 +57,7 @@ class ArraySource(Source):
             # so.
             attributes.setdefault("_FillValue", fill)
         self._packing = ScaleAndOffset(attributes, name)
+        self.attributes = described(attributes)
         self.dtype = self._type()
         chunks = getattr(array, "chunks", None)
         # Chunks of dask are tuples of extents, which may differ.
@@ -117,12 +120,70 @@ def open_npy(path: Path, single: bool = False) -> ArraySource:
     return ArraySource(array, path.name, single, check, path)
 
 
+def open_npz(path: Path, name: str | None, single: bool = False) -> ArraySource:
+    """Return a source on an array in a `.npz` file; `single` if it is one sample.
+
+    An array that `numpy.savez` has written is mapped into memory, and read by boxes. One of
+    `numpy.savez_compressed` is decompressed as a whole when it is opened, and stays in memory.
+
+    `name` is the array in the file; None if there is only one. Raises OSError for a file that is
+    missing or damaged.
+    """
+    check_file(path, "a .npz file")
+    before = os.stat(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [found.removesuffix(".npy") for found in archive.namelist()]
+            name = only_name(path, name, names)
+            member = archive.getinfo(f"{name}.npy")
+            array: Any = _mapped(path, archive, member)
+            if array is None:
+                array = np.load(path, allow_pickle=False)[name]
+    except PermissionError as error:
+        raise PermissionError(f"{path}: you may not read this file ({error})") from error
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        if f"{path} holds" in str(error) or f"{path}: no dataset" in str(error):
+            raise
+        raise OSError(
+            f"{path}: not a whole .npz file of numbers; make or copy it again ({error})"
+        ) from error
+
+    def check() -> None:
+        check_unchanged(path, before, os.stat(path))
+
+    source = ArraySource(array, f"{name!r} of {path.name}", single, check, path)
+    if not isinstance(array, np.memmap):
+        source.chunks = (source.samples, *source.shape)
+    return source
+
+
+def _mapped(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Any:
+    """Return an array in a `.npz` file as a memory map; None if it is compressed."""
+    if member.compress_type != zipfile.ZIP_STORED:
+        return None
+    with archive.open(member) as stream:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0
+        if version != (1, 0):
+            read = np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(stream)
+        header = stream.tell()
+    if dtype.hasobject:
+        raise ValueError(f"{member.filename} holds Python objects")
+    with open(path, "rb") as file:
+        file.seek(member.header_offset + 26)  # of the lengths of the member's name and extra field
+        name, extra = struct.unpack("<HH", file.read(4))
+    offset = member.header_offset + 30 + name + extra + header
+    return np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C")
+
+
 def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource:
     """Return a source on an array in a zarr folder, of format 2 or 3; `single` if it is one sample.
 
     Missing chunks hold zeros, or the array's own fill value, as in zarr.
 
-    `name` is the array in the group; None if the folder is an array, or a group of a single one.
+    `name` is the array in the group, such as "images/0"; None if the folder is an array, or a group
+    of a single one. A zip file of such a folder, `.zarr.zip`, is read as well.
     """
     try:
         import zarr
@@ -133,8 +194,11 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such folder; expected a zarr folder")
     try:
-        found: Any = zarr.open(str(path), mode="r")
+        place = zarr.storage.ZipStore(path) if path.suffix == ".zip" else str(path)
+        found: Any = zarr.open(place, mode="r")
         arrays = None if hasattr(found, "shape") else dict(found.arrays())
+        if arrays is not None and name is not None and "/" in name and name in found:
+            arrays[name] = found[name]
     except Exception as error:
         raise OSError(
             f"{path}: not a whole zarr folder; make or copy it again ({error})"

@@ -35,13 +35,16 @@ class FilesSource(Source):
     def __init__(
         self, paths: Sequence[Path], open_file: Callable[[Path], Source], stacked: bool = False
     ) -> None:
-        self._paths, self._open_file = list(paths), open_file
+        self._paths, self._open_file, self._stacked = list(paths), open_file, stacked
         self._opened: OrderedDict[int, Source] = OrderedDict()
         self._stats: dict[int, os.stat_result] = {}
         self._lock = Lock()
         first = open_file(self._paths[0])
+        if not stacked:
+            _check_single(self._paths[0], first)
         self.name = f"{first.name} and {len(paths) - 1} more" if len(paths) > 1 else first.name
         self.shape, self.dtype, self.chunks = first.shape, first.dtype, first.chunks
+        self.attributes = first.attributes
         self._facts = first.facts()
         counts = [self._opened_file(i).samples if stacked else 1 for i in range(len(paths))]
         self._ends = list(accumulate(counts))
@@ -71,6 +74,8 @@ class FilesSource(Source):
         if source is None:
             path = self._paths[place]
             source = self._open_file(path)
+            if not self._stacked:
+                _check_single(path, source)
             if (source.shape, source.dtype) != (self.shape, self.dtype):
                 raise ValueError(
                     f"{path}: its samples are {source.shape} of {source.dtype}, the samples of "
@@ -82,3 +87,12 @@ class FilesSource(Source):
         if len(self._opened) > _OPEN:
             self._opened.popitem(last=False)
         return source
+
+
+def _check_single(path: Path, source: Source) -> None:
+    """Raise `ValueError` unless the source on one of several files is of one sample."""
+    if source.samples != 1:
+        raise ValueError(
+            f"{path} holds {source.samples} samples; expected one in each file. Pass "
+            "open_files(pattern, field, stacked=True) for several"
+        )

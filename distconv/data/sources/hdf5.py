@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distconv.data.sources.arrays import check_file, check_unchanged, facts_of_file, only_name
 from distconv.data.sources.interface import Array, Source
-from distconv.data.sources.packing import ScaleAndOffset, put
+from distconv.data.sources.packing import ScaleAndOffset, described, put
 from distconv.geometry.layout import Box
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class HDF5Source(Source):
     path: the file; every rank opens it.
     dataset: its name in the file; None for the only one that there is.
     single: whether the dataset is one sample, and has no dimension for samples.
+    external: whether the dataset may be a link or a virtual dataset, or lie in other files. Ranks
+        do not compare those files, and HDF5 fills what is missing in them with the fill value.
 
     Raises
     ------
@@ -38,13 +40,19 @@ class HDF5Source(Source):
     is missing, or not made of numbers in the file itself.
     """
 
-    def __init__(self, path: Path, dataset: str | None = None, single: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dataset: str | None = None,
+        single: bool = False,
+        external: bool = False,
+    ) -> None:
         self._path, self._single = path, single
         self._file = open_hdf5(path)
         self._descriptor = self._file.id.get_vfd_handle()
         self._before = os.fstat(self._descriptor)
         try:
-            self._dataset = dataset_in(self._file, path, dataset)
+            self._dataset = dataset_in(self._file, path, dataset, external)
             self._label = self._dataset.name.lstrip("/")
             self.name = f"{self._label!r} of {path.name}"
             self._describe()
@@ -62,6 +70,7 @@ class HDF5Source(Source):
             )
         self.samples, self.shape = (1, shape) if self._single else (shape[0], shape[1:])
         self._packing = ScaleAndOffset(self._dataset.attrs, self.name)
+        self.attributes = described(self._dataset.attrs)
         self.dtype = self._dataset.dtype.newbyteorder("=")
         if self._packing:
             self.dtype = self._packing.unpacked(np.empty(0, self.dtype)).dtype
@@ -133,29 +142,38 @@ def damaged(path: Path, error: Exception) -> OSError:
     return OSError(f"{path}: not a whole HDF5 file; make or copy it again ({error})")
 
 
-def dataset_in(file: h5py.File, path: Path, name: str | None) -> h5py.Dataset:
+def dataset_in(
+    file: h5py.File, path: Path, name: str | None, external: bool = False
+) -> h5py.Dataset:
     """Return the dataset `name` of an open file, or the only one if `name` is None.
 
-    Raises ValueError if there is none, or its values lie in other files.
+    Coordinates of NetCDF files do not count. Raises ValueError if there is none, or if its values
+    lie in other files, unless `external`.
     """
     import h5py
 
     if name is None or name not in file:
-        name = only_name(path, name, sorted(file))
-    if not isinstance(file.get(name, getlink=True), h5py.HardLink):
+        fields = [f for f in sorted(file) if not _is_coordinate(file.get(f))]
+        name = only_name(path, name, fields or sorted(file))
+    if not external and not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise ValueError(
             f"{path}: {name!r} is a link; expected a dataset in the file itself, as h5repack or "
-            "h5copy -f ext,soft make it"
+            "h5copy -f ext,soft make it, or HDF5Source(..., external=True)"
         )
     dataset = file[name]
     if not isinstance(dataset, h5py.Dataset):
         raise ValueError(f"{path}: {name!r} is a {type(dataset).__name__}; expected a dataset")
-    if dataset.is_virtual or dataset.external:
+    if not external and (dataset.is_virtual or dataset.external):
         raise ValueError(
             f"{path}: the values of {name!r} lie in other files, which nobody would miss; copy "
-            "them into the file itself"
+            "them into the file itself, or pass HDF5Source(..., external=True)"
         )
     return dataset
+
+
+def _is_coordinate(found: Any) -> bool:
+    """Return whether a dataset holds the positions along a dimension of others, as in NetCDF."""
+    return getattr(found, "attrs", {}).get("CLASS") == b"DIMENSION_SCALE"
 
 
 def _attributes(place: h5py.File | h5py.Dataset) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from math import prod
+from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
@@ -31,6 +33,9 @@ class Source(ABC):
     dtype: the type of the values, in the byte order of this machine.
     chunks: the extents, samples first, of the pieces that are read as a whole; None if any box is
         read alone.
+    attributes: the file's further statements about the values, as numbers, texts, and lists of
+        these. For images, "affine" is the map of 4 x 4 numbers from indices to millimetres, as in
+        NIfTI, and "spacing" the distance of elements along each spatial dimension, in the "unit".
     """
 
     name: str
@@ -38,6 +43,7 @@ class Source(ABC):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunks: tuple[int, ...] | None = None
+    attributes: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
     def read_into(self, out: Array, sample: int, box: Box) -> None:

@@ -9,17 +9,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from distconv.data.sources.arrays import ArraySource, open_npy, open_zarr
+from distconv.data.sources.arrays import ArraySource, open_npy, open_npz, open_zarr
 from distconv.data.sources.files import FilesSource
 from distconv.data.sources.functions import Items, ItemSource
 from distconv.data.sources.hdf5 import HDF5Source
 from distconv.data.sources.interface import Source
+from distconv.data.sources.volumes import is_dicom, open_dicom, open_nifti, open_tiff, stack_of
+
+Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A glob pattern, a folder, or a list of paths."""
 
 Field: TypeAlias = str | int | None
 """The name of a field: a dataset of a file, an index into items; None for the only field."""
 
-KINDS = {".h5": "hdf5", ".hdf5": "hdf5", ".he5": "hdf5", ".npy": "npy", ".zarr": "zarr"}
+KINDS = {
+    **{".h5": "hdf5", ".hdf5": "hdf5", ".he5": "hdf5", ".npy": "npy", ".npz": "npz"},
+    **{".zarr": "zarr", ".zarr.zip": "zarr", ".nii": "nifti", ".nii.gz": "nifti"},
+    **{".tif": "tiff", ".tiff": "tiff", ".dcm": "dicom"},
+}
 """Kinds of files by their suffixes."""
+
+_ONE_SAMPLE = ("nifti", "tiff", "dicom")
+"""Kinds of files that hold one sample, or frames, in an array without a name."""
 
 _NETCDF = ".nc"
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -57,10 +68,53 @@ def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = Fa
     field: the dataset in each file, for files that have datasets.
     stacked: whether a file holds samples along its first dimension; otherwise it is one sample.
     """
+    return _files(_matching(pattern), field, stacked)
+
+
+def open_stack(files: Paths, field: Field = None) -> Source:
+    """Return a source on planes in files, in order, as one sample (..., Z, Y, X).
+
+    Parameters
+    ----------
+    files: a glob pattern such as "scan/*.tif", a folder, or a list of paths. The files of a pattern
+        or folder are taken in the order of their names; those of DICOM by their positions.
+    field: the dataset in each file, for files that have datasets.
+
+    Raises FileNotFoundError if there is no file, and ValueError for files that differ in shape or
+    type.
+    """
+    paths = _listed(files)
+    if all(map(is_dicom, paths)):
+        return open_dicom(paths)
+    return stack_of(paths, partial(of_path, field=field, single=True), {})
+
+
+def _listed(files: Paths) -> list[Path]:
+    """Return the paths of files from a pattern, a folder, or such a list."""
+    if not isinstance(files, str | os.PathLike):
+        return [Path(path) for path in files]
+    path = Path(files)
+    return sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else _matching(files)
+
+
+def _matching(pattern: str | os.PathLike[str]) -> list[Path]:
     paths = [Path(found) for found in sorted(glob.glob(str(pattern), recursive=True))]
     if not paths:
         raise FileNotFoundError(f"{pattern}: no file matches")
-    return FilesSource(paths, partial(_of_path, field=field, single=not stacked), stacked)
+    return paths
+
+
+def _files(paths: Sequence[Path], field: Field, stacked: bool = False) -> Source:
+    """Return a source on files, a sample in each unless `stacked`; a DICOM series is one sample."""
+    if not stacked and all(map(is_dicom, paths)):
+        return open_dicom(paths)
+    return FilesSource(paths, partial(of_path, field=field, single=not stacked), stacked)
+
+
+def kind_of(path: Path) -> str | None:
+    """Return the kind of a file by its suffix, an entry of `KINDS`; None for another suffix."""
+    name = path.name.lower()
+    return next((KINDS[s] for s in sorted(KINDS, key=len, reverse=True) if name.endswith(s)), None)
 
 
 def _of_object(source: Any, field: Field, name: str) -> Source:
@@ -74,8 +128,13 @@ def _of_object(source: Any, field: Field, name: str) -> Source:
         if _PATTERN & set(text) and not path.exists():
             return open_files(text, field)
         if path.is_dir() and not _is_zarr(path):
+            inside = sorted(p for p in path.iterdir() if p.is_file())
+            if inside and all(map(is_dicom, inside)):
+                return open_dicom(inside)
             return open_files(_only_kind_in(path), field)
-        return _of_path(path, field)
+        return of_path(path, field)
+    if _are_paths(source):
+        return _files([Path(path) for path in source], field)
     if field is not None:
         raise TypeError(
             f"{type(source).__name__} has no fields, and inputs or targets name {field!r}; pass "
@@ -91,9 +150,11 @@ def _of_object(source: Any, field: Field, name: str) -> Source:
     )
 
 
-def _of_path(path: Path, field: Field = None, single: bool = False) -> Source:
+def of_path(path: Path, field: Field = None, single: bool = False) -> Source:
     """Return a source on one file or zarr folder; with `single` it is one sample."""
-    kind = "zarr" if _is_zarr(path) else KINDS.get(path.suffix)
+    kind = "zarr" if _is_zarr(path) else kind_of(path)
+    if path.is_dir() and kind != "zarr":
+        return _of_object(path, field, path.name)
     if kind is None and path.is_file():
         kind = _kind_by_content(path)
     if field is not None and not isinstance(field, str):
@@ -102,13 +163,19 @@ def _of_path(path: Path, field: Field = None, single: bool = False) -> Source:
         return HDF5Source(path, field, single)
     if kind == "zarr":
         return open_zarr(path, field, single)
-    if kind == "npy":
+    if kind == "npz":
+        return open_npz(path, field, single)
+    if kind == "npy" or kind in _ONE_SAMPLE:
         if field is not None:
             raise ValueError(
                 f"{path} holds one array without a name, and inputs or targets name {field!r}; "
                 f"pass {{{field!r}: {path.name!r}}}, a file for each name"
             )
-        return open_npy(path, single)
+        if kind == "nifti":
+            return open_nifti(path)
+        if kind == "tiff":
+            return open_tiff(path)
+        return open_dicom([path]) if kind == "dicom" else open_npy(path, single)
     raise ValueError(
         f"{path}: its suffix {path.suffix!r} names no kind of file; expected one of "
         f"{', '.join(KINDS)}, an HDF5 or NetCDF file of any suffix, or pass a source, "
@@ -129,7 +196,13 @@ def _kind_by_content(path: Path) -> str | None:
             f"{path} is a NetCDF file of version 3, which is not read; convert it, as by "
             f"nccopy -k nc4 {path.name} new{_NETCDF}"
         )
-    return "hdf5" if first == _SIGNATURE else None
+    return "hdf5" if first == _SIGNATURE else "dicom" if is_dicom(path) else None
+
+
+def _are_paths(source: Any) -> bool:
+    """Return whether a user's source is a list of paths, and not empty."""
+    several = isinstance(source, list | tuple) and len(source) > 0
+    return several and all(isinstance(path, str | os.PathLike) for path in source)
 
 
 def _is_zarr(path: Path) -> bool:
@@ -141,7 +214,9 @@ def _only_kind_in(folder: Path) -> str:
 
     Raises ValueError if there are no such files, or if they have several suffixes.
     """
-    suffixes = sorted({path.suffix for path in folder.iterdir()} & {*KINDS, _NETCDF})
+    known = sorted((*KINDS, _NETCDF), key=len, reverse=True)
+    names = [path.name for path in folder.iterdir()]
+    suffixes = sorted({next((s for s in known if name.endswith(s)), "") for name in names} - {""})
     if len(suffixes) != 1:
         raise ValueError(
             f"{folder} holds {'files of ' + ', '.join(suffixes) if suffixes else 'no samples'}; "
@@ -155,5 +230,6 @@ def _is_torch_dataset(source: Any) -> bool:
         hasattr(source, "__len__")
         and hasattr(source, "__getitem__")
         and not isinstance(source, str)
+        and not _are_paths(source)
         and not hasattr(source, "dtype")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from base64 import b64decode
 from collections.abc import Mapping
@@ -127,6 +128,34 @@ _KEYS = (
     *("scale_factor", "add_offset"),
     *("_FillValue", "missing_value", "valid_range", "valid_min", "valid_max"),
 )
+
+
+def described(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes of an array in a file, without those that `ScaleAndOffset` applies.
+
+    Attributes that are no numbers, texts, or lists of these are left out.
+    """
+    kept = {}
+    for key, value in attributes.items():
+        value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+        value = value.decode(errors="replace") if isinstance(value, bytes) else value
+        with suppress(TypeError, ValueError):
+            kept[key] = json.loads(json.dumps(value))
+    with suppress(KeyError, TypeError, ValueError):
+        kept["affine"] = np.reshape(kept["affine"], (4, 4)).tolist()
+    hidden = {*_KEYS, "_ARRAY_DIMENSIONS", *_OF_HDF5}
+    return {key: value for key, value in kept.items() if key not in hidden}
+
+
+_OF_HDF5 = (
+    "CLASS",
+    "NAME",
+    "DIMENSION_LIST",
+    "REFERENCE_LIST",
+    "_Netcdf4Dimid",
+    "_Netcdf4Coordinates",
+)
+"""Attributes by which HDF5 and NetCDF link an array to its dimensions in the same file."""
 
 
 def _numbers(attributes: Mapping[str, Any], key: str, name: str) -> NDArray[Any]:

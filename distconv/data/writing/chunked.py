@@ -33,16 +33,22 @@ def default_chunks(
 
 
 def turns(
-    shape: tuple[int, ...], cuts: Cuts, topology: Topology, chunks: tuple[int, ...]
+    shape: tuple[int, ...],
+    cuts: Cuts,
+    topology: Topology,
+    chunks: tuple[int, ...],
+    start: tuple[int, ...],
 ) -> tuple[int, ...]:
     """Return for each dimension the number of turns in which the blocks along it are written.
+
+    The blocks are those of a tensor of `shape`, which begins at `start` in the array.
 
     Blocks whose numbers are equal modulo the number of turns share no chunk, and are written in one
     turn. One turn is enough if all blocks begin at the start of a chunk.
     """
     return tuple(
-        _turns_along(n, topology.parts(axes), chunk)
-        for n, axes, chunk in zip(shape, cuts, chunks, strict=True)
+        _turns_along(n, topology.parts(axes), chunk, first)
+        for n, axes, chunk, first in zip(shape, cuts, chunks, start, strict=True)
     )
 
 
@@ -64,6 +70,7 @@ def create_zarr(path: Path, arrays: Mapping[str | None, Description]) -> None:
     group = None if None in arrays else zarr.open_group(str(path), mode="w-")
     for name, array in arrays.items():
         kind = {"shape": array.shape, "dtype": array.dtype, "chunks": array.chunks}
+        kind["attributes"] = dict(array.attributes)
         if group is None:
             zarr.create_array(str(path), **kind)
         else:
@@ -104,11 +111,11 @@ def sync_tree(path: Path) -> None:
         sync(found)
 
 
-def _turns_along(size: int, parts: int, chunk: int) -> int:
+def _turns_along(size: int, parts: int, chunk: int, first: int) -> int:
     most = 1
     for part in range(min(parts, size)):
         _, stop = block(size, parts, part)
-        end = min(-(-stop // chunk) * chunk, size)
+        end = min(-(-(first + stop) // chunk) * chunk - first, size)
         most = max(most, owning_part(size, parts, end - 1) - part + 1)
     return most
 

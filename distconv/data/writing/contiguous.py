@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,20 @@ from distconv.geometry.layout import Box
 
 @dataclass(frozen=True)
 class Description:
-    """The shape and type of an array to be written, and for zarr the extents of its chunks."""
+    """An array to be written.
+
+    Attributes
+    ----------
+    chunks: the extents of its chunks in zarr.
+    order: its dimensions in the order in which the file stores them; None as they are.
+    attributes: as in `Source.attributes`; formats without room for them keep none.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunks: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]:
@@ -54,6 +63,10 @@ def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]
                     room,
                 )
                 offsets[name] = made.get_offset()
+                # NetCDF has no attributes of several dimensions, such as affine maps.
+                given = array.attributes.items()
+                flat = {key: np.ravel(v) if np.ndim(v) > 1 else v for key, v in given}
+                file[name].attrs.update(flat)
     except RuntimeError as error:  # HDF5's own, where the file is closed on a full disk
         raise OSError(errno.EIO, str(error)) from error
     return offsets

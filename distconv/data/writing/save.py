@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from numpy.typing import NDArray
 
 from distconv.data.durable import fresh_name, move_into_place, remove, remove_partial, writing_to
 from distconv.data.errors import check_call, on_rank_zero, together
-from distconv.data.sources.opening import KINDS, ZARR_FILES
-from distconv.data.writing import chunked, contiguous
+from distconv.data.sources.opening import KINDS, ZARR_FILES, kind_of
+from distconv.data.writing import chunked, contiguous, images
 from distconv.data.writing.contiguous import Description
-from distconv.geometry.layout import rank_box, replicating_axes
+from distconv.geometry.layout import Box, Cuts, rank_box, replicating_axes
+from distconv.geometry.topology import Topology
 from distconv.tensor.dist_tensor import DistTensor
 
 _NAME = "data"
@@ -31,6 +33,7 @@ def save(
     tensors: DistTensor | Mapping[str, DistTensor],
     *,
     chunks: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+    attributes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a tensor to a file that `Dataset`, and any program, can read. Collective.
 
@@ -48,10 +51,16 @@ def save(
         `.npy`: a file of numpy. All ranks write at once.
         `.zarr`: a compressed zarr array, of format 3. Each rank writes whole chunks if its block
             begins and ends with one; ranks that share a chunk write it in turns.
+        `.nii`, `.tif`: a NIfTI or OME-TIFF file of one sample, (1, channels, *space), without
+            compression. All ranks write at once.
+        `.nii.gz`, `.npz`: as `.nii` and `.npy`; rank 0 then writes it all once more, compressed or
+            in a zip file.
     tensors: a tensor, samples first; or several on one grid, in a dictionary by their names in an
         HDF5 file or zarr group.
     chunks: the extents of zarr's chunks, in a dictionary for several tensors. When not given, a
         chunk is a part of one sample of at most 16 MiB, within the box of a rank where possible.
+    attributes: the attributes of each array, such as `source.attributes` of what was read. NIfTI
+        keeps "affine", "spacing" and "unit", TIFF "spacing", HDF5 and zarr all, numpy none.
 
     Returns the path.
 
@@ -82,10 +91,19 @@ def save(
         raise ValueError("save: there are no tensors in the dictionary")
     grid = next(iter(named.values())).grid
     shapes = {"the tensors": [(name, tuple(x.shape), x.dtype, x.cuts) for name, x in named.items()]}
-    check_call("save", grid, path, shapes | {"chunks": chunks})
+    check_call("save", grid, path, shapes | {"chunks": chunks, "attributes": attributes})
     kind = together(grid, lambda: _kind(path, named))
     by_name = {None: chunks} if bare else chunks
-    arrays = together(grid, lambda: {n: _describe(n, x, kind, by_name) for n, x in named.items()})
+
+    def described() -> dict[Any, Description]:
+        found = {}
+        for name, x in named.items():
+            chosen = by_name.get(name) if isinstance(by_name, Mapping) else by_name
+            given = tuple(x.shape), x.dtype, x.cuts, grid.topology
+            found[name] = describe(name, *given, kind, chosen, attributes or {})
+        return found
+
+    arrays = together(grid, described)
 
     @writing_to(path)
     def prepare() -> str:
@@ -100,20 +118,18 @@ def save(
 
     @writing_to(path)
     def create() -> dict[Any, int]:
-        return _create(partial, kind, arrays)
+        return create_file(partial, kind, arrays)
 
     @writing_to(path)
     def finish() -> None:
-        if partial.is_dir():
-            chunked.sync_tree(partial)
-        move_into_place(partial, path)
+        finish_file(partial, path, next(iter(named)))
         clean()
 
     partial = Path(on_rank_zero(grid, prepare))
     try:
         offsets = on_rank_zero(grid, create)
         for name, x in named.items():
-            _write(partial, path, name, x, arrays[name], offsets.get(name))
+            write_block(partial, path, name, x, arrays[name], offsets.get(name))
         on_rank_zero(grid, finish)
     except BaseException:
         # Every rank raises its own error of the failure, whatever becomes of the unfinished file.
@@ -124,18 +140,25 @@ def save(
     return path
 
 
-def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
+def kind_to_write(path: Path) -> str:
     """Return the format, such as "hdf5", that the suffix of `path` names.
 
-    Raises ValueError for other suffixes, and if a file of the format cannot hold the tensors.
+    Raises ValueError for other suffixes.
     """
-    kind = KINDS.get(path.suffix)
-    if kind is None:
+    kind = "hdf5" if path.suffix == ".nc" else kind_of(path)
+    if kind is None or kind == "dicom" or path.suffix == ".zip":
+        known = [s for s in (*KINDS, ".nc") if s not in (".dcm", ".zarr.zip")]
         raise ValueError(
-            f"{path}: its suffix {path.suffix!r} names no kind of file; expected one of "
-            f"{', '.join(KINDS)}"
+            f"{path}: its suffix {path.suffix!r} names no kind of file that is written; expected "
+            f"one of {', '.join(known)}"
         )
-    if kind == "npy" and None not in named:
+    return kind
+
+
+def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
+    """Return the format for a file with these tensors; raise ValueError if it cannot hold them."""
+    kind = kind_to_write(path)
+    if kind not in ("hdf5", "zarr") and None not in named:
         raise ValueError(
             f"{path} holds one array without a name; save {list(named)} to .h5 or .zarr"
         )
@@ -145,41 +168,47 @@ def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
     return kind
 
 
-def _describe(name: Any, x: DistTensor, kind: str, chunks: Any) -> Description:
-    """Return the shape, type and chunks of the array in which a tensor is stored.
+def describe(
+    name: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    cuts: Cuts,
+    topology: Topology,
+    kind: str,
+    chunks: Any = None,
+    attributes: Mapping[str, Any] = MappingProxyType({}),
+) -> Description:
+    """Return the array in which a tensor of this shape, type and layout is stored.
 
-    `name` is the tensor's name in the file; `kind` is the format, such as "zarr"; `chunks` is the
-    user's argument of `save`.
+    `name` is the tensor's name in the file; `kind` is the format, such as "zarr"; `chunks` are the
+    extents that the user has chosen for it, if any. Raises ValueError for a tensor that the format
+    cannot hold.
     """
     label = "the tensor" if name is None else f"{name!r}"
     if not isinstance(name, str | None) or (name is not None and (not name or "/" in name)):
         raise ValueError(f"save: {name!r} is no name of a tensor; use a text without slashes")
-    shape = tuple(x.shape)
     if not prod(shape) or not shape:
         raise ValueError(f"save: {label} of shape {shape} holds no samples")
     try:
-        dtype = torch.empty(0, dtype=x.dtype).numpy().dtype
+        stored = torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError as error:
         raise ValueError(
-            f"save: {label} is of {x.dtype}, which numpy does not know; save x.float()"
+            f"save: {label} is of {dtype}, which numpy does not know; save x.float()"
         ) from error
-    chosen = chunks.get(name) if isinstance(chunks, Mapping) else chunks
     if kind != "zarr":
-        if chosen is not None:
-            raise ValueError(f"save: chunks={tuple(chosen)} are for .zarr; leave them out")
-        return Description(shape, dtype)
-    if chosen is None:
-        topology = x.grid.topology
-        return Description(
-            shape, dtype, chunked.default_chunks(shape, x.cuts, topology, dtype.itemsize)
-        )
-    extents = tuple(map(int, chosen))
+        if chunks is not None:
+            raise ValueError(f"save: chunks={tuple(chunks)} are for .zarr; leave them out")
+        order = images.stored_order(kind, shape) if kind in ("nifti", "tiff") else None
+        return Description(shape, stored, order=order, attributes=attributes)
+    if chunks is None:
+        chunks = chunked.default_chunks(shape, cuts, topology, stored.itemsize)
+    extents = tuple(map(int, chunks))
     if len(extents) != len(shape) or min(extents) < 1:
         raise ValueError(
             f"save: chunks={extents} of {label} of shape {shape}; expected an extent from 1 for "
             "each dimension, or a dictionary of those by name"
         )
-    return Description(shape, dtype, extents)
+    return Description(shape, stored, extents, attributes=attributes)
 
 
 def _check_place(path: Path, kind: str) -> None:
@@ -195,7 +224,7 @@ def _check_place(path: Path, kind: str) -> None:
             raise FileExistsError(f"{path} is no zarr folder; choose another name, or remove it")
 
 
-def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict[Any, int]:
+def create_file(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict[Any, int]:
     """Make the file or folder for all arrays; return the offset of each, {} for zarr.
 
     `kind` is the format, such as "zarr".
@@ -203,21 +232,44 @@ def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict
     if kind == "zarr":
         chunked.create_zarr(partial, arrays)
         return {}
-    if kind == "npy":
-        return {None: contiguous.create_npy(partial, arrays[None])}
+    if kind != "hdf5":
+        create = {"nifti": images.create_nifti, "tiff": images.create_tiff}
+        return {None: create.get(kind, contiguous.create_npy)(partial, arrays[None])}
     offsets = contiguous.create_hdf5(partial, {name or _NAME: a for name, a in arrays.items()})
     return {name: offsets[name or _NAME] for name in arrays}
 
 
-def _write(
+def finish_file(partial: Path, path: Path, name: str | None = None) -> None:
+    """Bring a complete file, or zarr folder, to the disk, and rename it to `path`.
+
+    It is compressed first where the suffix says so. `name` is the name of its first array.
+    """
+    if partial.is_dir():
+        chunked.sync_tree(partial)
+    if images.compresses(path):
+        packed = fresh_name(path)
+        try:
+            images.compress(partial, packed, path, name or _NAME)
+            move_into_place(packed, path)
+        finally:
+            remove(packed)
+        remove(partial)
+        return
+    move_into_place(partial, path)
+
+
+def write_block(
     partial: Path,
     path: Path,
     name: str | None,
     x: DistTensor,
     array: Description,
     offset: int | None,
+    start: tuple[int, ...] | None = None,
 ) -> None:
     """Write this rank's block of a tensor to a file or zarr folder. Collective.
+
+    The tensor is the array from the index `start` on, or all of it.
 
     Of several ranks that hold replicas of a block, one writes it. Ranks that share a chunk of a
     zarr array write in turns. `partial` will be renamed to `path`. `name` is the tensor's name in
@@ -225,11 +277,14 @@ def _write(
     bytes; None for zarr.
     """
     grid, topology = x.grid, x.grid.topology
-    box = rank_box(array.shape, x.cuts, topology, grid.rank)
+    shape, start = tuple(x.shape), start or (0,) * len(array.shape)
+    own = rank_box(shape, x.cuts, topology, grid.rank)
+    low, high = (tuple(a + b for a, b in zip(n, start, strict=True)) for n in (own.start, own.stop))
+    box = Box(low, high)
     replica = any(grid.coords[axis] for axis in replicating_axes(x.cuts, topology))
     counts = (1,) * len(array.shape)
     if array.chunks is not None:
-        counts = chunked.turns(array.shape, x.cuts, topology, array.chunks)
+        counts = chunked.turns(shape, x.cuts, topology, array.chunks, start)
     mine = chunked.turn_of(grid.rank, x.cuts, topology, counts)
     for turn in range(prod(counts)):
 
@@ -239,8 +294,13 @@ def _write(
                 return
             if offset is None:
                 chunked.write_chunks(partial, name, box, _values(x))
-            else:
-                contiguous.write_box(partial, offset, array.shape, box, _values(x))
+                return
+            order = array.order or tuple(range(len(shape)))
+            extents, low, high = (
+                tuple(n[d] for d in order) for n in (array.shape, box.start, box.stop)
+            )
+            values = np.ascontiguousarray(_values(x).transpose(order))
+            contiguous.write_box(partial, offset, extents, Box(low, high), values)
 
         together(grid, write)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.ranks import world
 from distconv.model.layouts import match_layouts
 from distconv.planning.calibration import calibrate
@@ -79,20 +77,8 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-backward", action="store_true", help="compare no gradients")
 
 
-def _grid(extents: dict[str, Any]) -> ProcessGrid:
-    """Return a grid of all ranks; raise `BadArguments` if their number does not fit."""
-    ranks = prod(extents.values())
-    if min(extents.values()) > 0 and ranks != world().size:
-        raise BadArguments(
-            f"the grid has {ranks} ranks, but {world().size} have been started; start it "
-            f"with mpiexec -n {ranks} python -m distconv verify ..."
-        )
-    with complaining(ValueError):
-        return ProcessGrid(**extents)
-
-
 def _verify(given: argparse.Namespace) -> int:
-    grid = _grid(given.grid)
+    grid = shared.grid_of_all_ranks(given.grid, "verify")
     module, layouts = made_everywhere(given.factory, given.seed), dict(given.layouts)
     with complaining(ValueError):
         match_layouts(module, layouts)

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from distconv.data.durable import write_atomically
-from distconv.grid.ranks import world_if_rank
+from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.ranks import world, world_if_rank
 from distconv.planning.machine import Machine
 from distconv.planning.recorded_step import LOSSES, OPTIMIZERS
 from distconv.tools.arguments import (
@@ -130,6 +132,18 @@ def add_grid_option(parser: argparse.ArgumentParser) -> None:
     """Add `--grid`, which is required."""
     metavar, text = "AXIS=RANKS,...", "ranks along the axes of the grid"
     parser.add_argument("--grid", type=grid_axes, required=True, metavar=metavar, help=text)
+
+
+def grid_of_all_ranks(extents: dict[str, Any], command: str) -> ProcessGrid:
+    """Return a grid of all ranks; raise `BadArguments` if their number does not fit."""
+    ranks = prod(extents.values())
+    if min(extents.values()) > 0 and ranks != world().size:
+        raise BadArguments(
+            f"the grid has {ranks} ranks, but {world().size} have been started; start it "
+            f"with mpiexec -n {ranks} python -m distconv {command} ..."
+        )
+    with complaining(ValueError):
+        return ProcessGrid(**extents)
 
 
 def add_dtype_option(parser: argparse.ArgumentParser) -> None:

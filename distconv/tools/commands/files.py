@@ -1,0 +1,156 @@
+"""`python -m distconv infer` and `data`: networks on whole volumes, and what files hold."""
+
+from __future__ import annotations
+
+import argparse
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distconv.data.errors import DataError, together
+from distconv.data.sources.interface import Source
+from distconv.data.sources.opening import open_sources, open_stack
+from distconv.geometry.layout import default_cuts, rank_box
+from distconv.geometry.topology import AXES, Topology
+from distconv.planning.table import byte_size
+from distconv.tools.arguments import (
+    BadArguments,
+    byte_count,
+    complaining,
+    grid_axes,
+    made_everywhere,
+)
+from distconv.tools.commands import options as shared
+from distconv.tools.commands.options import Command, StatusLine
+from distconv.tools.infer import infer
+
+
+def _infer_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    text = "the function or class that makes the torch module, in package.module or ./file.py"
+    add("factory", metavar="MODULE:FACTORY", help=text)
+    text = "a state_dict, by torch.save or safetensors"
+    add("--weights", type=Path, required=True, metavar="FILE", help=text)
+    text = "the volumes: a file, a folder, or several files"
+    add("--input", nargs="+", required=True, metavar="FILE", help=text)
+    add("--output", type=Path, required=True, metavar="FILE", help="the file to write")
+    shared.add_grid_option(parser)
+    add("--field", help="the name of the array in files that hold several")
+    add("--stack", action="store_true", help="the input files are planes of one volume")
+    add("--autocast", choices=shared.DTYPES[2:], help="the type of autocast around the network")
+    add("--argmax", action="store_true", help="write the index of the largest channel")
+    add("--slabs", type=int, help="slabs for each volume (default: as few as memory allows)")
+    add("--memory", type=byte_count, help="memory of a rank, such as 16GiB (default: what is free)")
+    add("--overwrite", action="store_true", help="replace the output file")
+    add("--restart", action="store_true", help="discard the unfinished results of another run")
+
+
+def _infer(given: argparse.Namespace) -> int:
+    grid = shared.grid_of_all_ranks(given.grid, "infer")
+    net = made_everywhere(given.factory, 0)
+    chosen = {k: getattr(given, k) for k in ("argmax", "slabs", "memory", "overwrite", "restart")}
+    chosen |= {"autocast": shared.dtype_named(given.autocast), "field": given.field}
+    with complaining(DataError), StatusLine(grid.rank == 0, "reading") as say:
+        weights = together(grid, lambda: _weights(given.weights))
+        together(grid, lambda: net.load_state_dict(weights))
+        source: Any = given.input if len(given.input) > 1 else given.input[0]
+        if given.stack:
+            source, paths = None, source
+            source = together(grid, lambda: open_stack(paths, given.field))
+            chosen["field"] = None
+        infer(net, source, given.output, grid, progress=say, **chosen)
+    if grid.rank == 0:
+        print(f"wrote {given.output}", flush=True)
+    return 0
+
+
+def _weights(path: Path) -> dict[str, Any]:
+    """Return a state_dict from a file, or the one under "state_dict" or "model" in it.
+
+    No code in the file is run.
+    """
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import load_file
+        except ImportError as error:
+            raise ImportError(
+                f"{path}: reading it needs the package safetensors; pip install "
+                "'distconv[safetensors]'"
+            ) from error
+        return dict(load_file(path))
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    for name in ("state_dict", "model"):
+        if isinstance(found, dict) and isinstance(found.get(name), dict):
+            found = found[name]
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}; expected a state_dict")
+    return found
+
+
+def _data_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("action", choices=("describe",), help="print what a file holds, and what ranks read of it")
+    add("input", nargs="+", metavar="FILE", help="a file, a folder, or several files")
+    add("--field", help="the name of the array in files that hold several")
+    add("--stack", action="store_true", help="the files are planes of one volume")
+    metavar, text = "AXIS=RANKS,...", "the grid that will read it, such as depth=4"
+    add("--grid", type=grid_axes, default={}, metavar=metavar, help=text)
+
+
+def _data(given: argparse.Namespace) -> int:
+    shared.check_alone("data")
+    path: Any = given.input if len(given.input) > 1 else given.input[0]
+    with complaining(OSError, ValueError, ImportError):
+        if given.stack:
+            source = open_stack(path, given.field)
+        else:
+            names = [] if given.field is None else [given.field]
+            source = next(iter(open_sources(path, names).values()))
+    if min(given.grid.values(), default=1) < 1:
+        raise BadArguments("--grid: give every axis its number of ranks, from 1")
+    print(_described(source))
+    if given.grid:
+        print(_read_by_ranks(source, Topology(tuple(given.grid.get(axis, 1) for axis in AXES))))
+    return 0
+
+
+def _described(source: Source) -> str:
+    """Return the lines of `data describe` about a source itself."""
+    size = source.samples * prod(source.shape) * source.dtype.itemsize
+    pieces = "any box is read alone" if source.chunks is None else f"read in pieces {source.chunks}"
+    lines = [
+        f"{source.name}: {source.samples} sample(s) of shape {source.shape}, {source.dtype}, "
+        f"{byte_size(size)}",
+        pieces,
+        *(f"  {name}: {value}" for name, value in source.attributes.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _read_by_ranks(source: Source, topology: Topology) -> str:
+    """Return the lines of `data describe` about the boxes that the ranks of a grid read."""
+    shape = source.shape
+    # Three dimensions with ranks along depth are a volume without channels.
+    bare = len(shape) == 3 and topology.extent("depth") > 1
+    whole = (topology.extent("sample"), *((1,) if bare else ()), *shape)
+    cuts = default_cuts(len(whole), topology)[1 + bare :]
+    boxes = [rank_box(shape, cuts, topology, rank) for rank in range(topology.size)]
+    needed = [box.size * source.dtype.itemsize for box in boxes]
+    fetched = [source.fetched(box) for box in boxes]
+    lines = [
+        f"of each sample a rank reads {byte_size(min(needed))} to {byte_size(max(needed))}, and "
+        f"fetches {byte_size(min(fetched))} to {byte_size(max(fetched))}"
+    ]
+    if sum(fetched) > 1.5 * sum(needed):
+        best = tuple(map(min, source.chunks or (), (1, *boxes[0].shape)))
+        lines.append(
+            f"the ranks fetch {sum(fetched) / sum(needed):.3g} times what they need; chunks of "
+            f"{best} would lie within their boxes, as dc.data.save(..., chunks=) writes them"
+        )
+    return "\n".join(lines)
+
+
+INFER = Command("apply a network to whole volumes, from file to file", _infer_options, _infer)
+DATA = Command("describe a file of samples", _data_options, _data)

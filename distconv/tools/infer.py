@@ -1,0 +1,493 @@
+"""`infer`: a network applied to whole volumes, from file to file, as one device would compute it.
+
+Where the ranks together lack the memory for a volume, it goes through in slabs along its longest
+dimension. A slab is read with a halo, so that the outputs that are kept of it are the exact ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distconv.data.durable import remove, sync_folder, write_atomically, writing_to
+from distconv.data.errors import DataError, check_alike, on_rank_zero, together
+from distconv.data.sources.interface import Source
+from distconv.data.sources.opening import Field, open_sources
+from distconv.data.writing.contiguous import Description
+from distconv.data.writing.save import (
+    create_file,
+    describe,
+    finish_file,
+    kind_to_write,
+    write_block,
+)
+from distconv.geometry.layout import Box, default_cuts, rank_box, replaced_at
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.parallelize import parallelize, unparallelize
+from distconv.planning.receptive_field import ReceptiveField, receptive_field
+from distconv.planning.recorded_step import dtype_of, record_step
+from distconv.planning.table import byte_size
+from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
+from distconv.tensor.memory_format import in_sample_format
+
+Transform = Callable[[Tensor, Box], Tensor]
+
+_MARGIN = 0.8
+"""The share of the free memory that a forward pass may take."""
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A part of a volume along one dimension: what is read, and what is kept of its output.
+
+    Attributes
+    ----------
+    start, stop: the input that is read.
+    first, last: the output that is kept, from the first output of the slab on.
+    place: where it lies in the whole output.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    place: int
+
+
+def slabs_of(length: int, outputs: int, field: ReceptiveField, count: int) -> list[Slab]:
+    """Return at most `count` slabs whose kept outputs are all `outputs` of an input of `length`."""
+    stride, reach, ratio = field.stride, field.reach, field.ratio
+    edges = sorted({length * k // count // stride * stride for k in range(count)})
+    places = [min(int(edge / ratio), outputs) for edge in edges] + [outputs]
+    slabs = []
+    for edge, behind, place, end in zip(
+        edges, [*edges[1:], length], places[:-1], places[1:], strict=True
+    ):
+        start, stop = max(0, edge - reach), min(length, behind + reach)
+        origin = int(start / ratio)
+        if place < end:
+            slabs.append(Slab(start, stop, place - origin, end - origin, place))
+    return slabs
+
+
+def infer(
+    model: nn.Module,
+    source: Any,
+    sink: str | os.PathLike[str],
+    grid: ProcessGrid,
+    *,
+    field: Field = None,
+    transform: Transform | None = None,
+    autocast: torch.dtype | None = None,
+    argmax: bool = False,
+    slabs: int | None = None,
+    memory: int | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    progress: Callable[[str], object] = lambda text: None,
+) -> Path:
+    """Apply a network to each volume of a file, and write the results to another. Collective.
+
+    Each rank reads its own box, in evaluation mode and without gradients all ranks together compute
+    what the plain module would on a device with enough memory, and each rank writes its own box.
+    The attributes of the source, such as the affine map and spacing of an image, are kept, where
+    the result has its spatial extents. The module is not changed.
+
+    A volume that is too large for all ranks together goes through in slabs along its longest
+    dimension. Slabs overlap by the receptive field of the network, so that results are the same;
+    this is checked on random numbers before. What is finished stays in `sink` with the suffix
+    `.partial`, and another call with the same arguments continues there, also on a grid with other
+    spatial axes, if `slabs` is given.
+
+    Parameters
+    ----------
+    model: the network; takes (N, channels, *spatial) and returns one tensor of as many dimensions.
+    source: as for `distconv.data.Dataset`: a path, a list of paths, an array, or a `Source`. A
+        volume without a dimension of channels has one channel.
+    sink: the file to write, in a format of `distconv.data.save`.
+    grid: the process grid.
+    field: the name of the array in files that hold several.
+    transform: a function `transform(block, box)` of this rank's block of the input, which lies at
+        `box` in the batch; returns a block of its shape, as `distconv.data.Normalize` does.
+    autocast: the type for `torch.autocast` around the network, such as torch.bfloat16.
+    argmax: whether to write the index of the largest channel, as uint8, in place of the channels.
+    slabs: the number of slabs for each volume. As few as memory allows when not given.
+    memory: the bytes that each rank may use; by default most of what is free.
+    overwrite: whether an existing `sink` is replaced.
+    restart: whether to discard the unfinished results of another run.
+    progress: called with a line of text as the work goes on.
+
+    Returns the path of the sink.
+
+    Raises
+    ------
+    DataError
+        On every rank, before anything is computed: for a source that cannot be read, or has not the
+        channels of the network, a sink that exists, and a network that does not run on the grid, or
+        in slabs where these are needed; the message names the layer.
+    """
+    path = Path(sink)
+    chosen = {"field": field, "autocast": autocast, "argmax": argmax, "slabs": slabs}
+    chosen |= {"memory": memory, "sink": os.path.abspath(path), "overwrite": overwrite}
+    check_alike(grid, {k: repr(v) for k, v in chosen.items()}, "Pass the same on every rank.")
+    volume = together(grid, lambda: _opened(source, field))
+    check_alike(grid, together(grid, volume.facts), "Give all ranks the same data.")
+    together(grid, lambda: _check_sink(path, overwrite))
+    net = unparallelize(copy.deepcopy(model)).eval()
+    dtype = dtype_of(net)
+    shape = together(grid, lambda: _input_shape(net, volume, grid))
+    plan = together(grid, lambda: _record(net, shape, grid, dtype, autocast))
+    outputs = (volume.samples, *plan.shape[1:])
+    free = memory or _free_memory(grid)
+    dim = max(range(2, len(shape)), key=lambda d: shape[d])
+    cut, reach = [Slab(0, shape[dim], 0, outputs[dim], 0)], None
+    needed = plan.peak
+    if slabs is None and needed > free or (slabs or 1) > 1:
+        reach = together(grid, lambda: receptive_field(net, shape, dim, dtype))
+        for count in _counts(slabs, needed / free):
+            cut = slabs_of(shape[dim], outputs[dim], reach, count)
+            longest = max(slab.stop - slab.start for slab in cut)
+            part = replaced_at(shape, dim, longest)
+            needed = together(grid, lambda: _record(net, part, grid, dtype, autocast).peak)  # noqa: B023
+            if slabs is not None or needed <= free:
+                break
+            if len(cut) < count or longest >= shape[dim]:
+                raise DataError(
+                    f"infer: a slab of {longest} of {shape[dim]} elements takes "
+                    f"{byte_size(needed)} on a rank, which may use {byte_size(free)}. Use more "
+                    "ranks (--grid), or fewer bytes (--autocast bfloat16)"
+                )
+    progress(
+        f"{volume.samples} volume(s) of {tuple(shape[1:])}, {len(cut)} slab(s) each: "
+        f"{byte_size(needed)} of memory on a rank, of {byte_size(free)}"
+    )
+    parallelize(net, grid)
+    run = _Run(net, grid, volume, shape, dim, dtype, transform, autocast, argmax)
+    if len(cut) > 1 and reach is not None:
+        run.check_slabs(reach)
+    result = torch.int32 if outputs[1] > 256 else torch.uint8
+    if not argmax:
+        result = plan.dtype if plan.dtype != torch.bfloat16 else torch.float32
+    else:
+        outputs = (outputs[0], 1, *outputs[2:])
+    _write_all(run, path, outputs, result, cut, restart, progress)
+    return path
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A dry run of the network: the shape and type of its result, and its peak memory in bytes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    peak: int
+
+
+def _opened(source: Any, field: Field) -> Source:
+    found = open_sources(source, () if field is None else [field])
+    if len(found) != 1:
+        raise ValueError(f"infer: the source has the fields {list(found)}; choose one by field=")
+    return next(iter(found.values()))
+
+
+def _check_sink(path: Path, overwrite: bool) -> None:
+    kind_to_write(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(
+            f"{path} exists; choose another name, or overwrite=True (--overwrite)"
+        )
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+
+
+_CONVOLUTIONS = {
+    nn.Conv1d: 1,
+    nn.Conv2d: 2,
+    nn.Conv3d: 3,
+    nn.ConvTranspose1d: 1,
+    nn.ConvTranspose2d: 2,
+    nn.ConvTranspose3d: 3,
+}
+
+
+def _input_shape(net: nn.Module, volume: Source, grid: ProcessGrid) -> tuple[int, ...]:
+    """Return the shape of the network's input: as many volumes as the sample axis has parts."""
+    found = {
+        n for part in net.modules() for kind, n in _CONVOLUTIONS.items() if isinstance(part, kind)
+    }
+    shape, several = tuple(volume.shape), min(volume.samples, grid.shape["sample"])
+    space = max(found, default=len(shape) - 1)
+    if len(shape) not in (space, space + 1):
+        raise ValueError(
+            f"infer: {volume.name} has volumes of shape {shape}; the network has convolutions of "
+            f"{space} dimensions, and takes (channels, *space) or space alone"
+        )
+    return (several, *(() if len(shape) == space + 1 else (1,)), *shape)
+
+
+def _record(
+    net: nn.Module,
+    shape: tuple[int, ...],
+    grid: ProcessGrid,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+) -> _Recorded:
+    """Return a dry run of the network on the grid. Raises ValueError if it does not run there."""
+    gpu, types = grid.computes_on_gpu, []
+    hook = net.register_forward_hook(lambda module, given, y: types.append(y))
+    try:
+        with torch.no_grad():
+            found = record_step(
+                *(net, [shape], grid.shape),
+                loss=None,
+                dtype=dtype,
+                autocast=autocast,
+                gpu=gpu,
+                caller="infer",
+            )
+    finally:
+        hook.remove()
+    if found.refusal is not None:
+        raise ValueError(f"infer: {found.calls[-1].name} is refused: {found.refusal}")
+    y = types[-1]
+    if not isinstance(y, Tensor) or y.dim() != len(shape):
+        what = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(
+            f"infer: the network returns {what} for an input of shape {shape}; expected one tensor "
+            "(N, channels, *space). Wrap the network in a module that returns it"
+        )
+    return _Recorded(tuple(y.shape), y.dtype, found.peak)
+
+
+def _counts(slabs: int | None, least: float) -> Iterator[int]:
+    """Yield numbers of slabs to try: `slabs` alone, or from `least` on, growing by a quarter."""
+    if slabs is not None:
+        yield slabs
+        return
+    count = max(2, int(least) + 1)
+    while True:
+        yield count
+        count += max(1, count // 4)
+
+
+def _free_memory(grid: ProcessGrid) -> int:
+    """Return the bytes that a forward pass may take on each rank. Collective."""
+    if grid.device.type == "cpu":
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        with suppress(OSError, IndexError, ValueError):
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            free = 1024 * int(next(x for x in lines if x.startswith("MemAvailable")).split()[1])
+    else:
+        free, _ = torch.get_device_module(grid.device).mem_get_info(grid.device)
+    everyone = grid.all_gather_object((socket.gethostname(), str(grid.device), free))
+    sharing = [(host, device) for host, device, _ in everyone]
+    return int(_MARGIN * min(n / sharing.count((host, device)) for host, device, n in everyone))
+
+
+class _Run:
+    """The network on the grid, and its input: computes the output of any slab of any volumes."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        grid: ProcessGrid,
+        volume: Source,
+        shape: tuple[int, ...],
+        dim: int,
+        dtype: torch.dtype,
+        transform: Transform | None,
+        autocast: torch.dtype | None,
+        argmax: bool,
+    ) -> None:
+        self.net, self.grid, self.volume, self.shape, self.dim = net, grid, volume, shape, dim
+        self._dtype, self._transform = dtype, transform
+        self.autocast, self.argmax = autocast, argmax
+        self._classes = 0
+
+    def output(self, first: int, slab: Slab) -> DistTensor:
+        """Return the kept output of a slab of the volumes from number `first` on. Collective."""
+        count = min(self.shape[0], self.volume.samples - first)
+        shape = replaced_at((count, *self.shape[1:]), self.dim, slab.stop - slab.start)
+        cuts = default_cuts(len(shape), self.grid.topology)
+        box = rank_box(shape, cuts, self.grid.topology, self.grid.rank)
+        block = together(self.grid, lambda: self._read(first, slab, box))
+        local = in_sample_format(block, shape, cuts, self.grid).to(self.grid.device)
+        x = DistTensor(local, shape, cuts, self.grid)
+        del block, local
+        y = self._computed(x, self.autocast)
+        y = y.narrow(self.dim, slab.first, slab.last - slab.first)
+        if self.argmax:
+            y = y.argmax(1, keepdim=True)
+            return y.to(torch.int32) if self._classes > 256 else y.to(torch.uint8)  # type: ignore[return-value]
+        return y.float() if y.dtype == torch.bfloat16 else y  # type: ignore[return-value]
+
+    def _computed(self, x: DistTensor, autocast: torch.dtype | None) -> Tensor:
+        kind = self.grid.device.type
+        with torch.no_grad(), torch.autocast(kind, autocast) if autocast else nullcontext():
+            y: Tensor = self.net(x)
+        self._classes = y.shape[1]
+        return y
+
+    def _read(self, first: int, slab: Slab, box: Box) -> Tensor:
+        """Return this rank's block of a slab, converted and transformed."""
+        bare = len(self.volume.shape) == len(self.shape) - 2
+        start, stop = (
+            replaced_at(n, self.dim, n[self.dim] + slab.start) for n in (box.start, box.stop)
+        )
+        stored = np.empty(box.shape, self.volume.dtype)
+        inside = Box(start[1 + bare :], stop[1 + bare :])
+        if box.size:
+            for i, sample in enumerate(range(box.start[0], box.stop[0])):
+                out = stored[i, 0] if bare else stored[i]
+                self.volume.read_into(out, first + sample, inside)
+        exact = np.float64 if self._dtype == torch.float64 else np.float32
+        if stored.dtype.kind == "c":
+            exact = np.complex128 if self._dtype == torch.complex128 else np.complex64  # type: ignore[assignment]
+        block = torch.from_numpy(stored.astype(exact, copy=False)).to(self._dtype)
+        if self._transform is not None:
+            block = self._transform(block, Box(start, stop))
+        return block
+
+    def check_slabs(self, reach: ReceptiveField) -> None:
+        """Raise DataError on every rank unless slabs of a small random volume agree with the whole.
+
+        They differ if the network knows the place or the size of its input, as interpolation with
+        align_corners=True, circular padding and coordinates do. Collective.
+        """
+        period, edge = reach.stride, 2 * (reach.stride + reach.reach)
+        length = min(2 * edge + 3 * period + self.shape[self.dim] % period, self.shape[self.dim])
+        small = [min(n, 4 * period + n % period) for n in self.shape]
+        small[0], small[1], small[self.dim] = 1, self.shape[1], length
+        numbers = torch.Generator().manual_seed(0)
+        x = torch.randn(small, generator=numbers, dtype=self._dtype)
+
+        def computed(a: int, b: int) -> Tensor:
+            part = x.narrow(self.dim, a, b - a)
+            return self._computed(distribute_tensor(part, self.grid), None).full_tensor()  # type: ignore[attr-defined]
+
+        whole = computed(0, length)
+        cut = slabs_of(length, whole.shape[self.dim], reach, 3)
+        worst = 0.0
+        for slab in cut:
+            kept = computed(slab.start, slab.stop).narrow(
+                self.dim, slab.first, slab.last - slab.first
+            )
+            there = whole.narrow(self.dim, slab.place, slab.last - slab.first)
+            worst = max(worst, (kept - there).abs().max().item())
+        most = whole.abs().max().item()
+        if not worst <= torch.finfo(self._dtype).eps ** 0.6 * most:
+            raise DataError(
+                f"infer: the outputs of a slab differ by {worst:.2g} from those of the whole, at "
+                f"most {most:.2g}, on random numbers of shape {tuple(small)}. The network uses the "
+                "place or the size of its input, as interpolation with align_corners=True, "
+                "circular padding and coordinates do; it cannot go through a volume in slabs. Use "
+                "more ranks (--grid), or fewer bytes (--autocast bfloat16)"
+            )
+
+
+def _write_all(
+    run: _Run,
+    path: Path,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    cut: list[Slab],
+    restart: bool,
+    progress: Callable[[str], object],
+) -> None:
+    """Compute and write all slabs of all volumes, from the first that is not finished on."""
+    grid, volume, dim = run.grid, run.volume, run.dim
+    kind = kind_to_write(path)
+    attributes = dict(volume.attributes)
+    if shape[2:] != run.shape[2:]:
+        for name in ("affine", "spacing", "unit"):
+            attributes.pop(name, None)
+    slab_shape = replaced_at(shape, dim, max(slab.last - slab.first for slab in cut))
+    cuts = default_cuts(len(shape), grid.topology)
+
+    def described() -> Description:
+        given = cuts, grid.topology, kind
+        found = describe(None, slab_shape, dtype, *given)  # chunks within a slab
+        return describe(None, shape, dtype, *given, found.chunks, attributes)
+
+    array = together(grid, described)
+    partial = path.with_name(f"{path.name}.partial")
+    notes = path.with_name(f"{path.name}.partial.json")
+    task = {
+        **volume.facts(),
+        "weights": _checksum(run.net) if grid.rank == 0 else "",
+        "result": f"{shape} of {dtype}, {kind}",
+        "slabs": f"{run.shape[0]} volumes at a time, {cut}",
+        "options": f"autocast={run.autocast}, argmax={run.argmax}",
+    }
+
+    @writing_to(path)
+    def begin() -> dict[str, Any]:
+        if restart:
+            remove(partial)
+            notes.unlink(missing_ok=True)
+        if notes.exists() and partial.exists():
+            state: dict[str, Any] = json.loads(notes.read_text())
+            other = [k for k in task if state["task"].get(k) != task[k]]
+            if other:
+                raise DataError(
+                    f"{partial} belongs to another run, with other {', '.join(other)}; finish that "
+                    "one, or discard its results by restart=True (--restart)"
+                )
+            return state
+        if partial.exists():
+            raise FileExistsError(
+                f"{partial} exists, and does not say how far it has come; remove it, or discard it "
+                "by restart=True (--restart)"
+            )
+        offset = create_file(partial, kind, {None: array}).get(None)
+        state = {"task": task, "offset": offset, "chunks": array.chunks, "finished": 0}
+        keep(state)
+        return state
+
+    def keep(state: dict[str, Any]) -> None:
+        write_atomically(notes, lambda file: file.write(json.dumps(state).encode()))
+        sync_folder(path.parent)
+
+    state = on_rank_zero(grid, begin)
+    if state["chunks"] is not None:
+        array = Description(shape, array.dtype, tuple(state["chunks"]), attributes=attributes)
+    work = list(product(range(0, volume.samples, run.shape[0]), cut))
+    if state["finished"]:
+        progress(f"{state['finished']} of {len(work)} slabs were finished before")
+    for number, (first, slab) in enumerate(work[state["finished"] :], state["finished"] + 1):
+        y = run.output(first, slab)
+        start = replaced_at((first, *(0,) * (len(shape) - 1)), dim, slab.place)
+        write_block(partial, path, None, y, array, state["offset"], start)
+        del y
+        state["finished"] = number
+        on_rank_zero(grid, writing_to(path)(lambda: keep(state)))
+        progress(f"{number} of {len(work)} slabs are written")
+
+    @writing_to(path)
+    def finish() -> None:
+        finish_file(partial, path)
+        notes.unlink()
+
+    on_rank_zero(grid, finish)
+
+
+def _checksum(net: nn.Module) -> str:
+    """Return a checksum of a network's parameters and buffers."""
+    number = 0
+    for name, x in net.state_dict().items():
+        content = x.detach().cpu().contiguous().flatten().view(torch.uint8)
+        number = crc32(content.numpy().tobytes(), crc32(name.encode(), number))
+    return f"{number:08x}"
