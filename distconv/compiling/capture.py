@@ -8,18 +8,17 @@ watched or compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.compiling import trace
-from distconv.compiling.program import Existing, Program, TracedCall, TracedStep
+from distconv.compiling.trace import RANDOM, Communication, Pass
 from distconv.device import streams
 from distconv.device.kinds import is_accelerator
-from distconv.device.streams import DeviceGraph
+from distconv.device.streams import GraphedFunction
 from distconv.grid.communicators import WrappedTransport
 from distconv.grid.interface import Grid
 from distconv.torch_private import Operator
@@ -28,116 +27,71 @@ Warn = Callable[[str, str], None]
 
 _WITHOUT = "is replayed without graphs of the device"
 
-_MESSAGES = trace.empty, trace.start_exchange, trace.start_sum, trace.gather, trace.broadcast
-"""Functions of a traced step whose first argument is a carrier."""
 
-
-def why_not(step: TracedStep, device: torch.device) -> str:
-    """Return why a step cannot be captured in a graph, in words; "" if no reason is known."""
-    for call in step.calls:
-        function = call.function
-        if function in _MESSAGES and not call.arguments[0].ordered:
-            return f"transport {call.arguments[0].name!r} lets the host wait for the GPU"
+def why_not(one: Pass, device: torch.device) -> str:
+    """Return why a pass cannot be captured in a graph, in words; "" if no reason is known."""
+    for node in one.graph.nodes:
+        function = node.target
+        if isinstance(function, Communication) and not function.transport.ordered:
+            return f"transport {function.transport.name!r} lets the host wait for the GPU"
         if not isinstance(function, Operator):
             continue
-        if torch.Tag.nondeterministic_seeded in function.tags:
+        if RANDOM in function.tags:
             return f"it draws random numbers ({function})"
-        named = call.options.get("device")
+        named = node.kwargs.get("device")
         if named is not None and torch.device(named).type != device.type:
             return f"it makes a tensor on {named} ({function})"
-    for x in step.constants.values():
+    for x in one.constants.values():
         if x.device.type != device.type:
             return f"it uses a tensor of shape {tuple(x.shape)} on {x.device.type}"
     return ""
 
 
 class CapturedPasses:
-    """Both passes of a case as graphs; used like `Passes`.
+    """The passes of a case as graphs.
 
     Attributes
     ----------
+    passes: the functions of the passes; the first call of each captures it, on all ranks together.
     failed: whether a capture has failed, after which the passes run without graphs.
     """
 
-    def __init__(
-        self, forward: TracedStep, backward: TracedStep, results: int, grid: Grid, warn: Warn
-    ) -> None:
-        self._first = _Pass(forward, grid.device, results, 0)
-        self._second = _Pass(
-            backward, grid.device, len(backward.results), len(forward.results) - results
-        )
+    def __init__(self, passes: Sequence[Pass], results: int, grid: Grid, warn: Warn) -> None:
         self._grid, self._warn, self.failed = grid, warn, False
+        kept = len(passes[0].results) - results
+        counts = (results, 0), (len(passes[-1].results), kept)
+        self._passes = [
+            GraphedFunction(_by_carriers(x), grid.device, [*x.constants.values()], *n)
+            for x, n in zip(passes, counts, strict=False)
+        ]
+        self.passes = [partial(self.run, number) for number in range(len(passes))]
 
-    def forward(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run the forward pass, captured by the first call; all ranks make that together."""
-        if self._first.has_moved():
-            self._second.graph = None
-        return self._run(self._first, tensors)
-
-    def backward(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run the backward pass, captured by the first call; all ranks make that together."""
-        return self._run(self._second, tensors)
-
-    def _run(self, one: _Pass, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, number: int, *tensors: Tensor) -> Sequence[Tensor]:
+        """Run a pass, captured by the first call; all ranks make that together."""
+        one = self._passes[number]
+        if number == 0 and one.has_moved():
+            self._passes[-1].forget()
         if not (self.failed or one.begun):
             why = ""
             try:
                 one.capture(tensors)
             except Exception as error:
                 why = str(error)
-            reasons = self._grid.all_gather_object(why)
-            found = next(filter(None, reasons), "")
-            self.failed = bool(found)
-            if found and self._grid.rank == reasons.index(found):
-                self._warn(_WITHOUT, f"the capture has failed: {found}")
-        return one.plain(*tensors) if self.failed else one.replay(tensors)
+            self.failed = _found(why, self._grid, self._warn, "the capture has failed: ")
+        return one.plain(*tensors) if self.failed else one(*tensors)
 
 
-class _Pass:
-    """One pass, which becomes a graph of the device when it first runs.
-
-    Parameters
-    ----------
-    results: the number of results that are copied out of the graph.
-    fixed: the number of first inputs that lie in memory of the other pass, in all calls the same.
-    """
-
-    def __init__(self, step: TracedStep, device: torch.device, results: int, fixed: int) -> None:
-        used = {x.number for call in step.calls for x in call.used if isinstance(x, Existing)}
-        self._constants = [step.constants[n] for n in used]
-        self._device, self._results, self._fixed = device, results, fixed
-        self.plain = Program(replace(step, calls=[*map(_unwatched, step.calls)])).run
-        self.graph: DeviceGraph | None = None
-        self.begun = False
-        self._static: list[Tensor] = []
-        self._addresses: list[int] = []
-
-    def has_moved(self) -> bool:
-        """Return whether a parameter or buffer has other memory than in the capture."""
-        return [x.data_ptr() for x in self._constants] != self._addresses
-
-    def capture(self, tensors: Sequence[Tensor]) -> None:
-        """Capture the pass, with memory for inputs like `tensors`; no communication."""
-        self.begun = True
-        self._addresses = [x.data_ptr() for x in self._constants]
-        copied = (_memory_like(x).copy_(x) for x in tensors[self._fixed :])
-        self._static = [*tensors[: self._fixed], *copied]
-        self.graph = DeviceGraph(self._device, lambda: self.plain(*self._static))
-
-    def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Replay the graph on these inputs, captured anew if memory has moved."""
-        if self.graph is None or self.has_moved():
-            self.capture(tensors)
-        assert self.graph is not None
-        for mine, given in zip(self._static[self._fixed :], tensors[self._fixed :], strict=True):
-            mine.copy_(given)
-        self.graph.replay()
-        made = self.graph.made
-        return *_copies(made[: self._results], self._constants), *made[self._results :]
+def _by_carriers(one: Pass) -> Callable[..., Any]:
+    """Return a pass as a function that sends by bare carriers, without the watched ones."""
+    for node in one.graph.nodes:
+        call = node.target
+        if isinstance(call, Communication) and isinstance(call.transport, WrappedTransport):
+            node.target = Communication(call.transport.carrier, call.method, call.group)
+    return one.function()
 
 
 def captured(
-    forward: TracedStep, backward: TracedStep, results: int, writes: bool, grid: Grid, warn: Warn
+    passes: Sequence[Pass], results: int, writes: bool, grid: Grid, warn: Warn
 ) -> CapturedPasses | None:
     """Return the passes of a case as graphs of the grid's device; None if that is impossible.
 
@@ -152,40 +106,15 @@ def captured(
     if why and not is_accelerator(grid.device):
         return None
     why = why or ("it writes to a tensor that is no buffer" if writes else "")
-    why = why or why_not(forward, grid.device) or why_not(backward, grid.device)
+    for one in passes:
+        why = why or why_not(one, grid.device)
+    return None if _found(why, grid, warn) else CapturedPasses(passes, results, grid, warn)
+
+
+def _found(why: str, grid: Grid, warn: Warn, before: str = "") -> bool:
+    """Return whether any rank has a reason, `why`, for no graphs; one warns of it. Collective."""
     reasons = grid.all_gather_object(why)
     found = next(filter(None, reasons), "")
     if found and grid.rank == reasons.index(found):
-        warn(_WITHOUT, found)
-    return None if found else CapturedPasses(forward, backward, results, grid, warn)
-
-
-def _memory_like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
-def _copies(tensors: Iterable[Tensor | None], constants: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield a copy of each tensor; copies share memory if their originals do.
-
-    A tensor in the memory of one of `constants` is yielded itself, and so is None.
-    """
-    there = {x.untyped_storage().data_ptr() for x in constants}
-    copied: dict[int, torch.UntypedStorage] = {}
-    for x in tensors:
-        if x is None or (address := (storage := x.untyped_storage()).data_ptr()) in there:
-            yield x
-        elif x.is_conj() or x.is_neg():
-            yield x.clone()
-        else:
-            if address not in copied:
-                whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
-                copied[address] = whole.clone().untyped_storage()
-            yield x.new_empty(0).set_(copied[address], x.storage_offset(), x.shape, x.stride())
-
-
-def _unwatched(call: TracedCall) -> TracedCall:
-    """Return `call`, changed to send by the bare carrier, without the watched one around it."""
-    if call.function not in _MESSAGES or not isinstance(call.arguments[0], WrappedTransport):
-        return call
-    carrier, *rest = call.arguments[0].carrier, *call.arguments[1:]
-    return replace(call, arguments=(carrier, *rest))
+        warn(_WITHOUT, before + found)
+    return bool(found)

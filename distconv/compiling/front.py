@@ -9,14 +9,18 @@ behind the stand-ins (`replay`). A call that Dynamo does not take whole runs as 
 from __future__ import annotations
 
 import os
+import random
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, lru_cache, partial, update_wrapper
 from itertools import zip_longest
+from operator import is_
+from random import Random
 from types import FunctionType, MethodType
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
 from zlib import crc32
 
 import torch
@@ -24,11 +28,10 @@ from torch import Tensor, fx, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distconv.compiling.replay import Case, is_expanded, key_of
-from distconv.compiling.trace import modules_called
 from distconv.grid.interface import Grid
 from distconv.grid.journal import DivergenceError
 from distconv.grid.words import by_ranks, user_line
-from distconv.model.gradient_reduction import GradientReduction, reductions_noted_in
+from distconv.model.gradient_reduction import GradientReduction, reductions_used
 from distconv.model.layouts import redistributed_node
 from distconv.tensor.base import replaced, shards_of, tensors_in
 from distconv.tensor.dispatch import SerialTrace, UnsupportedOperation
@@ -144,9 +147,12 @@ class Compiled(Generic[Given, Result]):
     def __init__(self, program: Callable[Given, Result], backend: str | None = None) -> None:
         self._program, self._backend = program, backend
         self._graphs: list[_Graph] = []
+        self._former: list[_Graph] = []
         self._front: Callable[..., Any] | None = None
         self._made = self._forgotten = 0
         """The numbers of cases made, and of times that graphs were forgotten."""
+        self._watched: dict[int, tuple[Any, list[Any]]] = {}
+        """What guards do not see, by id, with its names."""
         self._left: dict[Any, str] = {}
         """The kinds of calls that run as they are, each with the reason."""
         self._warned: set[str] = set()
@@ -181,48 +187,49 @@ class Compiled(Generic[Given, Result]):
         if not tensors:
             self._warn(_RUNS, "no DistTensor is among its arguments")
             return self._as_it_is(args, kwargs)
-        call = _Call([*tensors.values()])
-        kind = call.kind, getattr(self._program, "training", None)
-        failed, why = "", self._left.get(kind) or _why_as_it_is(call.tensors)
+        call = _Call([*tensors.values()], getattr(self._program, "training", None))
+        why = self._left.get(call.kind) or _why_as_it_is(call.tensors)
         if not why:
-            slots = {
-                id(x): slot for x, slot in zip(call.tensors, _slots(len(tensors)), strict=True)
-            }
-            given = replaced((args, kwargs), slots)
+            slots = {x: _Slot(number) for number, x in enumerate(tensors)}
             try:
-                return self._by_front(call, given)
-            except _AsItIs:
-                why = "" if call.agreed else "torch.compile is switched off here"
+                return self._by_front(call, replaced((args, kwargs), slots))
+            except _AsItIs as reason:
+                why = str(reason)
             except Exception as error:
                 if call.agreed:
                     raise
-                failed = why = _in_words(error)
+                call.stays, why = True, _in_words(error)
         if not call.agreed:
             self._agree(call, _AS_IT_IS, f"it runs as it is: {why}")
-        if failed:
-            self._left[kind] = failed
-        if why and call.grid.rank == 0:
-            self._warn(_RUNS, why)
-        known: dict[nn.Module, None] = {}
-        with modules_called(known):
+        if call.stays:
+            self._left[call.kind] = why
+        with reductions_used() as reductions:
             result = self._as_it_is(args, kwargs)
+        if why and call.grid.rank == 0:
+            sharded = "its weights are sharded (shard_parameters=True)"
+            self._warn(_RUNS, sharded if any(r.is_of_shards for r in reductions) else why)
         if call.begins is not None:
-            call.begins.begin(call.inputs, reductions_noted_in(known), self._made, self._backend)
+            call.begins.begin(call.inputs, reductions, self._made, self._backend)
             self._made += 1
         return result
 
     def _by_front(self, call: _Call, given: Any) -> Any:
         """Return the result of a call by Dynamo's code, which calls `_run` where guards hold."""
+        if any(map(_differs, self._watched.values())):
+            self._former, self._graphs, self._front = self._graphs, [], None
+            self._watched.clear()
+            self._forgotten += 1
+        if self._forgotten > MOST_CASES:
+            raise _AsItIs("classes or dictionaries that it reads change too often")
         if self._front is None:
             self._front = _front_of(self._program, self._take, self._watch)
-        before, self._call = self._call, call
+        before, self._call, drawn = self._call, call, random.getstate()
         try:
             SerialTrace.under_way = True
             result = self._front(*given, call.stand_ins)
-        except _Outdated:
-            self._graphs.clear()
-            self._front, self._forgotten = None, self._forgotten + 1
-            return self._by_front(call, given)
+        except _AsItIs:
+            random.setstate(drawn)
+            raise
         finally:
             SerialTrace.under_way, self._call = False, before
         if not call.agreed:
@@ -232,35 +239,34 @@ class Compiled(Generic[Given, Result]):
     def _take(self, module: fx.GraphModule, _: Any) -> Callable[..., Any]:
         """Take a graph from Dynamo; return the function that Dynamo's code calls in its place."""
         graph = _Graph(module)
+        for former in self._former:
+            if graph.is_like(former):  # what has changed was no value that the program reads
+                graph.cases, graph.reductions = former.cases, former.reductions
         self._graphs.append(graph)
         return partial(self._run, graph)
 
     def _watch(self, guards: Sequence[Any]) -> list[bool]:
-        """Note, of the latest graph's guards, the classes and objects to watch; keep all guards."""
+        """Note values that the guards of the latest graph do not see; keep all guards."""
+        graph = self._graphs[-1]
         for guard in guards:
-            self._graphs[-1].watch(guard.value)
+            graph.why = _why_unsound(guard) or graph.why
+            self._watched.update((id(x), (x, _names(x))) for x in _unguarded(guard))
         return [True] * len(guards)
 
     def _run(self, graph: _Graph, *inputs: Tensor) -> Sequence[Any]:
         """Trace or replay a graph whose guards hold in this call; Dynamo's code calls it."""
         SerialTrace.under_way, call = False, self._call
         assert call is not None
-        if graph.is_outdated() and self._forgotten < MOST_CASES:
-            raise _Outdated
+        if graph.why:
+            call.stays = True
+            raise _AsItIs(graph.why)
         call.inputs = [call.behind.get(id(x), x) for x in inputs]
         case = graph.cases.get(graph.key(call.inputs))
-        if graph.why:
-            self._agree(call, _AS_IT_IS, f"it runs as it is: {graph.why}")
-            if call.grid.rank == 0:
-                self._warn(_RUNS, graph.why)
-            raise _AsItIs
         if case is None:
-            few = self._made < MOST_CASES
             self._agree(call, graph.checksum(call.grid), f"it is traced anew, {graph.words}")
-            if few:
-                call.begins = graph
-            elif call.grid.rank == 0:
-                self._warn(_RUNS, f"it is called in more than {MOST_CASES} cases")
+            if self._made >= MOST_CASES:
+                raise _AsItIs(f"it is called in more than {MOST_CASES} cases")
+            call.begins = graph
             raise _AsItIs
         self._agree(call, case.state, f"case {case.number} of it, {case.words}")
         case.decide(call.grid, self._warn)
@@ -268,14 +274,11 @@ class Compiled(Generic[Given, Result]):
             raise _AsItIs
         self.replays += case.is_replayed
         try:
-            computed = case.run(call.inputs, call.grid)
+            return graph.results(case.run(call.inputs, call.grid), call.inputs)
         except UnsupportedOperation as error:
-            if not case.is_left:
-                raise
-            if call.grid.rank == 0:
-                self._warn(_RUNS, str(error))
-            raise _AsItIs from None
-        return graph.results(computed, call.inputs)
+            if case.is_left:
+                raise _AsItIs(str(error)) from None
+            raise
 
     def _agree(self, call: _Call, number: int, words: str) -> None:
         """Raise DivergenceError on all ranks unless `number` is the same on all. Collective."""
@@ -300,6 +303,11 @@ class Compiled(Generic[Given, Result]):
             warnings.warn(f"compile: {self._name} {what}: {why}", stacklevel=4)
 
 
+def _of_compiled(name: str) -> Any:
+    """Return a property with the value that a compiled module's program has."""
+    return property(lambda module: getattr(type(module)._compiled, name))
+
+
 class _CompiledModule:
     """The part of a compiled module that differs from the module, with which it shares the rest.
 
@@ -312,27 +320,9 @@ class _CompiledModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's result, replayed where the call's case is known."""
-        if torch.compiler.is_dynamo_compiling():
-            return self._orig_mod(*args, **kwargs)
         return type(self)._compiled(*args, **kwargs)
 
-    @property
-    def replays(self) -> int:
-        """Return the number of replayed calls."""
-        count: int = type(self)._compiled.replays
-        return count
-
-    @property
-    def source(self) -> str:
-        """Return the Python source of all replayed functions."""
-        text: str = type(self)._compiled.source
-        return text
-
-    @property
-    def graph(self) -> fx.Graph | None:
-        """Return the latest graph of the serial program, or None."""
-        graph: fx.Graph | None = type(self)._compiled.graph
-        return graph
+    replays, source, graph = map(_of_compiled, ("replays", "source", "graph"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return partial(compile, backend=type(self)._compiled._backend), (self._orig_mod,)
@@ -342,11 +332,10 @@ class _CompiledModule:
 
 
 class _AsItIs(Exception):  # noqa: N818
-    """Ends a call by Dynamo's code, before it has done anything, to run the program itself."""
+    """Ends a call by Dynamo's code, before it has done anything, to run the program itself.
 
-
-class _Outdated(Exception):  # noqa: N818
-    """Ends a call whose graph was made before a class, or an object, got other attributes."""
+    Its argument is the reason, of which the program warns.
+    """
 
 
 _AS_IT_IS, _NOTHING = -1, -2
@@ -354,29 +343,16 @@ _AS_IT_IS, _NOTHING = -1, -2
 
 _RUNS = "runs as it is"
 
+_NESTED = tuple, list, set
+
 _LIMIT = "FailOnRecompileLimitHit"
 """The name of Dynamo's error for too many graphs of one program."""
 
-_CACHED = type(lru_cache(lambda: None))
 
-_UNSOUND = {os.getenv: "os.getenv, which is not watched; read os.environ"}
-"""Functions whose results Dynamo does not guard."""
-
-
-class _Slot:
+class _Slot(NamedTuple):
     """Stands for the DistTensor of this number among the arguments of a call."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-_SLOTS: list[_Slot] = []
-
-
-def _slots(count: int) -> list[_Slot]:
-    while len(_SLOTS) < count:
-        _SLOTS.append(_Slot(len(_SLOTS)))
-    return _SLOTS[:count]
+    number: int
 
 
 class _Call:
@@ -386,31 +362,26 @@ class _Call:
     ----------
     tensors: the DistTensors among the arguments, each once.
     stand_ins, behind: their stand-ins, and the DistTensors by the ids of these.
-    kind: types and shapes of the tensors.
+    kind: types and shapes of the tensors, and modes.
     inputs: the inputs of the graph that the guards have chosen.
     begins: the graph of which this call begins a case, or None.
     agreed: whether the ranks have compared what they do.
+    stays: whether further calls of its kind run as they are.
     """
 
-    def __init__(self, tensors: list[DistTensor]) -> None:
+    def __init__(self, tensors: list[DistTensor], training: bool | None) -> None:
         self.tensors, self.grid = tensors, tensors[0].grid
-        self.kind = (
-            torch.is_grad_enabled(),
-            *((x.shape, x.dtype, x.requires_grad) for x in tensors),
-        )
-        self.stand_ins = [_stand_in(n, x) for n, x in enumerate(tensors)]
+        about = [(x.shape, x.dtype, x.device, x.requires_grad) for x in tensors]
+        self.kind = torch.is_grad_enabled(), training, *about
+        self.stand_ins = [_stand_in(number, *x) for number, x in enumerate(about)]
         self.behind = dict(zip(map(id, self.stand_ins), tensors, strict=True))
         self.inputs: list[Tensor] = []
         self.begins: _Graph | None = None
-        self.agreed = False
-
-
-def _stand_in(number: int, x: Tensor) -> Tensor:
-    return _made_stand_in(number, x.shape, x.dtype, x.device, x.requires_grad)
+        self.agreed = self.stays = False
 
 
 @lru_cache(256)
-def _made_stand_in(number: int, shape: Any, dtype: Any, device: Any, trained: bool) -> Tensor:
+def _stand_in(number: int, shape: Any, dtype: Any, device: Any, trained: bool) -> Tensor:
     """Return a plain tensor that shows the metadata of argument `number`, without its memory."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.empty((), dtype=dtype, device=device).expand(shape).requires_grad_(trained)
@@ -423,7 +394,7 @@ def entered(x: Tensor) -> Tensor:
     """
     if is_fake(x):
         return x.clone(memory_format=torch.contiguous_format)
-    raise _AsItIs
+    raise _AsItIs("torch.compile is switched off here")
 
 
 def filled(argument: Any, tensors: Sequence[Tensor]) -> Any:
@@ -473,14 +444,13 @@ class _Graph:
     ----------
     module: the graph of the serial program.
     cases: its cases, by the layouts of its inputs.
+    reductions: the sums of gradients of the parallelized modules that the program calls.
     why: the reason to run the program as it is; "" if there is none.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module, self.cases = module, dict[Any, Case]()
-        self._reductions: list[GradientReduction] = []
-        self._classes: dict[type, dict[str, Any]] = {}
-        self._objects: list[tuple[Any, int]] = []
+        self.reductions: list[GradientReduction] = []
         graph = module.graph
         for node in graph.nodes:
             if node.target is entered:
@@ -499,7 +469,12 @@ class _Graph:
 
     def key(self, inputs: Sequence[Tensor]) -> Any:
         """Return the key of the case to which a call with these inputs belongs."""
-        return key_of(inputs), tuple(r.enabled for r in self._reductions)
+        return key_of(inputs), tuple(r.enabled for r in self.reductions)
+
+    def is_like(self, other: _Graph) -> bool:
+        """Return whether both graphs compute the same, and are whole in their code."""
+        whole = all(node.op != "get_attr" for node in self.module.graph.nodes)
+        return whole and self.module.code == other.module.code
 
     def begin(
         self,
@@ -509,7 +484,7 @@ class _Graph:
         backend: str | None,
     ) -> None:
         """Begin a case after its first call, which ran as it is and used `reductions`."""
-        self._reductions = reductions
+        self.reductions = reductions
         self.cases[self.key(inputs)] = Case(self.module, reductions, number, backend)
 
     def results(self, computed: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
@@ -530,33 +505,53 @@ class _Graph:
             text = text.replace(name, "device")
         return crc32(text.encode())
 
-    def watch(self, value: Any) -> None:
-        """Watch an object or class that a guard of Dynamo names.
 
-        Guards do not see new attributes of classes, and of objects with `__getattr__`.
-        """
-        if isinstance(value, _CACHED):
-            self.why = "it calls a function with functools.cache, which may return old values"
-        if isinstance(value, type) and issubclass(value, DistTensor):
-            self.why = "it asks for DistTensor, and the serial program has none"
-        try:
-            self.why = f"it calls {_UNSOUND[value]}" if value in _UNSOUND else self.why
-        except TypeError:  # without a hash
-            pass
-        for kind in (value if isinstance(value, type) else type(value)).__mro__:
-            if kind.__module__.partition(".")[0] not in ("builtins", "torch", "distconv"):
-                self._classes[kind] = dict(vars(kind))
-        searched = getattr(type(value), "__getattr__", None)
-        if searched not in (None, nn.Module.__getattr__) and hasattr(value, "__dict__"):
-            self._objects.append((value, len(vars(value))))
+def _why_unsound(guard: Any) -> str:
+    """Return why Dynamo would use old values of what it guards, in words; "" if it does not."""
+    value = guard.value
+    if guard.name.endswith(".__wrapped__"):
+        return "it calls a function with functools.cache, which may return old values"
+    if value is os.getenv:
+        return "it calls os.getenv, which is not watched; read os.environ"
+    if isinstance(value, Random) or isinstance(getattr(value, "__self__", None), Random):
+        return "it draws numbers of Python's random; pass them"
+    if type(value).__module__ == "numpy" and hasattr(value, "__array_interface__"):
+        return "it reads an array of numpy, which is not watched; pass a tensor"
+    if isinstance(value, partial) and vars(value):
+        return "it may ask functools.partial for an attribute, which is not watched"
+    if isinstance(value, type) and issubclass(value, DistTensor):
+        return "it asks for DistTensor, and the serial program has none"
+    return ""
 
-    def is_outdated(self) -> bool:
-        """Return whether a watched class or object has other attributes than before."""
-        return any(
-            len(now := vars(kind)) != len(before)
-            or any(now.get(x) is not y for x, y in before.items())
-            for kind, before in self._classes.items()
-        ) or any(len(vars(x)) != count for x, count in self._objects)
+
+def _unguarded(guard: Any) -> list[Any]:
+    """Return classes, objects and containers whose new names or items Dynamo would not see."""
+    value = guard.value
+    if isinstance(value, _NESTED):  # a guard keeps the tuple itself, with the lists in it
+        return [value] if any(isinstance(x, _NESTED) for x in value) else []
+    if isinstance(value, dict):
+        return [value] if guard.guard_type == "TYPE_MATCH" or isinstance(value, OrderedDict) else []
+    kinds = (value if isinstance(value, type) else type(value)).__mro__
+    found = [(x, x) for kind in kinds for x in (kind, type(kind))]
+    if guard.guard_type == "TYPE_MATCH" and hasattr(value, "__dict__"):
+        found.append((value, type(value)))
+    known = "builtins", "torch", "distconv"
+    return [x for x, kind in found if kind.__module__.partition(".")[0] not in known]
+
+
+def _names(x: Any) -> list[Any]:
+    """Return the keys of a dictionary, items, or names of attributes, of classes with values."""
+    if isinstance(x, _NESTED):
+        return [len(x), *(z for y in x for z in (_names(y) if isinstance(y, _NESTED) else (y,)))]
+    if isinstance(x, dict):
+        return [*(OrderedDict if isinstance(x, OrderedDict) else dict).keys(x)]
+    return [*vars(x), *vars(x).values()] if isinstance(x, type) else [*vars(x)]
+
+
+def _differs(watched: tuple[Any, list[Any]]) -> bool:
+    """Return whether something has other names than it had."""
+    now, before = _names(watched[0]), watched[1]
+    return len(now) != len(before) or not all(map(is_, now, before))
 
 
 def _why_as_it_is(tensors: Sequence[DistTensor]) -> str:

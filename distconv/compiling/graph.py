@@ -1,6 +1,6 @@
-"""Traced steps as graphs of torch.fx, for the compilers of torch.compile.
+"""Traced passes for the compilers of torch.compile.
 
-In such a graph messages are functions of torch's dispatcher. Each takes a token that the message
+In their graphs messages are functions of torch's dispatcher. Each takes a token that the message
 before has made, so that no compiler changes their order. None writes to its arguments: the function
 that waits returns the received or summed tensors. The sent tensors are arguments of the wait, too,
 which keeps them alive.
@@ -10,29 +10,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from itertools import count, groupby
+from itertools import count
 from operator import getitem
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
+from torch.fx.passes.split_module import split_module
 
-from distconv.compiling import trace
-from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
+from distconv.compiling.trace import Communication, Pass, wait
 from distconv.grid.ranks import world
 from distconv.torch_private import signature_of
-from distconv.transport.interface import Request, Transport
+from distconv.transport.interface import Request
 
 aten, own = torch.ops.aten, torch.ops.distconv
 
 _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 """Functions that inductor computes symbolically; random numbers need their wrap-around."""
-
-_STARTS = (trace.start_exchange, trace.start_sum)
 
 _numbers = count()
 _MESSAGES: WeakValueDictionary[int, _Posted] = WeakValueDictionary()
@@ -40,66 +37,48 @@ _MESSAGES: WeakValueDictionary[int, _Posted] = WeakValueDictionary()
 
 
 class _Posted:
-    """A message or reduction of a step, which each run of the step starts and waits for once.
+    """A message or reduction of a pass, which each run of the pass starts and waits for once.
 
-    Parameters
+    Attributes
     ----------
-    call: the call of the traced step that starts it.
+    leaving: the nodes that this rank sends, or adds to a sum.
+    arriving: the nodes that the message overwrites when it arrives.
     """
 
-    def __init__(self, call: TracedCall) -> None:
-        self._function = call.function
-        self._transport: Transport = call.arguments[0]
-        self._rest = call.arguments[1:]
-        self._request: Request | None = None
-        self._filled: list[Tensor] = []
+    def __init__(self, call: Communication, args: Any) -> None:
+        self._call, self._request, self._filled = call, None, list[Tensor]()
+        both = args if call.method == "exchange" else ([(0, args[0])], [(0, args[0])])
+        self.arriving, self.leaving = ([x for _, x in some] for some in both)
+        self._from, self._to = ([rank for rank, _ in some] for some in both)
         self.number = next(_numbers)
         _MESSAGES[self.number] = self
 
-    @property
-    def leaving(self) -> list[Any]:
-        """Return the values and constants that this rank sends, or adds to a sum."""
-        if self._function is trace.start_exchange:
-            return [x for _, x in self._rest[1]]
-        return [self._rest[0]]
-
-    @property
-    def arriving(self) -> list[Any]:
-        """Return the values and constants that the message overwrites when it arrives."""
-        if self._function is trace.start_exchange:
-            return [x for _, x in self._rest[0]]
-        return [self._rest[0]]
-
     def start(self, leaving: Sequence[Tensor], like: Sequence[Tensor]) -> None:
         """Send the tensors `leaving`, and receive into new memory like the tensors `like`."""
-        transport = self._transport
-        if self._function is trace.start_exchange:
-            filled = [transport.empty(tuple(x.shape), x) for x in like]
-            from_whom, to_whom = ([rank for rank, _ in some] for some in self._rest)
-            arriving = list(zip(from_whom, filled, strict=True))
-            sent = [(rank, x.contiguous()) for rank, x in zip(to_whom, leaving, strict=True)]
-            self._request = trace.start_exchange(transport, arriving, sent)
+        if self._call.method == "exchange":
+            filled = [self._call.transport.empty(tuple(x.shape), x) for x in like]
+            sent = [(rank, x.contiguous()) for rank, x in zip(self._to, leaving, strict=True)]
+            self._request = self._call(list(zip(self._from, filled, strict=True)), sent)
+        elif self._call.method == "all_gather":
+            filled = [self._call(leaving[0].contiguous())]
         else:
             filled = [leaving[0].clone(memory_format=torch.contiguous_format)]
-            self._request = self._function(transport, filled[0], self._rest[1])
+            self._request = self._call(filled[0])
         self._filled = filled
 
     def wait(self) -> list[Tensor]:
         """Wait for the message, and return the received or summed tensors."""
+        request: Request | None
         request, self._request = self._request, None
         if request is not None:
             request.wait()
         filled, self._filled = self._filled, []
         return filled
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return `x` of all ranks of the message's group, stacked in rank order."""
-        return trace.gather(self._transport, x.contiguous(), self._rest[1])
-
-    def ranks(self) -> int:
-        """Return the number of ranks in the message's group."""
-        size: int = self._rest[1].size
-        return size
+    def arrived(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors with the shapes of those that `wait` returns."""
+        more = (self._call.group[0].size,) if self._call.method == "all_gather" else ()
+        return [x.new_empty((*more, *x.shape)) for x in like]
 
 
 def _start(message: int, token: Tensor, leaving: list[Tensor], like: list[Tensor]) -> Tensor:
@@ -111,39 +90,16 @@ def _wait(message: int, token: Tensor, leaving: Any, like: Any) -> tuple[Tensor,
     return torch.empty_like(token), _MESSAGES[message].wait()
 
 
-def _gather(message: int, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(token), _MESSAGES[message].gather(x)
-
-
 def _filled(message: int, token: Tensor, leaving: Any, like: Any) -> tuple[Tensor, list[Tensor]]:
-    return torch.empty_like(token), [x.new_empty(x.shape) for x in like]
+    return torch.empty_like(token), _MESSAGES[message].arrived(like)
 
 
-_ENDED = "(int message, Tensor token, Tensor[] leaving, Tensor[] like) -> (Tensor, Tensor[])"
 _LIBRARY = torch.library.Library("distconv", "FRAGMENT")
+_GIVEN = "(int message, Tensor token, Tensor[] leaving, Tensor[] like)"
 for _name, _schema, _run, _rehearsed in (
-    (
-        "start",
-        "(int message, Tensor token, Tensor[] leaving, Tensor[] like) -> Tensor",
-        _start,
-        lambda message, token, leaving, like: torch.empty_like(token),
-    ),
-    ("wait", _ENDED, _wait, _filled),
-    (
-        "opaque",
-        "(Tensor x) -> Tensor",
-        torch.clone,
-        torch.empty_like,
-    ),
-    (
-        "gather",
-        "(int message, Tensor token, Tensor x) -> (Tensor, Tensor)",
-        _gather,
-        lambda message, token, x: (
-            torch.empty_like(token),
-            x.new_empty((_MESSAGES[message].ranks(), *x.shape)),
-        ),
-    ),
+    ("start", f"{_GIVEN} -> Tensor", _start, lambda _, token, *__: torch.empty_like(token)),
+    ("wait", f"{_GIVEN} -> (Tensor, Tensor[])", _wait, _filled),
+    ("opaque", "(Tensor x) -> Tensor", torch.clone, torch.empty_like),
 ):
     _LIBRARY.define(f"{_name}{_schema}")
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
@@ -173,32 +129,62 @@ _INDUCTOR = {"fallback_random": True, "size_asserts": False}
 """Options of inductor: random numbers by torch, and no checks of shapes, which a case fixes."""
 
 
-def compiled(step: TracedStep, backend: str) -> TracedStep:
-    """Return the step with its calls compiled as a function, or several around calls `_apart`.
+def compiled(one: Pass, backend: str) -> Callable[..., Any]:
+    """Return a pass as a function, compiled by `backend`, one of torch.compile.
 
-    Each rank compiles a function for itself before the function's first run. `backend` is one of
-    torch.compile.
+    It is compiled as a whole, or in pieces around the nodes `_apart`. Each rank compiles for itself
+    in the first call.
     """
-    apart = _apart(step.calls)
-    messages = {call.results: _Posted(call) for call in step.calls if call.function in _STARTS}
-    return _in_pieces(step, apart, lambda x, made: _Graph(messages, x).call(made, backend))
+    lowering = _Lowering(fx.GraphModule(one.constants, one.graph))
+    whole = lowering.transform()
+    apart, pieces = _apart(whole.graph), dict[fx.Node, int]()
+    for node in whole.graph.nodes:
+        before = next(reversed(pieces), node)
+        pieces[node] = pieces.get(before, 0) + ((node in apart) != (before in apart))
+    options: Any = _INDUCTOR if backend == "inductor" else None
+
+    def taken(module: fx.GraphModule) -> Any:
+        return torch.compile(
+            module, backend=backend, options=options, fullgraph=True, dynamic=False
+        )
+
+    if apart:
+        left = {f"submod_{pieces[node]}" for node in apart}
+        run: Any = split_module(whole, whole, pieces.__getitem__, keep_original_order=True)
+        for name, piece in list(run.named_children()):
+            setattr(run, name, piece if name in left else taken(piece))
+    else:
+        run = taken(whole)
+    constants, kept, is_compiled = tuple(one.constants.values()), lowering.messages, False
+
+    def graph(*tensors: Tensor) -> tuple[Tensor, ...]:
+        nonlocal is_compiled
+        assert kept is not None
+        with nullcontext() if is_compiled else _told(backend, len(one.graph.nodes)):
+            made: tuple[Tensor, ...] = run(*tensors, *constants)
+        is_compiled = True
+        return made[:-1]
+
+    return graph
 
 
-def _apart(calls: Sequence[TracedCall]) -> set[int]:
-    """Return the ids of the calls that stay in Python, between compiled functions.
+def _apart(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that stay in Python, between compiled functions.
 
     Compilers do not know these: oneDNN's convolution, and computations in its memory layout.
     """
-    apart: set[int] = set()
-    in_onednn: set[Value | Existing] = set()
+    apart: set[fx.Node] = set()
+    in_onednn: set[fx.Node] = set()
     unknown = aten.mkldnn_convolution.default, aten.to_mkldnn.default
-    for call in calls:
-        if call.function in unknown or not in_onednn.isdisjoint(call.used):
-            apart.add(id(call))
-        if call.function is aten.to_mkldnn.default or (
-            id(call) in apart and call.function is aten.convolution_backward.default
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in unknown or not in_onednn.isdisjoint(node.all_input_nodes):
+            apart.add(node)
+        if node.target is aten.to_mkldnn.default or (
+            node in apart and node.target in (aten.convolution_backward.default, getitem)
         ):
-            in_onednn.update(Value(n) for n in call.made)
+            in_onednn.add(node)
     return apart
 
 
@@ -214,136 +200,60 @@ def _told(backend: str, number: int) -> Iterator[None]:
     print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
 
 
-def _in_pieces(
-    step: TracedStep,
-    apart: Container[int],
-    taken: Callable[[Sequence[TracedCall], Sequence[Value]], TracedCall],
-) -> TracedStep:
-    """Return a step in which single calls replace the sequences of calls between the calls `apart`.
+class _Lowering(fx.Transformer):
+    """Makes, of a pass, a graph in which messages are functions of the dispatcher.
 
-    Parameters
+    Constants are inputs of this graph, after those of the pass. Its last result is a token.
+
+    Attributes
     ----------
-    apart: the ids of calls that stay as they are.
-    taken: `taken(calls, results)` returns the call that replaces the sequence `calls`; `results`
-        are the values that it has to make.
-    """
-    pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
-    calls: list[TracedCall] = []
-    live = {x for x in step.results if x is not None}
-    for piece in reversed(pieces):
-        if id(piece[0]) not in apart:
-            made = {Value(n) for call in piece for n in call.made}
-            piece = [taken(piece, sorted(made & live, key=lambda x: x.number))]
-        calls += reversed(piece)
-        live.update(x for call in piece for x in call.used)
-    return replace(step, calls=calls[::-1])
-
-
-class _Graph:
-    """Consecutive calls of a step as a graph of torch.fx.
-
-    Parameters
-    ----------
-    messages: all messages of the step, by the numbers of their requests.
+    messages: the messages, which have to live as long as the graph.
     """
 
-    def __init__(self, messages: Mapping[Any, _Posted], calls: Sequence[TracedCall]) -> None:
-        self._messages, self._kept = messages, list(messages.values())
-        self._graph = fx.Graph()
-        self._nodes: dict[Any, fx.Node] = {}
-        self._inputs: list[Value | Existing] = []
-        made = {n for call in calls for n in call.made}
-        for call in calls:
-            for x in self._used(call):
-                if x not in self._nodes and not (isinstance(x, Value) and x.number in made):
-                    self._inputs.append(x)
-                    self._nodes[x] = self._graph.placeholder(f"x{len(self._inputs)}")
-        self._token = self._add(aten.empty.memory_format, [0])
-        self._number = len(calls)
-        for call in calls:
-            self._take(call)
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.messages: list[_Posted] = []
+        self._token: Any = None
 
-    def _used(self, call: TracedCall) -> Iterator[Value | Existing]:
-        if call.function is trace.wait:
-            message = self._messages[call.arguments[0].number]
-            yield from (*message.leaving, *message.arriving)
-        else:
-            yield from call.used
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.tracer.create_proxy("placeholder", target, (), {})
 
-    def call(self, results: Sequence[Value], backend: str) -> TracedCall:
-        """Compile the graph, and return a call of the step that runs it and makes `results`."""
-        self._graph.output((*map(self._node, results), self._token))
-        options: Any = _INDUCTOR if backend == "inductor" else None
-        run: Any = torch.compile(
-            fx.GraphModule(nn.Module(), self._graph),
-            backend=backend,
-            options=options,
-            fullgraph=True,
-            dynamic=False,
-        )
-        kept, number, is_compiled = self._kept, self._number, False
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().output(target, ((*args[0], self._before()),), kwargs)
 
-        def graph(*tensors: Tensor) -> tuple[Tensor, ...]:
-            nonlocal is_compiled
-            assert kept is not None
-            with nullcontext() if is_compiled else _told(backend, number):
-                made: tuple[Tensor, ...] = run(*tensors)
-            is_compiled = True
-            return made[:-1]
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is wait:
+            return self._end(args[0])
+        if not isinstance(target, Communication):
+            made = self._add(_KEPT.get(target, target), *args, **kwargs)
+            return self._add(own.opaque, made) if target in _RANGES else made
+        if target.method == "empty":
+            return self._add(aten.new_empty.default, args[1], list(args[0]))
+        message = _Posted(target, args)
+        self.messages.append(message)
+        given = message.leaving, message.arriving
+        self._token = self._add(own.start, message.number, self._before(), *given)
+        if target.method == "all_gather":
+            return self._arrived(message)[0]
+        return self._end(message) if target.method == "broadcast" else message
 
-        return TracedCall(graph, tuple(self._inputs), {}, tuple(x.number for x in results))
-
-    def _node(self, x: Any) -> Any:
-        if isinstance(x, (Value, Existing)):
-            return self._nodes[x]
-        if type(x) in (list, tuple):
-            return type(x)(map(self._node, x))
-        return x
-
-    def _add(self, function: Callable[..., Any], *args: Any, **options: Any) -> fx.Node:
-        return self._graph.call_function(function, args, options)
-
-    def _take(self, call: TracedCall) -> None:
-        if call.function in _STARTS:
-            self._start(self._messages[call.results])
-        elif call.function is trace.wait:
-            self._end(self._messages[call.arguments[0].number])
-        elif call.function is trace.broadcast:
-            message = _Posted(call)
-            self._kept.append(message)
-            self._start(message)
-            self._end(message)
-        elif call.function is trace.gather:
-            message = _Posted(call)
-            self._kept.append(message)
-            both = self._add(own.gather, message.number, self._token, *self._node(message.leaving))
-            self._token = self._add(getitem, both, 0)
-            self._nodes[Value(call.made[0])] = self._add(getitem, both, 1)
-        elif call.function is trace.empty:
-            _, shape, like = call.arguments
-            memory = self._add(aten.new_empty.default, self._node(like), list(shape))
-            self._nodes[Value(call.made[0])] = memory
-        else:
-            options = {name: self._node(x) for name, x in call.options.items()}
-            function = _KEPT.get(call.function, call.function)
-            made = self._add(function, *self._node(call.arguments), **options)
-            if call.function in _RANGES:
-                made = self._add(own.opaque, made)
-            if isinstance(call.results, int):
-                self._nodes[Value(call.results)] = made
-            for i, n in enumerate(call.results if isinstance(call.results, tuple) else ()):
-                if n is not None:
-                    self._nodes[Value(n)] = self._add(getitem, made, i)
-
-    def _start(self, message: _Posted) -> None:
-        given = self._node(message.leaving), self._node(message.arriving)
-        self._token = self._add(own.start, message.number, self._token, *given)
+    def _arrived(self, message: _Posted) -> Any:
+        """Add a node that waits for a message; return what has arrived."""
+        given = message.leaving, message.arriving
+        both = self._add(own.wait, message.number, self._before(), *given)
+        self._token = both[0]
+        return both[1]
 
     def _end(self, message: _Posted) -> None:
-        """Add nodes that wait for a message, and copy what arrived to its place."""
-        given = self._node(message.leaving), self._node(message.arriving)
-        both = self._add(own.wait, message.number, self._token, *given)
-        self._token = self._add(getitem, both, 0)
-        filled = self._add(getitem, both, 1)
+        arrived = self._arrived(message)
         for i, x in enumerate(message.arriving):
-            self._add(aten.copy_.default, self._node(x), self._add(getitem, filled, i))
+            self._add(aten.copy_.default, x, arrived[i])
+
+    def _before(self) -> Any:
+        """Return the token of the message before."""
+        if self._token is None:
+            self._token = self._add(aten.empty.memory_format, [0])
+        return self._token
+
+    def _add(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return super().call_function(function, args, options)

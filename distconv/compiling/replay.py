@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import compress
 from typing import Any
 from weakref import ref
@@ -15,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from distconv.compiling import trace
-from distconv.compiling.capture import CapturedPasses, Warn, captured
-from distconv.compiling.program import Existing, Program, TracedCall, TracedStep, Value
+from distconv.compiling.capture import Warn, captured
 from distconv.compiling.trace import Trace, traced
 from distconv.device.kinds import KINDS, random_states, set_random_states
 from distconv.grid.interface import Grid
@@ -136,30 +135,27 @@ class Case:
         """Trace or replay a call, and return what the graph computes. Collective."""
         for reduction in self._reductions:
             reduction.prepare()
+        ends = (x for x in shards_of(inputs) if x.requires_grad)
         if self._replayed is not None:
-            case: Any = self._replayed
-            given = shards_of([inputs[i] for i in case.given])
-            passes: Any = _Once(case, given)
+            call, passes = self._replayed.call, self._replayed
+            blocks = _Apart.apply(passes, inputs, *ends)
         else:
-            case = self._traced(inputs, grid)
-            self._traces.append(case)
-            given, passes = shards_of([inputs[i] for i in case.given]), _Live(case)
-        if any(case.differentiable):
-            ends = (x for x in (*given, *case.leaves) if x.requires_grad)
-            blocks = _Apart.apply(passes, *ends)
-            for reduction in self._reductions:
-                reduction.keep_for(blocks)
-        else:
-            blocks = passes.forward(None)
-        return [rebuilt(x) for rebuilt, x in zip(case.rebuilders, blocks, strict=True)]
+            call = _Traced(self._graph, grid)
+            with self._restored(inputs):
+                blocks = _Apart.apply(call, inputs, *ends)
+            self._traces.append(call)
+        for reduction in self._reductions:
+            reduction.keep_for(blocks)
+        return [rebuilt(x) for rebuilt, x in zip(call.rebuilders, blocks, strict=True)]
 
-    def _traced(self, inputs: Sequence[Tensor], grid: Grid) -> _Traced:
-        """Run and trace the graph. Where it has no rule for a function, leave all as it was."""
+    @contextmanager
+    def _restored(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Leave all as it was if the graph in this context has no rule for a function."""
         states = random_states()
         buffers = [x for x in inputs if not (isinstance(x, (DistTensor, nn.Parameter)))]
         before = [x.detach().clone() for x in buffers]
         try:
-            return _Traced(self._graph, inputs, grid)
+            yield
         except UnsupportedOperation:
             set_random_states(states)
             with torch.no_grad():
@@ -172,25 +168,27 @@ class Case:
 class _Apart(ShardFunction):
     """The autograd function that stands for a whole graph, in traced and in replayed calls.
 
-    Its inputs are the blocks and leaves that require gradients. The first argument, a `_Live` or
-    `_Once`, computes both passes.
+    Its inputs are the blocks and leaves that require gradients. The first argument computes both
+    passes.
     """
 
     @staticmethod
-    def forward(ctx: Any, passes: _Live | _Once, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, passes: _Traced | _Replayed, inputs: Sequence[Tensor], *_: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.passes = passes
         # A result on which the loss does not depend has no gradient, not one of zeros.
         ctx.set_materialize_grads(False)
-        results = passes.forward(ctx)
+        results, differentiable = passes.forward(ctx, inputs)
         ctx.mark_non_differentiable(
-            *(x for x, has in zip(results, passes.differentiable, strict=True) if not has)
+            *(x for x, has in zip(results, differentiable, strict=True) if not has)
         )
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (None, *ctx.passes.backward(ctx, gradients))
+        return (None, None, *ctx.passes.backward(ctx, gradients))
 
 
 class _Traced:
@@ -200,64 +198,88 @@ class _Traced:
     ----------
     given: the positions of the graph's inputs that may be other tensors in other calls.
     strides: the strides of the blocks of these inputs.
-    blocks: the blocks of the results, of the autograd graph within the call.
     rebuilders: for each result, a function that makes it from its block.
     differentiable: for each result, whether it is differentiable.
-    leaves: the parameters, and other leaves, whose gradients the backward pass makes.
     reached: for each result, whether the loss depends on it.
     gradient_strides: the strides of the gradients of the results that are reached.
-    step: both passes, with the call of `trace.turn` between them.
+    trace: the traced passes.
     writes: whether it writes to one of the given inputs.
     complete: whether both passes are traced, or the only one.
     """
 
-    def __init__(self, graph: Callable[..., Any], inputs: Sequence[Tensor], grid: Grid) -> None:
-        self.grid, self.complete = grid, False
+    def __init__(self, graph: Callable[..., Any], grid: Grid) -> None:
+        self._graph, self._grid, self._grad = graph, grid, torch.is_grad_enabled()
+        self.complete = False
         self.reached: list[bool] = []
         self.gradient_strides: list[tuple[int, ...]] = []
+
+    def forward(self, ctx: Any, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
+        """Run and trace the graph; return the blocks of results, and which are differentiable."""
         self.given = [i for i, x in enumerate(inputs) if not _stays(x)]
         # The graph within begins at these, and ends at the results.
         inner = [_beginning(x) if _begins(x) else x for x in inputs]
-        blocks = shards_of([inner[i] for i in self.given])
-        self.strides = [x.stride() for x in blocks]
-        before = list(map(_version, blocks))
-        self.trace = Trace(blocks)
-        with traced(self.trace, grid):
+        given = shards_of([inner[i] for i in self.given])
+        self.strides = [x.stride() for x in given]
+        before = list(map(_version, given))
+        self.trace = now = Trace(given)
+        with torch.set_grad_enabled(self._grad), traced(now, self._grid):
             call = enter_call(self)
-            results = graph(*inner)
+            results = self._graph(*inner)
             call.leave()
-        written = [
-            i for i, x, v in zip(self.given, blocks, before, strict=True) if v != _version(x)
-        ]
+        written = [i for i, x, v in zip(self.given, given, before, strict=True) if v != _version(x)]
         self.writes = bool(written)
         if any(_begins(inputs[i]) for i in written):
-            self.trace.hinder("it writes to a tensor among its arguments")
-        self.blocks, self.rebuilders = shards_of(results), list(map(_rebuilder, results))
-        self.differentiable = [x.requires_grad for x in self.blocks]
-        self.leaves = list(self.trace.leaves)
-        self.inputs = [x for x in blocks if x.requires_grad]
-        self._made = self.trace.standing_for(self.blocks)
-        if any(isinstance(x, Existing) for x in self._made):
-            self.trace.hinder("it returns a parameter or a buffer")
-        self.trace.calls.append(TracedCall(trace.turn, ()))
-        if not any(self.differentiable):
-            self._finish([])
+            now.hinder("it writes to a tensor among its arguments")
+        blocks, self.rebuilders = shards_of(results), list(map(_rebuilder, results))
+        self.differentiable = [x.requires_grad for x in blocks]
+        self._made = now.standing_for(blocks)
+        if any(x.op == "get_attr" for x in self._made):
+            now.hinder("it returns a parameter or a buffer")
+        if any(self.differentiable):
+            # torch refuses a second backward pass where something has been saved.
+            ctx.save_for_backward(torch.empty(0))
+            ends = [x for x in shards_of(inner) if x.requires_grad]
+            leaves = [x for x, y in zip(inner, inputs, strict=True) if x is y]
+            ctx.within = blocks, ends, leaves
+        else:
+            now.end(self._made, [])
+            self.complete = True
+        return [x.detach() for x in blocks], self.differentiable
 
-    def finish_backward(self, gradients: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-        """Note the end of the traced backward pass.
-
-        `gradients`, of the results, were its inputs. `found`, of the inputs and of leaves, are its
-        results; None for a tensor without a gradient.
-        """
-        self.gradient_strides = [x.stride() for x in gradients]
-        self._finish(self.trace.standing_for(list(found)))
-
-    def _finish(self, found: Sequence[Value | Existing | None]) -> None:
-        now = self.trace
-        self.step = TracedStep(
-            now.inputs, now.calls, [*self._made, *found], now.constants
-        ).reduced()
+    def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Run, and trace once, the backward pass through the graph's own autograd graph."""
+        _ = ctx.saved_tensors
+        blocks, ends, leaves = ctx.within
+        reached = [x is not None for x in gradients]
+        given = [x.contiguous() if is_expanded(x) else x for x in gradients if x is not None]
+        run = partial(_gradients, list(compress(blocks, reached)), ends, given, leaves)
+        if self.trace.is_backward:
+            return run()
+        self.reached, self.gradient_strides = reached, [x.stride() for x in given]
+        with traced(self.trace, self._grid):
+            self.trace.begin(given)
+            found = run()
+            nodes = self.trace.standing_for(found)
+        self.trace.end(self._made, nodes)
         self.complete = True
+        return found
+
+
+def _gradients(
+    roots: Sequence[Tensor],
+    ends: Sequence[Tensor],
+    given: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+) -> Sequence[Tensor | None]:
+    """Return the gradients of `ends`. `_Apart` hands out those of `leaves`, with their hooks."""
+    hooks = [(of, dict(of)) for x in leaves if (of := hooks_of(x))]
+    for of, _ in hooks:
+        of.clear()
+    try:
+        return torch.autograd.grad(roots, ends, given, retain_graph=True, allow_unused=True)
+    finally:
+        for of, before in hooks:
+            of.update(before)
 
 
 def _version(x: Tensor) -> int:
@@ -293,68 +315,6 @@ def _rebuilder(x: Tensor) -> Callable[[Tensor], Tensor]:
     return rebuilt
 
 
-class _Live:
-    """The passes of a call that is being traced: they run the graph's own autograd graph."""
-
-    def __init__(self, call: _Traced) -> None:
-        self._call, self.differentiable = call, call.differentiable
-        self._results, call.blocks = call.blocks, []
-        self._ends = [*call.inputs, *call.leaves]
-
-    def forward(self, ctx: Any) -> list[Tensor]:
-        if ctx is not None:
-            # torch refuses a second backward pass where something has been saved.
-            ctx.save_for_backward(torch.empty(0))
-        return [x.detach() for x in self._results]
-
-    def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        _ = ctx.saved_tensors
-        call = self._call
-        reached = [x is not None for x in gradients]
-        given = [x.contiguous() if is_expanded(x) else x for x in gradients if x is not None]
-        roots = list(compress(self._results, reached))
-        if call.complete:
-            return self._gradients(roots, given)
-        call.reached = reached
-        with traced(call.trace, call.grid):
-            call.trace.go_on(given)
-            found = self._gradients(roots, given)
-        call.finish_backward(given, found)
-        return found
-
-    def _gradients(
-        self, roots: Sequence[Tensor], given: Sequence[Tensor]
-    ) -> tuple[Tensor | None, ...]:
-        # Hooks of leaves are called where `_Apart` hands out their gradients.
-        hooks = [(of, dict(of)) for x in self._call.leaves if (of := hooks_of(x))]
-        for of, _ in hooks:
-            of.clear()
-        try:
-            return torch.autograd.grad(
-                roots, self._ends, given, retain_graph=True, allow_unused=True
-            )
-        finally:
-            for of, before in hooks:
-                of.update(before)
-
-
-class Passes:
-    """The functions of both passes of a case.
-
-    Attributes
-    ----------
-    forward: a function of the blocks of the inputs. It returns the blocks of the results, and
-        behind these the tensors that the backward pass needs.
-    backward: a function of these tensors, and of gradients of the results that are reached. It
-        returns the gradients of inputs and leaves.
-    """
-
-    def __init__(self, forward: TracedStep, backward: TracedStep) -> None:
-        first, second = Program(forward), Program(backward)
-        self.forward, self.backward = first.run, second.run
-        self.source = f"{first.source}\n\n{second.source}"
-
-
 class _Replayed:
     """The program that replays one case.
 
@@ -364,84 +324,62 @@ class _Replayed:
     """
 
     def __init__(self, call: _Traced, backend: str | None, grid: Grid, warn: Warn) -> None:
-        self.given, self.strides, self.rebuilders = call.given, call.strides, call.rebuilders
-        self.differentiable, self.reached = call.differentiable, call.reached
-        self.gradient_strides, self.leaves = call.gradient_strides, call.leaves
-        step, given = call.step, len(call.strides)
-        turn = next(i for i, x in enumerate(step.calls) if x.function is trace.turn)
-        first, second = step.calls[:turn], step.calls[turn + 1 :]
-        own = len(self.differentiable)
-        results, found = step.results[:own], step.results[own:]
-        inputs, gradients = step.inputs[:given], step.inputs[given:]
-        there = {*inputs, *(n for x in first for n in x.made)}
-        used = dict.fromkeys(x for call in second for x in call.used)
-        used |= dict.fromkeys(x for x in found if x is not None)
-        kept = [x for x in used if isinstance(x, Value) and x.number in there]
-        self.constants = [step.constants[x.number] for x in used if isinstance(x, Existing)]
+        self.call, passes = call, call.trace.passes
+        self.source = "\n\n".join(one.source for one in passes)
+        self._constants = [*passes[-1].constants.values()] if len(passes) > 1 else []
         """The tensors that the backward pass reads, which must not change until then."""
-        forward = TracedStep(inputs, first, [*results, *kept], step.constants)
-        numbers = [*(x.number for x in kept), *gradients]
-        backward = TracedStep(numbers, second, found, step.constants)
-        if backend is not None:
+        if backend is None:
+            self._plain = [one.function() for one in passes]
+            self._captured = captured(passes, len(call.differentiable), call.writes, grid, warn)
+        else:
             from distconv.compiling.graph import compiled  # which most programs do without
 
-            forward, backward = compiled(forward, backend), compiled(backward, backend)
-        self.passes = Passes(forward, backward)
-        self.source = self.passes.source
-        self._captured = None
-        if backend is None:
-            self._captured = captured(forward, backward, own, call.writes, grid, warn)
+            self._plain, self._captured = [compiled(one, backend) for one in passes], None
         self._pending: Callable[[], Any] = lambda: None
 
-    def begin(self, token: Tensor) -> Passes | CapturedPasses:
-        """Return the passes for a call; autograd holds `token` until its backward pass is over.
+    def _begin(self, token: Tensor) -> Any:
+        """Return the functions of both passes; autograd holds `token` until the second is over.
 
-        Graphs have memory for one call at a time.
+        Graphs of a device have memory for one call at a time.
         """
         if self._captured is None or self._captured.failed or self._pending() is not None:
-            return self.passes
+            return self._plain
         self._pending = ref(token)
-        return self._captured
+        return self._captured.passes
 
-
-class _Once:
-    """The passes of one replayed call: they run the functions of a `_Replayed`."""
-
-    def __init__(self, case: _Replayed, given: Sequence[Tensor]) -> None:
-        self._case, self._given, self.differentiable = case, given, case.differentiable
-        self._kept, self._fixed = 0, list[Tensor]()
-
-    def forward(self, ctx: Any) -> list[Tensor]:
-        case, token = self._case, torch.empty(0)
-        self._passes = case.begin(token)
+    def forward(self, ctx: Any, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
+        """Return the blocks of the results, and which of them are differentiable."""
+        call, token = self.call, torch.empty(0)
+        passes = self._begin(token)
+        given = shards_of([inputs[i] for i in call.given])
         with _as_traced():
-            blocks = [*map(_restrided, self._given, case.strides)]
-            made = self._passes.forward(*blocks)
-        self._given = []
-        number = len(case.differentiable)
-        results, kept = made[:number], made[number:]
-        if self._passes is not case.passes:  # the memory of a graph stays where it is
-            self._fixed, kept = list(kept), []
-        self._kept = len(kept)
-        if ctx is not None:
-            ctx.save_for_backward(*kept, *case.constants, token)
+            made = passes[0](*map(_restrided, given, call.strides))
+        count = len(call.differentiable)
+        results, kept = made[:count], made[count:]
+        # The memory of a graph of the device stays where it is.
+        saved, fixed = (kept, ()) if passes is self._plain else ((), kept)
+        ctx.replay = passes[-1], fixed, len(saved)
+        ctx.save_for_backward(*saved, *self._constants, token)
         # Autograd knows each result once.
         return [
             x.detach() if any(x is y for y in results[:i]) else x for i, x in enumerate(results)
-        ]
+        ], call.differentiable
 
     def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        case = self._case
-        kept = *self._fixed, *ctx.saved_tensors[: self._kept]
-        if case.reached != [x is not None for x in gradients]:
+        """Return the gradients of the inputs and leaves that require them."""
+        call = self.call
+        run, fixed, count = ctx.replay
+        kept = *fixed, *ctx.saved_tensors[:count]
+        if call.reached != [x is not None for x in gradients]:
             raise RuntimeError(
                 "compile: the loss depends on other results of the program than in the call that "
                 "was traced; compile it for each such loss, or return what the loss takes"
             )
         present = (x for x in gradients if x is not None)
-        given = map(_restrided, present, case.gradient_strides)
+        given = map(_restrided, present, call.gradient_strides)
         with _as_traced():
-            return self._passes.backward(*kept, *given)
+            found: Sequence[Tensor | None] = run(*kept, *given)
+        return found
 
 
 @contextmanager

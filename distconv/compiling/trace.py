@@ -1,32 +1,32 @@
 """Tracing of a graph as it runs: calls of torch's dispatcher and of carriers, in one order.
 
 Autograd, rules and hooks run as usual, above the dispatcher. So the trace is the forward pass and
-the backward pass as plain functions on this rank's blocks, and messages.
+the backward pass as graphs of torch.fx, on this rank's blocks, and messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from operator import getitem
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distconv.compiling.program import Existing, TracedCall, Value
 from distconv.device.kinds import random_states
 from distconv.grid.communicators import WatchedTransport, WrappedTransport, carried_by
 from distconv.grid.interface import Grid
 from distconv.ops.support.in_place import noted_in
 from distconv.tensor.dispatch import own_mode
-from distconv.torch_private import DispatchMode, Operator
+from distconv.torch_private import DispatchMode, Operator, is_mutable
 from distconv.transport.interface import Message, Request, Transport
 
 aten = torch.ops.aten
-
-Result = TypeVar("Result")
 
 _ALIASES = (aten.detach.default, aten.alias.default)
 """Functions that return their argument where gradients are not recorded."""
@@ -40,37 +40,79 @@ _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COLLECTIVES = ("c10d", "_c10d_functional")
 """The names of torch.distributed's functions in the dispatcher."""
 
-_RANDOM = torch.Tag.nondeterministic_seeded
+RANDOM = torch.Tag.nondeterministic_seeded
 
 
-def _calling(method: str, name: str) -> Callable[..., Any]:
-    """Return a function, called `name` in traced steps, that calls `method` of its argument 0."""
+class Communication:
+    """A method of a carrier, such as "exchange", as the function of a node.
 
-    def call(owner: Any, *arguments: Any) -> Any:
-        return getattr(owner, method)(*arguments)
+    The node's arguments are those of the method up to `group`, which is empty or one communicator.
+    """
 
-    call.__name__ = name
-    return call
+    def __init__(self, transport: Transport, method: str, group: Any = ()) -> None:
+        self.transport, self.method, self.group, self.__name__ = transport, method, group, method
 
-
-empty, wait = _calling("empty", "empty"), _calling("wait", "wait")
-start_sum, gather = _calling("all_reduce", "start_sum"), _calling("all_gather", "gather")
-broadcast = _calling("broadcast", "broadcast")
-
-
-def start_exchange(
-    transport: Transport, arriving: Sequence[Message], leaving: Sequence[Message]
-) -> Request:
-    """Start the messages of one exchange; a traced step contains it as a call."""
-    return transport.exchange(arriving, leaving, transport.next_tag())
+    def __call__(self, *arguments: Any) -> Any:
+        if self.method == "exchange":
+            arguments = (*arguments, self.transport.next_tag())
+        return getattr(self.transport, self.method)(*arguments, *self.group)
 
 
-def turn() -> None:
-    """Mark the end of the forward pass and the beginning of the backward pass in a trace."""
+def wait(request: Request) -> None:
+    """Wait for a request; a node's function."""
+    request.wait()
 
 
-class Trace:
-    """The record of the passes of a graph that are being traced.
+class Pass:
+    """The trace of one pass, a graph that can be run.
+
+    Attributes
+    ----------
+    graph: a node for each call. Messages are calls of a `Communication` and of `wait`.
+    constants: the tensors that existed before, as parameters do, by the names in `get_attr` nodes.
+        Calls may write to them.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.constants: dict[str, Tensor] = {}
+
+    def constant(self, x: Tensor) -> fx.Node:
+        """Return a new node for a tensor that existed before."""
+        name = f"c{len(self.constants)}"
+        self.constants[name] = x
+        return self.graph.get_attr(name)
+
+    def end(self, results: Sequence[fx.Node | None]) -> None:
+        """End the graph, and remove calls that only make unused values."""
+        self.results = results
+        self.graph.output((*results,))
+        self.graph.eliminate_dead_code(_has_effects)
+        used = {node.target for node in self.graph.nodes if node.op == "get_attr"}
+        self.constants = {name: x for name, x in self.constants.items() if name in used}
+
+    def function(self) -> Any:
+        """Return the graph as a function, which frees each value after its last use."""
+        code = self.graph.python_code("self")
+        names = dict(code.globals)
+        exec(compile(code.src, "<a pass that distconv has traced>", "exec"), names)
+        return partial(names["forward"], SimpleNamespace(**self.constants))
+
+    @property
+    def source(self) -> str:
+        """Return the Python source of `function`."""
+        return self.graph.python_code("self").src.strip()
+
+
+def _has_effects(node: fx.Node) -> bool:
+    """Return whether a node has to stay in its graph although nothing uses its result."""
+    if isinstance(node.target, Operator):
+        return RANDOM in node.target.tags or is_mutable(node.target)
+    return node.op != "get_attr" and node.target is not getitem
+
+
+class Trace(DispatchMode):
+    """The record of the passes of a graph that are being traced: a mode of torch's dispatcher.
 
     Parameters
     ----------
@@ -78,107 +120,111 @@ class Trace:
 
     Attributes
     ----------
-    calls: the calls of the passes, in order.
-    constants: tensors from before the call, by the numbers of their `Existing`.
-    leaves: the constants whose gradients autograd makes.
+    passes: the forward pass, and the backward pass once it has begun.
     obstacle: the reason why the graph cannot be replayed; "" if it can.
-    seen: the value or constant that stands for each tensor, weakly.
+    seen: the node that stands for each tensor, weakly.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        self.calls: list[TracedCall] = []
-        self.constants: dict[int, Tensor] = {}
-        self.leaves: list[Tensor] = []
-        self.obstacle = ""
-        self.paused = False
+        super().__init__()
+        self.passes: list[Pass] = []
+        self.obstacle, self._paused = "", False
         self.seen = WeakTensorKeyDictionary()
-        self._count = 0
+        self._kept: dict[fx.Node, fx.Node] = {}
+        """The nodes of the forward pass that the backward pass uses, with their nodes there."""
+        self.begin(inputs)
+
+    @property
+    def is_backward(self) -> bool:
+        """Return whether the backward pass has begun, or the only pass has ended."""
+        return len(self.passes) > 1
+
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """Begin a pass. Calls and random numbers since the pass before do not count."""
+        self.passes.append(Pass())
+        self.graph = self.passes[-1].graph
+        for i, x in enumerate(inputs):
+            self.seen[x] = self.graph.placeholder(f"x{i}")
         self._random = random_states()
-        self.inputs = [self.new(x) for x in inputs]
 
-    def new(self, x: Tensor | None = None) -> int:
-        """Return the number of a new `Value`, which stands for `x`, or for a request."""
-        self._count += 1
-        if x is not None:
-            self.seen[x] = Value(self._count)
-        return self._count
+    def end(self, results: Sequence[fx.Node], found: Sequence[fx.Node | None]) -> None:
+        """End both passes: `results` and `found` are what they return.
 
-    def go_on(self, gradients: Sequence[Tensor]) -> None:
-        """Continue the trace with a backward pass, whose inputs are `gradients`.
-
-        Calls and random numbers since the forward pass do not count.
+        Further results of the forward pass are the first inputs of the backward pass.
         """
-        self.inputs += [self.new(x) for x in gradients]
-        self._random = random_states()
+        first, *second = self.passes
+        for one in second:
+            one.end(found)
+            for node in [x for x in self._kept.values() if x.op == "placeholder"][::-1]:
+                if node.users:
+                    next(iter(one.graph.nodes)).prepend(node)
+                else:
+                    one.graph.erase_node(node)
+        kept = (x for x, there in self._kept.items() if there.op == "placeholder" and there.users)
+        first.end([*results, *kept])
 
     def standing_for(self, x: Any) -> Any:
-        """Return `x` with a `Value` or an `Existing` in place of each tensor."""
-        if isinstance(x, Tensor):
-            return self.seen.get(x) or self._constant(x)
-        if type(x) in (list, tuple):
-            return type(x)(map(self.standing_for, x))
-        return x
+        """Return `x` with a node of the current pass in place of each tensor."""
+        return map_aggregate(x, lambda y: self._node(y) if isinstance(y, Tensor) else y)
 
-    def _constant(self, x: Tensor) -> Existing:
-        self.seen[x] = constant = Existing(len(self.constants))
-        self.constants[constant.number] = x
-        if x.is_leaf and x.requires_grad:
-            self.leaves.append(x)
-        return constant
+    def _node(self, x: Tensor) -> fx.Node:
+        node = self.seen.get(x)
+        if node is None:
+            self.seen[x] = node = self.passes[-1].constant(x)
+        if node.graph is self.graph:
+            return node
+        if node not in self._kept:
+            constant = self.passes[0].constants.get(str(node.target))
+            if constant is None:
+                self._kept[node] = self.graph.placeholder(f"kept{len(self._kept)}")
+            else:
+                self._kept[node] = self.passes[-1].constant(constant)
+        return self._kept[node]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Record nothing within the context."""
-        before, self.paused = self.paused, True
+        self._paused = True
         try:
             yield
         finally:
-            self.paused = before
+            self._paused = False
 
     def hinder(self, why: str) -> None:
         """Note `why` the graph cannot be replayed; a first note stays."""
         self.obstacle = self.obstacle or why
 
-    def note(
-        self,
-        function: Operator,
-        args: Any,
-        options: dict[str, Any],
-        result: Any,
-        by_positions: bool = False,
-    ) -> None:
-        """Record a call of torch's dispatcher.
-
-        Parameters
-        ----------
-        args, options: its arguments, with `Value` and `Existing` in place of tensors.
-        by_positions: True if it indexes a tensor by positions, not by a mask: the shape of the
-            result then does not depend on elements.
-        """
-        if function.namespace in _COLLECTIVES:
-            self.hinder(f"it sends by torch.distributed itself ({function})")
-        tags = function.tags
-        if any(tag in tags for tag in _READS) and not by_positions:
-            self.hinder(f"it reads elements of a tensor ({function})")
-        if function in _ALIASES:
-            self.seen.setdefault(result, args[0])
-            return
-        if function is _FRESH:
-            function = aten.clone.default
-        if _RANDOM in tags:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if RANDOM in func.tags:
+            self._check_random()
+        if func.namespace in _COLLECTIVES:
+            self.hinder(f"it sends by torch.distributed itself ({func})")
+        # The shape of a tensor that is indexed by positions does not depend on elements.
+        by_positions = func is aten.index.Tensor and not any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if any(tag in func.tags for tag in _READS) and not by_positions:
+            self.hinder(f"it reads elements of a tensor ({func})")
+        given, options = self.standing_for((args, kwargs))
+        result = func(*args, **kwargs)
+        if func in _ALIASES:
+            self.seen.setdefault(result, given[0])
+            return result
+        if RANDOM in func.tags:
             self._random = random_states()
-        results: Any
+        func = aten.clone.default if func is _FRESH else func
+        node = self.graph.call_function(func, given, options)
         if isinstance(result, Tensor):
-            results = None if result in self.seen else self.new(result)
-        else:
-            several = result if isinstance(result, (tuple, list)) else ()
-            results = tuple(
-                self.new(x) if isinstance(x, Tensor) and x not in self.seen else None
-                for x in several
-            )
-        self.calls.append(TracedCall(function, args, options, results))
+            self.seen.setdefault(result, node)
+        for i, x in enumerate(result if isinstance(result, (tuple, list)) else ()):
+            if isinstance(x, Tensor) and x not in self.seen:
+                self.seen[x] = self.graph.call_function(getitem, (node, i))
+        return result
 
-    def check_random(self) -> None:
+    def _check_random(self) -> None:
         """Note an obstacle if the program has set the state of torch's random generators."""
         if not all(map(torch.equal, self._random, random_states())):
             self.hinder(
@@ -187,88 +233,49 @@ class Trace:
             )
 
 
-class _Dispatcher(DispatchMode):
-    """A torch dispatch mode that records every call of the dispatcher in a trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
-        self._trace = trace
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        trace, kwargs = self._trace, kwargs or {}
-        if trace.paused:
-            return func(*args, **kwargs)
-        if _RANDOM in func.tags:
-            trace.check_random()
-        stood_for = trace.standing_for(args)
-        options = {name: trace.standing_for(x) for name, x in kwargs.items()}
-        result = func(*args, **kwargs)
-        by_positions = func is aten.index.Tensor and not any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        trace.note(func, stood_for, options, result, by_positions)
-        return result
-
-
-class _TracedRequest:
-    """A request whose `wait` is recorded in the trace."""
-
-    __slots__ = ("_number", "_request", "_trace")
-
-    def __init__(self, trace: Trace, request: Request, number: int) -> None:
-        self._trace, self._request, self._number = trace, request, number
-
-    def wait(self) -> None:
-        """Wait for the request."""
-        with self._trace.pause():
-            self._request.wait()
-        self._trace.calls.append(TracedCall(wait, (Value(self._number),)))
-
-
 class _TracedCarrier(WrappedTransport):
     """A carrier that records its messages in `trace`, as calls of `transport`, which it serves."""
 
     def __init__(self, transport: WatchedTransport, trace: Trace) -> None:
         super().__init__(transport.carrier)
         self._transport, self._trace = transport, trace
-        self.empty = self._empty
-
-    def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        return self._call(empty, (shape, like), self.carrier.empty, shape, like)
+        self.empty = partial(self._call, "empty")
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        arguments, run = ([*arriving], [*leaving]), self.carrier.exchange
-        return self._call(start_exchange, arguments, run, arriving, leaving, tag)
+        request: Request = self._call("exchange", [*arriving], [*leaving], last=(tag,))
+        return request
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        return self._call(start_sum, (tensor, group), self.carrier.all_reduce, tensor, group)
+        request: Request = self._call("all_reduce", tensor, last=(group,))
+        return request
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        return self._call(gather, (tensor, group), self.carrier.all_gather, tensor, group)
+        made: Tensor = self._call("all_gather", tensor, last=(group,))
+        return made
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        self._call(broadcast, (tensor, group), self.carrier.broadcast, tensor, group)
+        self._call("broadcast", tensor, last=(group,))
 
-    def _call(
-        self, function: Callable[..., Any], arguments: Any, run: Callable[..., Result], *given: Any
-    ) -> Result:
-        """Run `run(*given)`, a method of the carrier, and record it as `function(*arguments)`."""
-        trace = self._trace
-        if trace.paused:
-            return run(*given)
-        arguments = trace.standing_for(arguments)
+    def _call(self, method: str, *arguments: Any, last: tuple[Any, ...] = ()) -> Any:
+        """Call a method of the carrier and record it; `last` is a communicator or a tag."""
+        trace, run = self._trace, getattr(self.carrier, method)
+        given = trace.standing_for(arguments)
         with trace.pause():
-            result: Any = run(*given)
-        number = None
+            result = run(*arguments, *last)
+        group = () if method == "exchange" else last
+        node = trace.graph.call_function(Communication(self._transport, method, group), given)
         if isinstance(result, Tensor):
-            number = trace.new(result)
+            trace.seen[result] = node
         elif result is not None:
-            number = trace.new()
-            result = _TracedRequest(trace, result, number)
-        trace.calls.append(TracedCall(function, (self._transport, *arguments), {}, number))
-        return result  # type: ignore[no-any-return]
+            result = SimpleNamespace(wait=partial(self._wait, result, node))
+        return result
+
+    def _wait(self, request: Request, node: fx.Node) -> None:
+        with self._trace.pause():
+            request.wait()
+        self._trace.graph.call_function(wait, (node,))
 
 
 @contextmanager
@@ -283,15 +290,5 @@ def traced(trace: Trace, grid: Grid) -> Iterator[None]:
         left.enter_context(noted_in(trace.seen))
         left.enter_context(grid.journal.comparing_all("traced pass"))
         left.enter_context(carried_by(lambda transport: _TracedCarrier(transport, trace)))
-        with own_mode(_Dispatcher(trace)):
-            yield
-
-
-@contextmanager
-def modules_called(found: dict[nn.Module, None]) -> Iterator[None]:
-    """Add each module that is called within the context to `found`, and all its submodules."""
-    handle = register_module_forward_pre_hook(lambda m, _: found.update(dict.fromkeys(m.modules())))
-    try:
+        left.enter_context(own_mode(trace))
         yield
-    finally:
-        handle.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -136,6 +136,90 @@ class DeviceGraph:
     def replay(self) -> None:
         """Queue the captured work on the current stream."""
         self._graph.replay()
+
+
+class GraphedFunction:
+    """A function of tensors that becomes a graph of a device, with memory of its own.
+
+    Inputs are copied into the graph's memory, and results out of it.
+
+    Attributes
+    ----------
+    plain: the function.
+    begun: whether a capture has begun.
+
+    Parameters
+    ----------
+    constants: the other tensors that the function uses.
+    results: the number of results that are copied; further ones stay in the graph's memory.
+    fixed: the number of first inputs that are not copied, as they lie in the same place in all
+        calls.
+    """
+
+    def __init__(
+        self,
+        plain: Callable[..., Sequence[Tensor]],
+        device: torch.device,
+        constants: Sequence[Tensor],
+        results: int,
+        fixed: int,
+    ) -> None:
+        self.plain, self.begun = plain, False
+        self._device, self._constants = device, constants
+        self._results, self._fixed = results, fixed
+        self._graph: DeviceGraph | None = None
+        self._static: list[Tensor] = []
+        self._addresses: list[int] = []
+
+    def has_moved(self) -> bool:
+        """Return whether one of the constants has other memory than in the capture."""
+        return [x.data_ptr() for x in self._constants] != self._addresses
+
+    def forget(self) -> None:
+        """Capture the function anew in the next call."""
+        self._graph = None
+
+    def capture(self, tensors: Sequence[Tensor]) -> None:
+        """Capture the function, with memory for inputs like `tensors`; no communication."""
+        self.begun = True
+        self._addresses = [x.data_ptr() for x in self._constants]
+        copied = (_memory_like(x).copy_(x) for x in tensors[self._fixed :])
+        self._static = [*tensors[: self._fixed], *copied]
+        self._graph = DeviceGraph(self._device, lambda: self.plain(*self._static))
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return the results for these inputs, captured anew if memory has moved."""
+        if self._graph is None or self.has_moved():
+            self.capture(tensors)
+        assert self._graph is not None
+        for mine, given in zip(self._static[self._fixed :], tensors[self._fixed :], strict=True):
+            mine.copy_(given)
+        self._graph.replay()
+        made = self._graph.made
+        return *_copies(made[: self._results], self._constants), *made[self._results :]
+
+
+def _memory_like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _copies(tensors: Iterable[Tensor | None], constants: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield a copy of each tensor; copies share memory if their originals do.
+
+    A tensor in the memory of one of `constants` is yielded itself, and so is None.
+    """
+    there = {x.untyped_storage().data_ptr() for x in constants}
+    copied: dict[int, torch.UntypedStorage] = {}
+    for x in tensors:
+        if x is None or (address := (storage := x.untyped_storage()).data_ptr()) in there:
+            yield x
+        elif x.is_conj() or x.is_neg():
+            yield x.clone()
+        else:
+            if address not in copied:
+                whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
+                copied[address] = whole.clone().untyped_storage()
+            yield x.new_empty(0).set_(copied[address], x.storage_offset(), x.shape, x.stride())
 
 
 def release_graphs() -> None:

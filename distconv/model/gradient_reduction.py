@@ -8,7 +8,8 @@ on Accelerating Data Parallel Training", VLDB 2020).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
@@ -16,6 +17,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distconv import torch_private
 from distconv.comm.collectives import WIDE, ErrorFeedback, HalfSum
@@ -43,13 +45,21 @@ def reduction_of(module: nn.Module) -> GradientReduction | None:
     return reduction if reduction is not None and reduction.covers(module) else None
 
 
-def reductions_noted_in(modules: Iterable[nn.Module]) -> list[GradientReduction]:
-    """Return the `GradientReduction`s of modules, each once.
+@contextmanager
+def reductions_used() -> Iterator[list[GradientReduction]]:
+    """Return a list that has, after the context, the reductions of modules called in it, once each.
 
     A copy of a parallelized module refers to the reduction of the original.
     """
-    noted = (m.__dict__.get(REDUCTION_ATTRIBUTE) for m in modules)
-    return list(dict.fromkeys(r for r in noted if r is not None))
+    found: dict[nn.Module, None] = {}
+    used: list[GradientReduction] = []
+    handle = register_module_forward_pre_hook(lambda m, _: found.update(dict.fromkeys(m.modules())))
+    try:
+        yield used
+    finally:
+        handle.remove()
+    noted = (m.__dict__.get(REDUCTION_ATTRIBUTE) for m in found)
+    used += dict.fromkeys(r for r in noted if r is not None)
 
 
 def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
@@ -265,6 +275,11 @@ class GradientReduction:
         for axes in dict.fromkeys(self._axes):
             comm = self.grid.communicator(axes, self._purpose)
             self.grid.transport.all_reduce(torch.zeros(1, device=self.grid.device), comm).wait()
+
+    @property
+    def is_of_shards(self) -> bool:
+        """Return whether parameters are sharded."""
+        return any(isinstance(p, DistTensor) for p in self._parameters)
 
     @property
     def _starts_at_the_end(self) -> bool:

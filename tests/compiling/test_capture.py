@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import HashStore
 
 import distconv as dc
 from distconv.compiling import capture
-from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
+from distconv.compiling.trace import Pass
 from distconv.device import streams
 from distconv.device.streams import SideStream, StreamRequest
 from distconv.grid import communicators
@@ -164,14 +164,13 @@ def test_captured_passes_wait_for_all_that_they_use(
             return record(self)
 
         monkeypatch.setattr(RecordedGraph, "__enter__", forgets)
-    for name in ("forward", "backward"):
-        run = getattr(capture.CapturedPasses, name)
+    run = capture.CapturedPasses.run
 
-        def watched(self: Any, *tensors: Tensor, run: Any = run) -> Any:
-            with sanitizer:  # torch.compile does not trace within a mode
-                return run(self, *tensors)
+    def watched(self: Any, *arguments: Any) -> Any:
+        with sanitizer:  # torch.compile does not trace within a mode
+            return run(self, *arguments)
 
-        monkeypatch.setattr(capture.CapturedPasses, name, watched)
+    monkeypatch.setattr(capture.CapturedPasses, "run", watched)
     training(compiled, model, grid)
     assert compiled.replays == CALLS - 2 and (sanitizer.reports == []) is waits
 
@@ -214,11 +213,11 @@ def test_a_capture_that_fails_on_one_rank_leaves_all_without_graphs(
 
 
 def test_a_tensor_of_the_host_is_named() -> None:
-    ones = TracedCall(torch.ops.aten.ones.default, ([2],), {"device": CPU}, 0)
-    taken = TracedCall(torch.ops.aten.add.Tensor, (Existing(0), Value(0)), {}, 1)
-    for calls, said in (([ones], "it makes a tensor on cpu"), ([taken], "shape (3,) on cpu")):
-        step = TracedStep([], calls, [], {0: torch.ones(3)})
-        assert said in capture.why_not(step, torch.device("meta"))
+    made, taken = Pass(), Pass()
+    made.graph.call_function(torch.ops.aten.ones.default, ([2],), {"device": CPU})
+    taken.constant(torch.ones(3))
+    for one, said in ((made, "it makes a tensor on cpu"), (taken, "shape (3,) on cpu")):
+        assert said in capture.why_not(one, torch.device("meta"))
 
 
 def moves(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:

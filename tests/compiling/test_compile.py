@@ -318,8 +318,7 @@ def test_layouts_of_modules_are_part_of_a_replay() -> None:
 
 
 @pytest.mark.parallel(2)
-@pytest.mark.filterwarnings("ignore")
-def test_weights_that_are_sharded_have_the_same_bits() -> None:
+def test_weights_that_are_sharded_have_the_same_bits_and_are_named() -> None:
     def run(compiled: bool) -> tuple[list[Tensor], Any]:
         torch.manual_seed(0)
         grid = dc.ProcessGrid(channel=2)
@@ -331,7 +330,8 @@ def test_weights_that_are_sharded_have_the_same_bits() -> None:
             f(dc.distribute_tensor(torch.randn(2, 4, 9, 8, generator=g), grid)).sum().backward()
         return [p.grad.full_tensor() for p in model.parameters() if hasattr(p, "cuts")], f
 
-    same_bits(run)
+    with told_once("runs as it is: its weights are sharded"):
+        same_bits(run)
 
 
 # Functions that run as they are
@@ -459,9 +459,7 @@ def test_a_replay_makes_no_call_of_a_module_and_shows_what_it_does() -> None:
     assert f.graph is None
     for x, _ in batches(grid):
         f(x).backward()
-    lines = [line.split("(")[0].split()[-1] for line in f.source.splitlines() if "(" in line]
-    assert [x.rpartition("_")[0] for x in lines].count("start_exchange") >= 1
-    assert "convolution_backward" in f.source
+    assert "trace_exchange(" in f.source and "aten.convolution_backward" in f.source
     assert any(node.target is torch.conv2d for node in f.graph.nodes)
 
 

@@ -422,6 +422,9 @@ def test_the_result_behaves_like_the_module(tmp_path: Path) -> None:
         for _ in range(3):
             assert torch.equal(other(x).to_local(), expected)
     assert other.replays == 1
+    torch.save(compiled.state_dict(), tmp_path / f"state{grid.rank}.pt")
+    other.load_state_dict(torch.load(tmp_path / f"state{grid.rank}.pt"))
+    assert not any(p.any() for p in other.parameters())
     plain_one = dc.compile(nn.Linear(2, 2))
     torch.save(plain_one, tmp_path / f"{grid.rank}.pt")
     again = torch.load(tmp_path / f"{grid.rank}.pt", weights_only=False)
