@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.attention import attentions
 from benchmarks.channels import channels
 from benchmarks.halo import halos
 from benchmarks.layer import layers
@@ -34,6 +35,7 @@ BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     ),
     "memory": lambda settings: memory(settings, (MESH, UNET3D, NETWORKS[2], NETWORKS[-1])),
     "overhead": overheads,
+    "attention": attentions,
 }
 """The benchmarks by name; all ranks call one."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from operator import attrgetter, methodcaller
@@ -500,6 +500,37 @@ def upsampling(mode: str, antialias: bool, spatial: int) -> Callable[..., Tensor
     """
     kernel: Callable[..., Tensor] = getattr(_KERNELS, _UPSAMPLING[mode][antialias].format(spatial))
     return kernel
+
+
+_FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def flash_attention(
+    operands: Sequence[Tensor], is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention by torch's kernel for CPUs, and the log-sum-exp of each query's scores.
+
+    Without the latter the attention to several blocks of keys cannot be combined. `operands` are
+    query, key and value, of four dimensions, the last of which is contiguous.
+    """
+    out, sums = _FLASH(*operands, 0.0, is_causal, scale=scale)
+    return out, sums
+
+
+def flash_attention_backward(
+    operands: Sequence[Tensor], sums: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value.
+
+    `operands` are the gradient of the result, query, key, value and the result. The result and the
+    log-sum-exp `sums` may be of more keys than `key` has.
+    """
+    grad, query, key, value, out = operands
+    found = _FLASH_BACKWARD(
+        grad, query, key, value, out, sums, 0.0, is_causal, attn_mask=None, scale=scale
+    )
+    return found  # type: ignore[no-any-return]
 
 
 assert_async: Callable[..., None] = torch._assert_async

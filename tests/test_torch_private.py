@@ -572,6 +572,36 @@ def test_upsampling_takes_sizes_and_scales(mode: str, antialias: bool, n: int) -
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_to_halves_of_the_keys_adds_up_to_attention_to_all(causal: bool) -> None:
+    q, k, v, seed = (torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*leaves, is_causal=causal, scale=0.7)
+    expected.backward(seed)
+    whole, sums = private.flash_attention((q, k, v), causal, 0.7)
+    torch.testing.assert_close(whole, expected.detach())
+    parts = [private.flash_attention((q, k[..., s, :], v[..., s, :]), False, 0.7) for s in HALVES]
+    both = torch.stack([lse for _, lse in parts]).logsumexp(0)
+    if not causal:
+        total = sum(out * (lse - both).exp().unsqueeze(-1) for out, lse in parts)
+        torch.testing.assert_close(total, whole)
+        found = [
+            private.flash_attention_backward(
+                (seed, q, k[..., s, :], v[..., s, :], whole), both, False, 0.7
+            )
+            for s in HALVES
+        ]
+        dq = found[0][0] + found[1][0]
+        dk, dv = (torch.cat([part[i] for part in found], -2) for i in (1, 2))
+    else:
+        dq, dk, dv = private.flash_attention_backward((seed, q, k, v, whole), sums, True, 0.7)
+    for got, leaf in zip((dq, dk, dv), leaves, strict=True):
+        torch.testing.assert_close(got, leaf.grad)
+
+
+HALVES = (slice(0, 2), slice(2, 6))
+
+
 def test_distributions_check_and_draw_by_these_functions() -> None:
     x = torch.full((2, 3), 2.0)
     called: Any = (private.is_all_true, private.standard_gamma, private.sample_dirichlet)

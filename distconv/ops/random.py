@@ -34,7 +34,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
-def _key(grid: Grid) -> Tensor:
+def new_key(grid: Grid) -> Tensor:
     """Return a fresh key, the same on every rank; all ranks of the grid call it."""
     key = torch.randint(-(2**63), 2**63 - 1, (), device=grid.device)
     broadcast(key, grid)
@@ -47,7 +47,7 @@ def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
     With `dims` given, elements with equal indices in the first `dims` dimensions share a number.
     """
     dims = x.dim() if dims is None else min(dims, x.dim())
-    drawn = uniform_at(global_numbers(x, dims), _key(x.grid))
+    drawn = uniform_at(global_numbers(x, dims), new_key(x.grid))
     return drawn.reshape((*drawn.shape, *(1,) * (x.dim() - dims)))
 
 
@@ -347,7 +347,7 @@ def random_(input: DistTensor, *bounds: Any, generator: Any = None, **named: Any
         return _written(
             input, _integers(_uniform(input), input.dtype, first, first + span), "random_"
         )
-    bits = _bits_at(global_numbers(input, input.dim()), _key(input.grid))
+    bits = _bits_at(global_numbers(input, input.dim()), new_key(input.grid))
     return _written(input, first + _right(bits, 1) % min(span, 2**63 - 1), "random_")
 
 

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import distconv as dc
 from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.attention import attentions
 from benchmarks.halo import exchange, halos, plan_of, sendrecv
 from benchmarks.layer import Case, layers
 from benchmarks.measuring.memory import peak_of
@@ -261,6 +262,13 @@ def test_a_peak_is_counted_to_the_byte_beside_the_threads_of_gloo() -> None:
 
     peak = peak_of(make)
     assert peak.step == 12000 and peak.whole == 16000
+
+
+@pytest.mark.parallel(2)
+def test_attention_is_compared_with_a_gather_of_its_keys() -> None:
+    rows = list(attentions(QUICK, ((2, 8, 8, False), (3, 8, 16, True))))
+    check(rows, "attention")
+    assert sum("all-to-all" in row.measure for row in rows) == 2  # three heads do not divide
 
 
 @pytest.mark.parallel(2)

@@ -19,14 +19,12 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.index_maps import Same
-from distconv.geometry.layout import Cuts, common_factors, cutting_axes, replaced_at
-from distconv.grid.interface import Grid
+from distconv.geometry.layout import common_factors, cutting_axes, replaced_at
 from distconv.ops.conv.channel_algorithms import Layer, WeightMeta, algorithm, layer_part
 from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.merged import (
     factors_of,
-    fitting_factors,
     in_blocks,
     is_merged,
     merge_as,
@@ -36,7 +34,6 @@ from distconv.ops.support.merged import (
 )
 from distconv.ops.support.operands import (
     Placement,
-    as_distributed,
     box_on_rank,
     broadcast_shape,
     check_same_types,
@@ -303,113 +300,6 @@ _added(torch.addmv, torch.mv, "mat", "vec")
 _added(torch.baddbmm, torch.bmm, "batch1", "batch2")
 _added(torch.addbmm, lambda x, y: torch.bmm(x, y).sum(0), "batch1", "batch2")
 _added(torch.addr, torch.outer, "vec1", "vec2")
-
-
-@implements(F.scaled_dot_product_attention)
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> DistTensor:
-    """Return the attention of (..., L, E) queries to (..., S, E) keys, which every rank gathers.
-
-    The leading dimensions and L keep the cuts of the query.
-    """
-    name = "scaled_dot_product_attention"
-    grid = common_grid(name, (query, key, value, attn_mask))
-    if is_causal and attn_mask is not None:
-        reason = "a mask beside is_causal is not supported"
-        refuse(name, reason, query, key, value, way_out="Leave it out")
-    q = as_distributed(query, grid)
-    check_same_types(name, query, key, value)
-    given = (query, key, value, attn_mask, 0.0, is_causal)
-    check_on_meta(F.scaled_dot_product_attention, *given, enable_gqa=enable_gqa)
-    if enable_gqa:
-        key, value = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    rows, columns = q.shape[-2], key.shape[-2]
-    lead = tuple(torch.broadcast_shapes(*(t.shape[:-2] for t in (q, key, value))))
-    key, value = (t.expand(*lead, *t.shape[-2:]) for t in (key, value))
-    if tuple(q.shape[:-2]) != lead:
-        q = as_distributed(q.expand(*lead, *q.shape[-2:]), grid)
-    if attn_mask is not None:
-        full = (*lead, rows, columns)
-        fits = broadcast_shape(name, (torch.empty(full, device="meta"), attn_mask)) == full
-        if attn_mask.dim() < 2 or not fits or attn_mask.dtype not in (torch.bool, q.dtype):
-            raise RuntimeError(
-                f"{name}: a mask {tuple(attn_mask.shape)} of {attn_mask.dtype}; expected one of "
-                f"bool or {q.dtype} that is broadcast to {full}"
-            )
-    if dropout_p:
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
-        products = (q * factor) @ key.transpose(-2, -1)
-        if is_causal:
-            attn_mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
-        return _with_dropout(cast(DistTensor, products), value, attn_mask, dropout_p)
-    batch = fitting_factors([factors_of(t)[:-2] for t in (q, key, value)], lead)
-    if batch is None:
-        q, key, value = as_distributed(in_blocks(q), grid), in_blocks(key), in_blocks(value)
-        batch = tuple((n,) for n in lead)
-    shape = (*lead, rows, value.shape[-1])
-    runs = factors_of(q)[-2]
-    q = as_distributed(unmerge(q, (*batch, runs, (q.shape[-1],))), grid)
-    q = uncut(q, [q.dim() - 1], name)
-    first, last = q.dim() - 1 - len(runs), -2  # the dimensions of the queries
-    keys, values = (
-        _gathered(t, (*batch, factors_of(t)[-2], (t.shape[-1],)), q.cuts[:first], grid)
-        for t in (key, value)
-    )
-    mask: Tensor | None = None
-    if is_causal:
-        own = torch.arange(rows, device=q.device).view(runs)[q.box.slices[first:-1]].flatten()
-        mask = own.unsqueeze(1) >= torch.arange(columns, device=q.device)
-    elif attn_mask is not None:
-        apart = unmerge(attn_mask, (*batch, runs, (columns,)))
-        scores = (*q.shape[:-1], columns)
-        mask = local_operand(apart, scores, (*q.cuts[:-1], ()), grid, name)
-        mask = cast(Tensor, mask).flatten(-1 - len(runs), last)
-    made = (*q.shape[:-1], value.shape[-1])
-    block = box_on_rank(made, q.cuts, grid).shape
-    if 0 in block:
-        # Depends on all operands in the graph, as on the ranks that have elements.
-        operands = [q.shard, keys, values, *([] if mask is None or is_causal else [mask])]
-        sums = [t.sum() for t in operands if t.is_floating_point()]
-        shard = torch.stack(sums).sum().expand(block)
-    else:
-        own_rows = q.shard.flatten(first, last)
-        shard = F.scaled_dot_product_attention(own_rows, keys, values, mask, scale=scale)
-        shard = shard.reshape(block)
-    return cast(DistTensor, merge_as(DistTensor(shard, made, q.cuts, grid), shape))
-
-
-def _with_dropout(scores: DistTensor, value: Tensor, mask: Tensor | None, p: float) -> DistTensor:
-    """Return attention of (..., L, S) scores, of whose weights a share `p` is dropped."""
-    if mask is not None:
-        masked = mask.dtype == torch.bool
-        scores = scores.masked_fill(~mask, -torch.inf) if masked else scores + mask  # type: ignore[assignment]
-        # A query without keys has the weights 0, as in torch.
-        none = scores.detach().isneginf().all(-1, keepdim=True)
-        weights = scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
-    else:
-        weights = scores.softmax(-1)
-    return cast(DistTensor, F.dropout(weights, p) @ value)
-
-
-def _gathered(x: Tensor, factors: Sequence[tuple[int, ...]], batch: Cuts, grid: Grid) -> Tensor:
-    """Return keys or values for this rank's queries, with whole sequences. Collective.
-
-    `factors` are for each dimension of `x` the sizes into which it is split to fit the queries;
-    `batch` are the cuts of the leading ones, those of the batch.
-    """
-    name = "scaled_dot_product_attention"
-    apart = unmerge(x, factors)
-    cuts = (*batch, *((),) * (apart.dim() - len(batch)))
-    block: Tensor = local_operand(apart, tuple(apart.shape), cuts, grid, name)
-    return block.flatten(len(batch), -2)
 
 
 # Fully connected layers: 1x1 convolutions whose channels are the last dimension.

@@ -241,11 +241,15 @@ def global_indices(x: DistTensor) -> list[Tensor]:
 
 def global_numbers(x: DistTensor, dims: int) -> Tensor:
     """Return the row-major numbers of this rank's positions in the first `dims` dimensions."""
-    box = x.box
-    numbers = torch.zeros((), dtype=torch.int64, device=x.device)
-    for d in range(dims):
-        along = torch.arange(box.start[d], box.stop[d], device=x.device)
-        numbers = numbers.unsqueeze(-1) * x.shape[d] + along
+    box = Box(x.box.start[:dims], x.box.stop[:dims])
+    return numbers_in_box(box, tuple(x.shape[:dims]), x.device)
+
+
+def numbers_in_box(box: Box, shape: Shape, device: torch.device) -> Tensor:
+    """Return the row-major numbers of the positions in a box of a tensor of global `shape`."""
+    numbers = torch.zeros((), dtype=torch.int64, device=device)
+    for start, stop, n in zip(box.start, box.stop, shape, strict=True):
+        numbers = numbers.unsqueeze(-1) * n + torch.arange(start, stop, device=device)
     return numbers
 
 

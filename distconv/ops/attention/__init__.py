@@ -1,0 +1,1 @@
+"""Attention of partitioned queries to partitioned keys, without gathering the keys."""

@@ -1,0 +1,131 @@
+"""The partition in which attention is computed: the choice between four ways of moving data.
+
+Index arithmetic only, so that all ranks choose alike. Axes of the grid that partition queries and
+keys alike leave a choice, which moves the following shares of the whole tensors to each of P ranks:
+
+- **gather** all keys and values: (P - 1) / P of them, which then lie whole on every rank;
+- **all-to-all** of queries, keys, values and the result to a partition over samples or heads, and
+  back: (P - 1) / P^2 of each (Jacobs et al., DeepSpeed Ulysses, 2023);
+- **ring**: keys and values visit all ranks in turn, (P - 1) / P of them, of which a rank holds two
+  blocks at a time (Liu et al., Ring Attention with Blockwise Transformers, 2023); if causal, half
+  of that in the mean, and three quarters on the busiest rank;
+- **few queries**: every rank gathers the queries and attends to its own keys, and an all-reduce
+  combines the results.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from math import ceil, prod
+from typing import NamedTuple
+
+from distconv.geometry.layout import Axes, Cuts, Shape, cutting_axes
+from distconv.geometry.topology import Topology
+
+MOST_IDLE = 1.25
+"""The largest ratio of the busiest rank's heads to the mean, for which an all-to-all is chosen.
+
+Six heads on 4 ranks have a ratio of 1.33."""
+
+
+class Arrangement(NamedTuple):
+    """The cuts of the dimensions of samples and heads, of queries, and of keys.
+
+    An axis that cuts queries and keys is one of a ring. Along an axis that cuts keys alone, partial
+    results are combined.
+    """
+
+    batch: Cuts
+    rows: Cuts
+    columns: Cuts
+
+
+class Sizes(NamedTuple):
+    """The global sizes of attention.
+
+    Attributes
+    ----------
+    batch: the dimensions of samples and heads, to which all operands are broadcast.
+    shared: for each of these dimensions, whether keys and values have size 1 in it.
+    rows, columns: the numbers of queries and keys, each as the factors of a merged dimension.
+    features: the features of a key, and of a value.
+    """
+
+    batch: Shape
+    shared: tuple[bool, ...]
+    rows: Shape
+    columns: Shape
+    features: tuple[int, int]
+
+
+@lru_cache(maxsize=4096)
+def arrange(
+    topology: Topology, sizes: Sizes, given: Arrangement, causal: bool, gathered: int
+) -> Arrangement:
+    """Return the partition that moves the fewest elements to the busiest rank.
+
+    Parameters
+    ----------
+    given: the partition of the operands.
+    gathered: the largest number of elements in the keys and values of a rank's samples and heads
+        that it gathers, as nothing else is as fast.
+    """
+    axes = cutting_axes(given.columns)
+    if not axes:
+        return given
+    share = topology.parts(cutting_axes(given.batch))
+    rows = prod(sizes.batch) * prod(sizes.rows) / share
+    pairs = [(b, s) for b, s in zip(sizes.batch, sizes.shared, strict=True)]
+    columns = prod(1 if s else b for b, s in pairs) * prod(sizes.columns) / share
+    queries, results = (rows * n for n in sizes.features)
+    keys = columns * sum(sizes.features)
+    if keys <= gathered:
+        return given._replace(columns=((),) * len(given.columns))
+
+    def moved(parts: int) -> float:
+        return 1 - 1 / parts
+
+    ring = [a for a in cutting_axes(given.rows) if a in axes]
+    parts = topology.parts(axes)
+    few = given._replace(rows=without(given.rows, axes))
+    spread = topology.parts(cutting_axes(few.rows))
+    combined = 2 * results / spread * moved(parts)
+    choices = [(queries / spread * moved(topology.parts(ring)) + combined, few)]
+    if ring:
+        choices.append((keys * moved(parts) * (0.75 if causal else 1), given))
+        every = tuple(dict.fromkeys((*cutting_axes(given.rows), *axes)))
+        heads = _over_batch(topology, sizes, given.batch, every)
+        if heads is not None:
+            batch, idle = heads
+            whole = Arrangement(batch, ((),) * len(given.rows), ((),) * len(given.columns))
+            n = topology.parts(every)
+            choices.insert(0, ((queries + keys + results) * moved(n) / n * idle, whole))
+    return min(choices, key=lambda choice: choice[0])[1]
+
+
+def without(cuts: Cuts, axes: Axes) -> Cuts:
+    """Return `cuts` without some axes."""
+    return tuple(tuple(a for a in own if a not in axes) for own in cuts)
+
+
+def _over_batch(
+    topology: Topology, sizes: Sizes, cuts: Cuts, axes: Axes
+) -> tuple[Cuts, float] | None:
+    """Return cuts of samples and heads over `axes` as well, and the busiest rank's share of work.
+
+    The share is relative to the mean. Returns None if it is more than `MOST_IDLE`.
+    """
+    free = [d for d, shared in enumerate(sizes.shared) if not shared][::-1]
+    best: tuple[float, Cuts] | None = None
+    for places in product(free, repeat=len(axes)):
+        made = tuple(
+            (*own, *(a for a, d in zip(axes, places, strict=True) if d == at))
+            for at, own in enumerate(cuts)
+        )
+        parts = [topology.parts(own) for own in made]
+        pairs = zip(sizes.batch, parts, strict=True)
+        idle = prod(ceil(n / p) * p / n for n, p in pairs if n)
+        if best is None or idle < best[0]:
+            best = idle, made
+    return None if best is None or best[0] > MOST_IDLE else (best[1], best[0])

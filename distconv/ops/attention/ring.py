@@ -1,0 +1,402 @@
+"""Attention of partitioned queries to partitioned keys, which no rank gathers.
+
+Keys visit the ranks of a ring one block after another, and each rank updates the attention of its
+own queries (Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023). A block
+travels straight from its owner, while the rank computes with the block before it. The backward pass
+repeats the tour, and gradients return to the owners. Where keys are partitioned along axes that do
+not partition the queries, the ranks' results are combined by their log-sum-exps.
+
+If attention is causal and the blocks are consecutive, the first rank attends to one block and the
+last one to all. So the keys visit the nearer half of the later ranks only. In place of a longer
+way, the queries visit the keys, and take results home (Li et al., DistFlashAttn, 2024). Then all
+ranks compute as much, and the bytes are half of those of a full tour in the mean.
+
+A tour is made for a few samples or heads at a time, so that visitors take little memory.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from math import inf, prod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distconv.comm.collectives import all_gather, all_reduce, all_reduce_
+from distconv.comm.ledger import Movement, record
+from distconv.geometry.layout import Box, Layout
+from distconv.geometry.plan import Plan, Route
+from distconv.grid.interface import Grid
+from distconv.ops.attention.blocks import Dropout, Pair, attend, gradients, merge_
+from distconv.ops.attention.schedule import (
+    Positions,
+    Round,
+    Schedule,
+    Tour,
+    is_balanced,
+    rounds_of,
+    tours_of,
+)
+from distconv.ops.support.operands import in_type, numbers_in_box
+from distconv.torch_private import ShardFunction
+
+
+class Spec(NamedTuple):
+    """The settings of the attention of this rank's block.
+
+    Attributes
+    ----------
+    scale: the factor of the products of queries and keys.
+    p, key: the probability of dropout, and the key of its random numbers; None without dropout.
+    accelerated: whether the blocks are on an accelerator.
+    """
+
+    grid: Grid
+    schedule: Schedule
+    scale: float
+    p: float
+    key: Tensor | None
+    accelerated: bool
+
+    def pair(
+        self, rows: Positions, columns: Positions, mask: Tensor | None, tour: Tour | None = None
+    ) -> Pair:
+        """Return the pair of queries and keys at these positions.
+
+        `mask` is (..., R or 1, C or 1), or None. Only the samples and heads of `tour` are meant, if
+        it is given.
+        """
+        schedule, dropout = self.schedule, None
+        if self.key is not None:
+            box = schedule.samples
+            whole = Box((*box.start, *rows.box.start), (*box.stop, *rows.box.stop))
+            shape = (*schedule.sizes.batch, *rows.sizes)
+            numbers = numbers_in_box(whole, shape, self.key.device) * prod(columns.sizes)
+            numbers = numbers.flatten(len(box.start)).unsqueeze(-1)
+            if tour is not None:
+                numbers = of_tour(tour, numbers)
+            dropout = Dropout(self.p, self.key, numbers)
+        return Pair(rows, columns, self.scale, schedule.causal, mask, dropout, self.accelerated)
+
+
+class _Parcel:
+    """Tensors under way to one rank, and tensors that arrive from another one.
+
+    All ranks of the grid make their parcels in the same order.
+
+    Parameters
+    ----------
+    leaving: the rank to send to or None, and the tensors to send, in order of falling item size.
+    arriving: the rank to receive from or None, and tensors of the types of what arrives.
+    count: the size of the dimension before the last of what arrives.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        leaving: tuple[int | None, Sequence[Tensor]],
+        arriving: tuple[int | None, Sequence[Tensor]],
+        count: int,
+    ):
+        transport, self._views = grid.transport, list[Tensor]()
+        into, out = [], []
+        source, kinds = arriving
+        if source is not None:
+            shapes = [(*x.shape[:-2], count, x.shape[-1]) for x in kinds]
+            sizes = [prod(s) * x.element_size() for s, x in zip(shapes, kinds, strict=True)]
+            like = kinds[0].new_empty(0, dtype=torch.uint8)
+            memory = transport.empty((sum(sizes),), like)
+            pieces = zip(memory.split(sizes), kinds, shapes, strict=True)
+            self._views = [piece.view(x.dtype).view(shape) for piece, x, shape in pieces]
+            into.append((source, memory))
+        target, tensors = leaving
+        if target is not None:
+            message = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in tensors])
+            out.append((target, message))
+        self._request = transport.exchange(into, out, transport.next_tag())
+
+    def wait(self) -> list[Tensor]:
+        """Wait for both, and return what has arrived."""
+        self._request.wait()
+        return self._views
+
+
+class _Pass:
+    """The forward or backward pass of a tour, for this rank's queries and keys.
+
+    Attributes
+    ----------
+    answers: whether visitors take something home: keys (False) and queries (True).
+    """
+
+    answers: ClassVar[dict[bool, bool]]
+
+    def __init__(self, spec: Spec, tour: Tour, mask: Tensor | None):
+        self.spec, self.tour, self.mask = spec, tour, mask
+
+    def make(self) -> None:
+        """Make the tour. All ranks of the grid call it."""
+        spec, here = self.spec, self.spec.grid.rank
+        rounds = rounds_of(spec.schedule, self.tour)
+        answers = self.answers[False] or is_balanced(spec.schedule)
+        coming = [self._start(rounds[0])] if rounds else []
+        self.meet(self.pair(here, here), None)
+        home: list[tuple[bool, _Parcel]] = []
+        for number, r in enumerate(rounds, 1):
+            visitors = coming.pop().wait()
+            if number < len(rounds):
+                coming.append(self._start(rounds[number]))
+            taken: list[Tensor] = []
+            if r.source is not None:
+                pair = self.pair(r.source, here) if r.queries_come else self.pair(here, r.source)
+                taken = self.meet(pair, visitors, r.queries_come)
+            self._welcome(home)
+            if answers:
+                home.append((r.queries_go, self._start_back(r, taken)))
+        self._welcome(home)
+
+    def _start(self, r: Round) -> _Parcel:
+        """Start to send this rank's queries or keys, and to receive those of another rank."""
+        leaving = r.target, self.travellers(r.queries_go)
+        arriving = r.source, self.travellers(r.queries_come)
+        count = 0 if r.source is None else self._count(r.source, r.queries_come)
+        return _Parcel(self.spec.grid, leaving, arriving, count)
+
+    def _start_back(self, r: Round, taken: Sequence[Tensor]) -> _Parcel:
+        """Start to send home what visitors take with them, and to receive what own ones bring."""
+        source = r.source if self.answers[r.queries_come] else None
+        target = r.target if self.answers[r.queries_go] else None
+        count = self._count(self.spec.grid.rank, r.queries_go)
+        return _Parcel(self.spec.grid, (source, taken), (target, self.results(r.queries_go)), count)
+
+    def _welcome(self, home: list[tuple[bool, _Parcel]]) -> None:
+        """Wait for own queries or keys that come home, and add what they bring."""
+        while home:
+            queries, parcel = home.pop()
+            arrived = parcel.wait()
+            if arrived:
+                self.take(queries, arrived)
+
+    def _count(self, rank: int, queries: bool) -> int:
+        schedule = self.spec.schedule
+        return (schedule.rows(rank) if queries else schedule.columns(rank)).size
+
+    def pair(self, rows: int, columns: int) -> Pair:
+        """Return the pair of the queries and keys of two ranks."""
+        schedule = self.spec.schedule
+        keys, mask = schedule.columns(columns), None
+        if self.mask is not None:
+            mask = self.mask[self.places(keys)].flatten(-len(keys.sizes))
+        return self.spec.pair(schedule.rows(rows), keys, mask, self.tour)
+
+    def places(self, keys: Positions) -> tuple[Any, ...]:
+        """Return the index of keys in the mask, whose last dimensions are those of the keys."""
+        assert self.mask is not None
+        if not self.spec.schedule.ring:  # the mask has the columns of this rank's keys only
+            return (...,)
+        own = self.mask.shape[-len(keys.sizes) :]
+        slices = zip(own, keys.box.slices, strict=True)
+        return (..., *(slice(None) if n == 1 else s for n, s in slices))
+
+    @abstractmethod
+    def travellers(self, queries: bool) -> list[Tensor]:
+        """Return the tensors that travel with this rank's queries, or with its keys."""
+
+    @abstractmethod
+    def results(self, queries: bool) -> list[Tensor]:
+        """Return tensors like those that this rank's queries, or its keys, take home."""
+
+    @abstractmethod
+    def meet(
+        self, pair: Pair, visitors: Sequence[Tensor] | None, queries: bool = False
+    ) -> list[Tensor]:
+        """Compute with visitors, None for own queries and keys; return what visitors take home."""
+
+    @abstractmethod
+    def take(self, queries: bool, arrived: Sequence[Tensor]) -> None:
+        """Add the tensors with which the queries, or the keys, have come home."""
+
+
+class _Forward(_Pass):
+    """Attention and log-sum-exps: keys take nothing home."""
+
+    answers: ClassVar = {True: True, False: False}
+
+    def __init__(self, spec: Spec, tour: Tour, own: Sequence[Tensor], mask: Tensor | None):
+        super().__init__(spec, tour, mask)
+        self.q, self.k, self.v = own
+        self.out = self.lse = self.q
+
+    def travellers(self, queries: bool) -> list[Tensor]:
+        return [self.q] if queries else [self.k, self.v]
+
+    def results(self, queries: bool) -> list[Tensor]:
+        return [self.lse, self.out] if queries else []
+
+    def meet(
+        self, pair: Pair, visitors: Sequence[Tensor] | None, queries: bool = False
+    ) -> list[Tensor]:
+        if visitors is None:
+            self.out, self.lse = attend(self.q, self.k, self.v, pair)
+            return []
+        if queries:
+            out, lse = attend(visitors[0], self.k, self.v, pair)
+            return [lse, out]
+        out, lse = attend(self.q, visitors[0], visitors[1], pair)
+        self.take(True, [lse, out])
+        return []
+
+    def take(self, queries: bool, arrived: Sequence[Tensor]) -> None:
+        lse, out = arrived
+        merge_(self.out, self.lse, out, lse)
+
+
+class _Backward(_Pass):
+    """Gradients: keys take home their gradients, and queries theirs.
+
+    `own` are the log-sum-exp, the queries, the attention and its gradient; `dmask` is the gradient
+    of an added mask, which the pass adds to, or None.
+    """
+
+    answers: ClassVar = {True: True, False: True}
+
+    def __init__(
+        self,
+        spec: Spec,
+        tour: Tour,
+        own: Sequence[Tensor],
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        dmask: Tensor | None,
+    ):
+        super().__init__(spec, tour, mask)
+        self.own, self.k, self.v, self.dmask = list(own), k, v, dmask
+        self.found: list[Tensor] = []
+
+    def travellers(self, queries: bool) -> list[Tensor]:
+        return self.own if queries else [self.k, self.v]
+
+    def results(self, queries: bool) -> list[Tensor]:
+        return [self.own[1]] if queries else [self.k, self.v]
+
+    def meet(
+        self, pair: Pair, visitors: Sequence[Tensor] | None, queries: bool = False
+    ) -> list[Tensor]:
+        lse, q, out, grad = self.own if visitors is None or not queries else visitors
+        k, v = (self.k, self.v) if visitors is None or queries else visitors
+        dq, dk, dv, dmask = gradients(grad, q, k, v, out, lse, pair)
+        if dmask is not None and self.dmask is not None:
+            part = self.dmask[self.places(pair.columns)]
+            part += dmask.view(part.shape)
+        if visitors is None:
+            self.found = [dq, dk, dv]
+            return []
+        self.take(not queries, [dk, dv] if queries else [dq])
+        return [in_type(dq, q.dtype)] if queries else [in_type(x, k.dtype) for x in (dk, dv)]
+
+    def take(self, queries: bool, arrived: Sequence[Tensor]) -> None:
+        for total, part in zip(self.found[:1] if queries else self.found[1:], arrived, strict=True):
+            total += part
+
+
+def of_tour(tour: Tour, x: Tensor, trailing: int = 2) -> Tensor:
+    """Return the part of a tensor for a tour; samples and heads precede `trailing` dimensions."""
+    d = x.dim() - trailing - tour.back
+    if not tour.back or d < 0 or x.shape[d] == 1:
+        return x
+    return x.narrow(d, tour.start, tour.stop - tour.start)
+
+
+class BlockwiseAttention(ShardFunction):
+    """Attention of this rank's queries to all keys, of which each rank holds a block.
+
+    All ranks of the grid call it. Blocks are (..., R, E), (..., C, E) and (..., C, V), and a mask
+    is (..., R or 1, *columns): the columns of all keys if there is a ring, else of this rank's.
+    `twice` is a function of q, k, v and mask with the same value, whose every step autograd
+    records; it serves second derivatives.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        spec: Spec,
+        twice: Callable[..., Tensor],
+    ) -> Tensor:
+        tours, trailing = tours_of(spec.schedule), 1 + len(spec.schedule.sizes.columns)
+        made = []
+        for tour in tours:
+            part = None if mask is None else of_tour(tour, mask, trailing)
+            own = [of_tour(tour, x) for x in (q, k, v)]
+            run = _Forward(spec, tour, own, part)
+            run.make()
+            made.append((run.out, run.lse))
+        out, lse = (
+            parts[0] if len(parts) == 1 else torch.cat(parts, parts[0].dim() - 2 - tours[0].back)
+            for parts in zip(*made, strict=True)
+        )
+        if spec.schedule.sums:
+            out, lse = _combined(out, lse, spec)
+        out = in_type(out, q.dtype)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.movement = spec, twice
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        (spec, twice), grad, needed = ctx.movement, grads[0], ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():
+            again = twice(q, k, v, mask)
+            leaves = [x for x, n in zip((q, k, v, mask), needed, strict=True) if n]
+            found = iter(torch.autograd.grad(again, leaves, grad, create_graph=True))
+            return *(next(found) if n else None for n in needed), None, None
+        if spec.schedule.sums:
+            grad = all_reduce(grad, spec.grid, spec.schedule.sums)
+        trailing = 1 + len(spec.schedule.sizes.columns)
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        dmask = torch.zeros_like(mask, dtype=lse.dtype) if needed[3] else None
+        for tour in tours_of(spec.schedule):
+            masks = [None if x is None else of_tour(tour, x, trailing) for x in (mask, dmask)]
+            own = [of_tour(tour, x) for x in (lse, q, out, grad)]
+            run = _Backward(spec, tour, own, of_tour(tour, k), of_tour(tour, v), *masks)
+            run.make()
+            for total, part in zip((dq, dk, dv), run.found, strict=True):
+                of_tour(tour, total).add_(part)
+        pairs = zip((dq, dk, dv, dmask), (q, k, v, mask), strict=True)
+        return *(None if d is None else in_type(d, x.dtype) for d, x in pairs), None, None
+
+
+def _combined(out: Tensor, lse: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Return the attention to the keys of all ranks along the axes that cut keys alone."""
+    axes = spec.schedule.sums
+    total = all_gather(lse, spec.grid, axes).logsumexp(0)
+    out = (out * (lse - total.masked_fill(total == -inf, 0)).exp()).contiguous()
+    all_reduce_(out, spec.grid, axes)
+    return out, total
+
+
+def record_tours(spec: Spec, operator: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Record in the ledger, under `operator`, what visits this rank, whose blocks are q, k, v."""
+    schedule = spec.schedule
+    sizes, cuts, visits = schedule.sizes, schedule.arrangement, list[Route]()
+    for tour in tours_of(schedule):
+        for r in rounds_of(schedule, tour):
+            if r.source is None:
+                continue
+            rank, visitors = r.source, [q] if r.queries_come else [k, v]
+            count = (schedule.rows(rank) if r.queries_come else schedule.columns(rank)).size
+            own = (of_tour(tour, x) for x in visitors)
+            size = sum(prod(x.shape[:-2]) * count * x.shape[-1] for x in own)
+            visits.append(Route(rank, (), size, (size,)))
+    if visits:
+        plan = Plan((), (), (), (), tuple(visits), identity=False)
+        whole = Layout.of((*cuts.batch, *((),) * len(sizes.columns), ()))
+        partitioned = Layout.of((*cuts.batch, *cuts.columns, ()))
+        record(Movement(operator, partitioned, whole, plan, q.element_size()))
