@@ -58,7 +58,7 @@ class _Halo(NamedTuple):
     block: int
 
 
-class _Watch(ModuleCalls, list[Movement]):
+class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
     """A trace of movements that knows the layer of each, and the extents of the layers' outputs."""
 
     def __init__(self, module: nn.Module, dim: int, ndim: int) -> None:
