@@ -15,6 +15,7 @@ from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
 from distconv.geometry.index_maps import Same
+from distconv.geometry.layout import Box
 from distconv.geometry.resampling import Resampled
 from distconv.ops.support.arguments import TensorMeta, check_on_meta
 from distconv.ops.support.operands import (
@@ -48,6 +49,40 @@ def interpolate(
 ) -> DistTensor:
     """Resample the spatial dimensions to a size, or by a factor, in all of torch's modes."""
     arguments: Any = (mode, align_corners, recompute_scale_factor, antialias)
+    _check_input(input, mode)
+    # The check fails for an empty batch.
+    sample = TensorMeta((1, *input.shape[1:]))
+    checked = check_on_meta(F.interpolate, sample, size, scale_factor, *arguments)
+    shape = (input.shape[0], *checked[1:])
+    if mode == "area":
+        pool: Any = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}
+        averaged: DistTensor = pool[input.dim()](input, shape[2:])
+        return averaged
+    if 0 in shape[2:]:
+        raise RuntimeError(
+            f"interpolate: the result {shape} has no elements; expected from 1 in every dimension"
+        )
+    scales = _scales(None if recompute_scale_factor else scale_factor, len(shape) - 2)
+    maps = _index_maps(input, shape, scales, mode, bool(align_corners), antialias)
+    _refuse_ambiguous(input, shape, scale_factor, maps)
+    box = box_on_rank(shape, input.cuts, input.grid)
+    if not any(input.cuts[2:]):
+        if 0 in box.shape:
+            return DistTensor(empty_block(input.shard, box.shape), shape, input.cuts, input.grid)
+        shard = F.interpolate(input.shard, size, scale_factor, *arguments)
+        return DistTensor(shard, shape, input.cuts, input.grid)
+    _refuse_on_cut_plane(input, shape, mode, antialias)
+    needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
+    buffer = gather_inputs(input, (Same(), Same(), *needs), input.cuts, "interpolate")
+    if 0 in box.shape:
+        shard = empty_block(buffer, box.shape)
+    else:
+        shard = _of_buffer(buffer, input, box, maps, scales, mode, align_corners, antialias)
+    return DistTensor(shard, shape, input.cuts, input.grid)
+
+
+def _check_input(input: DistTensor, mode: str) -> None:
+    """Raise for a type that torch does not interpolate, and for an input without elements."""
     of_bytes = mode.startswith("nearest") or mode in ("bilinear", "bicubic")
     if not (input.is_floating_point() or (input.dtype == torch.uint8 and of_bytes)):
         raise NotImplementedError(
@@ -59,67 +94,81 @@ def interpolate(
             f"interpolate: {tuple(input.shape)} has no elements; expected from 1 in every "
             "dimension but the first"
         )
-    # The check fails for an empty batch.
-    sample = TensorMeta((1, *input.shape[1:]))
-    shape = (
-        input.shape[0],
-        *check_on_meta(F.interpolate, sample, size, scale_factor, *arguments)[1:],
-    )
-    if mode == "area":
-        pool: Any = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}
-        averaged: DistTensor = pool[input.dim()](input, shape[2:])
-        return averaged
-    if 0 in shape[2:]:
-        raise RuntimeError(
-            f"interpolate: the result {shape} has no elements; expected from 1 in every dimension"
-        )
-    spatial = len(shape) - 2
-    if scale_factor is None or recompute_scale_factor:
-        scales: list[float | None] = [None] * spatial
-    elif isinstance(scale_factor, Sequence):
-        scales = list(scale_factor)
-    else:
-        scales = [scale_factor] * spatial
-    precision = "float64" if input.dtype == torch.float64 else "float32"
-    on_gpu = input.grid.computes_on_gpu
+
+
+def _scales(scale_factor: float | Sequence[float] | None, spatial: int) -> list[float | None]:
+    """Return the scale factor of each spatial dimension; None where the sizes determine it."""
+    if isinstance(scale_factor, Sequence):
+        return list(scale_factor)
+    return [scale_factor] * spatial
+
+
+def _index_maps(
+    input: DistTensor,
+    shape: Sequence[int],
+    scales: Sequence[float | None],
+    mode: str,
+    align_corners: bool,
+    antialias: bool,
+) -> list[Resampled]:
+    """Return which inputs each output needs, for each spatial dimension of the result `shape`."""
     along = partial(
         Resampled,
         mode=_MODES.get(mode, mode),
-        align_corners=bool(align_corners),
+        align_corners=align_corners,
         antialias=antialias,
-        precision=precision,
-        accelerator=on_gpu,
-        planar=spatial == 2,
+        precision="float64" if input.dtype == torch.float64 else "float32",
+        accelerator=input.grid.computes_on_gpu,
+        planar=len(shape) == 4,
     )
-    maps = [along(n, s) for n, s in zip(shape[2:], scales, strict=True)]
-    asked = input.cuts[2:] if on_gpu else [spatial != 2] * spatial
-    if any(
-        doubtful and m.ambiguous(n)
-        for doubtful, m, n in zip(asked, maps, input.shape[2:], strict=True)
-    ):
-        refuse(
-            "interpolate",
-            f"from {tuple(input.shape[2:])} to {shape[2:]} with scale_factor={scale_factor!r} "
-            "torch's kernels disagree about what is nearest",
-            input,
-            way_out="Pass another size=, or recompute_scale_factor=True",
-        )
-    box = box_on_rank(shape, input.cuts, input.grid)
-    if not any(input.cuts[2:]):
-        if 0 in box.shape:
-            return DistTensor(empty_block(input.shard, box.shape), shape, input.cuts, input.grid)
-        shard = F.interpolate(input.shard, size, scale_factor, *arguments)
-        return DistTensor(shard, shape, input.cuts, input.grid)
+    return [along(n, s) for n, s in zip(shape[2:], scales, strict=True)]
+
+
+def _refuse_ambiguous(
+    input: DistTensor, shape: Sequence[int], scale_factor: Any, maps: Sequence[Resampled]
+) -> None:
+    """Refuse an interpolation for which torch's kernels disagree about what is nearest."""
+    for cut, index_map, size in zip(input.cuts[2:], maps, input.shape[2:], strict=True):
+        doubtful = bool(cut) if input.grid.computes_on_gpu else len(maps) != 2
+        if doubtful and index_map.ambiguous(size):
+            refuse(
+                "interpolate",
+                f"from {tuple(input.shape[2:])} to {shape[2:]} with scale_factor={scale_factor!r} "
+                "torch's kernels disagree about what is nearest",
+                input,
+                way_out="Pass another size=, or recompute_scale_factor=True",
+            )
+
+
+def _refuse_on_cut_plane(
+    input: DistTensor, shape: Sequence[int], mode: str, antialias: bool
+) -> None:
+    """Refuse types and shapes that only whole planes support."""
     if not (input.is_floating_point() or mode.startswith("nearest")):
         reason = f"mode={mode!r} of {input.dtype} on a cut plane is not supported"
         refuse("interpolate", reason, input, way_out="Convert it, x.float(), and round the result")
     if antialias and shape[3] == 1 and shape[2] not in (1, input.shape[2]):
         reason = "torch repeats the first row of an antialiased plane of one column"
         refuse("interpolate", reason, input, way_out="Transpose the plane, x.mT, and the result")
-    needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
-    buffer = gather_inputs(input, (Same(), Same(), *needs), input.cuts, "interpolate")
-    if 0 in box.shape:
-        return DistTensor(empty_block(buffer, box.shape), shape, input.cuts, input.grid)
+
+
+def _of_buffer(
+    buffer: Tensor,
+    input: DistTensor,
+    box: Box,
+    maps: Sequence[Resampled],
+    scales: Sequence[float | None],
+    mode: str,
+    align_corners: bool | None,
+    antialias: bool,
+) -> Tensor:
+    """Return this rank's outputs, those in `box`, from a buffer of the inputs that they need.
+
+    torch's kernel computes the dimensions in which it makes of the buffer what it makes of the
+    whole plane, where it may begin some outputs earlier (`Resampled.alone`). The other dimensions
+    are computed before, one after the other.
+    """
+    scales, spatial = list(scales), len(maps)
     made, surplus, done = list(box.shape[2:]), [0] * spatial, 0
     for i, resampled in enumerate(maps):
         if not input.cuts[i + 2]:
@@ -143,7 +192,7 @@ def interpolate(
     if any(surplus):
         # The gradient of negative padding keeps the memory format, unlike a slice's.
         buffer = F.pad(buffer, [n for before in reversed(surplus) for n in (-before, 0)])
-    return DistTensor(buffer.to(input.dtype), shape, input.cuts, input.grid)
+    return buffer.to(input.dtype)
 
 
 def _resample(

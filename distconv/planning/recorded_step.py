@@ -123,66 +123,93 @@ def record_step(
     if not serial:
         with grid.all_alike():
             parallelize(hollow, grid, layouts=layouts, **options)  # type: ignore[arg-type]
-    parameters = list(hollow.parameters())
-    leaves = shards_of(parameters)
-    recorder.memory.hold((*leaves, *hollow.buffers()), "parameters")
-    if serial:
-        inputs = [
-            torch.empty(s, dtype=d, device="meta") for s, d in zip(shapes, dtypes, strict=True)
-        ]
-        recorder.memory.hold(inputs, "other")
-    else:
-        cut = [grid.tensor(*given) for given in zip(shapes, cuts, dtypes, strict=True)]
-        recorder.memory.hold([x.shard for x in cut], "other")
-        inputs = [*cut]
+    recorder.memory.hold((*shards_of(hollow.parameters()), *hollow.buffers()), "parameters")
+    make_input = _plain_input if serial else grid.tensor
+    inputs = [make_input(*given) for given in zip(shapes, cuts, dtypes, strict=True)]
+    recorder.memory.hold(shards_of(inputs), "other")
     if input_gradients:
         for x in inputs:
             x.requires_grad_()
-    stepping = None
-    if loss is not None:
-        stepping = make_optimizer(parameters) if parameters else None
-        state = [] if stepping is None else _make_state(stepping, parameters)
-        recorder.memory.hold([x for x in state if x.is_meta], "optimizer state")
-        recorder.watch_gradients(leaves)
+    made = None if minimised is None else _optimizer(make_optimizer, hollow, recorder)
     try:
         with (
+            _errors_name_the_layer(recorder, caller),
             torch.random.fork_rng(devices=[]),
             without_counting(),
             recorder,
             RuleCalls(recorder),
             _autocast(rehearsed() if gpu else "cpu", autocast),
         ):
-            with (
-                trace_movements(recorder.movements),
-                saved_tensors_hooks(recorder.keep, lambda x: x),
-                torch.device("meta"),  # also for tensors that a forward makes without naming one
-            ):
-                output = hollow(*inputs)
-                if loss is None:
-                    return recorder.recording()
-                recorder.move(Place("loss", "forward"))
-                scalar = minimised(output)
-                del output
-            recorder.turn()
-            if scalar.requires_grad:
-                scalar.backward()
-            del scalar
-            recorder.move(Place("optimizer", "optimizer"))
-            if stepping is not None:
-                stepping.step()
+            _run(hollow, inputs, minimised, made, recorder)
     except UnsupportedOperation as refusal:
-        if loss is not None:
+        if minimised is not None:
             raise
         recorder.refuse(str(refusal))
+    finally:
+        recorder.remove()
+    return recorder.recording()
+
+
+def _plain_input(shape: tuple[int, ...], layout: Layout | None, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _optimizer(
+    make: OptimizerFactory, module: nn.Module, recorder: Recorder
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer of a module's parameters, if it has any; record its state."""
+    parameters = list(module.parameters())
+    made = make(parameters) if parameters else None
+    state = [] if made is None else _make_state(made, parameters)
+    recorder.memory.hold([x for x in state if x.is_meta], "optimizer state")
+    recorder.watch_gradients(shards_of(parameters))
+    return made
+
+
+def _run(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    recorder: Recorder,
+) -> None:
+    """Run a training step; with `loss` None the forward pass alone."""
+    with (
+        trace_movements(recorder.movements),
+        saved_tensors_hooks(recorder.keep, lambda x: x),
+        torch.device("meta"),  # also for tensors that a forward makes without naming one
+    ):
+        output = module(*inputs)
+        if loss is None:
+            return
+        recorder.move(Place("loss", "forward"))
+        scalar = loss(output)
+        del output
+    recorder.turn()
+    if scalar.requires_grad:
+        scalar.backward()
+    del scalar
+    recorder.move(Place("optimizer", "optimizer"))
+    if optimizer is not None:
+        optimizer.step()
+
+
+@contextmanager
+def _errors_name_the_layer(recorder: Recorder, caller: str) -> Iterator[None]:
+    """Raise RuntimeError with the name of the layer for an error in a `with` block.
+
+    An operator that is refused raises `UnsupportedOperation` as it is.
+    """
+    try:
+        yield
+    except UnsupportedOperation:
+        raise
     except Exception as error:
         name, part = recorder.where
         raise RuntimeError(
             f"{caller}: {name} ({type(part).__name__}) raised {type(error).__name__}: {error}"
             + (_NO_ELEMENTS if "meta" in str(error) else "")
         ) from error
-    finally:
-        recorder.remove()
-    return recorder.recording()
 
 
 _NO_ELEMENTS = (

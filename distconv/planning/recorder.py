@@ -150,7 +150,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         carrier = grid.transport
         carrier.started = self._start
         carrier.waited = lambda number: self._events.append(Completion(number, self._where()))
-        carrier.makes = lambda begins: setattr(self, "_makes_message", begins)
+        carrier.makes = self._set_makes_message
 
     # Operators and messages.
 
@@ -167,8 +167,10 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         place = self._where()
         several = result if isinstance(result, (tuple, list)) else (result,)
         made = [x for x in several if isinstance(x, Tensor) and x.is_meta]
-        kind = "gradients" if place.layer == "gradients" else "other"
-        kind = "halos" if self._makes_message else kind
+        if self._makes_message:
+            kind = "halos"
+        else:
+            kind = "gradients" if place.layer == "gradients" else "other"
         self.memory.hold(made, kind, place.layer if place.phase == "forward" else "")
         if str(func) not in _FREE:
             operator = LocalOperator(str(func), arguments, keywords, spec_of(tuple(made)))
@@ -182,6 +184,9 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._events.append(start._replace(place=self._where()))
         if start.collective is not None and not self._backward:
             self._reduced += start.arriving[0][1]
+
+    def _set_makes_message(self, begins: bool) -> None:
+        self._makes_message = begins
 
     def work(self, function: str, place: Place) -> None:
         """Record that Python runs a function at this place of the step."""

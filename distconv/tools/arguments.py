@@ -19,6 +19,7 @@ from torch import nn
 from distconv.geometry.layout import Layout
 from distconv.geometry.topology import AXES
 from distconv.grid.ranks import world, world_if_rank
+from distconv.tools.reports.figures import has_matplotlib
 
 
 class BadArguments(Exception):
@@ -82,7 +83,7 @@ class RankParser(argparse.ArgumentParser):
             if theirs is not None:
                 status, out, err = theirs
                 self._print_message(out, sys.stdout)
-                self._print_message(err + f"(on rank {rank})\n" * (rank > 0), sys.stderr)
+                self._print_message(f"{err}(on rank {rank})\n" if rank else err, sys.stderr)
                 sys.exit(status)
         return parsed
 
@@ -164,7 +165,12 @@ def pattern_and_layout(text: str) -> tuple[str, Layout]:
 
 
 def report_file(text: str) -> Path:
-    """Return the path of a report; its folder must exist now, as the report is written last."""
+    """Return the path of a report, which is written last; its folder must exist now."""
+    if not has_matplotlib():
+        raise argparse.ArgumentTypeError(
+            "a report has figures by matplotlib, which is not installed; install it by pip install "
+            "'distconv[reports]', or leave --html out"
+        )
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder")

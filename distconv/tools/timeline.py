@@ -1,4 +1,8 @@
-"""The messages that a rank has sent, with times, and its events in the Chrome trace format."""
+"""`timeline`: what all ranks do, on one clock, in one file of trace events; and sums of its times.
+
+torch.profiler records the operators of a rank. A transport beside it records when messages start,
+and notes each wait for them in torch's own trace (`torch.profiler.record_function`).
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import time_ns
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import profile
+from torch.profiler import profile, record_function
 
 from distconv.comm.ledger import Movement, trace_movements
 from distconv.data.durable import write_atomically
@@ -32,175 +35,130 @@ REDUCTION, GRADIENTS = "reduction", "gradient reduction"
 KINDS = (HALO, REDISTRIBUTION, REDUCTION, GRADIENTS, MESSAGE)
 """Kinds of messages; `message` is an exchange that is neither a halo nor a redistribution."""
 
+ROWS = ("compute", "wait", "device")
+"""What a rank does: torch's operators on the host, waiting for other ranks, and a GPU's work."""
 
-class PassedMessages(NamedTuple):
-    """An exchange, or a reduction, that has ended on this rank; times in nanoseconds since 1970."""
+_WAIT = "wait for "
+"""Begins the name of an event for a wait, before the kind of messages."""
 
-    kind: str
-    bytes: int
-    """The bytes that this rank received, or contributed to a reduction."""
-    operator: str
-    """The operator that needed them."""
-    start: int
-    wait: int
-    """The time at which the wait for them began."""
-    end: int
-
-
-class Kinds(list[Movement]):
-    """A list to pass to `trace_movements`, which finds the kind of each exchange by its tag.
-
-    A kind is a halo, a redistribution, or another message. The adjoint of a transfer has the tag of
-    the transfer, and so the same kind.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next: str | None = None
-        self._of_tag: dict[int, str] = {}
-
-    def append(self, movement: Movement) -> None:
-        """Find the kind of the next exchange, a halo or a redistribution, from its movement.
-
-        `trace_movements` calls it before each exchange.
-        """
-        if not movement.plan.identity:
-            self._next = REDISTRIBUTION if movement.redistributes else HALO
-
-    def of(self, tag: int) -> str:
-        """Return the kind of the exchange that starts now, with this tag."""
-        if self._next is not None:
-            self._of_tag[tag], self._next = self._next, None
-        return self._of_tag.get(tag, MESSAGE)
-
-
-class _TimedRequest:
-    def __init__(self, request: Request, waited: Callable[[int], object]):
-        self._request, self._waited = request, waited
-
-    def wait(self) -> None:
-        begun = time_ns()
-        self._request.wait()
-        self._waited(begun)
-
-
-class RecordedTransport(WrappedTransport):
-    """A transport that adds its messages to `passed`, with times; see `Transport`.
-
-    `kind_of` returns the kind of an exchange by its tag.
-    """
-
-    def __init__(
-        self, carrier: Transport, kind_of: Callable[[int], str], passed: list[PassedMessages]
-    ) -> None:
-        super().__init__(carrier)
-        self._kind_of, self._passed = kind_of, passed
-
-    def exchange(
-        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
-    ) -> Request:
-        kind = self._kind_of(tag)
-        if not arriving and not leaving:
-            return self.carrier.exchange(arriving, leaving, tag)
-        waited = self._started(kind, sum(tensor.nbytes for _, tensor in arriving))
-        return _TimedRequest(self.carrier.exchange(arriving, leaving, tag), waited)
-
-    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        kind = GRADIENTS if "gradients" in group.purpose else REDUCTION
-        waited = self._started(kind, tensor.nbytes)
-        return _TimedRequest(self.carrier.all_reduce(tensor, group), waited)
-
-    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        waited = self._started(REDUCTION, tensor.nbytes * (group.size - 1))
-        gathered = self.carrier.all_gather(tensor, group)
-        waited(0)
-        return gathered
-
-    def broadcast(self, tensor: Tensor, group: Any) -> None:
-        waited = self._started(REDUCTION, tensor.nbytes)
-        self.carrier.broadcast(tensor, group)
-        waited(0)
-
-    def _started(self, kind: str, received: int) -> Callable[[int], object]:
-        """Return a function to call when the wait for messages that start now has ended.
-
-        The function takes the time at which the wait began, and records the messages: their `kind`,
-        the bytes `received`, and the times of their start and of the wait.
-        """
-        start, (function, _, _) = time_ns(), CURRENT.call
-        operator = "" if function is None else operator_name(function)
-
-        def waited(begun: int) -> None:
-            times = start, max(begun, start), time_ns()
-            self._passed.append(PassedMessages(kind, received, operator, *times))
-
-        return waited
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_RECORDED = ("cpu_op", "user_annotation", *_ON_DEVICE)
+"""The categories of torch's trace events that a timeline keeps."""
 
 
 Event: TypeAlias = dict[str, Any]
 """An event of the Chrome trace format; times are in microseconds."""
 
-ROWS = ("compute", "wait", "device")
-"""The rows of a rank: torch's operators on the host, waiting for other ranks, and a GPU's work."""
 
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+class _UnderWay:
+    """Messages that start now; a context around the wait for them.
 
-
-def events_of(trace: Mapping[str, Any], passed: Iterable[PassedMessages], rank: int) -> list[Event]:
-    """Return the trace events of a rank, with times in microseconds since 1970 by its own clock.
-
-    Messages under way have asynchronous events, from their start to the end of the wait for them;
-    the wait itself, and everything in the trace of torch's profiler, has complete events.
+    Adds an event to `messages` at their start, and one at the end of the wait, with times in
+    nanoseconds since 1970. `received` is the bytes that this rank receives, or contributes to a
+    reduction.
     """
-    base = trace.get("baseTimeNanoseconds", 0) / 1000
-    complete = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-    events: list[Event] = []
-    for event in _outermost(e for e in complete if e.get("cat") == "cpu_op"):
-        name = event["name"].removeprefix("aten::")
-        events.append(_row(0, rank, name, base + event["ts"], event["dur"]))
-    for event in complete:
-        if event.get("cat") in _ON_DEVICE:
-            events.append(_row(2, rank, event["name"], base + event["ts"], event["dur"]))
-    for number, (kind, size, operator, start, wait, end) in enumerate(passed):
-        args = {"args": {"bytes": size, "operator": operator}}
-        common = {"cat": kind, "name": kind, "pid": rank, "tid": 1, "id": f"{rank}.{number}"}
-        events += [
-            _row(1, rank, kind, wait / 1000, (end - wait) / 1000) | args,
-            common | {"ph": "b", "ts": start / 1000} | args,
-            common | {"ph": "e", "ts": end / 1000},
-        ]
+
+    def __init__(self, kind: str, received: int, messages: list[Event]) -> None:
+        function = CURRENT.call[0]
+        operator = "" if function is None else operator_name(function)
+        self._messages = messages
+        self._event: Event = {"cat": kind, "name": kind, "tid": 0, "id": len(messages)}
+        self._add("b", args={"bytes": received, "operator": operator})
+
+    def _add(self, phase: str, **more: Any) -> None:
+        self._messages.append(self._event | {"ph": phase, "ts": time.time_ns(), **more})
+
+    def __enter__(self) -> None:
+        self._wait = record_function(_WAIT + self._event["cat"]).__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._wait.__exit__(*exception)
+        self._add("e")
+
+
+class _RecordedRequest:
+    def __init__(self, request: Request, under_way: _UnderWay):
+        self._request, self._under_way = request, under_way
+
+    def wait(self) -> None:
+        with self._under_way:
+            self._request.wait()
+
+
+class RecordedTransport(WrappedTransport):
+    """A transport that adds an event to `messages` for each start and end of messages.
+
+    `movements` is the list of `trace_movements`, to which the library adds what an exchange is for
+    just before it; only the first exchange of a tag has an entry. The adjoint of a transfer has the
+    tag of the transfer, and so the same kind.
+    """
+
+    def __init__(
+        self, carrier: Transport, movements: list[Movement], messages: list[Event]
+    ) -> None:
+        super().__init__(carrier)
+        self._movements, self._messages = movements, messages
+        self._kind_of_tag: dict[int, str] = {}
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        for movement in self._movements:
+            if not movement.plan.identity:
+                self._kind_of_tag[tag] = REDISTRIBUTION if movement.redistributes else HALO
+        self._movements.clear()
+        if not arriving and not leaving:
+            return self.carrier.exchange(arriving, leaving, tag)
+        kind = self._kind_of_tag.get(tag, MESSAGE)
+        under_way = self._start(kind, sum(tensor.nbytes for _, tensor in arriving))
+        return _RecordedRequest(self.carrier.exchange(arriving, leaving, tag), under_way)
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
+        under_way = self._start(
+            GRADIENTS if "gradients" in group.purpose else REDUCTION, tensor.nbytes
+        )
+        return _RecordedRequest(self.carrier.all_reduce(tensor, group), under_way)
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        with self._start(REDUCTION, tensor.nbytes * (group.size - 1)):
+            return self.carrier.all_gather(tensor, group)
+
+    def broadcast(self, tensor: Tensor, group: Any) -> None:
+        with self._start(REDUCTION, tensor.nbytes):
+            self.carrier.broadcast(tensor, group)
+
+    def _start(self, kind: str, received: int) -> _UnderWay:
+        return _UnderWay(kind, received, self._messages)
+
+
+def events_of(
+    trace: Mapping[str, Any], messages: Iterable[Event], rank: int, since: int
+) -> list[Event]:
+    """Return the trace events of a rank, with times in microseconds by its own clock.
+
+    Times are counted from `since`, in nanoseconds since 1970: in microseconds since 1970 a double
+    would be wrong by a quarter of one, and operators would seem to overlap.
+
+    Operators, kernels and waits are the events of torch's profiler in `trace`, with the rank in
+    place of the process. `messages` have asynchronous events, from their start to the end of the
+    wait for them.
+    """
+    base = (trace.get("baseTimeNanoseconds", 0) - since) / 1000
+    names = ("process_name", {"name": f"rank {rank}"}), ("process_sort_index", {"sort_index": rank})
+    events = [{"ph": "M", "name": name, "pid": rank, "tid": 0, "args": of} for name, of in names]
+    for event in messages:
+        ts, number = (event["ts"] - since) / 1000, f"{rank}.{event['id']}"
+        events.append(event | {"pid": rank, "ts": ts, "id": number})
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X" and event.get("cat") in _RECORDED:
+            events.append(event | {"pid": rank, "ts": base + event["ts"]})
+    threads = {event["tid"] for event in events}
+    for event in trace["traceEvents"]:
+        if event["name"] == "thread_name" and event["tid"] in threads:
+            events.append(event | {"pid": rank, "ts": 0.0})
     return events
 
 
-def _outermost(operators: Iterable[Event]) -> list[Event]:
-    """Return the events of torch's operators that no other operator calls, thread by thread."""
-    found: list[Event] = []
-    ends: dict[Any, float] = {}
-    for event in sorted(operators, key=lambda e: (e["ts"], -e["dur"])):
-        if event["name"].startswith("aten::") and event["ts"] >= ends.get(event["tid"], 0.0):
-            ends[event["tid"]] = event["ts"] + event["dur"]
-            found.append(event)
-    return found
-
-
-def _row(row: int, rank: int, name: str, begin: float, duration: float) -> Event:
-    place = {"cat": ROWS[row], "name": name, "pid": rank, "tid": row}
-    return {"ph": "X", **place, "ts": begin, "dur": duration}
-
-
-def named_rows(rank: int, events: Iterable[Event]) -> list[Event]:
-    """Return trace events that give names to a rank and to the rows of its `events`."""
-    rows = sorted({e["tid"] for e in events if e["ph"] == "X"})
-    about: list[tuple[str, int, dict[str, Any]]] = [
-        ("process_name", 0, {"name": f"rank {rank}"}),
-        ("process_sort_index", 0, {"sort_index": rank}),
-        *(("thread_name", row, {"name": ROWS[row]}) for row in rows),
-    ]
-    return [{"ph": "M", "name": n, "pid": rank, "tid": t, "args": a} for n, t, a in about]
-
-
-# `timeline`: all ranks' activities, recorded on one clock and written to one file.
-#
 # The clocks of ranks are compared by messages between rank 0 and each other rank, back and forth
 # (Mills, "Internet Time Synchronization: the Network Time Protocol", 1991). Both ways are assumed
 # to take equally long, so an offset is wrong by half of the shortest round trip at most.
@@ -212,10 +170,10 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
 
     All ranks enter and leave it together; torch.profiler records. At the end rank 0 writes the
     file, whole or not at all. After an error within the block nothing is written. Open the file in
-    Perfetto (https://ui.perfetto.dev) or chrome://tracing, or print the sums of its times by
-    `python -m distconv timeline FILE`.
+    Perfetto (https://ui.perfetto.dev), chrome://tracing or TensorBoard, or print the sums of its
+    times by `python -m distconv timeline FILE`.
 
-    Each rank has the rows `compute`, torch's outermost operators, `wait`, and on a GPU `device`.
+    Each rank is a process with torch's operators, `wait for` other ranks, and on a GPU its kernels.
     Halos, redistributions, reductions and messages are shown from their start to the end of the
     wait for them. Times of all ranks are on the clock of rank 0, from round trips of messages at
     the beginning and at the end.
@@ -239,18 +197,19 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     missing = everyone[0][0]
     if missing:
         raise FileNotFoundError(f"timeline: there is no folder {missing}; make it before")
-    before = measure_offsets(grid)[grid.rank]
-    kinds, passed = Kinds(), list[PassedMessages]()
+    before = measure_offsets(grid)
+    movements, messages = list[Movement](), list[Event]()
     with (
         profile(activities=profiler_activities()) as recorded,
         profiler_refused(_refuse_profiler),
-        trace_movements(kinds),
-        carried_by(lambda transport: RecordedTransport(transport.carrier, kinds.of, passed)),
+        trace_movements(movements),
+        carried_by(lambda transport: RecordedTransport(transport.carrier, movements, messages)),
     ):
         yield
     after = measure_offsets(grid)[grid.rank]
-    events = _exported(recorded, passed, grid.rank)
-    _write(path, grid, on_clock_of_rank_0(events, before, after), after)
+    mine = before[grid.rank]
+    events = _exported(recorded, messages, grid.rank, mine.at)
+    _write(path, grid, on_clock_of_rank_0(events, mine, after, before[0].at), after)
 
 
 _ONE_AT_A_TIME = (
@@ -263,18 +222,17 @@ def _refuse_profiler(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(f"torch.profiler within dc.timeline(). {_ONE_AT_A_TIME}")
 
 
-def _exported(recorded: Any, passed: list[PassedMessages], rank: int) -> list[Event]:
+def _exported(recorded: Any, messages: list[Event], rank: int, since: int) -> list[Event]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         recorded.export_chrome_trace(str(file))
-        return events_of(json.loads(file.read_text()), passed, rank)
+        return events_of(json.loads(file.read_text()), messages, rank, since)
 
 
 def _write(path: Path, grid: ProcessGrid, events: list[Event], offset: Offset) -> None:
     """Gather all ranks' events on rank 0, which writes the file. All ranks call it together."""
-    mine = zlib.compress(json.dumps(named_rows(grid.rank, events) + events).encode(), 1)
-    lengths = grid.all_gather_object(len(mine))
-    errors = grid.all_gather_object(offset.error / 1000)
+    mine = zlib.compress(json.dumps(events).encode(), 1)
+    lengths, errors = zip(*grid.all_gather_object((len(mine), offset.error / 1000)), strict=True)
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     others = range(1, grid.size) if grid.rank == 0 else ()
     arriving = [(r, torch.empty(lengths[r], dtype=torch.uint8)) for r in others]
@@ -293,11 +251,11 @@ def _write(path: Path, grid: ProcessGrid, events: list[Event], offset: Offset) -
         raise OSError(f"timeline: {failure}")
 
 
-def _write_trace(path: Path, events: list[Event], errors: list[float]) -> None:
-    begin = min((e["ts"] for e in events if "ts" in e), default=0.0)
-    for event in events:
-        if "ts" in event:
-            event["ts"] = round(event["ts"] - begin, 3)
+def _write_trace(path: Path, events: list[Event], errors: Sequence[float]) -> None:
+    timed = [event for event in events if event["ph"] != "M"]
+    begin = min((event["ts"] for event in timed), default=0.0)
+    for event in timed:
+        event["ts"] = round(event["ts"] - begin, 3)
     about = {
         "ranks": len(errors),
         "clock_error_us": [round(error, 1) for error in errors],
@@ -327,65 +285,54 @@ class Offset(NamedTuple):
 
 
 def measure_offsets(grid: ProcessGrid, now: Callable[[], int] = time.time_ns) -> list[Offset]:
-    """Return the clock offset of every rank of a grid of CPUs, in rank order.
+    """Return the clock offset of every rank of a grid of CPUs, in rank order. Collective.
 
-    All of them call it together. `now` returns the time of this rank's clock in nanoseconds.
+    `now` returns the time of this rank's clock in nanoseconds.
     """
-    mine = Offset(0.0, 0.0, now())
+    offsets = [Offset(0.0, 0.0, now())]
     for other in range(1, grid.size):
         trips = [_round_trip(grid, other, now) for _ in range(_ROUNDS)]
-        if grid.rank == other:
-            ahead, length = min(trips, key=lambda trip: trip[1])
-            mine = Offset(ahead, length / 2, now())
-    return [Offset(*theirs) for theirs in grid.all_gather_object(tuple(mine))]
+        offsets.append(min(trips, key=lambda trip: trip.error))
+    return [Offset(*offset) for offset in grid.all_gather_object([*map(tuple, offsets)])[0]]
+
+
+def _round_trip(grid: ProcessGrid, other: int, now: Callable[[], int]) -> Offset:
+    """Send a message from rank 0 to rank `other` and its time back; return its offset, on rank 0.
+
+    All ranks call it.
+    """
+    begin = now()
+    _send(grid, 0, other, torch.zeros(1, dtype=torch.int64))
+    there = torch.tensor([now()])
+    _send(grid, other, 0, there)
+    end, at = now(), int(there)
+    return Offset(at - (begin + end) / 2, (end - begin) / 2, at)
+
+
+def _send(grid: ProcessGrid, source: int, target: int, message: Tensor) -> None:
+    """Send a message from one rank to another, which receives it in its own `message`."""
+    arriving = [(source, message)] if grid.rank == target else []
+    leaving = [(target, message)] if grid.rank == source else []
+    grid.transport.exchange(arriving, leaving, grid.transport.next_tag()).wait()
 
 
 def on_clock_of_rank_0(
-    events: list[dict[str, Any]], before: Offset, after: Offset
-) -> list[dict[str, Any]]:
-    """Shift a rank's events to rank 0's clock, in place, with offsets between two measured ones."""
+    events: list[Event], before: Offset, after: Offset, since: int
+) -> list[Event]:
+    """Shift a rank's events to rank 0's clock, in place, with offsets between two measured ones.
+
+    Times are microseconds since `before`. They become microseconds since `since`, a time of rank
+    0's clock in nanoseconds.
+    """
     drift = (after.ahead - before.ahead) / max(1, after.at - before.at)
     for event in events:
-        ahead = before.ahead + drift * (event["ts"] * 1000 - before.at)
-        event["ts"] -= ahead / 1000
+        if event["ph"] != "M":
+            ahead = before.ahead + drift * 1000 * event["ts"]
+            event["ts"] += (before.at - since - ahead) / 1000
     return events
 
 
-def _round_trip(grid: ProcessGrid, other: int, now: Callable[[], int]) -> tuple[float, float]:
-    """Send a message from rank 0 to rank `other` and back. All ranks call it.
-
-    Returns two numbers in nanoseconds, valid on rank `other`: the difference of its clock from rank
-    0's, and the duration of the round trip. `now` returns the time of this rank's clock.
-    """
-    sent, there = _message(now()), torch.zeros(1, dtype=torch.int64)
-    _send(grid, 0, other, sent, torch.zeros(1, dtype=torch.int64))
-    arrived = now()
-    _send(grid, other, 0, torch.zeros(1, dtype=torch.int64), there)
-    back = now()
-    times = torch.zeros(2, dtype=torch.int64)
-    _send(grid, 0, other, torch.cat([sent, _message(back)]), times)
-    begin, end = times.tolist()
-    return arrived - (begin + end) / 2, end - begin
-
-
-def _send(
-    grid: ProcessGrid, source: int, target: int, message: torch.Tensor, into: torch.Tensor
-) -> None:
-    arriving = [(source, into)] if grid.rank == target else []
-    leaving = [(target, message)] if grid.rank == source else []
-    transport = grid.transport
-    transport.exchange(arriving, leaving, transport.next_tag()).wait()
-
-
-def _message(nanoseconds: int) -> torch.Tensor:
-    return torch.tensor([nanoseconds], dtype=torch.int64)
-
-
 # The sums of a timeline: each rank's seconds of computing, of waiting, and of hidden messages.
-
-
-Interval = tuple[float, float]
-"""Begin and end, in microseconds."""
 
 
 class RankTimes(NamedTuple):
@@ -422,41 +369,75 @@ def read_trace(path: Path) -> list[Event]:
 
 def times_of_ranks(events: Sequence[Event]) -> list[RankTimes]:
     """Return for each rank the sums of times over its events."""
-    ranks = sorted({e["pid"] for e in events})
-    return [_of_rank(rank, [e for e in events if e["pid"] == rank]) for rank in ranks]
+    of_ranks: dict[int, list[Event]] = {}
+    for event in events:
+        if event["ph"] != "M":
+            of_ranks.setdefault(event["pid"], []).append(event)
+    return [_of_rank(rank, of_ranks[rank]) for rank in sorted(of_ranks)]
 
 
 def _of_rank(rank: int, events: list[Event]) -> RankTimes:
-    timed = [e for e in events if "ts" in e]
-    ends = [e["ts"] + e.get("dur", 0.0) for e in timed]
-    span = max(ends, default=0.0) - min((e["ts"] for e in timed), default=0.0)
-    under_way, exposed, received = {}, {}, {}
-    for kind in KINDS:
-        of_kind = [e for e in timed if e["cat"] == kind]
-        waits = [e for e in timed if e["cat"] == ROWS[1] and e["name"] == kind]
-        if of_kind:
-            under_way[kind] = union_length(spans_under_way(of_kind)) / 1e6
-            exposed[kind] = union_length(spans(waits)) / 1e6
-            received[kind] = sum(e["args"]["bytes"] for e in waits)
-    rows = [union_length(spans(e for e in timed if e["cat"] == row)) / 1e6 for row in ROWS]
-    return RankTimes(rank, span / 1e6, max(rows[0], rows[2]), rows[1], under_way, exposed, received)
+    begin = min(e["ts"] for e in events)
+    end = max(e["ts"] + e.get("dur", 0.0) for e in events)
+    kinds = [kind for kind in KINDS if any(e["cat"] == kind for e in events)]
+    waits = spans(events, "wait")
+    compute, device = (_seconds(spans(events, row)) for row in ("compute", "device"))
+    return RankTimes(
+        rank,
+        (end - begin) / 1e6,
+        max(compute, device),
+        _seconds(waits),
+        {kind: _seconds(spans(events, kind)) for kind in kinds},
+        {kind: _seconds([wait for wait in waits if wait.name == kind]) for kind in kinds},
+        {
+            kind: sum(e["args"]["bytes"] for e in events if e["cat"] == kind and e["ph"] == "b")
+            for kind in kinds
+        },
+    )
 
 
-def spans(events: Iterable[Event]) -> list[Interval]:
-    """Return begin and end of complete events, such as operators, in microseconds."""
-    return [(e["ts"], e["ts"] + e["dur"]) for e in events]
+class Span(NamedTuple):
+    """An operator, a wait, or messages under way; times are in microseconds."""
+
+    begin: float
+    end: float
+    name: str
 
 
-def spans_under_way(events: Iterable[Event]) -> list[Interval]:
-    """Return begin and end of asynchronous events, such as messages, in microseconds."""
+def spans(events: Iterable[Event], row: str) -> list[Span]:
+    """Return the spans of time of a rank's events in a row, one of `ROWS` or `KINDS`.
+
+    Operators include those that another operator calls. The name of a wait is the kind of messages.
+    """
+    if row in KINDS:
+        return _under_way(e for e in events if e.get("cat") == row)
+    found = []
+    for event in events:
+        category, name = event.get("cat"), event["name"]
+        if category == "cpu_op" and name.startswith("aten::"):
+            of, name = "compute", name.removeprefix("aten::")
+        elif category == "user_annotation" and name.startswith(_WAIT):
+            of, name = "wait", name.removeprefix(_WAIT)
+        else:
+            of = "device" if category in _ON_DEVICE else ""
+        if of == row:
+            found.append(Span(event["ts"], event["ts"] + event["dur"], name))
+    return found
+
+
+def _under_way(events: Iterable[Event]) -> list[Span]:
     begun: dict[str, float] = {}
     found = []
     for event in events:
         if event["ph"] == "b":
             begun[event["id"]] = event["ts"]
         else:
-            found.append((begun.pop(event["id"]), event["ts"]))
+            found.append(Span(begun.pop(event["id"]), event["ts"], event["name"]))
     return found
+
+
+def _seconds(found: Iterable[Span]) -> float:
+    return union_length((span.begin, span.end) for span in found) / 1e6
 
 
 def times_as_text(rows: Sequence[RankTimes]) -> str:

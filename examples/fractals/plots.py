@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from distconv.data.durable import write_atomically
-from distconv.tools.reports.document import COLOURS
+from distconv.tools.reports.figures import COLOURS
 from examples.trainer.plots import BLUE, Curve, network_style, plot_history, trivial_style
 from examples.trainer.ranks import RankBox
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import distconv as dc
 from distconv.geometry.index_maps import Window
 from distconv.geometry.layout import block
-from distconv.tools.reports.document import COLOURS
+from distconv.tools.reports.figures import COLOURS
 
 LARGEST = 2**22
 """The most numbers of a sample for which rank 0 runs the network on all of it."""

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from distconv.planning import Machine
-from distconv.tools.batch import SCHEDULERS
 from distconv.tools.command_line import main
+from distconv.tools.commands.launch import SCHEDULERS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "launch"

@@ -1,4 +1,9 @@
-"""`python -m distconv launch`: writes the batch script of a job, and submits it."""
+"""`python -m distconv launch`: writes the batch script of a job, and submits it.
+
+The scripts are templates, one for each scheduler. A job is the parsed command line, whose help
+explains each option; a machine's file adds `variables` of the environment, and `options` of the
+command that starts the ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,30 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
+from argparse import Namespace
+from pathlib import Path, PurePath
 
 from distconv.data.durable import write_atomically
+from distconv.planning.machine import ALLOCATOR
 from distconv.tools.arguments import BadArguments, complaining
-from distconv.tools.batch import SCHEDULERS, TRANSPORTS, check_job, script_of, title_of
 from distconv.tools.commands.options import Command, check_alone, loaded
+from distconv.tools.templates import render
+
+SCHEDULERS = {"slurm": ("sbatch",), "lsf": ("bsub",), "flux": ("flux", "batch"), "pbs": ("qsub",)}
+"""The schedulers, each with the command that reads a script."""
+
+TRANSPORTS = ("mpi", "torch", "nccl")
+
+LAUNCHERS = "mpiexec mpirun srun jsrun lrun flux torchrun sbatch bsub qsub".split()
+"""Programs that start ranks, or jobs, which the script does itself."""
 
 MARK = "# Written by: python -m distconv launch"
 """Begins the line of a script that holds the options it was made with."""
 
 _TOLD = (
-    *("machine", "scheduler", "nodes", "ranks_per_node", "time", "cores_per_rank"),
-    "gpus_per_node",
-    *("transport", "name", "account", "queue", "mpi", "setup", "directive"),
-)
+    "machine scheduler nodes ranks_per_node time cores_per_rank gpus_per_node transport name "
+    "account queue mpi setup directive"
+).split()
 """Options that make the same script again."""
 
 
@@ -59,37 +73,6 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="print the script; write and submit nothing")
 
 
-def _run(job: argparse.Namespace) -> int:
-    """Write, print or submit the script, and return the exit status."""
-    check_alone("launch")
-    if job.submit and job.dry_run:
-        raise BadArguments("--dry-run submits nothing; leave one of --submit and --dry-run out")
-    job.origin = f"{MARK} {_as_given(job)}"
-    _complete(job)
-    if job.mpi is not None and job.scheduler != "slurm":
-        raise BadArguments(f"--mpi {job.mpi} is an option of Slurm's srun; leave it out")
-    with complaining(ValueError):
-        check_job(job)
-        script = script_of(job)
-    if job.dry_run:
-        print(script, end="")
-        return 0
-    path = job.output or Path(f"{title_of(job)}.{job.scheduler}")
-    _write(path, script)
-    counts = ("rank", job.nodes * job.ranks_per_node), ("node", job.nodes)
-    ranks, nodes = (f"{n} {what}{'s' * (n != 1)}" for what, n in counts)
-    print(f"{path}: {ranks} on {nodes}", flush=True)
-    if not job.submit:
-        return 0
-    submit = SCHEDULERS[job.scheduler].submit
-    if shutil.which(submit[0]) is None:
-        raise BadArguments(
-            f"there is no {submit[0]} here; submit the script on a login node of the cluster, with "
-            f"{' '.join(submit)} < FILE"
-        )
-    return subprocess.run(submit, input=script, text=True).returncode
-
-
 def _minutes(text: str) -> int:
     """Parse minutes, or HH:MM:SS, into minutes, rounded up."""
     clock = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
@@ -101,47 +84,29 @@ def _minutes(text: str) -> int:
     return 60 * hours + minutes + (seconds > 0)
 
 
-def _complete(job: argparse.Namespace) -> None:
-    """Fill in the options that the command line lacks from the machine's file, if one is named.
-
-    The machine's numbers of cores for each rank and of GPUs for each node are used only if the job
-    has the machine's number of ranks on a node. The machine's scheduler options and setup come
-    before those of the command line.
-    """
-    job.variables, job.options = {}, ()
-    if job.machine is not None:
-        machine = loaded(job.machine)
-        launch = machine.launch
-        if launch is None:
-            raise BadArguments(
-                f"{str(job.machine)!r} does not say how jobs start there; add its entry `launch`, "
-                "or give --scheduler in place of --machine"
-            )
-        if launch.scheduler not in SCHEDULERS:
-            names = " or ".join(SCHEDULERS)
-            raise BadArguments(
-                f"{machine.name} has the scheduler {launch.scheduler!r}, not {names}"
-            )
-        whole = job.ranks_per_node in (None, machine.ranks_per_node)
-        if whole and job.cores_per_rank is None:
-            job.cores_per_rank = machine.threads
-        if whole and job.gpus_per_node is None:
-            job.gpus_per_node = launch.gpus_per_node
-        if job.ranks_per_node is None:
-            job.ranks_per_node = machine.ranks_per_node
-        if job.scheduler in (None, launch.scheduler):
-            job.directive = [*launch.directives, *job.directive]
-            job.options = launch.options
-        job.scheduler = job.scheduler or launch.scheduler
-        job.setup, job.variables = [*launch.setup, *job.setup], machine.environment
-    job.gpus_per_node = job.gpus_per_node or 0
-    for option in ("scheduler", "ranks_per_node"):
-        if getattr(job, option) is None:
-            name = f"--{option.replace('_', '-')}"
-            raise BadArguments(f"{name} is missing; give it, or a machine by --machine FILE")
+def _run(job: Namespace) -> int:
+    """Write, print or submit the script, and return the exit status."""
+    check_alone("launch")
+    if job.submit and job.dry_run:
+        raise BadArguments("--dry-run submits nothing; leave one of --submit and --dry-run out")
+    origin = f"{MARK} {_as_given(job)}"
+    _complete(job)
+    if job.mpi is not None and job.scheduler != "slurm":
+        raise BadArguments(f"--mpi {job.mpi} is an option of Slurm's srun; leave it out")
+    with complaining(ValueError):
+        check_job(job)
+    script = _script_of(job, origin)
+    if job.dry_run:
+        print(script, end="")
+        return 0
+    path = job.output or Path(f"{_title_of(job)}.{job.scheduler}")
+    _write(path, script)
+    ranks = _counted(job.nodes * job.ranks_per_node, "rank")
+    print(f"{path}: {ranks} on {_counted(job.nodes, 'node')}", flush=True)
+    return _submit(job, script) if job.submit else 0
 
 
-def _as_given(job: argparse.Namespace) -> str:
+def _as_given(job: Namespace) -> str:
     """Return the command line's options as text, with which `launch` makes the same script."""
     words: list[str] = []
     for option in _TOLD:
@@ -152,6 +117,147 @@ def _as_given(job: argparse.Namespace) -> str:
     return shlex.join([*words, "--", *job.command_line])
 
 
+def _complete(job: Namespace) -> None:
+    """Fill in the options that the command line lacks from the machine's file, if one is named.
+
+    The machine's numbers of cores for each rank and of GPUs for each node are used only if the job
+    has the machine's number of ranks on a node. The machine's scheduler options and setup come
+    before those of the command line.
+    """
+    job.variables, job.options = {}, ()
+    if job.machine is not None:
+        _complete_from_machine(job)
+    job.gpus_per_node = job.gpus_per_node or 0
+    for option in ("scheduler", "ranks_per_node"):
+        if getattr(job, option) is None:
+            name = f"--{option.replace('_', '-')}"
+            raise BadArguments(f"{name} is missing; give it, or a machine by --machine FILE")
+
+
+def _complete_from_machine(job: Namespace) -> None:
+    machine = loaded(job.machine)
+    launch = machine.launch
+    if launch is None:
+        raise BadArguments(
+            f"{str(job.machine)!r} does not say how jobs start there; add its entry `launch`, "
+            "or give --scheduler in place of --machine"
+        )
+    if launch.scheduler not in SCHEDULERS:
+        names = " or ".join(SCHEDULERS)
+        raise BadArguments(f"{machine.name} has the scheduler {launch.scheduler!r}, not {names}")
+    if job.ranks_per_node in (None, machine.ranks_per_node):
+        job.ranks_per_node = machine.ranks_per_node
+        if job.cores_per_rank is None:
+            job.cores_per_rank = machine.threads
+        if job.gpus_per_node is None:
+            job.gpus_per_node = launch.gpus_per_node
+    if job.scheduler in (None, launch.scheduler):
+        job.directive = [*launch.directives, *job.directive]
+        job.options = launch.options
+    job.scheduler = job.scheduler or launch.scheduler
+    job.setup, job.variables = [*launch.setup, *job.setup], machine.environment
+
+
+def check_job(job: Namespace) -> None:
+    """Raise `ValueError` for an inconsistent job, with a remedy."""
+    for what in ("nodes", "ranks_per_node", "time", "cores_per_rank"):
+        number = getattr(job, what)
+        if number is not None and number < 1:
+            unit = "minutes" if what == "time" else what.replace("_", " ")
+            raise ValueError(f"{number} {unit} run nothing; give a number from 1")
+    _check_gpus(job.ranks_per_node, job.gpus_per_node, job.transport)
+    program = PurePath(job.command_line[0]).name if job.command_line else ""
+    if not program or program in LAUNCHERS:
+        raise ValueError(
+            f"{program or 'nothing'} is no program of a rank, and the script starts the ranks; "
+            "write what each runs behind --, as in -- python train.py"
+        )
+    if job.scheduler == "lsf" and job.cores_per_rank is None:
+        raise ValueError(
+            "LSF runs the script on a node that is not one of the job's, and cannot count the "
+            "cores there; give --cores-per-rank, which is 10 for 4 ranks on Lassen's 40 cores"
+        )
+    _check_texts(job)
+
+
+def _check_gpus(ranks: int, gpus: int, transport: str | None) -> None:
+    """Raise `ValueError` if a node's ranks cannot share its GPUs, or the transport needs more."""
+    if gpus < 0:
+        raise ValueError(f"{gpus} GPUs per node is no number of GPUs; give one from 0")
+    if gpus > ranks:
+        raise ValueError(
+            f"{ranks} ranks a node use {ranks} of its {gpus} GPUs, as each takes one; start {gpus} "
+            f"ranks a node, or ask for {ranks} GPUs"
+        )
+    if gpus and ranks % gpus:
+        raise ValueError(
+            f"{ranks} ranks a node cannot share {gpus} GPUs evenly; the GPU with more ranks would "
+            f"hold up the others. Start a multiple of {gpus} ranks a node"
+        )
+    if (transport == "nccl" and gpus != ranks) or (transport == "torch" and 0 < gpus < ranks):
+        raise ValueError(
+            f"between GPUs, {transport} sends by NCCL, and NCCL needs a GPU for each rank: {ranks} "
+            f"ranks a node have {gpus}; choose the transport mpi, or as many GPUs as ranks"
+        )
+
+
+def _check_texts(job: Namespace) -> None:
+    """Raise `ValueError` for a text that would leave its word, or its line, in the script."""
+    for name in ("name", "account", "queue", "mpi"):
+        text = getattr(job, name)
+        if text is not None and not re.fullmatch(r"[\w.@:%+=-]+", text):
+            raise ValueError(f"{name} {text!r} is not one word; use letters, digits, - and _")
+    for variable in job.variables:
+        if not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
+            raise ValueError(
+                f"environment: {variable!r} is no name of a variable; use letters, digits and _"
+            )
+    of_machine = (*job.options, *job.variables.values(), str(job.machine or ""))
+    for text in (*job.setup, *job.directive, *job.command_line, *of_machine):
+        if re.search(r"[\0\r\n]", text):
+            raise ValueError(f"{text!r} has more than one line; give each line by itself")
+
+
+def _script_of(job: Namespace, origin: str) -> str:
+    """Return the batch script of a job; `origin` is the line that holds its options."""
+    own_gpus = job.gpus_per_node == job.ranks_per_node
+    transport = job.transport or ("torch" if own_gpus else "mpi")
+    allocator = {} if job.gpus_per_node else ALLOCATOR
+    variables = {"DISTCONV_TRANSPORT": transport} | allocator | job.variables
+    return render(
+        f"{job.scheduler}.sh.j2",
+        job=job,
+        origin=origin,
+        title=_title_of(job),
+        ranks=job.nodes * job.ranks_per_node,
+        clock=f"{job.time // 60:02d}:{job.time % 60:02d}",
+        transport=transport,
+        variables={name: _word(value) for name, value in variables.items()},
+        program=shlex.join(job.command_line),
+    )
+
+
+def _title_of(job: Namespace) -> str:
+    """Return the name of the job: the given one, or that of its program or module."""
+    if job.name is not None:
+        return str(job.name)
+    words = list(job.command_line)
+    if PurePath(words[0]).name.startswith("python") and len(words) > 1:
+        words = [w for w in words[1:] if not w.startswith("-")] or words
+    stem = PurePath(words[0]).name.removesuffix(".py")
+    return re.sub(r"[^\w.-]", "-", stem) or "distconv"
+
+
+def _word(value: str) -> str:
+    """Quote a value as one word of the shell, which replaces `$NAME` and `${NAME:-/tmp}` only."""
+    if re.fullmatch(r"[\w./:,=+@-]+", value):
+        return value
+    replaced = r"\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*(?::-[\w./-]*)?\}"
+    # Any other character with a meaning in quotes stands for itself behind a backslash.
+    quoted = re.sub(rf'({replaced})|([$`"\\])', lambda found: found[1] or f"\\{found[2]}", value)
+    return f'"{quoted}"'
+
+
 def _write(path: Path, script: str) -> None:
     """Write a script to a new file, or over a file that `launch` has written."""
     if path.exists() and not (path.is_file() and MARK in path.read_text(errors="replace")):
@@ -160,6 +266,21 @@ def _write(path: Path, script: str) -> None:
         write_atomically(path, lambda file: file.write(script.encode()))
     except OSError as error:
         raise BadArguments(f"cannot write {str(path)!r}: {error}; choose --output") from None
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _submit(job: Namespace, script: str) -> int:
+    """Give a script to the scheduler, and return the exit status of its command."""
+    submit = SCHEDULERS[job.scheduler]
+    if shutil.which(submit[0]) is None:
+        raise BadArguments(
+            f"there is no {submit[0]} here; submit the script on a login node of the cluster, with "
+            f"{' '.join(submit)} < FILE"
+        )
+    return subprocess.run(submit, input=script, text=True).returncode
 
 
 LAUNCH = Command("write the batch script of a job for a scheduler, and submit it", _options, _run)

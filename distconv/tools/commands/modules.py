@@ -35,9 +35,13 @@ from distconv.tools.commands.options import (
     write_report,
 )
 from distconv.tools.explain import explain
-from distconv.tools.reports.layers import explain_page, verify_page
-from distconv.tools.reports.steps import plan_page, prediction_page
-from distconv.tools.reports.timelines import timeline_page
+from distconv.tools.reports.pages import (
+    explain_page,
+    plan_page,
+    prediction_page,
+    timeline_page,
+    verify_page,
+)
 from distconv.tools.timeline import read_trace, times_as_text, times_of_ranks
 from distconv.tools.verify import verify
 
@@ -190,9 +194,11 @@ def _plan(given: argparse.Namespace) -> int:
     fits = bool(found.fitting)
     if given.json:
         more = {"grid": found.grid if fits else None, "reason": found.reason if fits else None}
-        print(as_json(found, **more, **({} if layers is None else {"layers": layers.as_json()})))
+        if layers is not None:
+            more["layers"] = layers.as_json()
+        print(as_json(found, **more))
     else:
-        print(found, *([] if layers is None else [layers]), sep="\n")
+        print(found if layers is None else f"{found}\n{layers}")
     shared.write_report(given.html, lambda: plan_page(found, layers, machine))
     return int(not fits)
 
@@ -239,7 +245,7 @@ def _run(given: argparse.Namespace) -> int:
     rows = times_of_ranks(events)
     shown = json.dumps([row._asdict() for row in rows]) if given.json else times_as_text(rows)
     print(shown, flush=True)
-    last = max((e["ts"] + e.get("dur", 0.0) for e in events if "ts" in e), default=1.0) / 1e3
+    last = max((e["ts"] + e.get("dur", 0.0) for e in events if e["ph"] != "M"), default=1.0) / 1e3
     begin, end = given.begin, last if given.end is None else given.end
     if not end > begin:
         raise BadArguments(f"--end {end} is not after --begin {begin}")

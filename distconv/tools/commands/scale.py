@@ -36,7 +36,8 @@ from distconv.tools.arguments import (
 )
 from distconv.tools.commands import options as shared
 from distconv.tools.commands.options import Command, StatusLine, as_json
-from distconv.tools.reports.studies import scale_page
+from distconv.tools.reports.figures import has_matplotlib
+from distconv.tools.reports.pages import scale_page
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -130,9 +131,8 @@ def _study(given: argparse.Namespace) -> int:
     if first:
         study.save(path)
         print(as_json(study) if given.json else _listed(study), flush=True)
-        shared.write_report(
-            given.html or path.with_suffix(".report.html"), lambda: scale_page(study)
-        )
+        beside = path.with_suffix(".report.html") if has_matplotlib() else None
+        shared.write_report(given.html or beside, lambda: scale_page(study))
     return 0
 
 
@@ -212,9 +212,10 @@ def _check_module(given: argparse.Namespace, study: Study) -> None:
 
 
 def _listed(study: Study) -> str:
+    number = study.facts["threads"]
+    threads = "1 thread" if number == "1" else f"{number} threads"
     lines = [
-        f"{study.kind} scaling of {study.module}, {study.rounds} rounds, {study.facts['threads']} "
-        f"thread{'s' * (study.facts['threads'] != '1')} a rank",
+        f"{study.kind} scaling of {study.module}, {study.rounds} rounds, {threads} a rank",
         table(study.rows()),
     ]
     most = max((case.ranks for case in study.measured), default=0)
