@@ -32,7 +32,7 @@ class HDF5Source(Source):
     dataset: its name in the file; None for the only one that there is.
     single: whether the dataset is one sample, and has no dimension for samples.
     external: whether the dataset may be a link or a virtual dataset, or lie in other files. Ranks
-        do not compare those files, and HDF5 fills what is missing in them with the fill value.
+        do not compare those files, and HDF5 fills missing parts of them with the fill value.
 
     Raises
     ------

@@ -59,7 +59,7 @@ def save(
         HDF5 file or zarr group.
     chunks: the extents of zarr's chunks, in a dictionary for several tensors. When not given, a
         chunk is a part of one sample of at most 16 MiB, within the box of a rank where possible.
-    attributes: the attributes of each array, such as `source.attributes` of what was read. NIfTI
+    attributes: the attributes of each array, such as `source.attributes` of the input. NIfTI
         keeps "affine", "spacing" and "unit", TIFF "spacing", HDF5 and zarr all, numpy none.
 
     Returns the path.
