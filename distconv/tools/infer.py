@@ -101,14 +101,15 @@ def infer(
 ) -> Path:
     """Apply a network to each volume of a file, and write the results to another. Collective.
 
-    Each rank reads its own box, in evaluation mode and without gradients all ranks together compute
-    what the plain module would on a device with enough memory, and each rank writes its own box.
+    Each rank reads its block of the volume and writes its block of the result. All ranks together
+    compute the result of the plain module on a device with enough memory, in evaluation mode and
+    without gradients.
     The attributes of the source, such as the affine map and spacing of an image, are kept, where
     the result has its spatial extents. The module is not changed.
 
     A volume that is too large for all ranks together goes through in slabs along its longest
     dimension. Slabs overlap by the receptive field of the network, so that results are the same;
-    this is checked on random numbers before. What is finished stays in `sink` with the suffix
+    this is checked on random numbers before. Finished slabs stay in `sink` with the suffix
     `.partial`, and another call with the same arguments continues there, also on a grid with other
     spatial axes, if `slabs` is given.
 
@@ -125,10 +126,10 @@ def infer(
     autocast: the type for `torch.autocast` around the network, such as torch.bfloat16.
     argmax: whether to write the index of the largest channel, as uint8, in place of the channels.
     slabs: the number of slabs for each volume. As few as memory allows when not given.
-    memory: the bytes that each rank may use; by default most of what is free.
+    memory: the bytes that each rank may use; by default most of the free memory.
     overwrite: whether an existing `sink` is replaced.
     restart: whether to discard the unfinished results of another run.
-    progress: called with a line of text as the work goes on.
+    progress: called with a line of text after each part of the work.
 
     Returns the path of the sink.
 

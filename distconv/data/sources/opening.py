@@ -77,7 +77,7 @@ def open_stack(files: Paths, field: Field = None) -> Source:
     Parameters
     ----------
     files: a glob pattern such as "scan/*.tif", a folder, or a list of paths. The files of a pattern
-        or folder are taken in the order of their names; those of DICOM by their positions.
+        or folder are stacked in the order of their names; those of DICOM by their positions.
     field: the dataset in each file, for files that have datasets.
 
     Raises FileNotFoundError if there is no file, and ValueError for files that differ in shape or
