@@ -294,7 +294,7 @@ def _beginning(x: Tensor) -> Tensor:
     """Return `x` as a leaf of the graph within, with this rank's part of the gradient of `x`."""
     y = x.detach()
     if isinstance(y, DistTensor):
-        y.mark_summed_when_accumulated()  # by the hooks of `x`
+        y.summed_by = "module"  # by the hooks of `x`
     return y.requires_grad_(x.requires_grad)
 
 

@@ -49,9 +49,7 @@ from distconv.horovod.job import cross_rank as cross_rank
 from distconv.horovod.job import cross_size as cross_size
 from distconv.horovod.job import cuda_built as cuda_built
 from distconv.horovod.job import ddl_built as ddl_built
-from distconv.horovod.job import (
-    get_process_set_ids_and_ranks as get_process_set_ids_and_ranks,
-)
+from distconv.horovod.job import get_process_set_ids_and_ranks as get_process_set_ids_and_ranks
 from distconv.horovod.job import global_process_set as global_process_set
 from distconv.horovod.job import gloo_built as gloo_built
 from distconv.horovod.job import gloo_enabled as gloo_enabled

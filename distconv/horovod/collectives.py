@@ -34,7 +34,7 @@ from distconv.horovod.job import (
 )
 from distconv.transport.interface import Request
 
-Finish = Callable[[], list[Tensor]]
+WaitForResults = Callable[[], list[Tensor]]
 """A function that waits for the results of a collective and returns them as new tensors."""
 
 
@@ -129,12 +129,8 @@ def part_of(elements: int, like: Tensor, wire: torch.dtype | None) -> Part:
 
 
 def _sums(
-    job: Job,
-    tensors: Sequence[Tensor],
-    kind: str,
-    name: str | None,
-    detail: tuple[Any, ...],
-) -> Finish:
+    job: Job, tensors: Sequence[Tensor], kind: str, name: str | None, detail: tuple[Any, ...]
+) -> WaitForResults:
     """Start to sum tensors over a process set; return a function that waits for the sums.
 
     Tensors of one type and device are sent together, in their own type. Numbers of 16 bits are
@@ -152,12 +148,12 @@ def _sums(
         flats.append(flat.float() if half else flat)
         parts.append(part_of(flat.numel(), flats[-1], dtype if half else None))
 
-    def start(everyone: list[Announcement | None]) -> Finish:
+    def start(everyone: list[Announcement | None]) -> WaitForResults:
         requests = [
             start_flat_sum(f, p, job.on(f.device)) for f, p in zip(flats, parts, strict=True)
         ]
 
-        def finish() -> list[Tensor]:
+        def wait() -> list[Tensor]:
             for request in filter(None, requests):
                 request.wait()
             results = list(tensors)
@@ -167,7 +163,7 @@ def _sums(
                     results[i] = piece.view(tensors[i].shape).to(tensors[i].dtype)
             return results
 
-        return finish
+        return wait
 
     if job.size == 1:
         return lambda: [x.detach().clone() for x in tensors]
@@ -225,7 +221,7 @@ class _Collective(NamedTuple):
         returns gradients of the tensors.
     """
 
-    start: Callable[[Job, Sequence[Tensor], dict[str, Any]], Finish]
+    start: Callable[[Job, Sequence[Tensor], dict[str, Any]], WaitForResults]
     gradients: Callable[[Job, list[Tensor], dict[str, Any], Sequence[torch.Size]], list[Tensor]]
 
 
@@ -243,14 +239,14 @@ def _mean(x: Tensor, ranks: int) -> Tensor:
     return x.div(ranks, rounding_mode="trunc" if whole else None).to(x.dtype)
 
 
-def _reduce(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
+def _reduce(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> WaitForResults:
     kind, op, name = options["kind"], options["op"], options["name"]
     before, after = options["prescale_factor"], options["postscale_factor"]
     scaled = [_scaled(x, before) for x in tensors]
     detail = str(op), before, after
     if op in _OF_ALL:
 
-        def start(everyone: list[Announcement | None]) -> Finish:
+        def start(everyone: list[Announcement | None]) -> WaitForResults:
             results = []
             for x in scaled:
                 grid = job.on(x.device)
@@ -259,12 +255,12 @@ def _reduce(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Fin
                 results.append(_OF_ALL[op](stacked))
             return lambda: results
 
-        finish = job.start(Announcement(kind, name, (*detail, *_shapes(tensors))), start).wait
+        wait = job.start(Announcement(kind, name, (*detail, *_shapes(tensors))), start).wait
     else:
-        finish = _sums(job, scaled, kind, name, detail)
+        wait = _sums(job, scaled, kind, name, detail)
 
     def results() -> list[Tensor]:
-        found = finish()
+        found = wait()
         found = [_mean(x, job.size) for x in found] if op is Average else found
         return [_scaled(x, after) for x in found]
 
@@ -287,7 +283,7 @@ def _averages(job: Job, gradients: list[Tensor], kind: str) -> list[Tensor]:
     return _apply(_REDUCE, job, gradients, {"kind": f"{kind} backward", **unscaled})
 
 
-def _gather(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
+def _gather(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> WaitForResults:
     rows = [x.detach().reshape(1) if x.dim() == 0 else x.detach() for x in tensors]
     detail = (
         *options.get("detail", ()),
@@ -295,7 +291,7 @@ def _gather(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Fin
     )
     own = [len(x) for x in rows]
 
-    def start(everyone: list[Announcement | None]) -> Finish:
+    def start(everyone: list[Announcement | None]) -> WaitForResults:
         results = []
         lengths = [theirs.own for theirs in everyone if theirs is not None]
         for i, x in enumerate(rows):
@@ -325,11 +321,11 @@ def _gather_gradients(
     return [m.narrow(0, a, s[0] if s else 1).view(s) for m, a, s in parts]
 
 
-def _broadcast(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
+def _broadcast(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> WaitForResults:
     root = _root_of(options)
     results = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
 
-    def start(everyone: list[Announcement | None]) -> Finish:
+    def start(everyone: list[Announcement | None]) -> WaitForResults:
         groups: dict[tuple[torch.dtype, str], list[Tensor]] = defaultdict(list)
         for x in results:
             groups[x.dtype, x.device.type].append(x)
@@ -366,7 +362,7 @@ def _broadcast_gradients(
     return means if job.rank == _root_of(options) else [torch.zeros_like(m) for m in means]
 
 
-def _exchange(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
+def _exchange(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> WaitForResults:
     """Start an all-to-all of the rows of one tensor; return a function that waits for its results.
 
     The results are the rows received, in rank order, and the number of rows from each rank.
@@ -383,7 +379,7 @@ def _exchange(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> F
             "the ranks divide"
         )
 
-    def start(everyone: list[Announcement | None]) -> Finish:
+    def start(everyone: list[Announcement | None]) -> WaitForResults:
         counts = [theirs.own[job.rank] for theirs in everyone if theirs is not None]
         leaving = [piece.contiguous() for piece in x.detach().split(splits)]
         grid = job.on(x.device)
@@ -399,12 +395,12 @@ def _exchange(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> F
             transport.next_tag(),
         )
 
-        def finish() -> list[Tensor]:
+        def wait() -> list[Tensor]:
             request.wait()
             options["received"] = counts
             return [torch.cat(arriving), torch.tensor(counts, dtype=torch.int32)]
 
-        return finish
+        return wait
 
     detail = tuple(x.shape[1:]), str(x.dtype), x.device.type
     return job.start(Announcement("alltoall", options["name"], detail, own=splits), start).wait
@@ -417,7 +413,7 @@ def _exchange_gradients(
     return _apply(_EXCHANGE, job, gradients[:1], back)[:1]
 
 
-def _scatter(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
+def _scatter(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> WaitForResults:
     """Start a reduction whose results are cut by rows; return a function that waits for them.
 
     Each rank gets its block of the rows of each result; if they do not divide evenly, the first
@@ -429,8 +425,8 @@ def _scatter(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Fi
                 f"distconv.horovod.{options['kind']}: a number has no rows to scatter; pass a "
                 "tensor of at least one dimension, or use allreduce"
             )
-    finish = _reduce(job, tensors, options)
-    return lambda: [x.tensor_split(job.size)[job.rank].clone() for x in finish()]
+    wait = _reduce(job, tensors, options)
+    return lambda: [x.tensor_split(job.size)[job.rank].clone() for x in wait()]
 
 
 def _scatter_gradients(
@@ -513,10 +509,10 @@ def _called(
     if "op" in options:
         options["op"] = chosen_op(family + variant, options["op"], options.pop("average", None))
     if variant:
-        finish = kind.start(job, [x.detach() for x in given], options)
+        wait = kind.start(job, [x.detach() for x in given], options)
 
         def result() -> Any:
-            found = finish()
+            found = wait()
             if variant.endswith("_"):
                 for x, y in zip(given, found, strict=True):
                     x.detach().copy_(y)
@@ -547,7 +543,8 @@ def _family(
     several = family.startswith("grouped")
     own = "tensors" if several else "tensor"
     made = []
-    for variant in ("", "_async", "_", "_async_")[: 4 if in_place else 2]:
+    variants = ("", "_async", "_", "_async_") if in_place else ("", "_async")
+    for variant in variants:
         names = [n for n in options.split() if not (variant and n == "compression")]
         signature = Signature(
             [
@@ -655,8 +652,12 @@ def sparse_allreduce_async(
 
     Raises
     ------
-    TypeError For a tensor of another layout. ValueError For another `op`. HorovodInternalError On
-    every rank, if shapes or types differ.
+    TypeError
+        For a tensor of another layout.
+    ValueError
+        For another `op`.
+    HorovodInternalError
+        On every rank, if shapes or types differ.
     """
     caller = "sparse_allreduce_async"
     refuse_dist_tensors(caller, tensor)
@@ -670,10 +671,10 @@ def sparse_allreduce_async(
     shape, detail = tuple(tensor.shape), (str(op), tuple(tensor.shape))
     options = {"kind": "sparse_allreduce", "name": name, "detail": detail}
     job, made = process_set.job, partial(torch.sparse_coo_tensor, check_invariants=False)
-    finish = _gather(job, [own.indices().t().contiguous(), own.values()], options)
+    wait = _gather(job, [own.indices().t().contiguous(), own.values()], options)
 
     def result() -> Tensor:
-        indices, values = finish()
+        indices, values = wait()
         values = values.float() if own.dtype in _HALVES else values
         total = made(indices.t(), values, shape).coalesce()
         values = _mean(total.values(), job.size) if op is Average else total.values()

@@ -63,14 +63,14 @@ def check_compression(caller: str, compression: Any) -> None:
 # Handles, numbers by which a program gets the results of collectives that it has started.
 
 
-_numbers = count(1)
+_handles = count(1)
 _under_way: dict[int, Callable[[], Any]] = {}
 """By handle, the function that waits for the result and returns it."""
 
 
 def give_handle(result: Callable[[], Any]) -> int:
     """Return a new handle; `synchronize` will call `result`, which waits for a collective."""
-    handle = next(_numbers)
+    handle = next(_handles)
     _under_way[handle] = result
     return handle
 

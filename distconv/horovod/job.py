@@ -95,17 +95,17 @@ class Pending:
 
     def __init__(self, job: Job, start: Callable[[list[Announcement | None]], Callable[[], Any]]):
         self._job, self._start = job, start
-        self._finish: Callable[[], Any] | None = None
+        self._wait: Callable[[], Any] | None = None
 
-    def begin(self, everyone: list[Announcement | None]) -> None:
+    def start(self, everyone: list[Announcement | None]) -> None:
         """Start the collective, given the announcements of all ranks."""
-        self._finish = self._start(everyone)
+        self._wait = self._start(everyone)
 
     def wait(self) -> Any:
         """Return the result; exchange announcements with the other ranks until it has started."""
-        while self._finish is None:
+        while self._wait is None:
             self._job.round(_WAITING)
-        return self._finish()
+        return self._wait()
 
 
 class Job:
@@ -190,7 +190,8 @@ class Job:
         for rank, theirs in enumerate(everyone):
             if theirs not in (JOINED, _WAITING):
                 key = theirs.kind, theirs.name or self._unnamed[rank][theirs.kind]
-                self._unnamed[rank][theirs.kind] += not theirs.name
+                if not theirs.name:
+                    self._unnamed[rank][theirs.kind] += 1
                 self._announced.setdefault(key, {})[rank] = theirs
         joined = frozenset(rank for rank, theirs in enumerate(everyone) if theirs == JOINED)
         self.joined = joined
@@ -207,7 +208,7 @@ class Job:
             first = self._checked(by_rank, joined)
             own = self._pending.pop(key, None)
             if own is not None:
-                own.begin([by_rank.get(rank) for rank in range(self.size)])
+                own.start([by_rank.get(rank) for rank in range(self.size)])
             elif absent is not None:
                 absent(first)
         if joined == ranks:
@@ -320,11 +321,11 @@ class ProcessSet:
             )
         return self._job
 
-    def begin(self, number: int, job: Job | None) -> None:
+    def assign(self, number: int, job: Job | None) -> None:
         """Give the set its `number`, and the `job` of its ranks: None on a rank outside the set."""
         self.process_set_id, self._job = number, job
 
-    def end(self) -> None:
+    def unassign(self) -> None:
         """Take number and job from the set."""
         self.process_set_id, self._job = None, None
 
@@ -347,14 +348,14 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
     Raises
     ------
-    NotImplementedError If environment variables ask for autotuning, elastic training or Horovod's
-    timeline.
+    NotImplementedError
+        If environment variables ask for autotuning, elastic training or Horovod's timeline.
     """
     check_environment()
     if _sets:
         return
     _sets[0] = global_process_set
-    global_process_set.begin(0, Job(comm))
+    global_process_set.assign(0, Job(comm))
     global_process_set.ranks = list(range(global_process_set.job.size))
     for process_set in () if isinstance(process_sets, str) else process_sets or ():
         add_process_set(process_set)
@@ -363,7 +364,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def shutdown() -> None:
     """Remove all process sets; `init` may be called again."""
     for process_set in _sets.values():
-        process_set.end()
+        process_set.unassign()
     _sets.clear()
 
 
@@ -372,8 +373,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
     Raises
     ------
-    ValueError On every rank, if the ranks name different sets, or one that exists, is empty, or has
-    ranks outside the job.
+    ValueError
+        On every rank, if the ranks name different sets, or one that exists, is empty, or has ranks
+        outside the job.
     """
     job = current()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -391,7 +393,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     own = None
     if job.rank in added.ranks:
         own = Job([job.grid.ranks[rank] for rank in added.ranks])
-    added.begin(max(_sets) + 1, own)
+    added.assign(max(_sets) + 1, own)
     _sets[max(_sets) + 1] = added
     return added
 
@@ -404,7 +406,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if not number or number not in _sets:
         return False
-    _sets.pop(number).end()
+    _sets.pop(number).unassign()
     return True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
 
@@ -16,13 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from distconv.comm.collectives import WIDE, HalfSum
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
-from distconv.horovod.collectives import (
-    GRADIENTS,
-    Average,
-    ReduceOp,
-    part_of,
-    sum_or_average,
-)
+from distconv.horovod.collectives import GRADIENTS, Average, ReduceOp, part_of, sum_or_average
 from distconv.horovod.compression import Compression
 from distconv.horovod.job import (
     Announcement,
@@ -31,10 +25,12 @@ from distconv.horovod.job import (
     ProcessSet,
     global_process_set,
 )
-from distconv.model.buckets import Bucket, fill_buckets
+from distconv.model.buckets import Bucket, BucketSequence
+from distconv.model.reduced_parameter import ReducedParameter
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import is_shared
 from distconv.training.checks import check_count
+from distconv.transport.interface import ChainedRequest, Request
 
 _OWNER = "DistributedOptimizer"
 
@@ -79,8 +75,11 @@ def DistributedOptimizer(
 
     Raises
     ------
-    TypeError For an optimizer that cannot be wrapped. ValueError If the names do not fit,
-    parameters belong to a parallelized module, or `op` has no meaning for gradients.
+    TypeError
+        For an optimizer that cannot be wrapped.
+    ValueError
+        If the names do not fit, parameters belong to a parallelized module, or `op` has no meaning
+        for gradients.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(
         optimizer, (LBFGS, _DistributedOptimizer)
@@ -139,8 +138,36 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
+@dataclass(eq=False)
+class _Trained:
+    """A parameter of the optimizer between two steps.
+
+    Attributes
+    ----------
+    passes_left: the number of backward passes left before the gradient is sent.
+    reduced: the parameter in its bucket; None before the first pass, and if it is not trained.
+    seen: the gradient after the last pass, as `_state` returns it; None if it may have changed.
+    """
+
+    passes_left: int
+    reduced: ReducedParameter | None = None
+    seen: tuple[int, int] | None = None
+
+
 class _Reduction:
-    """The gradient reduction of a `DistributedOptimizer`: hooks on parameters start the sums."""
+    """The gradient reduction of a `DistributedOptimizer`: hooks on parameters start the sums.
+
+    A step begins with the first gradient of a backward pass. When the last pass of the step has
+    made a gradient, it goes to its bucket; full buckets are sent. `synchronize` ends the step.
+
+    Attributes
+    ----------
+    passes: the number of backward passes in a step.
+    synchronizes: whether a step of the optimizer synchronizes by itself.
+    synchronized: whether `synchronize` was called since the last backward pass.
+    size: the number of ranks.
+    begun: whether there are gradients that are not reduced yet.
+    """
 
     def __init__(
         self,
@@ -153,27 +180,20 @@ class _Reduction:
     ):
         self.passes = 1
         self.synchronizes = True
-        """Whether a step synchronizes by itself."""
-        self.synchronized = False
+        self.synchronized = self.begun = False
         global_process_set.job  # noqa: B018  raises before init
         self._job = process_set.job if process_set.included() else None
         self.size = 1 if self._job is None else self._job.size
         self._op, self._predivide, self._wire = op, predivide, wire
         self._sparse_as_dense, self._bucket_bytes = sparse_as_dense, bucket_bytes
-        self._parameters: list[Tensor] = []
-        self._left: dict[Tensor, int] = {}
-        """For each parameter, the number of backward passes left before it is reduced."""
+        self._parameters: dict[Tensor, _Trained] = {}
         self._kinds: list[Any] = []
-        self._buckets: list[Bucket] = []
-        self._bucket_of: dict[Tensor, int] = {}
-        self._missing: list[int] = []
-        self.begun = self._announced = False
-        """Whether gradients are not reduced yet, and whether their reduction is announced."""
-        self._started = 0
-        self._states: dict[Tensor, tuple[int, int]] = {}
-        """Each gradient after the last backward pass, with the version of its elements."""
+        """The types, devices and shapes of the parameters, from which the buckets follow."""
+        self._buckets = BucketSequence((), bucket_bytes)
+        self._announced = False
+        """Whether the sums of this step are announced."""
         self._changed = False
-        """Whether the program has changed a gradient since then."""
+        """Whether the program has changed a gradient since the backward pass."""
 
     @property
     def _ranks(self) -> Job:
@@ -203,28 +223,34 @@ class _Reduction:
                     f"{_OWNER}: a parameter is one of a parallelized module, which adds up its "
                     "gradients by itself; use torch's own optimizer"
                 )
-            if p in self._left:
+            if p in self._parameters:
                 continue
-            self._parameters.append(p)
-            self._left[p] = self.passes
+            self._parameters[p] = _Trained(self.passes)
             if p.requires_grad and self.size > 1:
                 p.register_post_accumulate_grad_hook(call)
 
     def accumulate(self, passes: int) -> None:
         """Send gradients after `passes` backward passes from now on. Call it between steps."""
         self.passes = passes
-        self._left = dict.fromkeys(self._left, passes)
+        for trained in self._parameters.values():
+            trained.passes_left = passes
 
     def synchronize(self) -> None:
-        """Finish the reduction of all gradients. All ranks call it together.
+        """Wait for the sums of all gradients. All ranks call it together.
 
         Raises HorovodInternalError if the program changed a gradient while it was being reduced.
         """
         if self.size > 1:
             self._look()
-            self._reduce_buckets()
+            for trained in self._parameters.values():
+                trained.seen = None
+            self._begin_step()
+            while (bucket := self._buckets.start_next(self._start_sum)) is not None:
+                if self._wire is not None:
+                    bucket.wait()  # sums of halves take two messages each, in one order
+            for bucket in self._buckets:
+                bucket.wait()
         changed, self._changed = self._changed, False
-        self._states.clear()
         self.begun = self._announced = False
         self.accumulate(self.passes)
         if changed:
@@ -238,7 +264,9 @@ class _Reduction:
 
     def _look(self) -> None:
         """Note whether the program has changed a gradient since the backward pass."""
-        self._changed |= any(_state(p) != seen for p, seen in self._states.items())
+        for p, trained in self._parameters.items():
+            if trained.seen is not None and trained.seen != _state(p):
+                self._changed = True
 
     def _after_accumulation(self, p: Tensor) -> None:
         if p.grad is not None and p.grad.layout != torch.strided:
@@ -248,39 +276,40 @@ class _Reduction:
                     "layer dense, as torch.nn.Embedding(..., sparse=False)"
                 )
             p.grad = p.grad.to_dense()
-        if self._left[p] <= 0:
+        trained = self._parameters[p]
+        if trained.passes_left <= 0:
             raise AssertionError(
                 f"{_OWNER}: more than backward_passes_per_step={self.passes} backward passes have "
                 "added to a gradient before step(); increase it to accumulate gradients"
             )
-        self._begin()
-        self._left[p] -= 1
-        self._states[p] = _state(p)
-        if self._wire is not None:
-            return
-        b = self._bucket_of[p]
-        self._missing[b] -= self._left[p] == 0
-        while self._started < len(self._buckets) and not self._missing[self._started]:
-            self._start_next()
+        self._begin_step()
+        trained.passes_left -= 1
+        trained.seen = _state(p)
+        if self._wire is None and trained.passes_left == 0 and trained.reduced is not None:
+            self._buckets.note(trained.reduced)
+            self._buckets.start_full(self._start_sum)
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
         """Arrange the parameters in buckets, before the first gradient of a step."""
         if self.begun:
             return
-        self.begun, self._started, self.synchronized = True, 0, False
+        self.begun, self.synchronized = True, False
         kinds = [(p.dtype, p.device, p.shape, p.requires_grad) for p in self._parameters]
         if kinds != self._kinds:
             self._kinds = kinds
-            trained: list[tuple[Tensor, tuple[str, ...]]] = [
-                (p, AXES) for p in self._parameters if p.requires_grad
-            ]
-            filled = fill_buckets(trained, self._bucket_bytes)
-            group = self._grid().communicator(AXES, GRADIENTS)
-            self._buckets = [Bucket(ps, group, self._sum_of(ps[0])) for _, ps in filled]
-            self._bucket_of = {
-                p: b for b, bucket in enumerate(self._buckets) for p in bucket.parameters
-            }
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+            grid = self._grid()
+            for number, (p, trained) in enumerate(self._parameters.items()):
+                trained.reduced = None
+                if p.requires_grad:
+                    trained.reduced = ReducedParameter(p, number, grid, AXES, GRADIENTS)
+            self._buckets = BucketSequence(self._reduced(), self._bucket_bytes)
+        self._buckets.begin()
+        for reduced in self._reduced():
+            reduced.is_part = True
+
+    def _reduced(self) -> list[ReducedParameter]:
+        found = (trained.reduced for trained in self._parameters.values())
+        return [reduced for reduced in found if reduced is not None]
 
     def _grid(self) -> ProcessGrid:
         devices = {p.device for p in self._parameters if p.requires_grad} or {torch.device("cpu")}
@@ -291,49 +320,35 @@ class _Reduction:
             )
         return self._ranks.on(devices.pop())
 
-    def _start_next(self) -> None:
+    def _start_sum(self, bucket: Bucket) -> Request:
+        """Start the sum, or the average, of a bucket: the `ReduceHook` of the optimizer."""
         if not self._announced:
             self._announced = True
+            firsts = [b.members[0].leaf for b in self._buckets]
             parts = [
                 part_of(b.elements, p, self._wire_of(p))
-                for b in self._buckets
-                for p in b.parameters[:1]
+                for b, p in zip(self._buckets, firsts, strict=True)
             ]
             detail = str(self._op), self._predivide
             announced = Announcement(GRADIENTS, None, detail, tuple(parts))
             self._ranks.start(announced, lambda everyone: lambda: None).wait()
-        bucket = self._buckets[self._started]
         self._look()
-        _scale(bucket.parameters, 1 / self._predivide)
-        every = [True] * len(bucket.parameters)
-        bucket.start(every, [False] * len(every), self._grid())
-        self._states |= {p: _state(p) for p in bucket.parameters if p in self._states}
-        self._started += 1
-
-    def _reduce_buckets(self) -> None:
-        self._begin()
-        factor = self._predivide / self.size if self._op is Average else 1.0
-        for b, bucket in enumerate(self._buckets):
-            # Sums of halves take two messages each, in one order on all ranks.
-            while self._started < (len(self._buckets) if self._wire is None else b + 1):
-                self._start_next()
-            for p in bucket.parameters:
-                self._states.pop(p, None)
-            bucket.finish()
-            _scale(bucket.parameters, factor)
-
-    def _wire_of(self, p: Tensor) -> torch.dtype | None:
-        return self._wire if p.dtype in WIDE else None
-
-    def _sum_of(self, p: Tensor) -> Callable[[Tensor], HalfSum] | None:
-        """Return a function that starts the sum of a bucket in the compressed type.
-
-        `p` is a parameter of the bucket. Returns None if its gradients are sent in their own type.
-        """
-        wire = self._wire_of(p)
+        flat, grid, wire = bucket.buffer, self._grid(), self._wire_of(bucket.buffer)
+        gradients = bucket.elements_of(flat)
+        if self._predivide != 1.0:
+            gradients.mul_(1 / self._predivide)
+        request: Request
         if wire is None:
-            return None
-        return partial(HalfSum, grid=self._grid(), axes=AXES, wire=wire, purpose=GRADIENTS)
+            request = grid.transport.all_reduce(flat, bucket.comm)
+        else:
+            request = HalfSum(flat, grid, AXES, wire, GRADIENTS)
+        factor = self._predivide / self.size if self._op is Average else 1.0
+        if factor == 1.0:
+            return request
+        return ChainedRequest([request], lambda: gradients.mul_(factor))
+
+    def _wire_of(self, x: Tensor) -> torch.dtype | None:
+        return self._wire if x.dtype in WIDE else None
 
 
 def _state(p: Tensor) -> tuple[int, int]:
@@ -343,13 +358,6 @@ def _state(p: Tensor) -> tuple[int, int]:
     """
     gradient = p.grad
     return id(gradient), -1 if gradient is None else gradient._version
-
-
-def _scale(parameters: Iterable[Tensor], factor: float) -> None:
-    if factor != 1.0:
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.mul_(factor)
 
 
 class _DistributedOptimizer(Optimizer):

@@ -6,6 +6,6 @@ distconv.lbann import ...`. Its numbers are those of the program with one rank f
 
 from distconv.lbann.dc_tensor import DCTensor as DCTensor
 from distconv.lbann.dc_tensor import ParallelStrategy as ParallelStrategy
+from distconv.lbann.dc_tensor import backward_halo_exchange as backward_halo_exchange
+from distconv.lbann.dc_tensor import forward_halo_exchange as forward_halo_exchange
 from distconv.lbann.ddp import DistConvDDP as DistConvDDP
-from distconv.lbann.halos import backward_halo_exchange as backward_halo_exchange
-from distconv.lbann.halos import forward_halo_exchange as forward_halo_exchange

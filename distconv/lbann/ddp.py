@@ -79,7 +79,7 @@ class DistConvDDP(nn.Module):
         assert factor is not None
         self.module = parallelize(module, self._job)
         self.grad_reduction_factor = factor
-        required_reduction("DistConvDDP", module).average(factor)
+        required_reduction("DistConvDDP", module).divisor = factor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Copy rank 0's buffers to all ranks, and return the result of the module."""

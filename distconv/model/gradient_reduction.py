@@ -1,14 +1,32 @@
 """The gradients of a parallelized module: summed over ranks during the backward pass.
 
-They travel in buckets. Each bucket is one all-reduce, which begins as soon as the bucket and all
+They are sent in buckets. Each bucket is one all-reduce, which starts as soon as the bucket and all
 before it are full, in an order that all ranks share (Li et al., "PyTorch Distributed: Experiences
 on Accelerating Data Parallel Training", VLDB 2020).
+
+The life of a backward pass:
+
+1. Before the forward pass `GradientReduction.prepare` puts hooks on the parameters that are
+   trained, and fills buckets with them, if others were trained in the pass before.
+2. Autograd has this rank's part of a parameter's gradient, and is about to add it to `p.grad`. It
+   calls `GradientReduction._before_accumulation`. The first such call of a pass runs `_begin_pass`:
+   all gradients are missing, no bucket has started, and autograd shall call `_end_pass` at the end.
+   Each call marks the gradient as a part: a sum of an earlier pass stays on one rank alone.
+3. Autograd has added the part, and calls `GradientReduction._after_accumulation`. If the bucket is
+   full by it, `Bucket.start` packs the gradients, and `reduce_hook(bucket)` starts their sum, while
+   the backward pass goes on.
+4. Autograd is through, and calls `GradientReduction._end_pass`. Buckets start that are not full, as
+   some of their parameters have no gradient on this rank.
+5. `GradientReduction.wait` waits for the sum of each bucket, which `Bucket.unpack` sets as
+   gradients. It calls the program's own post-accumulate-gradient hooks, and `backward()` returns.
+
+Within `no_sync` steps 1 and 2 are all there is. The parts stay where they are until a pass outside.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -21,19 +39,21 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distconv import torch_private
 from distconv.comm.collectives import WIDE, ErrorFeedback, HalfSum
+from distconv.device.streams import number_of_stream
 from distconv.geometry.layout import replicating_axes
-from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.words import PARAMETERS, user_line
-from distconv.model.buckets import Bucket, fill_buckets
-from distconv.model.parameter_hooks import ParameterHooks
-from distconv.tensor.base import shards_of
+from distconv.model.buckets import Bucket, BucketSequence, ReduceHook
+from distconv.model.reduced_parameter import ReducedParameter, accumulating_nodes, alive
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.ownership import disown, own
+from distconv.tensor.ownership import check_counted_once, disown, own
 from distconv.transport.interface import Request
 
 REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 """The attribute of a module, and of each of its submodules, that holds its `GradientReduction`."""
+
+_PURPOSE = "gradients"
+"""The purpose of the communicators for sums."""
 
 
 def reduction_of(module: nn.Module) -> GradientReduction | None:
@@ -82,10 +102,14 @@ class GradientReduction:
     ----------
     grid: the grid over which gradients are summed.
     whole: a weak reference to the parallelized module.
-    leaves: the parameters as autograd knows them; for a sharded one, this rank's block.
-    parts: for each parameter, True while its gradient is this rank's summand only, not yet the sum.
+    parameters: the parameters of the module, in its order.
+    buckets: the buckets of the parameters that are trained.
+    reduce_hook: starts the sum of each bucket; None for `start_sum`.
     enabled: False within `no_sync`, where gradients are not summed.
     apart: True once a backward pass has run within `no_sync`.
+    divisor: a number by which each rank's part of a gradient is divided, for `DistConvDDP`. Inputs
+        may then live on smaller grids of some of the ranks, each with samples of its own. None for
+        sums.
     layout: a checksum of the parameters' types, strides and trainability, from which the buckets
         follow; it must be equal on all ranks.
     """
@@ -98,48 +122,33 @@ class GradientReduction:
         wire: torch.dtype | None = None,
         error_feedback: bool = False,
     ):
-        self.enabled, self.apart = True, False
-        self._purpose = "gradients"
-        self._held = False
-        """Whether sums stay under way after a backward pass."""
         self.grid, self.whole = grid, ref(module)
-        self._bucket_bytes = bucket_bytes
-        self._parameters = list(module.parameters())
-        PARAMETERS.update({p: i for i, p in enumerate(self._parameters)})
-        for p in self._parameters:
-            if isinstance(p, DistTensor):
-                p.mark_summed_when_accumulated()
-        self.leaves = shards_of(self._parameters)
-        own((*self._parameters, *self.leaves, *module.buffers()), grid.size)
-        self._axes = [axes_of_sum(p, grid) for p in self._parameters]
-        """For each parameter, the grid axes over which its gradient is summed."""
-        self._wire, self._error_feedback = wire, error_feedback
-        self._buckets: list[Bucket] = []
-        self._members: list[list[int]] = []
-        """For each bucket the numbers of its parameters."""
-        self._bucket_of: dict[int, int] = {}
-        """For each parameter's number the number of its bucket."""
+        self.enabled, self.apart = True, False
+        self.divisor: float | None = None
+        self.reduce_hook: ReduceHook | None = None
+        self._bucket_bytes, self._wire, self._error_feedback = bucket_bytes, wire, error_feedback
+        tensors = list(module.parameters())
+        PARAMETERS.update({p: i for i, p in enumerate(tensors)})
+        for p in tensors:
+            if isinstance(p, DistTensor) and not p.summed_by:
+                p.summed_by = "module"
+        # All ranks make all communicators here, whichever parameters each of them trains first.
+        self.parameters = [
+            ReducedParameter(p, i, grid, _axes_of_sum(p, grid), _PURPOSE)
+            for i, p in enumerate(tensors)
+        ]
+        own((*tensors, *(p.leaf for p in self.parameters), *module.buffers()), grid.size)
+        self.buckets = BucketSequence((), bucket_bytes)
         self._laid_out: list[Any] = []
-        self.parts = [False] * len(self.leaves)
-        self._missing: list[int] = []
-        """For each bucket, the number of gradients that this backward pass has not made yet."""
-        self._made: set[int] = set()
-        """The parameters whose gradient the current backward pass has made."""
+        """The parameters of the buckets, with all that the buckets follow from."""
+        self._stream: int | None = None
+        """The number of the stream on which the parameters' nodes were made."""
         self._pass = -1
-        self._started = 0
-        self._averages = False
-        """Whether parts of the grid have samples of their own."""
+        """The number of the current backward pass, -1 between passes."""
         self._warned = False
         """Whether a warning was given that ranks train different parameters."""
         self.layout = 0
-        self._hooks = ParameterHooks(self, self._parameters, self.leaves, grid, self._axes)
-        self._make_communicators()
         self.prepare()
-
-    @property
-    def trains(self) -> bool:
-        """Return whether any parameter requires a gradient."""
-        return bool(self._buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return self
@@ -165,91 +174,75 @@ class GradientReduction:
                 notes: Any = node.metadata
                 notes[REDUCTION_ATTRIBUTE] = self
 
+    def make_communicators(self, purpose: str) -> list[Any]:
+        """Return communicators for `purpose`, for the sums of a `reduce_hook`. Collective.
+
+        There is one for the axes of each parameter. If ranks first used them in a backward pass,
+        they might do so in different orders.
+        """
+        axes = dict.fromkeys(p.axes for p in self.parameters)
+        return [self.grid.communicator(each, purpose) for each in axes]
+
     def release(self) -> None:
         """Remove all hooks and marks from the parameters.
 
         Raises RuntimeError if a gradient has not been summed over the ranks yet, after `no_sync`.
         """
-        self.settle()
-        self._check_sums("the parameters leave their module", [True] * len(self.leaves))
-        self._hooks.remove()
-        tensors = (*self._parameters, *self.leaves)
-        disown(tensors)
-        for x in tensors:
-            PARAMETERS.pop(x, None)
+        self.wait()
+        self._check_sums("the parameters leave their module", self.parameters)
+        for p in self.parameters:
+            p.remove_hooks()
+            disown((p.tensor, p.leaf))
+            PARAMETERS.pop(p.tensor, None)
+            PARAMETERS.pop(p.leaf, None)
 
-    def reduce(self) -> None:
-        """Sum the gradients that backward passes within `no_sync` have not summed. Collective.
+    # Before the forward pass
 
-        Gradients that have been summed stay as they are.
+    def prepare(self) -> None:
+        """Put hooks on trained parameters, and fill buckets anew if other parameters are trained.
+
+        Raises RuntimeError if a parameter is trained no more whose gradient has not been summed
+        over the ranks yet, after `no_sync`.
         """
-        if self.grid.size == 1:
+        trained = [p for p in self.parameters if p.leaf.requires_grad]
+        self._put_hooks(trained)
+        laid_out = [(p.number, p.leaf.dtype, p.leaf.shape, p.leaf.stride()) for p in trained]
+        if laid_out == self._laid_out:
             return
-        self.settle()
-        self._started = 0
-        self._made.clear()
-        self._end(failed=False)
+        frozen = [p for p in self.parameters if not p.leaf.requires_grad]
+        self._check_sums("parameters were frozen", frozen)
+        self._laid_out = laid_out
+        self.layout = crc32(repr([self.kind(p.tensor) for p in self.parameters]).encode())
+        self.buckets = BucketSequence(trained, self._bucket_bytes)
 
-    def give(self, sums: Iterable[Tensor | None]) -> None:
-        """Set each parameter's gradient to a sum over the ranks that was computed elsewhere."""
-        for p, gradient in zip(self.leaves, sums, strict=True):
-            p.grad = gradient
-        self.parts = [False] * len(self.leaves)
+    def _put_hooks(self, trained: list[ReducedParameter]) -> None:
+        """Put hooks on parameters that have none, or whose autograd node torch has replaced."""
+        stream = number_of_stream(self.grid.device)
+        if stream != self._stream:
+            # A node that is held here accumulates on the stream on which it was made. A capture on
+            # another stream may not wait for that one: let torch make the node anew.
+            self._stream = stream
+            for p in self.parameters:
+                p.node = None
+        nodes = accumulating_nodes([p.leaf for p in trained])
+        for p, node in zip(trained, nodes, strict=True):
+            if p.node is not node:
+                before = partial(self._before_accumulation, ref(self), p.number)
+                after = partial(self._after_accumulation, ref(self), p.number)
+                p.hook(node, before, after)
+            if torch_private.hooks_of(p.leaf):
+                p.sum_for_hooks()
 
-    def average(self, factor: float) -> None:
-        """From now on divide each rank's part of a gradient by `factor`, for `DistConvDDP`.
+    def _check_sums(self, event: str, parameters: Iterable[ReducedParameter]) -> None:
+        """Raise RuntimeError if a gradient that has to be summed over the ranks by now is not.
 
-        Inputs may then live on smaller grids of some of the ranks, each with samples of its own.
+        `event` begins the message.
         """
-        self._averages = True
-        self._hooks.share = 1 / factor
-
-    def takes(self, grid: Any) -> bool:
-        """Return whether inputs may live on `grid`, a grid of some of the ranks; see `average`."""
-        return self._averages and set(grid.ranks) <= set(self.grid.ranks)
-
-    def travel_apart(self, number: int) -> None:
-        """From now on sum gradients over communicators that no other reduction uses.
-
-        `number` distinguishes them from those of other reductions, and is the same on all ranks.
-        All ranks of the grid call it together, between steps.
-        """
-        self._purpose = f"gradients {number}"
-        self._make_communicators()
-        self._connect()
-        self._laid_out = []
-        self.prepare()
-
-    def hold(self) -> None:
-        """From now on leave sums running after backward passes; `settle` waits for them.
-
-        If `_starts_at_the_end`, sums are not started either, until `start_held`, which ends this.
-        """
-        self.settle()
-        self._held, self._started = True, 0
-
-    def start_held(self) -> None:
-        """Start the sums that backward passes since `hold` have not started, and end `hold`."""
-        self._held = False
-        if self.grid.size > 1:
-            self._start_rest()
-
-    def settle(self, hooks: bool = True) -> None:
-        """Wait for all started sums, and set them as gradients.
-
-        Then call the program's post-accumulate-gradient hooks, unless `hooks` is false.
-        """
-        self._pass = -1
-        summed = []
-        for bucket, members in zip(self._buckets, self._members, strict=True):
-            if bucket.finish():
-                summed += [n for i, n in enumerate(members) if self.parts[n] or i in bucket.uneven]
-                for n in members:
-                    self.parts[n] = False
-                if bucket.uneven and not self._warned:
-                    self._warn(bucket, members)
-        if hooks:
-            self._hooks.call_with_sums(summed)
+        if self.grid.size > 1 and any(p.is_part and p.leaf.grad is not None for p in parameters):
+            raise RuntimeError(
+                f"{event} while their gradients are still parts, after no_sync; run a backward "
+                "pass outside no_sync first, or zero the gradients before"
+            )
 
     @property
     def why_apart(self) -> str:
@@ -261,67 +254,10 @@ class GradientReduction:
             else ""
         )
 
-    def _make_communicators(self) -> None:
-        for axes in dict.fromkeys(self._axes):
-            # All ranks make it together, whichever parameters each of them trains first.
-            self.grid.communicator(axes, self._purpose)
-
-    def _connect(self) -> None:
-        """Send one message over each communicator. All ranks of the grid call it together.
-
-        A carrier may connect a communicator's ranks at its first use, where they wait for each
-        other. Ranks that first use communicators in different orders would wait for ever.
-        """
-        for axes in dict.fromkeys(self._axes):
-            comm = self.grid.communicator(axes, self._purpose)
-            self.grid.transport.all_reduce(torch.zeros(1, device=self.grid.device), comm).wait()
-
     @property
     def is_of_shards(self) -> bool:
         """Return whether parameters are sharded."""
-        return any(isinstance(p, DistTensor) for p in self._parameters)
-
-    @property
-    def _starts_at_the_end(self) -> bool:
-        """Return whether all sums start after the backward pass, in one order on all ranks.
-
-        A rank without a gradient for a parameter starts the parameter's bucket at the end. If
-        exchanges need one order, other ranks must not start it earlier, within the pass.
-        """
-        return self.grid.transport.ordered or self._wire is not None
-
-    def prepare(self) -> None:
-        """Put hooks on trainable parameters, and lay out buckets anew if these have changed."""
-        trainable = [(n, p) for n, p in enumerate(self.leaves) if p.requires_grad]
-        self._hooks.watch([n for n, _ in trainable])
-        layout = [(n, p.dtype, p.shape, p.stride()) for n, p in trainable]
-        if layout == self._laid_out:
-            return
-        self._check_sums("parameters were frozen", [not p.requires_grad for p in self.leaves])
-        self._laid_out = layout
-        self.layout = crc32(repr([self.kind(p) for p in self._parameters]).encode())
-        filled = fill_buckets([(p, self._axes[n]) for n, p in trainable], self._bucket_bytes)
-        self._buckets = [
-            Bucket(ps, self.grid.communicator(axes, self._purpose), self._sum_over(axes, ps))
-            for axes, ps in filled
-        ]
-        number_of = {p: n for n, p in trainable}
-        self._members = [[number_of[p] for p in bucket.parameters] for bucket in self._buckets]
-        self._bucket_of = {n: b for b, members in enumerate(self._members) for n in members}
-
-    def _check_sums(self, event: str, concerned: Iterable[bool]) -> None:
-        """Raise RuntimeError if a gradient that has to be summed over the ranks by now is not.
-
-        `concerned` says for each parameter whether to check it; `event` begins the message.
-        """
-        if any(
-            x and part and p.grad is not None
-            for p, part, x in zip(self.leaves, self.parts, concerned, strict=True)
-        ):
-            raise RuntimeError(
-                f"{event} while their gradients are still parts, after no_sync; run a backward "
-                "pass outside no_sync first, or zero the gradients before"
-            )
+        return any(isinstance(p.tensor, DistTensor) for p in self.parameters)
 
     @staticmethod
     def kind(p: Tensor) -> str:
@@ -329,108 +265,136 @@ class GradientReduction:
         stride = "" if isinstance(p, DistTensor) else f" of strides {p.stride()}"
         return f"{p.dtype}{stride}, requires_grad={p.requires_grad}"
 
-    def _sum_over(
-        self, axes: tuple[str, ...], parameters: Sequence[Tensor]
-    ) -> Callable[[Tensor], Request] | None:
-        """Return a function that starts to sum a bucket in half precision over `axes`.
+    # Within the backward pass. Hooks run for every parameter in every step: nothing wraps them.
 
-        None if the bucket of `parameters` is to be summed by an ordinary all-reduce.
-        """
-        grid, wire = self.grid, self._wire
-        if wire is None or parameters[0].dtype not in WIDE or grid.topology.parts(axes) == 1:
+    @staticmethod
+    def _before_accumulation(
+        reference: ref[GradientReduction], number: int, gradients: tuple[Tensor | None]
+    ) -> tuple[Tensor] | None:
+        """Note that autograd adds a part to a gradient; return the part, if it is another one."""
+        self = alive(reference)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
+                "be differentiated; differentiate with respect to inputs, backward(inputs=[x])"
+            )
+        part = gradients[0]
+        if part is None:
             return None
-        # The counts after the gradients are not rounded.
-        feedback = ErrorFeedback(len(parameters)) if self._error_feedback else None
-        return partial(
-            HalfSum, grid=grid, axes=axes, wire=wire, purpose=self._purpose, feedback=feedback
-        )
-
-    def expect_part(self, n: int) -> bool:
-        """Note that autograd is about to add this rank's part to the gradient of parameter `n`.
-
-        Return whether this rank is the first of the ranks over which the gradient is summed.
-        """
-        first: bool = self._buckets[self._bucket_of[n]].comm.rank == 0
-        gradient = self.leaves[n].grad
-        if gradient is not None and not self.parts[n] and not first:
-            # A sum of an earlier backward pass becomes a part again, the whole of it on one rank.
-            gradient.zero_()
-        self.parts[n] = True
-        return first
-
-    def take_part(self, n: int, new: bool) -> None:
-        """Note that autograd has added this rank's part to the gradient of parameter `n`.
-
-        Starts the sums of buckets that are full by it. `new` is True if autograd has made the
-        gradient in this pass, and has not added the part to an earlier gradient.
-        """
+        p = self.parameters[number]
+        scaled = None
+        if self.divisor is not None and self.divisor != 1:
+            scaled = (part * (1 / self.divisor),)
+        if self.grid.size == 1:
+            p.expect_part()
+            return scaled
         backward_pass = torch_private.backward_pass()
         if backward_pass != self._pass:
-            self._begin(backward_pass)
-        if new:
-            self._made.add(n)
-        if not self.enabled:
-            return
-        b = self._bucket_of[n]
-        self._missing[b] -= 1
-        if self._missing[b] or self._starts_at_the_end:
-            return
-        while self._started < len(self._buckets) and not self._missing[self._started]:
-            self._start_next()
+            self._begin_pass(backward_pass)
+        p.defer_hooks(self.enabled)
+        p.expect_part()
+        if p.holds_sum_of_hooks() and p.comm.rank > 0:
+            # Results of hooks on the sum are the same on all ranks, and count once.
+            return (torch.zeros_like(part),)
+        return scaled
 
-    def _begin(self, backward_pass: int) -> None:
-        if self._held and any(bucket.under_way for bucket in self._buckets):
+    @staticmethod
+    def _after_accumulation(reference: ref[GradientReduction], number: int, _: Tensor) -> None:
+        """Note that the gradient of a parameter is there, and start the buckets that are full."""
+        self = alive(reference)  # and with it the node with the other hook
+        if self.grid.size == 1 or not self.enabled:
+            return
+        self.buckets.note(self.parameters[number])
+        if not self.starts_at_the_end:
+            self.buckets.start_full(self.reduce_hook or self.start_sum)
+
+    def _begin_pass(self, backward_pass: int) -> None:
+        check_counted_once()
+        if any(bucket.packed is not None and bucket.request is None for bucket in self.buckets):
             raise RuntimeError(
                 "a second backward pass through a model within ConcurrentReductions, whose sums of "
                 "the first are under way; leave the context between them, or run the first in "
                 "no_sync"
             )
-        self.settle()
-        self._pass, self._started = backward_pass, 0
-        self._made.clear()
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        self.wait()
+        self._pass = backward_pass
+        for p in self.parameters:
+            p.is_new = False
+        self.buckets.begin()
         if self.enabled:
-            torch_private.at_end_of_backward(_EndOfBackward(self._end))
+            torch_private.at_end_of_backward(_EndOfBackward(self._end_pass))
         else:
             self.apart = True
 
-    def _start_next(self) -> None:
-        members = self._members[self._started]
-        self._buckets[self._started].start(
-            [self.parts[n] for n in members], [n in self._made for n in members], self.grid
-        )
-        self._started += 1
-
-    def _start_rest(self) -> None:
-        while self._started < len(self._buckets):
-            self._start_next()
-
-    def _end(self, failed: bool) -> None:
+    def _end_pass(self, failed: bool) -> None:
         """End a backward pass: start the sums that have not started, and set sums as gradients.
 
         If the pass has `failed`, no further sum is started.
         """
-        # Held sums that start at the end would start in another order on other ranks.
-        if not failed and not (self._held and self._starts_at_the_end):
-            self._start_rest()
-        if not self._held:
-            self.settle(hooks=not failed)
+        if not failed:
+            self.start_rest()
+        self.wait(hooks=not failed)
 
-    def _warn(self, bucket: Bucket, members: list[int]) -> None:
+    @property
+    def starts_at_the_end(self) -> bool:
+        """Return whether all sums start after the backward pass, in one order on all ranks.
+
+        A rank without a gradient for a parameter starts the parameter's bucket at the end. If
+        exchanges need one order, other ranks must not start it earlier, within the pass.
+        """
+        return self.grid.transport.ordered or self._wire is not None
+
+    def start_rest(self) -> None:
+        """Start the sums of all buckets that have not started. Collective."""
+        hook = self.reduce_hook or self.start_sum
+        while self.grid.size > 1 and self.buckets.start_next(hook) is not None:
+            pass
+
+    def start_sum(self, bucket: Bucket, purpose: str = _PURPOSE) -> Request:
+        """Start to sum a bucket over its ranks, in the type `wire` if one was chosen.
+
+        This is the `reduce_hook` of a module that has no other. `purpose` is the purpose of the
+        communicator, see `make_communicators`.
+        """
+        grid, flat = self.grid, bucket.buffer
+        if self._wire is None or flat.dtype not in WIDE or bucket.comm.size == 1:
+            return grid.transport.all_reduce(flat, grid.communicator(bucket.axes, purpose))
+        if self._error_feedback and bucket.feedback is None:
+            # The counts after the gradients are not rounded.
+            bucket.feedback = ErrorFeedback(len(bucket.members))
+        return HalfSum(flat, grid, bucket.axes, self._wire, purpose, bucket.feedback)
+
+    def wait(self, hooks: bool = True) -> None:
+        """Wait for all sums under way, and set them as gradients.
+
+        Then call the program's post-accumulate-gradient hooks, unless `hooks` is false.
+        """
+        self._pass = -1
+        summed: list[ReducedParameter] = []
+        for bucket in self.buckets:
+            summed += (members := bucket.wait())
+            if members and bucket.uneven and not self._warned:
+                self._warn(bucket)
+        if hooks:
+            for p in summed:
+                p.call_deferred_hooks()
+
+    def _warn(self, bucket: Bucket) -> None:
         """Warn, once for a module, of a parameter that has got a gradient on some ranks only.
 
         One rank of the bucket warns; on GPUs the ranks without a gradient do, as only they know.
         """
-        ranks, kind = bucket.comm.size, self._wire or bucket.parameters[0].dtype
+        ranks, kind = bucket.comm.size, self._wire or bucket.members[0].leaf.dtype
         # Counts are sent with the gradients, and large ones are rounded as these are.
         exact = ranks <= 2 / torch.finfo(kind).eps
         if not exact or (bucket.comm.rank and not self.grid.computes_on_gpu):
             return
         self._warned = True
         i, some = next(iter(bucket.uneven.items()))
+        number = bucket.members[i].number
         module = self.whole()
         names = [] if module is None else [name for name, _ in module.named_parameters()]
-        name = names[members[i]] if members[i] < len(names) else "a parameter"
+        name = names[number] if number < len(names) else "a parameter"
         warnings.warn(
             f"backward at {user_line()}: {name} of the parallelized module has got a gradient on "
             f"{some} of {ranks} ranks only. If ranks have chosen different layers, by their rank "
@@ -462,6 +426,6 @@ class _EndOfBackward:
             self._end(True)
 
 
-def axes_of_sum(p: Tensor, grid: Grid) -> tuple[str, ...]:
+def _axes_of_sum(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
     """Return the grid axes over which the gradient of `p` is summed: those that do not cut `p`."""
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)

@@ -99,9 +99,9 @@ def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) 
     if algorithm == "w" and len(axes) == 1:
         axes += idle_axes(layout.cutting_axes, topology)
     of_channels = {"x": len(axes), "y": 0, "w": len(axes) // 2}[algorithm]
-    parts = (axes[:of_channels], axes[of_channels:])
+    channels, filters = axes[:of_channels], axes[of_channels:]
     kernel = ((),) * (weight.dim() - 2)
-    return (*(parts if transposed else reversed(parts)), *kernel)
+    return (channels, filters, *kernel) if transposed else (filters, channels, *kernel)
 
 
 def _sharded(weight: Tensor, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
@@ -154,7 +154,7 @@ def redistribute_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> Non
             part.register_forward_pre_hook(InputLayout(name, layouts[name]), with_kwargs=True)
 
 
-_numbers = count()
+_hook_numbers = count()
 _LAYOUTS: WeakValueDictionary[int, InputLayout] = WeakValueDictionary()
 """All hooks of this module by number, as functions of a traced graph refer to them."""
 
@@ -170,7 +170,7 @@ class InputLayout:
 
     def __init__(self, name: str, layout: Layout):
         self._operator, self._layout = f"layouts, {name or 'the module'}", layout
-        self._number = next(_numbers)
+        self._number = next(_hook_numbers)
         _LAYOUTS[self._number] = self
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -150,14 +150,14 @@ class ModuleGuard:
         check_no_active_wrapper()
         self._check_structure(module)
         self._reduction.prepare()
-        if inputs and not grids and self._reduction.trains:
+        if inputs and not grids and self._reduction.buckets:
             raise TypeError(
                 "a parallelized module was called on plain tensors only, of which every rank would "
                 "count the gradient once; pass distconv.distribute_tensor(x, grid), or call it "
                 "under torch.no_grad()"
             )
         for grid in grids:
-            if grid is not self._grid and grid != self._grid and not self._reduction.takes(grid):
+            if not self._fits(grid):
                 raise ValueError(
                     f"the module is parallelized on {self._grid}, its input lives on {grid}; "
                     "use one grid for both"
@@ -169,6 +169,14 @@ class ModuleGuard:
                 f"call of a parallelized module in {mode} mode",
                 self._reduction.layout ^ self._reduction.enabled,
             )
+
+    def _fits(self, grid: Any) -> bool:
+        """Return whether inputs of the module may live on `grid`."""
+        if grid is self._grid or grid == self._grid:
+            return True
+        # Averages are over grids of some of the ranks, each with samples of its own.
+        averages = self._reduction.divisor is not None
+        return averages and set(grid.ranks) <= set(self._grid.ranks)
 
     def _together(self, inputs: Iterable[Tensor]) -> bool:
         """Return whether all ranks of the grid must make this call, as an input is cut over them.

@@ -146,7 +146,7 @@ def grad(
                 gradient = whole(x.unmerged, part, met)
                 return None if gradient is None else gradient.reshape(x.shape)
             # A replicated leaf sums its gradient by itself.
-            total = part if x.sums_gradient else whole_gradient(part, x.cuts, grid)
+            total = part if x.summed_by == "hook" else whole_gradient(part, x.cuts, grid)
             return DistTensor(total, x.shape, x.cuts, grid)
         # Others were summed where they met distributed tensors, or became one.
         cuts: Cuts = ((),) * x.dim()
@@ -206,7 +206,7 @@ def _hook_block(
     shape, cuts, grid, replicas = self.shape, self.cuts, self.grid, self.replicas
     block, dtype, device = self.shard.shape, self.dtype, self.device
     # A replicated leaf has summed its gradient by itself before.
-    leaf = self.sums_gradient
+    leaf = self.summed_by == "hook"
 
     def on_shard(part: Tensor | None) -> Tensor | None:
         # A rank without a part takes part in the sum, as others wait for it.

@@ -221,10 +221,9 @@ class DistTensorBase(torch.Tensor):
     `shard` is then an alias of the leaf, which all operators read. Ranks may build an operator from
     different autograd nodes. If these read the leaf directly, its hooks would run at different
     times on each rank."""
-    sums_gradient = False
-    """Whether a hook of the leaf sums its gradient over the replicas."""
-    summed_when_accumulated = False
-    """Whether a module sums the gradients accumulated by a backward pass, and only those."""
+    summed_by = ""
+    """What sums the gradient of a leaf over its replicas: "hook" for a hook of the leaf; "module"
+    for a parallelized module, which sums only what a backward pass has accumulated; else ""."""
     gradient_hook: Any = None
     """The hook that keeps a non-leaf's gradient in `retained_gradient`, or None."""
     retained_gradient: Tensor | None = None
@@ -386,7 +385,9 @@ class DistTensorBase(torch.Tensor):
             if other.recipe is not None and other.recipe.base is self:
                 other.recipe = other.recipe._replace(base=before)
         self.__dict__.pop("shard", None)
-        self.leaf, self.sums_gradient, memory.leaf = None, False, False
+        self.leaf, memory.leaf = None, False
+        if self.summed_by == "hook":
+            self.summed_by = ""
         self.__dict__.update({k: v for k, v in view.__dict__.items() if k == "shard"})
         self.unmerged, self.recipe, self.cuts = view.unmerged, view.recipe, view.cuts
         self._shape, self._memory = view._shape, view._memory

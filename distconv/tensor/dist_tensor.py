@@ -346,7 +346,7 @@ class DistTensor(DistTensorBase):
         self.held.requires_grad_(requires_grad)
         self.sync_requires_grad()
         axes = replicating_axes(self.cuts, self.grid.topology)
-        if fresh and axes and not self.sums_gradient and not self.summed_when_accumulated:
+        if fresh and axes and not self.summed_by:
             # The shard keeps the hook, which therefore must not keep the shard.
             grid, shape = self.grid, self.shard.shape
             dtype, device = self.dtype, self.shard.device
@@ -362,19 +362,12 @@ class DistTensor(DistTensorBase):
                 return total[:-1].view(shape)
 
             self.shard.register_hook(add_up)
-            self.sums_gradient = True
-        if fresh and self.sums_gradient and not self.shard.is_inference():
+            self.summed_by = "hook"
+        if fresh and self.summed_by == "hook" and not self.shard.is_inference():
             self.leaf, self._memory.leaf = self.shard, True
             with torch.enable_grad():
                 self.shard = _Alias.apply(self.leaf)
         return self
-
-    def mark_summed_when_accumulated(self) -> None:
-        """Note that a parallelized module sums this parameter's gradients over the ranks.
-
-        Without the note, `requires_grad_` adds a hook that sums them.
-        """
-        self.summed_when_accumulated = True
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]

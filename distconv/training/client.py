@@ -19,7 +19,14 @@ from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.base import shards_of
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.training.checks import checked_number
-from distconv.training.requests import Answer, Connection, Kind, ServerLost, ServerParts
+from distconv.training.requests import (
+    Answer,
+    Connection,
+    MessageKind,
+    ServerLost,
+    ServerParts,
+    copy_sent,
+)
 from distconv.training.serving import Method, described, server_parts_of
 from distconv.training.team import Team
 from distconv.transport.link import Link, Message
@@ -68,10 +75,10 @@ class Worker:
         self._server = _Together(team.above, server_parts, agreed, grid, tensors)
         self._team, self._model, self._optimizer = team, model, optimizer
         self._done = False
-        leaves, buffers = (shards_of([*some]) for some in (model.parameters(), model.buffers()))
+        leaves, buffers = shards_of(model.parameters()), shards_of(model.buffers())
         self._tensors = [*leaves, *buffers]
-        answer = self._server.ask(Kind.HELLO)
-        self._take(answer.tensors)
+        answer = self._server.ask(MessageKind.HELLO)
+        copy_sent(self._tensors, answer.tensors)
         self.samples = answer.samples
         self._client = method.client(leaves, buffers, optimizer, self._server, answer.steps)
 
@@ -104,7 +111,7 @@ class Worker:
 
     def meet(self) -> None:
         """Wait until all active workers call it, for example at the end of an epoch."""
-        self._server.ask(Kind.MEET)
+        self._server.ask(MessageKind.MEET)
         self.samples = self._server.samples
 
     def save(
@@ -131,7 +138,7 @@ class Worker:
         number: a number that grows from one call to the next, the same on all workers.
         scheduler, loader, extra, keep: see `save_checkpoint`; they belong to this worker.
         """
-        self._client.finish()
+        self._client.flush()
         save_checkpoint(
             self._team.folder(within),
             self._model,
@@ -142,7 +149,7 @@ class Worker:
             keep=keep,
             extra=extra,
         )
-        self._server.ask(Kind.SAVE, steps=number)
+        self._server.ask(MessageKind.SAVE, steps=number)
         self.samples = self._server.samples
 
     def load(
@@ -173,19 +180,19 @@ class Worker:
 
         The worker's own come back afterwards. With elastic averaging the server's are the center.
         """
-        answer = self._server.ask(Kind.STATE)
+        answer = self._server.ask(MessageKind.STATE)
         own = [tensor.detach().clone() for tensor in self._tensors]
-        self._take(answer.tensors)
+        copy_sent(self._tensors, answer.tensors)
         try:
             yield
         finally:
-            self._take(own)
+            copy_sent(self._tensors, own)
 
     def finish(self) -> None:
         """Send outstanding updates, and tell the server that this worker has finished."""
         if not self._done:
-            self._client.finish()
-            self._server.ask(Kind.DONE)
+            self._client.flush()
+            self._server.ask(MessageKind.DONE)
             self._done = True
             self._team.leave()
 
@@ -197,12 +204,6 @@ class Worker:
             self.finish()
         else:
             self._team.leave(error)
-
-    def _take(self, values: Sequence[Tensor | None]) -> None:
-        with torch.no_grad():
-            for tensor, value in zip(self._tensors, values, strict=True):
-                if value is not None:
-                    tensor.detach().copy_(value)
 
 
 class _Together(Connection):
@@ -227,20 +228,14 @@ class _Together(Connection):
 
     def ask(
         self,
-        kind: Kind,
+        kind: MessageKind,
         tensors: Sequence[Tensor | None] | None = None,
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
         """Send a request for all ranks of the worker; return this rank's blocks of the answer.
 
-        Parameters
-        ----------
-        kind: the kind of the request.
-        tensors: this rank's blocks of the tensors to send, in the order of the model; None to send
-            none.
-        samples: the number of samples since this worker's last update.
-        steps: the number of this worker's steps.
+        The arguments are those of `Connection.ask`, with this rank's blocks of `tensors`.
         """
         whole = None if tensors is None else self._whole(tensors)
         found: list[Message] = []
@@ -249,7 +244,7 @@ class _Together(Connection):
                 found = self.answers(kind, whole, samples, steps)
             except ServerLost as error:
                 self._lost = str(error)
-        if kind == Kind.PUSH:
+        if kind == MessageKind.PUSH:
             return self.joined([])  # the next answer says where it was lost
         heads = [(answer.numbers, len(answer.payload)) for answer in found]
         # A server may let workers wait for long, which must not look like a stall of the grid.

@@ -14,7 +14,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from distconv.training.checks import check_count
-from distconv.training.requests import Client, Connection, Kind
+from distconv.training.requests import Client, Connection, MessageKind, copy_sent
+from distconv.training.server import UpdateRule
 
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -55,14 +56,8 @@ class Downpour:
                 "for each other with synchronous=True; give both the same"
             )
 
-    def rule(
-        self,
-        parameters: Sequence[Parameter],
-        buffers: Sequence[Tensor],
-        clients: int,
-        above: Connection | None,
-    ) -> DownpourRule:
-        return DownpourRule(self, parameters, buffers, above)
+    def rule(self, *given: Any) -> DownpourRule:
+        return DownpourRule(self, *given)
 
     def client(self, *given: Any) -> DownpourClient:
         return DownpourClient(self, *given)
@@ -79,63 +74,57 @@ class DownpourClient(Client):
         """Add the gradients of `samples` samples to the sums to send, and set them to None."""
         self.steps += 1
         self.samples += samples
-        pushes, fetches = (
-            self.steps % period == 0 for period in (self.method.push, self.method.fetch)
-        )
+        pushes = self.steps % self.method.push == 0
+        fetches = self.steps % self.method.fetch == 0
         for i, p in enumerate(self.parameters):
             before = self._sums[i]
-            if p.grad is not None:
-                if before is not None:
-                    self._sums[i] = before.add_(p.grad)
-                else:
-                    # Reductions will overwrite their memory in the next backward pass.
-                    self._sums[i] = p.grad if pushes else p.grad.detach().clone()
+            if p.grad is not None and before is not None:
+                before.add_(p.grad)
+            elif p.grad is not None:
+                # Reductions will overwrite their memory in the next backward pass.
+                self._sums[i] = p.grad if pushes else p.grad.detach().clone()
         if fetches:
-            kind = Kind.PUSH_AND_FETCH if pushes else Kind.FETCH
-            self._fetch(kind)
+            self._fetch(MessageKind.PUSH_AND_FETCH if pushes else MessageKind.FETCH)
         else:
             if pushes:
-                self._ask(Kind.PUSH)
+                self._ask(MessageKind.PUSH)
             if self.optimizer is not None:
                 self.optimizer.step()
         for p in self.parameters:
             p.grad = None
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """Send the gradients summed since the last push, if any."""
         if any(gradient is not None for gradient in self._sums):
-            self._fetch(Kind.PUSH_AND_FETCH)
+            self._fetch(MessageKind.PUSH_AND_FETCH)
 
-    def _fetch(self, kind: Kind) -> None:
+    def _fetch(self, kind: MessageKind) -> None:
         answer = self._ask(kind)
-        for p, value in zip(self.parameters, answer, strict=False):
-            if value is not None:
-                p.detach().copy_(value)
+        copy_sent(self.parameters, answer[: len(self.parameters)])
 
-    def _ask(self, kind: Kind) -> list[Tensor | None]:
-        if kind == Kind.FETCH:
+    def _ask(self, kind: MessageKind) -> list[Tensor | None]:
+        if kind == MessageKind.FETCH:
             return self.server.ask(kind, steps=self.steps).tensors
         brought, samples = [*self._sums, *self.buffers], self.samples
         self._sums, self.samples = [None] * len(self.parameters), 0
         return self.server.ask(kind, brought, samples, self.steps).tensors
 
 
-class DownpourRule:
+class DownpourRule(UpdateRule):
     """The server's part of `Downpour`: it takes the optimizer's steps with workers' gradients.
 
     A server that is itself a client of another server sends the gradients on, and fetches
     parameters from it.
     """
 
-    kinds: tuple[Kind, ...] = (Kind.PUSH, Kind.PUSH_AND_FETCH)
-    optimizer: Any
-    scheduler: Any
+    kinds = (MessageKind.PUSH, MessageKind.PUSH_AND_FETCH)
 
     def __init__(
         self,
         method: Downpour,
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
+        clients: int,
         above: Connection | None,
     ):
         self.waits = method.synchronous
@@ -144,21 +133,16 @@ class DownpourRule:
         # Under a server from which it fetches in every step, it takes no steps of its own.
         steps = above is None or method.fetch > 1
         self.scheduler = method.schedule(self.optimizer) if method.schedule and steps else None
-        self._client = (
-            method.client(parameters, buffers, self.optimizer, above, 0) if above else None
-        )
+        if above is not None:
+            self.client = method.client(parameters, buffers, self.optimizer, above, 0)
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Step with one client's gradients, or with the weighted mean of several clients'.
-
-        `brought` has for each client its gradients, and the number of samples behind them: their
-        weight.
-        """
+        """Step with one client's gradients, or with the weighted mean of several clients'."""
         for i, p in enumerate(self._parameters):
             p.grad = _mean([(tensors[i], samples) for tensors, samples in brought])
         samples = sum(samples for _, samples in brought)
-        if self._client is not None:
-            self._client.step(samples)
+        if self.client is not None:
+            self.client.step(samples)
         else:
             self.optimizer.step()
         if self.scheduler is not None:
@@ -166,14 +150,6 @@ class DownpourRule:
         for p in self._parameters:
             p.grad = None
         return []
-
-    def finish(self) -> None:
-        """Send the gradients summed since the last push to another server.
-
-        Nothing is sent unless this server is a client of another one.
-        """
-        if self._client is not None:
-            self._client.finish()
 
 
 def _mean(gradients: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:

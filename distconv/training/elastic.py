@@ -21,7 +21,8 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.base import shards_of
 from distconv.training.checks import check_count
-from distconv.training.requests import Client, Connection, Kind
+from distconv.training.requests import Client, Connection, MessageKind
+from distconv.training.server import UpdateRule
 
 _WITHIN_A_SAMPLE = tuple(axis for axis in AXES if axis != "sample")
 """The grid axes that cut a sample."""
@@ -191,16 +192,8 @@ class AsynchronousElastic:
                 "and below 1"
             )
 
-    def rule(
-        self,
-        parameters: Sequence[Parameter],
-        buffers: Sequence[Tensor],
-        clients: int,
-        above: Connection | None,
-    ) -> ElasticRule:
-        alpha = 0.9 / clients if self.alpha is None else self.alpha
-        client = self.client(parameters, buffers, None, above, 0) if above else None
-        return ElasticRule(parameters, alpha, client)
+    def rule(self, *given: Any) -> ElasticRule:
+        return ElasticRule(self, *given)
 
     def client(self, *given: Any) -> ElasticClient:
         return ElasticClient(self, *given)
@@ -224,7 +217,7 @@ class ElasticClient(Client):
         for p in self.parameters:
             p.grad = None
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """Pull towards the center, unless no step was taken since the last pull."""
         if not self._pulled:
             self._pull()
@@ -232,32 +225,37 @@ class ElasticClient(Client):
     def _pull(self) -> None:
         brought = [p.detach() for p in self.parameters]
         samples, self.samples, self._pulled = self.samples, 0, True
-        answer = self.server.ask(Kind.PULL, [*brought, *self.buffers], samples, self.steps)
+        answer = self.server.ask(MessageKind.PULL, [*brought, *self.buffers], samples, self.steps)
         for p, pull in zip(self.parameters, answer.tensors, strict=False):
             if pull is not None:
                 p.detach().sub_(pull)
 
 
-class ElasticRule:
+class ElasticRule(UpdateRule):
     """The server's part of `AsynchronousElastic`: it moves the center when a worker pulls.
 
-    `client` ties this center to the center of another server, of which this server is a client;
-    None if there is no other server.
+    As a client of another server, it ties its center to the other server's.
     """
 
-    kinds: tuple[Kind, ...] = (Kind.PULL,)
-    waits = False
-    optimizer: Any = None
-    scheduler: Any = None
+    kinds = (MessageKind.PULL,)
 
-    def __init__(self, parameters: Sequence[Parameter], alpha: float, client: ElasticClient | None):
-        self._parameters, self._alpha, self._client = parameters, alpha, client
+    def __init__(
+        self,
+        method: AsynchronousElastic,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor],
+        clients: int,
+        above: Connection | None,
+    ):
+        self._parameters = parameters
+        self._alpha = 0.9 / clients if method.alpha is None else method.alpha
+        if above is not None:
+            self.client = method.client(parameters, buffers, None, above, 0)
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Move the center towards a client's parameters; return the move, which the client takes.
+        """Move the center towards a client's parameters; return the move.
 
-        `brought` has one entry: the client's parameters, and the samples since its last pull. The
-        client subtracts the move from its parameters.
+        The client subtracts the move from its parameters.
         """
         [(theirs, samples)] = brought
         pull: list[Tensor | None] = []
@@ -266,14 +264,6 @@ class ElasticRule:
             moved = (x - center.detach()).mul_(self._alpha)
             center.detach().add_(moved)
             pull.append(moved)
-        if self._client is not None:
-            self._client.step(samples)
+        if self.client is not None:
+            self.client.step(samples)
         return pull
-
-    def finish(self) -> None:
-        """Pull at the center of the server that this server is a client of, if there is one.
-
-        Nothing is sent if no client has pulled since the last pull.
-        """
-        if self._client is not None:
-            self._client.finish()

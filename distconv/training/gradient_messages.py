@@ -2,88 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from distconv.grid.process_grid import ProcessGrid
-from distconv.model.gradient_reduction import axes_of_sum, required_reduction
+from distconv.model.buckets import Bucket, PackedGradients
+from distconv.model.gradient_reduction import GradientReduction, required_reduction
 from distconv.model.parallelize import no_sync
-from distconv.ops.support.operands import constant
-from distconv.tensor.base import shards_of
 from distconv.training.checks import check_count
-
-# Messages that hold all gradients of a model, sent after a backward pass and not within it.
-
-
-class GradientMessage(NamedTuple):
-    """Gradients of one type to be summed over the same grid axes, in one vector `flat`.
-
-    Behind the elements, `flat` has a number for each gradient: 1 if this rank has it, else 0; after
-    the sum, the number of ranks that have it. `places` has the numbers and shapes of the
-    parameters.
-    """
-
-    axes: tuple[str, ...]
-    flat: Tensor
-    places: list[tuple[int, torch.Size]]
-
-
-class GradientPacking:
-    """Packs this rank's gradients of a parallelized module into messages, and unpacks their sums.
-
-    All ranks of the grid make it together. `purpose` names the communicators for the sums, so that
-    sums of different purposes do not share a communicator.
-    """
-
-    def __init__(self, module: nn.Module, grid: ProcessGrid, purpose: str):
-        self._parameters = list(module.parameters())
-        self._axes = [axes_of_sum(p, grid) for p in self._parameters]
-        self._grid = grid
-        for axes in dict.fromkeys(self._axes):
-            # All ranks make it together, whichever parameters each of them trains first.
-            grid.communicator(axes, purpose)
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """Return the leaves of autograd: each parameter, or this rank's block of a sharded one."""
-        return shards_of(self._parameters)
-
-    def pack(self) -> list[GradientMessage]:
-        """Return the gradients, copied into as few messages as possible; zeros in place of None."""
-        kinds: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = defaultdict(list)
-        leaves = self.leaves
-        for i, p in enumerate(leaves):
-            if p.requires_grad:
-                kinds[self._axes[i], p.dtype].append(i)
-        messages = []
-        for (axes, dtype), numbers in kinds.items():
-            here = [leaves[i].grad is not None for i in numbers]
-            flags = constant(self._grid.device, tuple(here), dtype)
-            flat = torch.cat([*(_part(leaves[i]).reshape(-1) for i in numbers), flags])
-            places = [(i, leaves[i].shape) for i in numbers]
-            messages.append(GradientMessage(axes, flat, places))
-        return messages
-
-    def unpack(self, messages: Iterable[GradientMessage]) -> list[Tensor | None]:
-        """Return the summed gradient of each leaf; None if no rank has a gradient."""
-        sums: list[Tensor | None] = [None] * len(self._parameters)
-        for _, flat, places in messages:
-            sizes = [shape.numel() for _, shape in places]
-            *pieces, flags = flat.split([*sizes, len(places)])
-            for (i, shape), piece, ranks in zip(places, pieces, flags.tolist(), strict=True):
-                sums[i] = piece.view(shape) if ranks else None
-        return sums
-
-
-def _part(p: Tensor) -> Tensor:
-    return torch.zeros_like(p, requires_grad=False) if p.grad is None else p.grad
-
+from distconv.transport.interface import Request
 
 # Reductions of the gradients of several models at once, in any order of backward passes.
 
@@ -120,28 +51,47 @@ class ConcurrentReductions:
                 "ConcurrentReductions: two of the models are parts of one parallelized module, "
                 "whose gradients travel together; call parallelize for each of them"
             )
-        for number, reduction in enumerate(self._reductions):
-            reduction.travel_apart(number)
+        self._purposes = [f"gradients {number}" for number in range(len(models))]
+        """For each model the purpose of its communicators, the same on all ranks."""
+        self._packed: list[list[tuple[Bucket, Request | None]]] = [[] for _ in models]
+        """For each model the buckets whose gradients are packed, with sums that are under way."""
+        for purpose, reduction in zip(self._purposes, self._reductions, strict=True):
+            grid = reduction.grid
+            for comm in reduction.make_communicators(purpose):
+                # A carrier may connect a communicator's ranks at its first use, where they wait
+                # for each other. First uses in different orders would wait for ever.
+                grid.transport.all_reduce(torch.zeros(1, device=grid.device), comm).wait()
 
     def __enter__(self) -> None:
-        for reduction in self._reductions:
-            reduction.hold()
-        for reduction in self._reductions:
+        for number, reduction in enumerate(self._reductions):
+            reduction.wait()
+            reduction.buckets.begin()
+            reduction.reduce_hook = partial(self._leave_packed, number)
             reduction.grid.journal.any_order += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for reduction in self._reductions:
-            reduction.grid.journal.any_order -= 1
+    def _leave_packed(self, number: int, bucket: Bucket) -> None:
+        """Start to sum a bucket of model `number`, if it need not start at the end of the context.
+
+        This is the `ReduceHook` of the model.
+        """
+        reduction, request = self._reductions[number], None
+        if not reduction.starts_at_the_end:
+            request = reduction.start_sum(bucket, self._purposes[number])
+        self._packed[number].append((bucket, request))
+
+    def __exit__(self, *_: object) -> None:
         # After an error, too: other ranks may have started reductions that this one has not.
+        for number, reduction in enumerate(self._reductions):
+            reduction.grid.journal.any_order -= 1
+            reduction.start_rest()
+            reduction.reduce_hook = None
+            for bucket, request in self._packed[number]:
+                if request is None:
+                    request = reduction.start_sum(bucket, self._purposes[number])
+                bucket.request = request
+            self._packed[number].clear()
         for reduction in self._reductions:
-            reduction.start_held()
-        for reduction in self._reductions:
-            reduction.settle()
+            reduction.wait()
 
 
 # Gradient lag: a step uses the gradient of an earlier step, so its reduction has time to finish.
@@ -150,7 +100,8 @@ class ConcurrentReductions:
 # follow w(t+1) = w(t) - lr * g(w(t-1)).
 
 
-_PURPOSE = "lagged gradients"
+_LAGGED = "lagged gradients"
+"""The purpose of the communicators for late gradients, whose sums overlap those of others."""
 
 _Sums: TypeAlias = Callable[[], list[Tensor | None]]
 
@@ -195,8 +146,8 @@ class GradientLag:
         self.lag, self.warmup_steps = lag, warmup_steps
         self._cooldown = None if total_steps is None else total_steps - cooldown_steps
         """The first step of the cool-down."""
-        self._model, self._reduction, self._grid = model, reduction, reduction.grid
-        self._packing = GradientPacking(model, self._grid, _PURPOSE)
+        self._model, self._reduction = model, reduction
+        reduction.make_communicators(_LAGGED)
         self._steps = 0
         self._late: deque[_Sums] = deque()
         """Functions that return the gradients of the last steps, the oldest first."""
@@ -216,10 +167,12 @@ class GradientLag:
             return
         with no_sync(self._model):
             loss.backward()  # type: ignore[no-untyped-call]
-        leaves = self._packing.leaves
-        self._late.append(_reduced(self._packing, self._grid))
-        late = self._late.popleft()() if len(self._late) > self.lag else [None] * len(leaves)
-        self._reduction.give(late)
+        self._late.append(_start_sums(self._reduction))
+        late: list[Tensor | None] = [None] * len(self._reduction.parameters)
+        if len(self._late) > self.lag:
+            late = self._late.popleft()()
+        for p, gradient in zip(self._reduction.parameters, late, strict=True):
+            p.set_sum(gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps taken, and the late gradients; waits for their sums.
@@ -233,7 +186,7 @@ class GradientLag:
 
         Raises ValueError if it belongs to other parameters, or another grid.
         """
-        leaves = self._packing.leaves
+        leaves = [p.leaf for p in self._reduction.parameters]
         saved: list[_Sums] = []
         for late in state["late"]:
             if len(late) != len(leaves) or any(
@@ -243,22 +196,34 @@ class GradientLag:
                     "GradientLag: the saved gradients belong to other parameters; load the state "
                     "of the same model on the same grid"
                 )
-            here = [None if g is None else g.to(self._grid.device, copy=True) for g in late]
+            here = [
+                None if g is None else g.to(self._reduction.grid.device, copy=True) for g in late
+            ]
             saved.append(partial(list, here))
         self._steps, self._late = int(state["steps"]), deque(saved)
 
 
-def _reduced(packing: GradientPacking, grid: ProcessGrid) -> _Sums:
-    """Start to reduce gradients; return a function that waits for the sums and returns them."""
-    messages = packing.pack()
-    requests = [
-        grid.transport.all_reduce(message.flat, grid.communicator(message.axes, _PURPOSE))
-        for message in messages
-    ]
+def _start_sums(reduction: GradientReduction) -> _Sums:
+    """Start to sum the gradients of a backward pass within `no_sync`.
+
+    Returns a function that waits for the sums, and returns one for each parameter: None for a
+    parameter of which no rank has a gradient. Collective.
+    """
+    grid = reduction.grid
+    under_way: list[tuple[Bucket, PackedGradients, Request]] = []
+    for bucket in reduction.buckets:
+        packed = bucket.pack()
+        comm = grid.communicator(bucket.axes, _LAGGED)
+        under_way.append((bucket, packed, grid.transport.all_reduce(packed.flat, comm)))
+    sums: list[Tensor | None] = [None] * len(reduction.parameters)
 
     def wait() -> list[Tensor | None]:
-        while requests:
-            requests.pop(0).wait()
-        return packing.unpack(messages)
+        while under_way:
+            bucket, packed, request = under_way.pop(0)
+            request.wait()
+            counts = bucket.counts(packed)
+            for p, view, count in zip(bucket.members, packed.views, counts, strict=True):
+                sums[p.number] = view if count else None
+        return sums
 
     return wait

@@ -18,14 +18,12 @@ from distconv.comm.collectives import all_reduce_
 from distconv.geometry.layout import cutting_axes
 from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
+from distconv.model.buckets import Bucket, PackedGradients
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.parallelize import no_sync
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.training.checks import check_count
-from distconv.training.gradient_messages import GradientMessage, GradientPacking
 from distconv.transport.interface import SUM_TYPES
-
-_PURPOSE = "noise scale"
 
 
 class NoiseScale:
@@ -64,7 +62,6 @@ class NoiseScale:
                     "their own then; cut channels over other axes than sample"
                 )
         self._model, self._reduction, self._grid = model, reduction, reduction.grid
-        self._packing = GradientPacking(model, self._grid, _PURPOSE)
         self.decay = decay
         self.signal = self.noise = 0.0
 
@@ -97,48 +94,50 @@ class NoiseScale:
         samples: the samples of the whole batch, over all replicas and micro-batches.
         """
         check_count("NoiseScale", "samples", samples, 1)
-        messages: list[GradientMessage] = []
+        packed: list[tuple[Bucket, PackedGradients]] = []
+        sums: list[Tensor] = []
+        """For each bucket this replica's gradients, summed over the micro-batches so far."""
         squares, count = self._zero(), 0
         with no_sync(self._model):
             for loss in [losses] if isinstance(losses, Tensor) else losses:
                 self._model.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
-                unit = [self._within_replica(message) for message in self._packing.pack()]
+                packed = [(bucket, bucket.pack()) for bucket in self._reduction.buckets]
+                unit = [self._of_replica(bucket, gradients.flat) for bucket, gradients in packed]
                 squares = squares + self._squared(unit)
-                for before, message in zip(messages, unit, strict=False):
-                    message.flat.add_(before.flat)
-                messages, count = unit, count + 1
+                for before, flat in zip(sums, unit, strict=False):
+                    flat.add_(before)
+                sums, count = unit, count + 1
         if not count:
             raise ValueError("NoiseScale: there is no loss; pass one, or one for each micro-batch")
-        for message in messages:
-            self._add_up(message, ("sample",))
-        whole = self._squared(messages) / self._grid.shape["sample"]
-        dtypes = [p.dtype for p in self._packing.leaves]
-        sums = [m._replace(flat=m.flat.to(dtypes[m.places[0][0]])) for m in messages]
-        self._reduction.give(self._packing.unpack(sums))
+        for flat in sums:
+            self._all_reduce(flat, ("sample",))
+        whole = self._squared(sums) / self._grid.shape["sample"]
+        for (bucket, gradients), flat in zip(packed, sums, strict=True):
+            gradients.flat.copy_(flat)
+            bucket.unpack(gradients)
         self._learn(squares, whole, samples, count * self._grid.shape["sample"])
 
-    def _within_replica(self, message: GradientMessage) -> GradientMessage:
-        """Return a message summed over the ranks that share a sample.
+    def _of_replica(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        """Return packed gradients summed over the ranks that share a sample.
 
         Gradients of 16 bits become float32.
         """
-        flat = message.flat.to(SUM_TYPES.get(message.flat.dtype, message.flat.dtype))
-        wide = message._replace(flat=flat)
-        self._add_up(wide, _within(wide))
+        wide = flat.to(SUM_TYPES.get(flat.dtype, flat.dtype))
+        self._all_reduce(wide, _within(bucket))
         return wide
 
-    def _add_up(self, message: GradientMessage, axes: tuple[str, ...]) -> None:
+    def _all_reduce(self, flat: Tensor, axes: tuple[str, ...]) -> None:
         if self._grid.topology.parts(axes) > 1:
-            all_reduce_(message.flat, self._grid, axes)
+            all_reduce_(flat, self._grid, axes)
 
-    def _squared(self, messages: list[GradientMessage]) -> Tensor:
+    def _squared(self, flats: list[Tensor]) -> Tensor:
         """Return this rank's share of the squared norm of a replica's gradients, in float64."""
         total = self._zero()
-        for message in messages:
-            gradients = message.flat[: -len(message.places)]
+        for bucket, flat in zip(self._reduction.buckets, flats, strict=True):
+            gradients = bucket.elements_of(flat)
             norm = torch.linalg.vector_norm(gradients, dtype=torch.float64)
-            total = total + norm.square() / self._grid.topology.parts(_within(message))
+            total = total + norm.square() / self._grid.topology.parts(_within(bucket))
         return total
 
     def _learn(self, squares: Tensor, whole: Tensor, samples: int, units: int) -> None:
@@ -173,9 +172,9 @@ def estimates(small: float, large: float, unit: int, batch: int) -> tuple[float,
     return signal, noise
 
 
-def _within(message: GradientMessage) -> tuple[str, ...]:
-    """Return the axes, besides `sample`, over which a message's gradients are summed."""
-    return tuple(axis for axis in message.axes if axis != "sample")
+def _within(bucket: Bucket) -> tuple[str, ...]:
+    """Return the axes, besides `sample`, over which a bucket's gradients are summed."""
+    return tuple(axis for axis in bucket.axes if axis != "sample")
 
 
 # Advice on how many replicas, and how large a batch, a training can use.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def dealt_out(sizes: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in items]
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The kind of a message between client and server, the first number in the message.
 
     Further numbers of a request: the version of the client's parameters, the samples since its last
@@ -122,19 +123,19 @@ class Kind(IntEnum):
     """Ask as by MEET, and for the server to save its state under the number for the steps."""
 
 
-_RENEWING = (Kind.HELLO, Kind.FETCH, Kind.PUSH_AND_FETCH, Kind.PULL)
+_RENEWING = (MessageKind.HELLO, MessageKind.FETCH, MessageKind.PUSH_AND_FETCH, MessageKind.PULL)
 """The requests after which a client has parameters of the version in the answer."""
 
 _AWAITED = {
-    Kind.HELLO: "the parameters to begin with",
-    Kind.PUSH: "the server to take gradients",
-    Kind.FETCH: "parameters",
-    Kind.PUSH_AND_FETCH: "the parameters after its gradients",
-    Kind.PULL: "the pull on its parameters",
-    Kind.STATE: "the parameters and buffers of the server",
-    Kind.MEET: "all workers to meet",
-    Kind.SAVE: "all workers to meet, and the server to save its state",
-    Kind.DONE: "the server to take note of its end",
+    MessageKind.HELLO: "the parameters to begin with",
+    MessageKind.PUSH: "the server to take gradients",
+    MessageKind.FETCH: "parameters",
+    MessageKind.PUSH_AND_FETCH: "the parameters after its gradients",
+    MessageKind.PULL: "the pull on its parameters",
+    MessageKind.STATE: "the parameters and buffers of the server",
+    MessageKind.MEET: "all workers to meet",
+    MessageKind.SAVE: "all workers to meet, and the server to save its state",
+    MessageKind.DONE: "the server to take note of its end",
 }
 """For each request, the thing that a client waits for, in words."""
 
@@ -182,10 +183,8 @@ class ServerParts:
             )
         tensors = [*parameters, *buffers]
         self.tensors = len(tensors)
-        own, others = (
-            dealt_out([t.numel() * t.element_size() for t in some], ranks)
-            for some in (parameters, buffers)
-        )
+        own = dealt_out([p.nbytes for p in parameters], ranks)
+        others = dealt_out([x.nbytes for x in buffers], ranks)
         self.parts = [
             [*first, *(len(parameters) + i for i in second)]
             for first, second in zip(own, others, strict=True)
@@ -234,7 +233,7 @@ class Connection:
 
     def ask(
         self,
-        kind: Kind,
+        kind: MessageKind,
         tensors: Sequence[Tensor | None] | None = None,
         samples: int = 0,
         steps: int = 0,
@@ -253,7 +252,7 @@ class Connection:
         return self.joined(self.answers(kind, tensors, samples, steps))
 
     def answers(
-        self, kind: Kind, tensors: Sequence[Tensor | None] | None, samples: int, steps: int
+        self, kind: MessageKind, tensors: Sequence[Tensor | None] | None, samples: int, steps: int
     ) -> list[Message]:
         """Send a request to every rank of the server, and return their answers.
 
@@ -266,7 +265,7 @@ class Connection:
                 head = (kind, self._versions[j], samples, steps, *loss)
                 with suppress(LinkLost):  # found below, after the server's last message
                     link.send(message(head, self._payload(kind, j, tensors)))
-            if kind == Kind.PUSH:
+            if kind == MessageKind.PUSH:
                 for link in self._links:
                     link.flush(until)
                 return []
@@ -279,7 +278,7 @@ class Connection:
                 "given; start the job again with resume=True"
             ) from error
         for j, answer in enumerate(found):
-            if answer.numbers[0] == Kind.FAILED:
+            if answer.numbers[0] == MessageKind.FAILED:
                 raise ServerLost(bytes(answer.payload.numpy()).decode())
             if kind in _RENEWING:
                 self._versions[j] = answer.numbers[1]
@@ -292,7 +291,8 @@ class Connection:
         """
         if not found:
             return Answer([None] * self._parts.tensors, 0, 0)
-        samples, steps = (min(answer.numbers[i] for answer in found) for i in (2, 3))
+        samples = min(answer.numbers[2] for answer in found)
+        steps = min(answer.numbers[3] for answer in found)
         self.stopped |= any(answer.numbers[4] for answer in found)
         return Answer(self._parts.joined([answer.payload for answer in found]), samples, steps)
 
@@ -300,10 +300,13 @@ class Connection:
         """Return the numbers of a request for the mean of the losses noted, and forget these."""
         loss, weight = self._loss, self._weight
         self._loss, self._weight = 0.0, 0
-        return (*_BITS.unpack(_LOSS.pack(loss / weight)), 1) if weight else ()
+        if not weight:
+            return ()
+        (bits,) = _BITS.unpack(_LOSS.pack(loss / weight))
+        return bits, 1
 
-    def _silence(self, kind: Kind, error: LinkSilent) -> str:
-        waits_for_workers = kind in (Kind.MEET, Kind.SAVE, Kind.PUSH_AND_FETCH)
+    def _silence(self, kind: MessageKind, error: LinkSilent) -> str:
+        waits_for_workers = kind in (MessageKind.MEET, MessageKind.SAVE, MessageKind.PUSH_AND_FETCH)
         return (
             f"waited for {_AWAITED[kind]} for more than DISTCONV_TIMEOUT={self._limit:g} seconds "
             f"at {user_line()}: {error}. The server hangs"
@@ -311,8 +314,10 @@ class Connection:
             + "; or it takes longer than the limit, which DISTCONV_TIMEOUT changes"
         )
 
-    def _payload(self, kind: Kind, j: int, tensors: Sequence[Tensor | None] | None) -> Tensor:
-        if kind == Kind.HELLO:
+    def _payload(
+        self, kind: MessageKind, j: int, tensors: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        if kind == MessageKind.HELLO:
             return in_bytes(self._agreed)
         if tensors is None:
             return in_bytes("")
@@ -320,7 +325,7 @@ class Connection:
 
 
 @dataclass(eq=False)
-class Client:
+class Client(ABC):
     """Base class of the client's part of a training algorithm such as `Downpour`.
 
     Attributes
@@ -341,6 +346,22 @@ class Client:
     samples: int = 0
     """The samples since the last update."""
 
+    @abstractmethod
+    def step(self, samples: int) -> None:
+        """Take a step with gradients of `samples` samples, and set the gradients to None."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Send outstanding updates to the server."""
+
+
+def copy_sent(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    """Overwrite tensors by values from a message; None, which was not sent, changes nothing."""
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            if value is not None:
+                tensor.detach().copy_(value)
+
 
 def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
     """Tell servers `above` that their client has failed, clients `below` that their server has.
@@ -348,7 +369,7 @@ def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
     `why` is the reason. All links are closed.
     """
     until = time.monotonic() + _FAREWELL
-    for links, last in ((above, message((Kind.LEAVE,))), (below, failed(why))):
+    for links, last in ((above, message((MessageKind.LEAVE,))), (below, failed(why))):
         for link in links:
             with suppress(LinkLost):
                 link.send(last)
@@ -365,7 +386,7 @@ def loss_in(request: Message) -> float | None:
 
 def failed(why: str) -> Message:
     """Return the message to clients that their server has failed, with the reason."""
-    return message((Kind.FAILED,), in_bytes(f"the server has failed: {why}"))
+    return message((MessageKind.FAILED,), in_bytes(f"the server has failed: {why}"))
 
 
 def in_bytes(text: str) -> Tensor:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import io
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from distconv.data.checkpoint import (
     step_of,
 )
 from distconv.training.history import History, TrainingLoss
-from distconv.training.requests import Connection, Kind, Packing, loss_in
+from distconv.training.requests import Client, Connection, MessageKind, Packing, copy_sent, loss_in
 from distconv.training.team import SERVER_FOLDER
 from distconv.transport.link import Message, message
 
@@ -74,18 +75,25 @@ class Report:
         return "\n".join(lines)
 
 
-class Rule(Protocol):
-    """The server's part of a training algorithm, such as `Downpour`, that changes parameters."""
+class UpdateRule(ABC):
+    """The server's part of a training algorithm, such as `Downpour`, that changes parameters.
 
-    kinds: tuple[Kind, ...]
-    """The requests that carry updates."""
-    optimizer: Any
-    """The server's optimizer, or None."""
-    scheduler: Any
-    """The scheduler of the optimizer, or None."""
-    waits: bool
-    """Whether an update waits for requests of all active clients, or each request is one."""
+    Attributes
+    ----------
+    kinds: the requests that carry updates.
+    optimizer, scheduler: the server's optimizer and the scheduler of it, or None.
+    waits: whether an update waits for requests of all active clients; otherwise each request is an
+        update.
+    client: this server as a client of another server; None if there is no other.
+    """
 
+    kinds: tuple[MessageKind, ...]
+    optimizer: Any = None
+    scheduler: Any = None
+    waits = False
+    client: Client | None = None
+
+    @abstractmethod
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
         """Change the parameters by updates from one or more clients.
 
@@ -94,8 +102,10 @@ class Rule(Protocol):
         PULL, in place of the parameters.
         """
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """Send outstanding updates to the server of which this one is a client, if there is one."""
+        if self.client is not None:
+            self.client.flush()
 
 
 class Server:
@@ -110,38 +120,44 @@ class Server:
     clients: the number of clients, which are numbered from 0.
     agreed: the text about model and method that each client must send in its HELLO.
     above: the connection to another server of which this server is a client; None if there is none.
+
+    Attributes
+    ----------
+    tensors: the parameters, and then the buffers.
     save: saves the state of this rank under a number that the clients choose.
+    active: the active clients.
+    steps: the number of steps of each client whose updates were handled.
+    report: the course of the training so far.
     """
 
     def __init__(
         self,
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
-        rule: Rule,
+        rule: UpdateRule,
         clients: int,
         *,
         agreed: str = "",
         above: Connection | None = None,
-        save: Callable[[int], object] = lambda number: None,
     ):
         self._parameters, self._buffers = parameters, buffers
-        self._packing = Packing([*parameters, *buffers])
-        self._rule, self._agreed, self._above, self._save = rule, agreed, above, save
+        self.tensors = [*parameters, *buffers]
+        self._packing = Packing(self.tensors)
+        self._rule, self._agreed, self.above = rule, agreed, above
+        self.save: Callable[[int], object] = lambda number: None
         self.active = set(range(clients))
-        """The active clients."""
         self._met: list[int] = []
         self._numbers: set[int] = set()
         """The numbers under which the clients that have met want the state to be saved."""
-        self._pending: dict[int, tuple[Kind, list[Tensor | None], int, float | None]] = {}
+        self._pending: dict[int, tuple[MessageKind, list[Tensor | None], int, float | None]] = {}
         """Requests, by client, for an update that waits for requests of other clients."""
         self.steps: Counter[int] = Counter()
-        """The number of steps of each client whose updates were handled."""
         self.report = Report()
 
     @property
     def stopped(self) -> bool:
         """Return whether validation has ended the training; updates are ignored then."""
-        above = self._above is not None and self._above.stopped
+        above = self.above is not None and self.above.stopped
         return above or self.report.stopped is not None
 
     def handle(self, client: int, request: Message) -> Due:
@@ -153,30 +169,31 @@ class Server:
         """
         kind = self._kind(request)
         if kind in self._rule.kinds:
-            return self._take(client, kind, request)
-        if kind == Kind.HELLO:
+            return self._note_update(client, kind, request)
+        if kind == MessageKind.HELLO:
             self._check(client, request)
             return [(client, self._answer(self._state(), client))]
-        if kind == Kind.FETCH:
+        if kind == MessageKind.FETCH:
             return [(client, self._answer(self._own()))]
-        if kind == Kind.STATE:
+        if kind == MessageKind.STATE:
             return [(client, self._answer(self._state()))]
-        if kind in (Kind.MEET, Kind.SAVE):
+        if kind in (MessageKind.MEET, MessageKind.SAVE):
             self._met.append(client)
-            self._numbers |= {request.numbers[3]} if kind == Kind.SAVE else set()
-            return self._settled()
-        if kind == Kind.DONE:
+            if kind == MessageKind.SAVE:
+                self._numbers.add(request.numbers[3])
+            return self._due_answers()
+        if kind == MessageKind.DONE:
             self.active.discard(client)
-            return [(client, self._answer()), *self._settled()]
+            return [(client, self._answer()), *self._due_answers()]
         raise MalformedRequest(f"a {kind.name}, which this method does not know")
 
-    def _kind(self, request: Message) -> Kind:
+    def _kind(self, request: Message) -> MessageKind:
         """Return the kind of a request; raise MalformedRequest if its numbers make no sense."""
         number, version, samples, steps, *_ = request.numbers
-        known = number in set(Kind)
+        known = number in set(MessageKind)
         if not known or not 0 <= version <= self.report.updates or samples < 0 or steps < 0:
             raise MalformedRequest(f"the numbers {request.numbers} are those of no request")
-        return Kind(number)
+        return MessageKind(number)
 
     def drop(self, client: int, why: str) -> Due:
         """Go on without a client that was lost, and return the answers that waited for it alone.
@@ -187,9 +204,9 @@ class Server:
             self.active.discard(client)
             self.report.lost[client] = why
         self._pending.pop(client, None)
-        return self._settled()
+        return self._due_answers()
 
-    def _take(self, client: int, kind: Kind, request: Message) -> Due:
+    def _note_update(self, client: int, kind: MessageKind, request: Message) -> Due:
         _, version, samples, steps, *_ = request.numbers
         try:
             tensors = self._packing.unpack(request.payload)
@@ -203,9 +220,9 @@ class Server:
         self.steps[client] = max(self.steps[client], steps)
         parameters = tensors[: len(self._parameters)]
         self._pending[client] = kind, parameters, samples, loss_in(request)
-        return self._settled()
+        return self._due_answers()
 
-    def _settled(self) -> Due:
+    def _due_answers(self) -> Due:
         """Do the updates and meetings for which all clients are ready, and return their answers."""
         due: Due = []
         working = self.active.difference(self._met)
@@ -223,12 +240,12 @@ class Server:
             numbers = ", ".join(map(str, sorted(self._numbers)))
             raise ValueError(f"workers save under the numbers {numbers}; give all the same")
         for number in self._numbers:
-            self._rule.finish()
-            if self._above is not None:
-                self._above.ask(Kind.SAVE, steps=number)
-            self._save(number)
-        if self._above is not None and not self._numbers:
-            self._above.ask(Kind.MEET)
+            self._rule.flush()
+            if self.above is not None:
+                self.above.ask(MessageKind.SAVE, steps=number)
+            self.save(number)
+        if self.above is not None and not self._numbers:
+            self.above.ask(MessageKind.MEET)
         self._numbers.clear()
 
     def _update(self) -> Due:
@@ -236,9 +253,9 @@ class Server:
         pending, self._pending = self._pending, {}
         # In the order of the clients, so that sums do not depend on the order of arrival.
         ordered = sorted(pending.items())
-        if self._above is not None:
+        if self.above is not None:
             for _, (_, _, samples, loss) in ordered:
-                self._above.note(loss, samples)
+                self.above.note(loss, samples)
         pull = self._rule.update([(tensors, samples) for _, (_, tensors, samples, _) in ordered])
         report = self.report
         report.updates += 1
@@ -250,13 +267,15 @@ class Server:
         ]
         return self._replies([(client, kind) for client, (kind, *_) in ordered], pull)
 
-    def _replies(self, asked: Sequence[tuple[int, Kind]], pull: Sequence[Tensor | None]) -> Due:
+    def _replies(
+        self, asked: Sequence[tuple[int, MessageKind]], pull: Sequence[Tensor | None]
+    ) -> Due:
         """Return answers to clients that asked for parameters, or for the pull on theirs."""
         due = []
         for client, kind in asked:
-            if kind == Kind.PULL:
+            if kind == MessageKind.PULL:
                 due.append((client, self._answer([*pull, *(None for _ in self._buffers)])))
-            elif kind == Kind.PUSH_AND_FETCH:
+            elif kind == MessageKind.PUSH_AND_FETCH:
                 due.append((client, self._answer(self._own())))
         return due
 
@@ -277,14 +296,14 @@ class Server:
         return [*self._parameters, *(None for _ in self._buffers)]
 
     def _state(self) -> list[Tensor | None]:
-        if self._above is not None:
-            return self._above.ask(Kind.STATE).tensors
-        return [*self._parameters, *self._buffers]
+        if self.above is not None:
+            return self.above.ask(MessageKind.STATE).tensors
+        return list(self.tensors)
 
     def _answer(self, tensors: list[Tensor | None] | None = None, client: int = -1) -> Message:
         report = self.report
         counts = report.updates, report.samples, self.steps[client]
-        numbers = (Kind.ANSWER, *counts, self.stopped)
+        numbers = (MessageKind.ANSWER, *counts, self.stopped)
         return message(numbers, None if tensors is None else self._packing.pack(tensors))
 
     def _check(self, client: int, request: Message) -> None:
@@ -308,7 +327,7 @@ class ServerCheckpoints:
     """
 
     part: nn.Module
-    rule: Rule
+    rule: UpdateRule
     server: Server
     folder: Path | None
     save_every: int | None
@@ -375,22 +394,32 @@ class ServerCheckpoints:
         report = self.server.report
         return report.updates, len(report.history.validation)
 
-    def spare_history(self) -> None:
-        """Rename the history of a run that this one does not continue, which left no checkpoint."""
+    def begin(self, resume: bool | str | os.PathLike[str]) -> None:
+        """Load the last state, if this run is to `resume` one, else check that there is none.
+
+        The history of a run that this one does not continue, which left no checkpoint, is renamed.
+        The tensors become those of the server of which this one is a client.
+        """
+        if resume:
+            self._load(None if resume is True else Path(resume))
+        else:
+            self._check_new()
         if self.history is not None and self.history.exists() and not self.server.report.updates:
             names = (self.history.with_stem(f"{self.history.stem}-{n}") for n in count(1))
             self.history.rename(next(name for name in names if not name.exists()))
+        if self.server.above is not None:
+            copy_sent(self.server.tensors, self.server.above.ask(MessageKind.HELLO).tensors)
 
-    def check_new(self) -> None:
+    def _check_new(self) -> None:
         """Raise `FileExistsError` if the folder holds checkpoints: another run has written them."""
-        for newest in [] if self.folder is None else checkpoints_in(self.folder)[:1]:
-            if step_of(newest) > 0:
-                raise FileExistsError(
-                    f"serve: {newest} is of another run; go on from it by resume=True, choose "
-                    "another folder, or remove it"
-                )
+        saved = [] if self.folder is None else checkpoints_in(self.folder)
+        if saved and step_of(saved[0]) > 0:
+            raise FileExistsError(
+                f"serve: {saved[0]} is of another run; go on from it by resume=True, choose "
+                "another folder, or remove it"
+            )
 
-    def load(self, chosen: Path | None) -> None:
+    def _load(self, chosen: Path | None) -> None:
         """Load the checkpoint `chosen`; if it is None, the last one in the folder, if there is one.
 
         Raises DataError if it cannot be read, or is of another model or optimizer.
@@ -411,14 +440,6 @@ class ServerCheckpoints:
             if "history" in found.extra:  # earlier versions of distconv have saved none
                 server.report.history.load_state_dict(found.extra["history"])
             self._saved = self._counts()
-
-    def take(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copy tensors, received from another server, into those that this rank holds."""
-        with torch.no_grad():
-            own = (*self.part.parameters(), *self.part.buffers())
-            for tensor, value in zip(own, tensors, strict=True):
-                if value is not None:
-                    tensor.copy_(value)
 
 
 def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -21,8 +21,15 @@ from distconv.grid.stall import time_limit
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
 from distconv.training.history import Validation, check_validation
-from distconv.training.requests import Connection, Kind, ServerLost, ServerParts, failed
-from distconv.training.server import Due, MalformedRequest, Report, Rule, Server, ServerCheckpoints
+from distconv.training.requests import Connection, MessageKind, ServerLost, ServerParts, failed
+from distconv.training.server import (
+    Due,
+    MalformedRequest,
+    Report,
+    Server,
+    ServerCheckpoints,
+    UpdateRule,
+)
 from distconv.training.team import Team
 from distconv.transport.link import Link, LinkLost, rest
 
@@ -40,7 +47,8 @@ class Method(Protocol):
         buffers: Sequence[Tensor],
         clients: int,
         above: Connection | None,
-    ) -> Rule:
+        /,
+    ) -> UpdateRule:
         """Return the server's part of the algorithm, for one rank of a server.
 
         Parameters
@@ -140,33 +148,12 @@ def serve(
     except ValueError as error:
         team.leave(error)
         raise
-    parts = server_parts_of(model, team).parts
-    own = _only(model, parts[team.rank % len(parts)])
-    part = parallelize(own, ProcessGrid([team.rank], device="cpu"))
-    parameters, buffers = list(part.parameters()), list(part.buffers())
-    agreed = described(model, method)
-    above = None
-    if team.above:
-        above = Connection(team.above, ServerParts(parameters, buffers, 1), agreed)
-    links = dict(enumerate(team.below))
-    rule = method.rule(parameters, buffers, len(links), above)
-    server = Server(
-        parameters,
-        buffers,
-        rule,
-        len(links),
-        agreed=agreed,
-        above=above,
-        save=lambda number: state.save_under(number),  # `state` below needs the server
-    )
-    place = None if folder is None else team.folder(folder)
-    history = None if folder is None or team.rank > 0 else Path(folder) / "history.json"
-    state = ServerCheckpoints(part, rule, server, place, save_every, keep, history)
-    report = server.report
-    validation = None
-    if validate is not None and every is not None and above is None:
-        tensors = [*parameters, *buffers]
-        validation = Validation(validate, every, patience, target, model, tensors, report.history)
+    state = _set_up(team, model, method, folder, save_every, keep)
+    server, report, validation = state.server, state.server.report, None
+    if validate is not None and every is not None and server.above is None:
+        validation = Validation(
+            validate, every, patience, target, model, server.tensors, report.history
+        )
 
     def run_validation() -> None:
         if validation is not None:
@@ -184,20 +171,14 @@ def serve(
         state.save_if_due()
 
     try:
-        if resume:
-            state.load(None if resume is True else Path(resume))
-        else:
-            state.check_new()
-        state.spare_history()
-        if above is not None:
-            state.take(above.ask(Kind.HELLO).tensors)
+        state.begin(resume)
         if validation is not None:
             report.stopped = validation.reason_to_stop()
-        _run(server, links, after_request)
+        _run(server, dict(enumerate(team.below)), after_request)
         run_validation()
-        rule.finish()
-        if above is not None:
-            above.ask(Kind.DONE)
+        state.rule.flush()
+        if server.above is not None:
+            server.above.ask(MessageKind.DONE)
     except BaseException as error:
         try:
             if isinstance(error, (AllWorkersLost, KeyboardInterrupt, ServerLost)):
@@ -208,6 +189,31 @@ def serve(
     state.save()
     team.leave()
     return report
+
+
+def _set_up(
+    team: Team,
+    model: nn.Module,
+    method: Method,
+    folder: str | os.PathLike[str] | None,
+    save_every: int | None,
+    keep: int,
+) -> ServerCheckpoints:
+    """Return the checkpoints of this rank, with its server and rule. See `serve` for arguments."""
+    parts = server_parts_of(model, team).parts
+    own = _only(model, parts[team.rank % len(parts)])
+    part = parallelize(own, ProcessGrid([team.rank], device="cpu"))
+    parameters, buffers = list(part.parameters()), list(part.buffers())
+    agreed, clients, above = described(model, method), len(team.below), None
+    if team.above:
+        above = Connection(team.above, ServerParts(parameters, buffers, 1), agreed)
+    rule = method.rule(parameters, buffers, clients, above)
+    server = Server(parameters, buffers, rule, clients, agreed=agreed, above=above)
+    place = None if folder is None else team.folder(folder)
+    history = None if folder is None or team.rank > 0 else Path(folder) / "history.json"
+    state = ServerCheckpoints(part, rule, server, place, save_every, keep, history)
+    server.save = state.save_under
+    return state
 
 
 def server_parts_of(model: nn.Module, team: Team) -> ServerParts:
@@ -264,7 +270,7 @@ def _run(server: Server, links: Mapping[int, Link], after_request: Callable[[], 
             if request is None:
                 continue
             heard = True
-            if request.numbers[0] == Kind.LEAVE:
+            if request.numbers[0] == MessageKind.LEAVE:
                 deliver(lose(client, "its program has failed"))
             else:
                 try:

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrizations, prune
 
 import distconv as dc
-from distconv.model import parameter_hooks
+from distconv.model import gradient_reduction
 from tests.support.serial import (
     deviation,
     raised_everywhere,
@@ -399,9 +399,9 @@ def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
     # torch's nodes stay on the stream on which they were made, and captured graphs on theirs.
     first, second = (torch.Stream(stream_id=n, device_index=0, device_type=1) for n in (3, 4))
     current = [first]
-    number, gpu = parameter_hooks.number_of_stream, torch.device("cuda:0")
+    number, gpu = gradient_reduction.number_of_stream, torch.device("cuda:0")
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current[0])
-    monkeypatch.setattr(parameter_hooks, "number_of_stream", lambda device: number(gpu))
+    monkeypatch.setattr(gradient_reduction, "number_of_stream", lambda device: number(gpu))
     serial, model = net(), dc.parallelize(net(), dc.ProcessGrid(height=-1))
     x = torch.ones(2, 3, 8, 8).double()
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distconv.training.requests import Connection, Kind, ServerParts
+from distconv.training.requests import Connection, MessageKind, ServerParts
 from distconv.training.server import Server
 from distconv.transport.link import Message
 
@@ -83,7 +83,7 @@ class InProcess:
         model, connection = self.make(), self.connection()
         own = [*model.parameters(), *model.buffers()]
         with torch.no_grad():
-            for tensor, value in zip(own, connection.ask(Kind.HELLO).tensors, strict=True):
+            for tensor, value in zip(own, connection.ask(MessageKind.HELLO).tensors, strict=True):
                 assert isinstance(value, Tensor)
                 tensor.copy_(value)
         steps = optimizer(model.parameters()) if optimizer else None

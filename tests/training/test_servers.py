@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from distconv.training import AsynchronousElastic, Cosine, Downpour, Recipe, serving
-from distconv.training.requests import Kind, Packing, dealt_out
+from distconv.training.requests import MessageKind, Packing, dealt_out
 from distconv.transport.link import Link, message
 from tests.support.serial import deviation
 from tests.support.servers import InProcess
@@ -119,7 +119,7 @@ def test_synchronous_workers_step_with_the_mean_by_samples(workers: int) -> None
         gradients = [torch.rand(3, dtype=torch.float64) for _ in range(workers)]
         samples = [k + 1 for k in range(workers)]
         for k, gradient in enumerate(gradients):
-            head = (Kind.PUSH_AND_FETCH, root.server.report.updates, samples[k], 1)
+            head = (MessageKind.PUSH_AND_FETCH, root.server.report.updates, samples[k], 1)
             due = root.server.handle(k, message(head, packing.pack([gradient])))
             assert [to for to, _ in due] == (list(range(workers)) if k == workers - 1 else [])
         serial.place.grad = sum(n * g for n, g in zip(samples, gradients, strict=True)) / sum(
@@ -264,7 +264,11 @@ def test_nobody_waits_for_a_worker_that_ends_or_is_lost(
             due = server.drop(client, "lost")
         else:
             waiting[client] = act
-            kind = {"push": Kind.PUSH_AND_FETCH, "meet": Kind.MEET, "end": Kind.DONE}[act]
+            kind = {
+                "push": MessageKind.PUSH_AND_FETCH,
+                "meet": MessageKind.MEET,
+                "end": MessageKind.DONE,
+            }[act]
             gradient = packing.pack([GOAL]) if act == "push" else None
             due = server.handle(client, message((kind, 0, 1, 1), gradient))
         for to, _ in due:
@@ -321,12 +325,12 @@ def bytes_of(numbers: tuple[int, ...], payload: bytes = b"") -> bytes:
     "malformed",
     [
         bytes_of((99,)),
-        bytes_of((Kind.ANSWER,)),
-        bytes_of((Kind.PULL,)),
-        bytes_of((Kind.PUSH, 0, 1, 1), b"\1" * 5),
-        bytes_of((Kind.PUSH, 7, 1, 1), Packing([GOAL]).pack([GOAL]).numpy().tobytes()),
-        bytes_of((Kind.PUSH, 0, -1, 1), Packing([GOAL]).pack([GOAL]).numpy().tobytes()),
-        struct.pack("<7q", Kind.PUSH, 0, 1, 1, 0, 0, -8),
+        bytes_of((MessageKind.ANSWER,)),
+        bytes_of((MessageKind.PULL,)),
+        bytes_of((MessageKind.PUSH, 0, 1, 1), b"\1" * 5),
+        bytes_of((MessageKind.PUSH, 7, 1, 1), Packing([GOAL]).pack([GOAL]).numpy().tobytes()),
+        bytes_of((MessageKind.PUSH, 0, -1, 1), Packing([GOAL]).pack([GOAL]).numpy().tobytes()),
+        struct.pack("<7q", MessageKind.PUSH, 0, 1, 1, 0, 0, -8),
     ],
 )
 def test_a_malformed_message_of_one_worker_ends_that_worker_and_not_the_job(
@@ -337,7 +341,7 @@ def test_a_malformed_message_of_one_worker_ends_that_worker_and_not_the_job(
     good, bad = (theirs for _, theirs in pairs)
     push = Packing([GOAL]).pack([GOAL]).numpy().tobytes()
     bad.sendall(malformed)
-    good.sendall(bytes_of((Kind.PUSH, 0, 1, 1), push) + bytes_of((Kind.DONE,)))
+    good.sendall(bytes_of((MessageKind.PUSH, 0, 1, 1), push) + bytes_of((MessageKind.DONE,)))
     links = {client: Link(client, ours) for client, (ours, _) in enumerate(pairs)}
     with pytest.warns(UserWarning, match="client 1 is dropped"):
         serving._run(root.server, links, lambda: None)

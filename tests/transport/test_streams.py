@@ -205,7 +205,7 @@ def test_messages_that_do_not_wait_for_what_they_send_are_found(
 
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", ["torch", "nccl", "mpi"])
-@pytest.mark.parametrize("method", ["start", "finish"])
+@pytest.mark.parametrize("method", ["start", "wait"])
 def test_gradients_that_are_summed_on_another_stream_are_found(
     sanitizer: Sanitizer, monkeypatch: pytest.MonkeyPatch, method: str, name: str
 ) -> None:
@@ -219,7 +219,7 @@ def test_gradients_that_are_summed_on_another_stream_are_found(
     # They are read before the backward pass has written them, or used before they are summed.
     early = {
         "start": "(aten::copy_) does not wait for writing to on stream 0",
-        "finish": "on stream 0",
+        "wait": "on stream 0",
     }
     found = reports(sanitizer, monkeypatch, name=name)
     assert any(early[method] in report for report in found)
