@@ -8,6 +8,7 @@ seconds for a rank that has stopped.
 from __future__ import annotations
 
 import json
+import math
 import select
 import socket
 import sys
@@ -94,6 +95,8 @@ class Board:
         self._asking: deque[Link | None] = deque()
         """Who waits for an answer from above, in order: a rank below, or this rank for None."""
         self._answers: deque[Any] = deque()
+        self._parted = False
+        """Whether a rank below has been lost, whose last note may not arrive."""
         self._woken, self._waker = socket.socketpair()
         self.announced: set[str] = set()
 
@@ -139,9 +142,13 @@ class Board:
     def close(self) -> None:
         """Wait until the programs of all ranks have ended, or cannot be reached; close all links.
 
-        The ranks below close theirs first.
+        The ranks below close theirs first. If one of them has been lost, nobody can count all ranks
+        that have ended, and the wait takes `_FAREWELL` seconds.
         """
-        while self.reaches and LEFT not in self.announced:
+        until = math.inf
+        while self.reaches and LEFT not in self.announced and time.monotonic() < until:
+            if self._parted:
+                until = min(until, time.monotonic() + _FAREWELL)
             self.serve(1.0)
         until = time.monotonic() + _FAREWELL
         while self._down and time.monotonic() < until:
@@ -249,8 +256,8 @@ class Board:
             self._up = None
             while self._asking:
                 self._answer(self._asking.popleft(), None)
-        else:
-            self._down.pop(link.peer, None)
+        elif self._down.pop(link.peer, None) is not None:
+            self._parted = True
 
 
 def _request(kind: str, key: Any, value: Any = None) -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +88,26 @@ def test_a_rank_does_not_wait_for_one_above_that_has_stopped(
         assert made[1].add(ALARM) is None and not made[1].reaches
         assert made[1].read(["note", "other"]) == [None, None]
         made[1].close()
+
+
+def test_all_ranks_end_after_one_has_lost_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distconv.grid.board._FAREWELL", 0.2)
+    with boards(3, 2, monkeypatch) as made:
+        # Rank 0 does not answer in time, and rank 1 closes its link.
+        monkeypatch.setattr("distconv.grid.board._ANSWER", 0.1)
+        assert made[1].read([LEFT]) == [None] and not made[1].reaches
+        monkeypatch.setattr("distconv.grid.board._ANSWER", 5.0)
+
+        def end(one: Board) -> None:
+            one.add(LEFT)
+            one.close()
+
+        threads = [threading.Thread(target=end, args=(one,), daemon=True) for one in made]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads)
 
 
 def test_ranks_below_one_that_ends_go_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
