@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, lru_cache, partial, update_wrapper
 from itertools import zip_longest
-from operator import is_
 from random import Random
 from types import FunctionType, MethodType
 from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
@@ -551,7 +550,12 @@ def _names(x: Any) -> list[Any]:
 def _differs(watched: tuple[Any, list[Any]]) -> bool:
     """Return whether something has other names than it had."""
     now, before = _names(watched[0]), watched[1]
-    return len(now) != len(before) or not all(map(is_, now, before))
+    return len(now) != len(before) or not all(map(_is_same, now, before))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    # Lengths are new objects in every call.
+    return a is b or (type(a) is type(b) is int and a == b)
 
 
 def _why_as_it_is(tensors: Sequence[DistTensor]) -> str:
