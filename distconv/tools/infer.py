@@ -314,7 +314,7 @@ class _Run:
         argmax: bool,
     ) -> None:
         self.net, self.grid, self.volume, self.shape, self.dim = net, grid, volume, shape, dim
-        self._dtype, self._transform = dtype, transform
+        self._dtype, self.transform = dtype, transform
         self.autocast, self.argmax = autocast, argmax
         self._classes = 0
 
@@ -358,8 +358,8 @@ class _Run:
         if stored.dtype.kind == "c":
             exact = np.complex128 if self._dtype == torch.complex128 else np.complex64  # type: ignore[assignment]
         block = torch.from_numpy(stored.astype(exact, copy=False)).to(self._dtype)
-        if self._transform is not None:
-            block = self._transform(block, Box(start, stop))
+        if self.transform is not None:
+            block = self.transform(block, Box(start, stop))
         return block
 
     def check_slabs(self, reach: ReceptiveField) -> None:
@@ -370,7 +370,7 @@ class _Run:
         """
         period, edge = reach.stride, 2 * (reach.stride + reach.reach)
         length = min(2 * edge + 3 * period + self.shape[self.dim] % period, self.shape[self.dim])
-        small = [min(n, 4 * period + n % period) for n in self.shape]
+        small = [min(n, edge + 4 * period + n % period) for n in self.shape]
         small[0], small[1], small[self.dim] = 1, self.shape[1], length
         numbers = torch.Generator().manual_seed(0)
         x = torch.randn(small, generator=numbers, dtype=self._dtype)
@@ -381,13 +381,14 @@ class _Run:
 
         whole = computed(0, length)
         cut = slabs_of(length, whole.shape[self.dim], reach, 3)
-        worst = 0.0
+        differences = []
         for slab in cut:
             kept = computed(slab.start, slab.stop).narrow(
                 self.dim, slab.first, slab.last - slab.first
             )
             there = whole.narrow(self.dim, slab.place, slab.last - slab.first)
-            worst = max(worst, (kept - there).abs().max().item())
+            differences.append((kept - there).abs().max())
+        worst = torch.stack(differences).max().item()  # NaN if one of them is
         most = whole.abs().max().item()
         if not worst <= torch.finfo(self._dtype).eps ** 0.6 * most:
             raise DataError(
@@ -428,14 +429,15 @@ def _write_all(
     notes = path.with_name(f"{path.name}.partial.json")
     task = {
         **volume.facts(),
-        "weights": _checksum(run.net) if grid.rank == 0 else "",
         "result": f"{shape} of {dtype}, {kind}",
         "slabs": f"{run.shape[0]} volumes at a time, {cut}",
+        "transform": code_of(run.transform),
         "options": f"autocast={run.autocast}, argmax={run.argmax}",
     }
 
     @writing_to(path)
     def begin() -> dict[str, Any]:
+        task["weights"] = _checksum(run.net)
         if restart:
             remove(partial)
             notes.unlink(missing_ok=True)
@@ -489,6 +491,19 @@ def _checksum(net: nn.Module) -> str:
     """Return a checksum of a network's parameters and buffers."""
     number = 0
     for name, x in net.state_dict().items():
-        content = x.detach().cpu().contiguous().flatten().view(torch.uint8)
-        number = crc32(content.numpy().tobytes(), crc32(name.encode(), number))
+        number = crc32(name.encode(), number)
+        if isinstance(x, Tensor):
+            content = x.detach().cpu().contiguous().flatten().view(torch.uint8)
+            number = crc32(content.numpy().tobytes(), number)
+        else:  # the extra state of a module
+            number = crc32(repr(x).encode(), number)
     return f"{number:08x}"
+
+
+def code_of(transform: Any) -> str:
+    """Return a text that changes with the code of a function, or the attributes of an object."""
+    code = getattr(transform, "__code__", None)
+    if code is None:
+        return "" if transform is None else f"{type(transform).__name__} {vars(transform)}"
+    constants = [x for x in code.co_consts if not hasattr(x, "co_code")]
+    return f"{crc32(code.co_code):08x} {constants} {code.co_names}"

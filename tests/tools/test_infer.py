@@ -18,6 +18,7 @@ from distconv.geometry.layout import Box
 from distconv.planning.receptive_field import receptive_field
 from distconv.tools import infer as module
 from distconv.tools.command_line import main
+from distconv.tools.infer import code_of
 from tests.data.test_volumes import AFFINE, dicom, netcdf, nifti, tiff
 from tests.support.everywhere import WORLD, ended_with_one_line, fails_everywhere, on_rank_zero
 
@@ -253,6 +254,25 @@ def test_networks_whose_slabs_would_differ_are_refused_and_run_whole(
     WORLD.barrier()
     path = dc.infer(net, x, folder / "y.npy", grid())
     assert np.allclose(content(path)[0], serial(net, x), atol=1e-12)
+
+
+@both
+def test_unpadded_and_wide_convolutions_go_through_slabs(folder: Path) -> None:
+    x = np.random.default_rng(4).normal(size=(1, 1, 64, 24))
+    nets = [
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 1, 3)),
+        nn.Conv2d(1, 1, 7),
+        nn.Sequential(nn.ReflectionPad2d(5), nn.Conv2d(1, 1, 11)),
+    ]
+    for i, net in enumerate(nets):
+        path = dc.infer(net.double(), x, folder / f"{i}.npy", grid(), slabs=3)
+        assert np.allclose(content(path)[0], serial(net, x), atol=1e-12)
+
+
+def test_a_run_knows_thecode_of_its_transform() -> None:
+    assert code_of(lambda x, box: x + 1) == code_of(lambda x, box: x + 1)
+    assert code_of(lambda x, box: x + 1) != code_of(lambda x, box: x + 2)
+    assert code_of(dc.data.Normalize(0.0, 1.0)) != code_of(dc.data.Normalize(0.0, 2.0))
 
 
 def test_the_receptive_field_is_the_sum_of_halos_times_strides() -> None:
