@@ -20,6 +20,7 @@ class PyDistconv(PythonPackage):
     depends_on("py-setuptools@77:", type="build")
     depends_on("py-torch@2.6:", type=("build", "run"))
     depends_on("py-numpy", type=("build", "run"))
+    depends_on("py-jinja2", type=("build", "run"))
     depends_on("py-mpi4py@4:", type=("build", "run"), when="+mpi")
     depends_on("py-h5py", type=("build", "run"), when="+data")
     depends_on("py-zarr", type=("build", "run"), when="+data")

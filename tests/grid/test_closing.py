@@ -17,9 +17,10 @@ SET_UP = """
 import gc, time
 import pytest
 from datetime import timedelta
-from distconv.device import graphs
+from distconv.device import streams as graphs
 from distconv.device.streams import SideStream
-from distconv.grid import closing, communicators
+from distconv.grid import communicators
+from distconv.grid import communicators as closing
 from tests.support.nccl import ProcessGroup
 from tests.support.recorded import RecordedCarrier, RecordedGraph
 from tests.support.streams import replace_streams

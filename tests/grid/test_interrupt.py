@@ -124,7 +124,7 @@ wait()
 
 def a_program_with_a_handler_of_its_own_decides_for_itself(tmp_path: Path) -> None:
     body = """
-from distconv.grid import interrupt
+from distconv.grid import abort as interrupt
 asked = []
 signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
 ready()
@@ -155,7 +155,7 @@ def ranks_end_when_what_has_started_them_is_killed(tmp_path: Path) -> None:
 
 def an_interrupt_of_a_worker_is_not_one_of_its_rank(tmp_path: Path) -> None:
     body = """
-from distconv.grid import interrupt
+from distconv.grid import abort as interrupt
 child = os.fork()
 if child == 0:
     try: time.sleep(60)
