@@ -108,10 +108,10 @@ def places_in(
         buffer, which has those of `receives`.
     sums: whether messages are added to the tensor. Then all of them lie in the buffer.
     """
-    key = tensor.stride(), tensor.device, grid.computes_on_gpu, of_block, sums
+    accelerator = on_accelerator(tensor, grid.computes_on_gpu)
+    key = tensor.stride(), tensor.device, accelerator, of_block, sums
     found: Places | None = plan.kept.get(key)
     if found is None:
-        accelerator = on_accelerator(tensor, grid.computes_on_gpu)
         routes = plan.sends if of_block else plan.receives
         apart = sums and accelerator
         found = _arranged(routes, None if sums else tensor.stride(), apart)
@@ -124,10 +124,10 @@ def places_in(
 
 def places_apart(plan: Plan, like: Tensor, grid: Grid, *, of_block: bool, sums: bool) -> Places:
     """Return `places_in`, without indices, for messages that all lie in the buffer."""
-    key = like.device, grid.computes_on_gpu, of_block, sums
+    accelerator = on_accelerator(like, grid.computes_on_gpu)
+    key = accelerator, of_block, sums
     found: Places | None = plan.kept.get(key)
     if found is None:
-        accelerator = on_accelerator(like, grid.computes_on_gpu)
         routes = plan.sends if of_block else plan.receives
         found = plan.kept[key] = _arranged(routes, None, sums and accelerator)
     return found

@@ -53,7 +53,7 @@ def launches(case: Case, extents: dict[str, int], on_accelerators: bool) -> tupl
         (MESH, {"height": 2}, 600, 861),
         (MESH, {"height": 4, "width": 4}, 660, 910),
         (UNET, {"depth": 2}, 310, 490),
-        (UNET, {"height": 4, "width": 4}, 350, 500),
+        (UNET, {"height": 4, "width": 4}, 350, 460),
     ],
     ids=lambda p: p.name if isinstance(p, Case) else str(p),
 )
