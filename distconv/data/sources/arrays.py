@@ -13,7 +13,7 @@ from zlib import crc32
 
 import numpy as np
 
-from distconv.data.sources.interface import Array, Source
+from distconv.data.sources.interface import Array, Source, import_package
 from distconv.data.sources.packing import ScaleAndOffset, described, put
 from distconv.geometry.layout import Box
 
@@ -185,12 +185,7 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
     `name` is the array in the group, such as "images/0"; None if the folder is an array, or a group
     of a single one. A zip file of such a folder, `.zarr.zip`, is read as well.
     """
-    try:
-        import zarr
-    except ImportError as error:
-        raise ImportError(
-            f"{path}: reading zarr needs the package zarr; pip install 'distconv[data]'"
-        ) from error
+    zarr = import_package("zarr", f"{path}: reading zarr", "data")
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such folder; expected a zarr folder")
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distconv.data.sources.arrays import check_file, check_unchanged, facts_of_file, only_name
-from distconv.data.sources.interface import Array, Source
+from distconv.data.sources.interface import Array, Source, import_package
 from distconv.data.sources.packing import ScaleAndOffset, described, put
 from distconv.geometry.layout import Box
 
@@ -116,12 +116,7 @@ class HDF5Source(Source):
 
 def open_hdf5(path: Path) -> h5py.File:
     """Return an HDF5 file opened for reading; raise OSError, naming it, if that fails."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise ImportError(
-            f"{path}: reading HDF5 needs the package h5py; pip install 'distconv[data]'"
-        ) from error
+    h5py = import_package("h5py", f"{path}: reading HDF5", "data")
     check_file(path, "an HDF5 file")
     try:
         return h5py.File(path, "r")

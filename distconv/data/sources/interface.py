@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from importlib import import_module
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -96,3 +97,18 @@ class Source(ABC):
             raise ValueError(
                 f"{self.name} holds no samples: its shape is {(self.samples, *self.shape)}"
             )
+
+
+def import_package(name: str, doing: str, extra: str) -> Any:
+    """Return the module `name` of an optional package.
+
+    Raises ImportError, which names the extra of distconv that brings the package. `doing` begins
+    the message, such as "x.h5: reading HDF5".
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ImportError(
+            f"{doing} needs the package {package}; pip install 'distconv[{extra}]'"
+        ) from error

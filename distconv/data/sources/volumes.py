@@ -14,7 +14,7 @@ import numpy as np
 
 from distconv.data.sources.arrays import ArraySource, check_file, check_unchanged
 from distconv.data.sources.files import FilesSource
-from distconv.data.sources.interface import Array, Source
+from distconv.data.sources.interface import Array, Source, import_package
 from distconv.geometry.layout import Box
 
 
@@ -78,7 +78,7 @@ def open_nifti(path: Path) -> ArraySource:
     Any further dimension is one of channels. Raises OSError for a file that is missing or damaged,
     and ValueError for several further dimensions.
     """
-    nibabel = _package("nibabel", path, "nifti")
+    nibabel = import_package("nibabel", f"{path}: reading it", "nifti")
     check_file(path, "a .nii file")
     try:
         image = nibabel.load(path)
@@ -114,7 +114,7 @@ def open_tiff(path: Path) -> ArraySource:
 
     Raises OSError for a file that is missing or damaged, and ValueError for other dimensions.
     """
-    tifffile = _package("tifffile", path, "tiff")
+    tifffile = import_package("tifffile", f"{path}: reading it", "tiff")
     check_file(path, "a .tif file")
     try:
         file = tifffile.TiffFile(path)
@@ -149,7 +149,7 @@ def _pixels(series: Any, path: Path) -> tuple[Any, tuple[int, ...] | None]:
     if series.dataoffset is not None:
         dtype = np.dtype(series.dtype).newbyteorder(series.parent.byteorder)
         return np.memmap(path, dtype, "r", series.dataoffset, tuple(series.shape)), None
-    zarr = _package("zarr", path, "tiff")
+    zarr = import_package("zarr", f"{path}: reading it", "tiff")
     array = zarr.open(series.aszarr(level=0), mode="r")
     return array, array.chunks
 
@@ -224,7 +224,7 @@ def open_dicom(paths: Sequence[Path]) -> Source:
     Raises ValueError for several series, planes of several directions, colours, and files of
     several frames.
     """
-    pydicom = _package("pydicom", paths[0], "dicom")
+    pydicom = import_package("pydicom", f"{paths[0]}: reading it", "dicom")
     headers = [_header(pydicom, path) for path in paths]
     several = sorted({str(header.get("SeriesInstanceUID")) for header in headers})
     if len(several) > 1:
@@ -322,15 +322,3 @@ def _geometry(paths: Sequence[Path], headers: Sequence[Any]) -> tuple[list[int],
 def damaged(path: Path, kind: str, error: Exception) -> OSError:
     """Return an `OSError` for a file of a kind that its package could not read."""
     return OSError(f"{path}: not a whole {kind}; make or copy it again ({error})")
-
-
-def _package(name: str, path: Path, extra: str) -> Any:
-    """Import the package that reads a file; raise ImportError that names the extra with it."""
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"{path}: reading it needs the package {name}; pip install 'distconv[{extra}]'"
-        ) from error

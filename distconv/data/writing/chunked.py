@@ -11,6 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from distconv.data.durable import sync, sync_folder, unseen
+from distconv.data.sources.interface import import_package
 from distconv.data.writing.contiguous import Description
 from distconv.geometry.layout import Box, Cuts, block, owning_part
 from distconv.geometry.topology import Topology
@@ -121,12 +122,7 @@ def _turns_along(size: int, parts: int, chunk: int, first: int) -> int:
 
 
 def _zarr(path: Path) -> Any:
-    try:
-        import zarr
-    except ImportError as error:
-        raise ImportError(
-            f"{path}: writing zarr needs the package zarr; pip install 'distconv[data]'"
-        ) from error
+    zarr = import_package("zarr", f"{path}: writing zarr", "data")
     if not hasattr(zarr, "create_array"):
         raise ImportError(
             f"{path}: writing zarr needs zarr 3, this is {zarr.__version__}; pip install 'zarr>=3'"

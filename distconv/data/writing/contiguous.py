@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distconv.data.durable import unseen
+from distconv.data.sources.interface import import_package
 from distconv.geometry.layout import Box
 
 
@@ -41,12 +42,7 @@ class Description:
 
 def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]:
     """Make an HDF5 file with room for arrays; return the offset of each in the file, in bytes."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise ImportError(
-            f"{path}: writing HDF5 needs the package h5py; pip install 'distconv[data]'"
-        ) from error
+    h5py = import_package("h5py", f"{path}: writing HDF5", "data")
     try:
         with h5py.File(path, "x") as file:
             offsets = {}

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from distconv.data.sources.interface import import_package
 from distconv.data.writing.contiguous import Description
 
 _PIECE = 2**22
@@ -42,7 +43,7 @@ def create_nifti(path: Path, array: Description) -> int:
     Of the attributes, "affine" (or else "spacing") and "unit" are kept. Channels are the last
     dimension, as MONAI and nnU-Net have them; one channel has no dimension.
     """
-    nibabel: Any = _package("nibabel", path, "nifti")
+    nibabel: Any = import_package("nibabel", f"{path}: writing it", "nifti")
     _, channels, *space = array.shape
     extents = tuple(space)
     if channels > 1:
@@ -78,7 +79,7 @@ def create_tiff(path: Path, array: Description) -> int:
 
     Of the attributes "spacing" is kept. The file has pages without compression, one for each plane.
     """
-    tifffile: Any = _package("tifffile", path, "tiff")
+    tifffile: Any = import_package("tifffile", f"{path}: writing it", "tiff")
     names = "CZYX" if len(array.shape) == 5 else "CYX"
     metadata: dict[str, Any] = {"axes": names}
     spacing = array.attributes.get("spacing", ())
@@ -124,14 +125,3 @@ def compress(partial: Path, target: Path, path: Path, name: str) -> None:
             shutil.copyfileobj(plain, packed, _PIECE)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _package(name: str, path: Path, extra: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"{path}: writing it needs the package {name}; pip install 'distconv[{extra}]'"
-        ) from error

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distconv.data.errors import DataError, together
-from distconv.data.sources.interface import Source
+from distconv.data.sources.interface import Source, import_package
 from distconv.data.sources.opening import open_sources, open_stack
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
@@ -72,14 +72,8 @@ def _weights(path: Path) -> dict[str, Any]:
     No code in the file is run.
     """
     if path.suffix == ".safetensors":
-        try:
-            from safetensors.torch import load_file
-        except ImportError as error:
-            raise ImportError(
-                f"{path}: reading it needs the package safetensors; pip install "
-                "'distconv[safetensors]'"
-            ) from error
-        return dict(load_file(path))
+        safetensors = import_package("safetensors.torch", f"{path}: reading it", "safetensors")
+        return dict(safetensors.load_file(path))
     found = torch.load(path, map_location="cpu", weights_only=True)
     for name in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(name), dict):
