@@ -17,10 +17,9 @@ SET_UP = """
 import gc, time
 import pytest
 from datetime import timedelta
-from distconv.device import streams as graphs
+from distconv.device import streams
 from distconv.device.streams import SideStream
 from distconv.grid import communicators
-from distconv.grid import communicators as closing
 from tests.support.nccl import ProcessGroup
 from tests.support.recorded import RecordedCarrier, RecordedGraph
 from tests.support.streams import replace_streams
@@ -29,7 +28,7 @@ patch = pytest.MonkeyPatch()
 replace_streams(patch)
 patch.setattr("distconv.transport.torch.make_group", ProcessGroup)
 patch.setattr(torch.accelerator, "Graph", RecordedGraph, raising=False)
-patch.setattr(graphs, "why_no_graphs", lambda device: None)
+patch.setattr(streams, "why_no_graphs", lambda device: None)
 communicators._store().carriers.clear()
 communicators._store().transports.clear()
 cpu, ended = torch.device("cpu"), []
@@ -70,12 +69,12 @@ assert captured()
 """,
     "closing that does not end": """
 model(x)
-closing._PATIENCE = 0.5
+communicators._PATIENCE = 0.5
 ProcessGroup.shutdown = end("closed", lambda: True)
 """,
     "aborting that does not end": """
 model(x)
-closing._PATIENCE = 0.5
+communicators._PATIENCE = 0.5
 ProcessGroup.shutdown = ProcessGroup.abort = end("", lambda: True)
 """,
 }

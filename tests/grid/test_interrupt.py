@@ -124,12 +124,12 @@ wait()
 
 def a_program_with_a_handler_of_its_own_decides_for_itself(tmp_path: Path) -> None:
     body = """
-from distconv.grid import abort as interrupt
+from distconv.grid import abort
 asked = []
 signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
 ready()
 while not asked: time.sleep(0.1)
-time.sleep(interrupt.PATIENCE + 2)
+time.sleep(abort.PATIENCE + 2)
 grid.comm.Barrier()
 print("saved", flush=True)
 """
@@ -155,7 +155,7 @@ def ranks_end_when_what_has_started_them_is_killed(tmp_path: Path) -> None:
 
 def an_interrupt_of_a_worker_is_not_one_of_its_rank(tmp_path: Path) -> None:
     body = """
-from distconv.grid import abort as interrupt
+from distconv.grid import abort
 child = os.fork()
 if child == 0:
     try: time.sleep(60)
@@ -164,7 +164,7 @@ ready()
 time.sleep(1)
 os.kill(child, signal.SIGINT)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-time.sleep(interrupt.PATIENCE + 2)
+time.sleep(abort.PATIENCE + 2)
 print("whole", flush=True)
 """
     job, _, _ = started(tmp_path, body, fresh=False)
