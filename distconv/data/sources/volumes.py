@@ -148,6 +148,7 @@ def _pixels(series: Any, path: Path) -> tuple[Any, tuple[int, ...] | None]:
     """Return the array of a TIFF series, and the extents of its pieces that are read as a whole."""
     if series.dataoffset is not None:
         dtype = np.dtype(series.dtype).newbyteorder(series.parent.byteorder)
+        series.parent.close()  # the map has a descriptor of its own
         return np.memmap(path, dtype, "r", series.dataoffset, tuple(series.shape)), None
     zarr = import_package("zarr", f"{path}: reading it", "tiff")
     array = zarr.open(series.aszarr(level=0), mode="r")
