@@ -227,7 +227,7 @@ def on_accelerator(block: Tensor, simulated: bool) -> bool:
     `simulated` is the answer for a block without elements, as in a dry run: whether it stands for a
     block on an accelerator.
     """
-    return simulated if block.is_meta else block.device.type not in _HOSTS
+    return simulated if block.is_meta else is_accelerator(block.device)
 
 
 def thresholds(accelerator: bool) -> Thresholds:

@@ -11,7 +11,7 @@ that lie on one rank receive nothing from other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -262,9 +262,8 @@ class Layer(NamedTuple):
         )
 
 
-def algorithm() -> str:
-    """Return the algorithm that `parallel` has set; "auto" outside of it."""
-    return _CHOSEN.get()
+algorithm: Callable[[], str] = _CHOSEN.get
+"""Return the algorithm that `parallel` has set; "auto" outside of it."""
 
 
 @lru_cache(maxsize=4096)

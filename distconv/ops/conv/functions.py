@@ -81,9 +81,8 @@ def method(name: str) -> Iterator[None]:
         _FORCED.reset(token)
 
 
-def chosen_method() -> str | None:
-    """Return the method set by `method`; None outside of it."""
-    return _FORCED.get()
+chosen_method: Callable[[], str | None] = _FORCED.get
+"""Return the method set by `method`; None outside of it."""
 
 
 # A warning about blocks with too many elements for cuDNN and similar libraries.
