@@ -31,6 +31,8 @@ from distconv.tools.reports.pages import (
 )
 from distconv.tools.timeline import read_trace, times_of_ranks
 from tests.planning.machines import described
+from tests.support.pages import ROOT
+from tests.support.report_picture import PICTURE, drawn
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -74,6 +76,15 @@ def bars(root: ElementTree.Element) -> list[tuple[str, float, float]]:
             places = [float(x) for x in re.findall(r"[ML] ([-\d.e]+)", path.get("d", ""))]
             found.append((title.text or "", min(places), max(places)))
     return found
+
+
+@pytest.mark.parallel([2])
+def test_the_picture_in_the_documentation_is_what_reports_draw() -> None:
+    """On two ranks convolutions overlap as they do for users, not the smallest as well."""
+    shown, now = (bars(ElementTree.fromstring(svg)) for svg in (PICTURE.read_text(), drawn()))
+    assert [title for title, _, _ in shown] == [title for title, _, _ in now]
+    for name in ("docs/howto/reports.md", "docs/examples/gallery.md"):
+        assert PICTURE.name in (ROOT / name).read_text()
 
 
 def texts(root: ElementTree.Element) -> list[str]:
