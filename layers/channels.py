@@ -34,7 +34,7 @@ class _ChannelParallel(nn.Module):
         super().__init__(*args, **kwargs)
         if parallel not in ALGORITHMS:
             raise ValueError(
-                f"{type(self).__name__}: parallel={parallel!r} is not known; choose from "
+                f"{type(self).__name__}: parallel={parallel!r} is unknown; choose from "
                 f"{', '.join(ALGORITHMS)}"
             )
         self.parallel = parallel

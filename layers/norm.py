@@ -36,8 +36,8 @@ class _DistributedBatchNorm(BatchNorm):
         super().__init__(*args, **kwargs)
         if statistics not in _STATISTICS:
             raise ValueError(
-                f"{type(self).__name__}: statistics={statistics!r} is not known; choose "
-                "'global', 'sample' or 'local'"
+                f"{type(self).__name__}: statistics={statistics!r} is unknown; choose 'global', "
+                "'sample' or 'local'"
             )
         self.statistics = statistics
 
@@ -96,7 +96,7 @@ class GroupNorm(nn.GroupNorm):
         super().__init__(*args, **kwargs)
         if statistics not in ("global", "local"):
             raise ValueError(
-                f"GroupNorm: statistics={statistics!r} is not known; choose 'global' or 'local'"
+                f"GroupNorm: statistics={statistics!r} is unknown; choose 'global' or 'local'"
             )
         self.statistics = statistics
 

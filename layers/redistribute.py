@@ -21,7 +21,7 @@ class Redistribute(nn.Module):
         if not isinstance(layout, Layout):
             raise TypeError(
                 f"Redistribute: layout={layout!r} is not a Layout; write "
-                "Layout(channel='height'), say"
+                "Layout(channel='height'), for example"
             )
         self.layout = layout
 

@@ -27,7 +27,7 @@ from docs.conf import short_signature
 from tests.support.jobs import forked, mpiexec, own_environment
 from tests.support.pages import ROOT, Program, Shell, agrees, pages, read, run, write_files
 from tests.support.public import examples, listed
-from tests.support.words import banned
+from tests.support.words import IN_MESSAGES, banned, texts
 
 COMM = MPI.COMM_WORLD
 READ = [read(page) for page in pages()]
@@ -151,6 +151,25 @@ def test_pages_do_without_banned_words(page: Path) -> None:
 def test_docstrings_of_the_api_do_without_banned_words() -> None:
     found = {name: banned(value.__doc__ or "") for name, value in listed()}
     assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_messages_do_without_banned_words() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{line}": words
+        for folder in ("distconv", "layers")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in texts(path.read_text())
+        if " " in text and (words := banned(text, IN_MESSAGES))
+    }
+    assert found == {}
+
+
+def test_banned_words_are_found_in_messages_but_not_in_docstrings() -> None:
+    program = '"""A cut."""\nraise ValueError(f"{cut} is no cut" f"; as {what} has to be, say")\n'
+    found = [banned(text, IN_MESSAGES) for _, text in texts(program)]
+    assert [[line.partition(";")[0] for line in lines] for lines in found] == [
+        ["1: 'cut'", "1: 'is no'", "1: 'has to'", "1: 'say'"]
+    ]
 
 
 def test_banned_words_are_found_in_prose_only() -> None:

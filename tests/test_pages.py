@@ -6,6 +6,7 @@ import re
 from statistics import median
 
 from tests.support.pages import ROOT
+from tests.support.words import texts
 
 README = ROOT / "README.md"
 
@@ -104,3 +105,35 @@ def test_the_gallery_shows_every_picture_of_the_site() -> None:
     }
     assert all(path.is_file() for path in shown)
     assert {path.resolve() for path in (ROOT / "docs").rglob("*.png")} <= shown
+
+
+OF_TORCH = ("Default process group has not been initialized", "must be torch.layout, not Layout")
+"""Messages of torch itself on the page of troubleshooting."""
+
+
+def test_troubleshooting_quotes_messages_that_exist() -> None:
+    messages = "\n".join(
+        text
+        for path in sorted((ROOT / "distconv").rglob("*.py"))
+        for _, text in texts(path.read_text())
+    )
+    page = (ROOT / "docs/howto/troubleshooting.md").read_text()
+    quotes = [
+        re.sub(r"^\w+Error: ", "", quote)
+        for seen in re.findall(r"^\| ([^|]*) \|", page, re.MULTILINE)
+        for quote in re.findall(r"`([^`]*)`", seen)
+        if not any(known in quote for known in OF_TORCH)
+    ]
+    # Words between values: a number, a name, a setting or an ellipsis.
+    words = [re.split(r"\s*(?:\.\.\.|[^\s:,]*[\d=][^\s,]*|\()[,:]?\s*", quote) for quote in quotes]
+    phrases = [phrase for split in words for phrase in split if phrase.count(" ") > 1]
+    assert len(phrases) > 30
+    # A message may be put together from two texts.
+    assert [phrase for phrase in phrases if not in_two_parts(phrase.split(), messages)] == []
+
+
+def in_two_parts(words: list[str], text: str) -> bool:
+    """Return whether a text has the first of the words in a row, and the others in a row."""
+    return any(
+        " ".join(words[:n]) in text and " ".join(words[n:]) in text for n in range(len(words))
+    )

@@ -25,7 +25,7 @@ from distconv.grid.interface import Grid
 from distconv.grid.words import ranks_in_words
 
 CURE = (
-    "seed what it is drawn from alike on every rank (torch.manual_seed), or broadcast that of one "
+    "use the same random seed on every rank (torch.manual_seed), or broadcast the value of one "
     "rank (grid.comm.bcast)"
 )
 
@@ -126,7 +126,7 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
         names = [theirs[i][0] if i < len(theirs) else "nothing" for theirs in everyone]
         if len(set(names)) > 1:
             rank = next(r for r, other in enumerate(names) if other != names[0])
-            return names[0], f"rank {rank} has {names[rank]} in its place"
+            return names[0], f"rank {rank} has {names[rank]} instead"
         name, local, axes = checked[i]
         ranks = differing(local, axes, [theirs[i][1] for theirs in everyone], grid)
         if ranks:

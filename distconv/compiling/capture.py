@@ -25,7 +25,7 @@ from distconv.torch_private import Operator
 
 Warn = Callable[[str, str], None]
 
-_WITHOUT = "is replayed without graphs of the device"
+_WITHOUT = "is replayed without device graphs"
 
 
 def why_not(one: Pass, device: torch.device) -> str:
@@ -33,14 +33,14 @@ def why_not(one: Pass, device: torch.device) -> str:
     for node in one.graph.nodes:
         function = node.target
         if isinstance(function, Communication) and not function.transport.ordered:
-            return f"transport {function.transport.name!r} lets the host wait for the GPU"
+            return f"transport {function.transport.name!r} makes the host wait for the GPU"
         if not isinstance(function, Operator):
             continue
         if RANDOM in function.tags:
             return f"it draws random numbers ({function})"
         named = node.kwargs.get("device")
         if named is not None and torch.device(named).type != device.type:
-            return f"it makes a tensor on {named} ({function})"
+            return f"it creates a tensor on {named} ({function})"
     for x in one.constants.values():
         if x.device.type != device.type:
             return f"it uses a tensor of shape {tuple(x.shape)} on {x.device.type}"
@@ -77,7 +77,7 @@ class CapturedPasses:
                 one.capture(tensors)
             except Exception as error:
                 why = str(error)
-            self.failed = _found(why, self._grid, self._warn, "the capture has failed: ")
+            self.failed = _found(why, self._grid, self._warn, "the capture failed: ")
         return one.plain(*tensors) if self.failed else one(*tensors)
 
 
@@ -105,7 +105,7 @@ def captured(
     why = streams.why_no_graphs(grid.device) or ""
     if why and not is_accelerator(grid.device):
         return None
-    why = why or ("it writes to a tensor that is no buffer" if writes else "")
+    why = why or ("it writes to a tensor that is not a buffer" if writes else "")
     for one in passes:
         why = why or why_not(one, grid.device)
     return None if _found(why, grid, warn) else CapturedPasses(passes, results, grid, warn)

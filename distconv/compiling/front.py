@@ -44,8 +44,8 @@ MOST_CASES = 16
 """The most cases of a compiled program, such as layouts of its arguments, that are replayed."""
 
 _OPTIMIZER = """\
-compile: the function lets an optimizer step ({}, at {}). Compile what computes the loss, and let \
-optimizers step outside:
+compile: the function calls the step of an optimizer ({}, at {}). Compile the computation of the \
+loss only, and call the step outside:
 
     @distconv.compile
     def loss_of(x, y):
@@ -122,8 +122,8 @@ def compile(program: Callable[..., Any], *, backend: str | None = None) -> Any:
     if backend is not None and backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(map(repr, torch.compiler.list_backends()))
         raise ValueError(
-            f"compile: backend={backend!r} is unknown; give None to replay the calls as they are, "
-            f"one of {known}, or another one registered with torch.compile"
+            f"compile: backend={backend!r} is unknown; choose None to replay the calls without "
+            f"another compiler, one of {known}, or a backend registered with torch.compile"
         )
     if not isinstance(program, nn.Module):
         return Compiled(program, backend)
@@ -184,7 +184,7 @@ class Compiled(Generic[Given, Result]):
             return self._program(*args, **kwargs)
         tensors = {id(x): x for x in tensors_in(args, kwargs) if isinstance(x, DistTensor)}
         if not tensors:
-            self._warn(_RUNS, "no DistTensor is among its arguments")
+            self._warn(_RUNS, "none of its arguments is a DistTensor")
             return self._as_it_is(args, kwargs)
         call = _Call([*tensors.values()], getattr(self._program, "training", None))
         why = self._left.get(call.kind) or _why_as_it_is(call.tensors)
@@ -199,7 +199,7 @@ class Compiled(Generic[Given, Result]):
                     raise
                 call.stays, why = True, _in_words(error)
         if not call.agreed:
-            self._agree(call, _AS_IT_IS, f"it runs as it is: {why}")
+            self._agree(call, _AS_IT_IS, f"it runs uncompiled: {why}")
         if call.stays:
             self._left[call.kind] = why
         with reductions_used() as reductions:
@@ -219,7 +219,7 @@ class Compiled(Generic[Given, Result]):
             self._watched.clear()
             self._forgotten += 1
         if self._forgotten > MOST_CASES:
-            raise _AsItIs("classes or dictionaries that it reads change too often")
+            raise _AsItIs("it reads classes or dictionaries that change too often")
         if self._front is None:
             self._front = _front_of(self._program, self._take, self._watch)
         before, self._call, drawn = self._call, call, random.getstate()
@@ -232,7 +232,7 @@ class Compiled(Generic[Given, Result]):
         finally:
             SerialTrace.under_way, self._call = False, before
         if not call.agreed:
-            self._agree(call, _NOTHING, "it computes nothing with tensors")
+            self._agree(call, _NOTHING, "it does not compute with tensors")
         return result
 
     def _take(self, module: fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -262,7 +262,7 @@ class Compiled(Generic[Given, Result]):
         call.inputs = [call.behind.get(id(x), x) for x in inputs]
         case = graph.cases.get(graph.key(call.inputs))
         if case is None:
-            self._agree(call, graph.checksum(call.grid), f"it is traced anew, {graph.words}")
+            self._agree(call, graph.checksum(call.grid), f"it is traced again, {graph.words}")
             if self._made >= MOST_CASES:
                 raise _AsItIs(f"it is called in more than {MOST_CASES} cases")
             call.begins = graph
@@ -288,7 +288,7 @@ class Compiled(Generic[Given, Result]):
             apart = next((x for x in lines if len(set(x)) > 1), lines[0])
             raise DivergenceError(
                 f"compile: the ranks differ in a call of {self._name}. {by_ranks(apart, ': ')}. "
-                "Call it with the same arguments, modes and values of variables on every rank"
+                "Call it with the same arguments, modes and variables on every rank"
             )
 
     def _as_it_is(self, args: Any, kwargs: Any) -> Result:
@@ -340,7 +340,7 @@ class _AsItIs(Exception):  # noqa: N818
 _AS_IT_IS, _NOTHING = -1, -2
 """The numbers of calls that run as they are, and of calls without a graph."""
 
-_RUNS = "runs as it is"
+_RUNS = "runs uncompiled"
 
 _NESTED = tuple, list, set
 
@@ -393,7 +393,7 @@ def entered(x: Tensor) -> Tensor:
     """
     if is_fake(x):
         return x.clone(memory_format=torch.contiguous_format)
-    raise _AsItIs("torch.compile is switched off here")
+    raise _AsItIs("torch.compile is disabled here")
 
 
 def filled(argument: Any, tensors: Sequence[Tensor]) -> Any:
@@ -511,15 +511,15 @@ def _why_unsound(guard: Any) -> str:
     if guard.name.endswith(".__wrapped__"):
         return "it calls a function with functools.cache, which may return old values"
     if value is os.getenv:
-        return "it calls os.getenv, which is not watched; read os.environ"
+        return "it calls os.getenv, whose result is not guarded; read os.environ"
     if isinstance(value, Random) or isinstance(getattr(value, "__self__", None), Random):
-        return "it draws numbers of Python's random; pass them"
+        return "it draws from Python's random module; pass the numbers as arguments"
     if type(value).__module__ == "numpy" and hasattr(value, "__array_interface__"):
-        return "it reads an array of numpy, which is not watched; pass a tensor"
+        return "it reads a NumPy array, which is not guarded; pass a tensor"
     if isinstance(value, partial) and vars(value):
-        return "it may ask functools.partial for an attribute, which is not watched"
+        return "it may read an attribute of a functools.partial, which is not guarded"
     if isinstance(value, type) and issubclass(value, DistTensor):
-        return "it asks for DistTensor, and the serial program has none"
+        return "it mentions DistTensor, but the serial program that is traced has none"
     return ""
 
 
@@ -561,12 +561,12 @@ def _is_same(a: Any, b: Any) -> bool:
 def _why_as_it_is(tensors: Sequence[DistTensor]) -> str:
     """Return why calls with such arguments are not compiled, in words; "" if they are."""
     if any(x.unmerged is not None for x in tensors):
-        return "a tensor among its arguments has merged dimensions; reshape it within the program"
-    if any(map(is_expanded, shards_of(tensors))):
         return (
-            "a tensor among its arguments is expanded, with several elements in one place; pass "
-            "x.contiguous()"
+            "an argument is a tensor with merged dimensions; reshape it within the compiled "
+            "function"
         )
+    if any(map(is_expanded, shards_of(tensors))):
+        return "an argument is an expanded tensor, whose elements share memory; pass x.contiguous()"
     return ""
 
 
@@ -577,7 +577,7 @@ def _in_words(error: Exception) -> str:
     if type(error).__name__ == _LIMIT:
         said = (
             "it reads values that change too often (torch._dynamo.config.recompile_limit); pass "
-            "numbers that change as tensors"
+            "changing numbers as tensors"
         )
     places = [line for line in lines if line.startswith('File "')]
     return f"{said}, at {places[-1].partition(', in ')[0]}" if places else said

@@ -119,12 +119,15 @@ class Case:
         complete = next((x for x in self._traces if x.complete), None)
         why = next((x.trace.obstacle for x in self._traces if x.trace.obstacle), "")
         if complete is None and len(self._traces) == MOST_TRACES:
-            why = "no backward pass has followed; call it under torch.no_grad() where none will"
+            why = (
+                "no backward pass followed; call it under torch.no_grad() if no backward pass is "
+                "needed"
+            )
         ready, reasons = zip(*grid.all_gather_object((complete is not None, why)), strict=True)
         found = next(filter(None, reasons), "")
         self.is_left = bool(found)
         if self.is_left and grid.rank == reasons.index(found):
-            warn("runs as it is", found)
+            warn("runs uncompiled", found)
         if all(ready) and complete is not None and not found:
             self._replayed = _Replayed(complete, self._backend, grid, warn)
             self.source = self._replayed.source
@@ -229,7 +232,7 @@ class _Traced:
         written = [i for i, x, v in zip(self.given, given, before, strict=True) if v != _version(x)]
         self.writes = bool(written)
         if any(_begins(inputs[i]) for i in written):
-            now.hinder("it writes to a tensor among its arguments")
+            now.hinder("it writes to one of its arguments")
         blocks, self.rebuilders = shards_of(results), list(map(_rebuilder, results))
         self.differentiable = [x.requires_grad for x in blocks]
         self._made = now.standing_for(blocks)
@@ -372,8 +375,9 @@ class _Replayed:
         kept = *fixed, *ctx.saved_tensors[:count]
         if call.reached != [x is not None for x in gradients]:
             raise RuntimeError(
-                "compile: the loss depends on other results of the program than in the call that "
-                "was traced; compile it for each such loss, or return what the loss takes"
+                "compile: the loss depends on other outputs of the compiled function than in the "
+                "traced call; compile the function once for each loss, or return only the outputs "
+                "that the loss uses"
             )
         present = (x for x in gradients if x is not None)
         given = map(_restrided, present, call.gradient_strides)

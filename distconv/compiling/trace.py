@@ -201,13 +201,13 @@ class Trace(DispatchMode):
         if RANDOM in func.tags:
             self._check_random()
         if func.namespace in _COLLECTIVES:
-            self.hinder(f"it sends by torch.distributed itself ({func})")
+            self.hinder(f"it calls torch.distributed directly ({func})")
         # The shape of a tensor that is indexed by positions does not depend on elements.
         by_positions = func is aten.index.Tensor and not any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         if any(tag in func.tags for tag in _READS) and not by_positions:
-            self.hinder(f"it reads elements of a tensor ({func})")
+            self.hinder(f"it reads the values of a tensor ({func})")
         given, options = self.standing_for((args, kwargs))
         result = func(*args, **kwargs)
         if func in _ALIASES:
@@ -228,8 +228,8 @@ class Trace(DispatchMode):
         """Note an obstacle if the program has set the state of torch's random generators."""
         if not all(map(torch.equal, self._random, random_states())):
             self.hinder(
-                "it sets the state of random numbers; pass preserve_rng_state=False to "
-                "torch.utils.checkpoint where there is no dropout"
+                "it sets the state of the random number generator; pass preserve_rng_state=False "
+                "to torch.utils.checkpoint if the block has no dropout"
             )
 
 

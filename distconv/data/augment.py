@@ -91,7 +91,9 @@ class Flip(Move):
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
         _numbers(self.dimensions, len(space), "Flip")
         if not 0 <= self.probability <= 1:
-            raise ValueError(f"Flip: probability={self.probability} is not between 0 and 1")
+            raise ValueError(
+                f"Flip: probability={self.probability} is out of range; choose a number from 0 to 1"
+            )
         return space
 
     def view(self, view: View, space: int, generator: Generator) -> View:
@@ -114,12 +116,15 @@ class Rotate90(Move):
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(self.plane)) != 2:
-            raise ValueError(f"Rotate90: plane={self.plane} does not name two dimensions")
+            raise ValueError(
+                f"Rotate90: plane={self.plane} is invalid; expected two different spatial "
+                "dimensions"
+            )
         extents = tuple(space[d] for d in _numbers(self.plane, len(space), "Rotate90"))
         if extents[0] != extents[1]:
             raise ValueError(
-                f"Rotate90: the plane {self.plane} has the extents {extents}, which a rotation "
-                "exchanges; put a Crop to equal ones before it"
+                f"Rotate90: the plane {self.plane} has the unequal extents {extents}, which a "
+                "rotation would exchange; put a Crop to equal extents before it"
             )
         return space
 
@@ -157,8 +162,8 @@ class Crop(Move):
             0 < part <= whole for part, whole in zip(self.extents, space, strict=False)
         ):
             raise ValueError(
-                f"Crop: extents={self.extents} of samples of {space}; choose as many, from 1 up to "
-                "those"
+                f"Crop: extents={self.extents} does not fit samples of {space}; expected "
+                f"{len(space)} extents, each from 1 to that of the samples"
             )
         return tuple(self.extents)
 
@@ -191,8 +196,8 @@ class Translate(Move):
         most = self._most(len(space))
         if len(most) != len(space) or min(most) < 0:
             raise ValueError(
-                f"Translate: most={self.most} of samples of {space}; expected distances from 0, "
-                "one for all dimensions or for each"
+                f"Translate: most={self.most} does not fit samples of {space}; expected one "
+                "distance of 0 or more for all dimensions, or one for each of them"
             )
         return space
 
@@ -290,8 +295,8 @@ class Augmentations:
             if isinstance(one, Move):
                 if not space:
                     raise ValueError(
-                        f"augment: {one} moves elements in space, and samples of the first field "
-                        "have none; expected (channel, ..., width)"
+                        f"augment: {one} moves elements in space, but samples of the first field "
+                        "have no spatial dimensions; expected (channel, ..., width)"
                     )
                 space = one.resulting(space)
         return space
@@ -350,7 +355,7 @@ def _numbers(dimensions: Sequence[str], space: int, name: str) -> list[int]:
     known = SPACE[-space:] if space <= len(SPACE) else dimension_names(space + 2)[2:]
     unknown = [d for d in dimensions if d not in known]
     if unknown:
-        raise ValueError(f"{name}: samples have no {unknown}; choose from {list(known)}")
+        raise ValueError(f"{name}: samples have no dimension {unknown}; choose from {list(known)}")
     return [known.index(d) - space for d in dimensions or known]
 
 
@@ -381,24 +386,24 @@ class Normalize:
         self.limit = limit
         if self.mean.shape != self.deviation.shape:
             raise ValueError(
-                f"Normalize: {len(self.mean)} means and {len(self.deviation)} deviations; expected "
-                "one of each for every channel"
+                f"Normalize: {len(self.mean)} means and {len(self.deviation)} deviations; "
+                "expected one mean and one deviation for every channel"
             )
         for mean, deviation in zip(self.mean.tolist(), self.deviation.tolist(), strict=True):
             if not isfinite(mean):
-                raise ValueError(f"Normalize: mean {mean} of a channel; expected finite numbers")
+                raise ValueError(f"Normalize: mean {mean} of a channel; expected a finite number")
             if not 0 < deviation < inf:
                 raise ValueError(
-                    f"Normalize: deviation {deviation} of a channel; expected finite numbers above "
-                    "0, such as 1 for a channel that is constant"
+                    f"Normalize: deviation {deviation} of a channel; expected a finite number "
+                    "above 0, for example 1 for a constant channel"
                 )
 
     def __call__(self, block: Tensor, box: Box) -> Tensor:
         """Scale, in place, this rank's block of a mini-batch; `box` are its indices there."""
         if block.dim() < 2 or box.stop[1] > len(self.mean):
             raise ValueError(
-                f"Normalize: {len(self.mean)} channels are known, and the values at {box} have "
-                "others; expected (samples, channels, ...)"
+                f"Normalize: there are means for {len(self.mean)} channels, but the values at "
+                f"{box} have another number of channels; expected (samples, channels, ...)"
             )
         shape = (-1, *[1] * (block.dim() - 2))
         channels = box.slices[1]

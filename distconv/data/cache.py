@@ -319,7 +319,7 @@ class Cache:
         limit: int | None,
     ) -> None:
         if limit is not None and limit < 1:
-            raise ValueError(f"cache_limit={limit} is no number of bytes; choose 1 or more")
+            raise ValueError(f"cache_limit={limit} is not a number of bytes; choose 1 or more")
         self._fields, self._grid, self._read, self._limit = fields, grid, read, limit
         self._where = where
         self._boxes: Any = BoxesInMemory() if where == "memory" else BoxesInFolder(Path(where))
@@ -345,8 +345,8 @@ class Cache:
                 if self._where == "memory":
                     ways += ", or choose cache='/folder' on a disk of each node"
                 raise ValueError(
-                    f"cache: rank {self._grid.rank} would keep {size:,} bytes of samples, and "
-                    f"cache_limit={self._limit:,}; {ways}"
+                    f"cache: rank {self._grid.rank} would keep {size:,} bytes of samples, more "
+                    f"than cache_limit={self._limit:,}; {ways}"
                 )
         return arrivals
 

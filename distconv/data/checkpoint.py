@@ -188,7 +188,7 @@ def save_checkpoint(
 
     def prepare() -> str:
         if keep < 1 or step < 0:
-            raise ValueError(f"step={step} has to be at least 0, and keep={keep} at least 1")
+            raise ValueError(f"step={step} must be at least 0, and keep={keep} at least 1")
         state.update(storable(state))
         check_loadable(state)
         _make(folder)
@@ -365,7 +365,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
-            f"{folder} cannot be made: {error.strerror}; choose another folder"
+            f"{folder} cannot be created: {error.strerror}; choose another folder"
         ) from error
 
 
@@ -379,8 +379,8 @@ def _check_newest(folder: Path, path: Path) -> None:
             break
         if not _damage(newest):
             raise FileExistsError(
-                f"{newest} is of a later step than {path.name}, so it would stay the newest; "
-                "choose another folder, or remove it"
+                f"{newest} is of a later step than {path.name} and would remain the newest "
+                f"checkpoint; choose another folder, or remove {newest.name}"
             )
         os.replace(newest, newest.with_name(f"{newest.stem}.damaged{newest.suffix}"))
 
@@ -417,9 +417,10 @@ def _check_model(path: Path, own: dict[str, list[int]]) -> None:
     differ = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
     if differ:
         raise FileExistsError(
-            f"{path} holds another model under this step, which differs in {differ[:3]}, and would "
-            f"be replaced; save each model to a folder of its own, such as {path.parent}/generator "
-            f"and {path.parent}/discriminator, or both as one torch.nn.ModuleDict"
+            f"{path} holds another model under this step, which differs in {differ[:3]}, and "
+            "would be replaced; save each model to a separate folder, such as "
+            f"{path.parent}/generator and {path.parent}/discriminator, or both as one "
+            "torch.nn.ModuleDict"
         )
 
 
@@ -434,7 +435,7 @@ def _number(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(
-            f"save_checkpoint: {name}={value!r} is no whole number; pass an int"
+            f"save_checkpoint: {name}={value!r} is not a whole number; pass an int"
         ) from None
 
 
@@ -464,8 +465,8 @@ def _class_of(part: Any) -> str:
 def _check_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     for name in not_finite(model, optimizer):
         raise ValueError(
-            f"save_checkpoint: {name} holds values that are not finite; go on from the checkpoint "
-            "before, which remains, or pass check_finite=False to save it all the same"
+            f"save_checkpoint: {name} holds values that are not finite; continue from the "
+            "previous checkpoint, which is kept, or pass check_finite=False to save it anyway"
         )
 
 
@@ -511,9 +512,10 @@ def newest_whole(
         return candidate, content
     complaints += [f"{aside} is damaged" for aside in sorted(path.glob("checkpoint-*.damaged.pt"))]
     if complaints:
-        before = "" if path.is_file() else "; there is no checkpoint before"
+        before = "" if path.is_file() else "; there is no earlier checkpoint"
         raise DamagedFile(
-            f"{'; '.join(complaints)}{before}; restore a copy, or remove it to start anew"
+            f"{'; '.join(complaints)}{before}; restore a copy, or remove it to start from the "
+            "beginning"
         )
     if missing_ok:
         return None, b""
@@ -591,8 +593,9 @@ def _load_learned(
             shard = _shard(path, shards["token"], number)
             if not shard.exists():
                 raise FileNotFoundError(
-                    f"{shard}: not seen here, or removed while the checkpoint was loaded; use a "
-                    "file system that all ranks share, and if a writer has saved again, load again"
+                    f"{shard}: not visible on this rank, or removed while the checkpoint was "
+                    "loaded. Use a file system that all ranks share; if another job has saved "
+                    "meanwhile, load again"
                 )
             blocks: Mapping[int, Tensor] = torch.load(
                 shard, map_location="cpu", weights_only=True, mmap=True
@@ -631,7 +634,7 @@ def _state(path: Path, content: bytes) -> dict[str, Any]:
         )
     if state.get("format") not in (FORMAT, SHARDED):
         raise ValueError(
-            f"{path} is not a checkpoint of distconv that this version knows: its format is "
+            f"{path} is not a checkpoint that this version of distconv can read: its format is "
             f"{state.get('format')}, expected {FORMAT} or {SHARDED}"
         )
     for name, kind in _PARTS.items():
@@ -646,7 +649,7 @@ def _state(path: Path, content: bytes) -> dict[str, Any]:
 
 def _part(path: Path, state: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(state.get(name), dict):
-        raise DataError(f"{path} holds no state of the {name}; load it without")
+        raise DataError(f"{path} holds no state of the {name}; load it without {name}")
     part: dict[str, Any] = state[name]
     return part
 
@@ -680,8 +683,8 @@ def _check_same(path: Path, name: str, saved: Any, own: Any, what: str = "class"
     """
     if saved not in (None, own):
         raise DataError(
-            f"{path} holds the state of another {name}: its {what} is {saved}, this one's {own}; "
-            f"make the same one, or load the checkpoint without {name}"
+            f"{path} holds the state of another {name}: its {what} is {saved}, that of this "
+            f"{name} is {own}; create the same {name}, or load the checkpoint without it"
         )
 
 

@@ -87,7 +87,8 @@ def check_names(names: Mapping[Any, object], **choices: Any) -> None:
         unknown = set(choice) - set(names) if isinstance(choice, Mapping) else set()
         if unknown:
             raise ValueError(
-                f"{argument}= names {sorted(map(str, unknown))}, and the fields are {list(names)}"
+                f"{argument}= names {sorted(map(str, unknown))}; choose from the fields "
+                f"{list(names)}"
             )
 
 
@@ -200,7 +201,9 @@ class Dataset:
 
         def opened() -> dict[Field, FieldOnGrid]:
             if len(set(names)) < len(names):
-                raise ValueError(f"inputs and targets name a field twice: {names}; name each once")
+                raise ValueError(
+                    f"inputs and targets name a field twice: {names}; name each field once"
+                )
             if augment_seed < 0:
                 raise ValueError(f"augment_seed={augment_seed} is negative; choose 0 or more")
             sources = open_sources(source, names)
@@ -236,14 +239,14 @@ class Dataset:
             for own in fields.values():
                 if own.changes and not own.dtype.is_floating_point:
                     raise ValueError(
-                        f"augment: {own.changes[0][1]} changes {own.source.name}, which is of "
-                        f"{own.dtype}; expected floating-point numbers, as dtype= makes them"
+                        f"augment: {own.changes[0][1]} changes {own.source.name}, which has type "
+                        f"{own.dtype}; expected a floating-point type, which dtype= sets"
                     )
             return fields
 
         self._fields = together(grid, opened)
         facts = together(grid, self._facts)
-        check_alike(grid, facts, "Give all ranks the same data, in the same way.")
+        check_alike(grid, facts, "Pass the same data and arguments on all ranks.")
         self.samples = next(iter(self._fields.values())).source.samples
         self.amplification = self._compare_chunks()
         self.cache: Cache | None = None
@@ -276,7 +279,7 @@ class Dataset:
         epoch: the epoch, which the random changes of samples depend on.
         """
         facts = {"samples": str(list(samples)), "epoch": str(epoch)}
-        check_alike(self.grid, facts, "Ask for the same on all ranks.")
+        check_alike(self.grid, facts, "Request the same samples on all ranks.")
         if self.cache is None:
             return self._checked(together(self.grid, lambda: self.read(samples, epoch)))
         cache = self.cache
@@ -375,7 +378,7 @@ class Dataset:
         numbers = whole_numbers(tuple(samples), "samples")
         wrong = [i for i in numbers if not 0 <= i < self.samples]
         if wrong:
-            raise ValueError(f"there are no samples {wrong}; there are {self.samples}, from 0")
+            raise ValueError(f"there are no samples {wrong}; choose from 0 to {self.samples - 1}")
         return list(numbers)
 
     def _read_view(self, source: Source, sample: int, view: View, out: NDArray[Any]) -> None:
@@ -423,10 +426,10 @@ class Dataset:
             if grid.rank == 0 and found[name] >= _TOO_MUCH:
                 best = tuple(map(min, own.source.chunks or (), (1, *boxes[name].shape)))
                 warnings.warn(
-                    f"{own.source.name} is fetched in pieces of {own.source.chunks}: to have the "
-                    f"{needed:,.0f} bytes of a sample for each replica, the ranks of {grid} fetch "
-                    f"{fetched:,.0f}, {found[name]:.3g} times as much. Pieces of {best} would lie "
-                    "within their boxes",
+                    f"{own.source.name} is stored in chunks of {own.source.chunks}: for the "
+                    f"{needed:,.0f} bytes of a sample for each replica, the ranks of {grid} read "
+                    f"{fetched:,.0f}, {found[name]:.3g} times as much. Chunks of {best} would "
+                    "each lie within the block of one rank",
                     stacklevel=3,
                 )
         return found
@@ -446,8 +449,8 @@ def _by_name(
         return transform or {}
     if len(sources) > 1:
         raise ValueError(
-            f"transform={transform!r} is for one field, and there are {list(sources)}; pass a "
-            "dictionary with the function for each field by its name"
+            f"transform={transform!r} is a single function, but there are the fields "
+            f"{list(sources)}; pass a dictionary of functions by field name"
         )
     return dict.fromkeys(sources, transform)
 
@@ -457,5 +460,6 @@ def _check_samples(sources: Mapping[Field, Source]) -> None:
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{n} in {name}" for name, n in counts.items())
         raise ValueError(
-            f"the fields have different numbers of samples: {listed}; expected one number"
+            f"the fields have different numbers of samples: {listed}; expected the same number in "
+            "every field"
         )

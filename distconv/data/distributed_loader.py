@@ -28,10 +28,10 @@ from distconv.tensor.memory_format import in_sample_format
 Result = TypeVar("Result")
 
 _REMEDY = (
-    "Each rank loads its samples of one mini-batch for all: leave out a DistributedSampler and "
-    "other divisions of samples among ranks (batch_size counts over all ranks), draw samples "
-    "from torch's, numpy's or Python's own random numbers or from seeded ones, and pad all samples "
-    "to one shape"
+    "All ranks iterate over the same mini-batches, and each loads its own samples: remove "
+    "DistributedSampler and other divisions of samples among ranks (batch_size counts over all "
+    "ranks), draw samples with torch's, NumPy's or Python's global random numbers or with seeded "
+    "generators, and pad all samples to one shape"
 )
 
 _REPEATS = 16
@@ -222,9 +222,9 @@ class DistributedLoader:
         if not any(self.grid.all_gather_object(varies)):
             raise DataError(
                 f"distribute: of samples {some} of the dataset, {found[0]} is not the same on all "
-                f"ranks: {found[1]}. Give all ranks the same "
-                "dataset, as distribute gives each its samples: leave out what divides them among "
-                f"ranks, and where a split or a cache of them is drawn at random, {CURE}"
+                f"ranks: {found[1]}. Pass the same dataset on all ranks, since distribute selects "
+                "the samples of each rank: remove every other division among ranks, and if a "
+                f"random split or cache selects the samples, {CURE}"
             )
 
 
@@ -432,9 +432,9 @@ def _skip(names: Iterator[str], done: int, drawn: int) -> None:
     found = list(islice(names, done))
     if (len(found), reduce(_with_name, found, 0)) != (done, drawn):
         raise DataError(
-            f"distribute: the state was taken after {done} mini-batches of an epoch, and this "
-            "loader has others; make it with the same dataset, batch_size and sampler, or start "
-            "anew"
+            f"distribute: the state was saved after {done} mini-batches of an epoch, but this "
+            "loader has other mini-batches; create it with the same dataset, batch_size and "
+            "sampler, or start from the beginning"
         )
 
 
@@ -496,7 +496,8 @@ def _sample_axes(layout: Layout | Mapping[Any, Layout] | None) -> tuple[str, ...
 
 def _refuse_layouts(axes: set[tuple[str, ...]]) -> NoReturn:
     raise ValueError(
-        f"distribute: the layouts cut samples differently, over {sorted(axes)}; cut them alike"
+        f"distribute: the layouts partition samples over different axes, {sorted(axes)}; use the "
+        "same axes in all layouts"
     )
 
 
@@ -529,10 +530,10 @@ def _tensors(content: Any, count: int | None) -> dict[Any, Tensor]:
                 _refuse(kinds[name], name, "tensors with samples first")
             if count is not None and len(x) != count:
                 _refuse(
-                    f"{len(x)} rows in place of {count} samples",
+                    f"{len(x)} rows instead of {count} samples",
                     name,
-                    "all samples, first in each tensor. Let the dataset or the sampler leave out "
-                    "samples, not collate_fn",
+                    "all samples, as the first dimension of each tensor. Omit samples in the "
+                    "dataset or the sampler, not in collate_fn",
                 )
             found[name] = x.as_subclass(Tensor)
         elif any(isinstance(value, Tensor) for value in getattr(x, "__dict__", {}).values()):

@@ -93,7 +93,7 @@ def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
     """
     content, trailer = _read(path)
     if trailer != _trailer(hashlib.sha256(content).hexdigest()):
-        raise DamagedFile(f"{path} is damaged: its content does not fit its checksum")
+        raise DamagedFile(f"{path} is damaged: its content does not match its checksum")
     if checksum is not None:
         _check_same(path, trailer, checksum)
     return content
@@ -109,7 +109,7 @@ def check_written(path: Path, checksum: str) -> None:
 
 def _check_same(path: Path, trailer: bytes, checksum: str) -> None:
     if trailer != _trailer(checksum):
-        raise DamagedFile(f"{path} is another file than was written under this name")
+        raise DamagedFile(f"{path} is not the file that was written under this name")
 
 
 def _read(path: Path, whole: bool = True) -> tuple[bytes, bytes]:
@@ -126,8 +126,8 @@ def _read(path: Path, whole: bool = True) -> tuple[bytes, bytes]:
         raise OSError(f"{path} cannot be read: {error.strerror or error}") from error
     if not trailer.startswith(_MARK):
         raise DamagedFile(
-            f"{path} does not end with its checksum: it is truncated, damaged there, or was not "
-            "written by this program"
+            f"{path} does not end with its checksum: it is truncated or damaged, or was not "
+            "written by distconv"
         )
     return content, trailer
 
@@ -256,18 +256,18 @@ def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
     """
     amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
     reason = " ".join(str(error.strerror or error).split())
-    advice = "free space there, or choose another folder that you may write to"
+    advice = "free space there, or choose a folder with write permission"
     if error.errno == errno.ENOENT:
-        reason = "its folder, or the unfinished file in it, is gone"
-        advice = "another job may write to this folder: choose a folder for each"
+        reason = "its folder, or the unfinished file in it, no longer exists"
+        advice = "another job may write to this folder: choose a folder for each job"
     return OSError(f"{path} cannot be written{amount}: {reason}; {advice}")
 
 
 def unseen(path: Path) -> FileNotFoundError:
     """Return an error for a file or folder that another rank made and this rank cannot find."""
     return FileNotFoundError(
-        f"{path}: another rank has made this, and it cannot be seen here; use a file system that "
-        "all ranks share"
+        f"{path}: another rank has created it, but it is not visible on this rank; use a file "
+        "system that all ranks share"
     )
 
 
@@ -284,7 +284,7 @@ def only_writer(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BlockingIOError(
-                f"{folder}: another job is writing to this folder; choose a folder for each"
+                f"{folder}: another job is writing to this folder; choose a folder for each job"
             ) from error
         except OSError:
             pass  # a file system without locks of folders, such as NFS

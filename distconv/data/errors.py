@@ -113,7 +113,7 @@ def check_call(
 def in_step(
     grid: Grid,
     items: Generator[tuple[str, Item], None, None],
-    remedy: str = "All ranks have to ask for the same mini-batches.",
+    remedy: str = "All ranks must request the same mini-batches.",
     held: Callable[[Item], Sequence[Checked]] = lambda item: (),
     axes: Collection[tuple[str, ...]] = (),
 ) -> Generator[Item, None, None]:
@@ -178,9 +178,9 @@ def check_replicas(grid: Grid, tensors: Sequence[Checked]) -> None:
     found = unequal(tensors, grid) if possible(grid) else None
     if found:
         raise DataError(
-            f"{found[0]} is not the same on all ranks: {found[1]} in a mini-batch, and all ranks "
-            "that share its samples need the same. Give all ranks the same files and datasets; "
-            f"where samples are changed at random, {CURE}"
+            f"{found[0]} is not the same on all ranks: {found[1]} in a mini-batch, but all ranks "
+            "that share its samples need the same values. Pass the same files and datasets on all "
+            f"ranks; if samples are changed at random, {CURE}"
         )
 
 

@@ -177,7 +177,7 @@ class FieldOnGrid:
         if (rounds or block.dtype == torch.bool) and not torch.equal(block, stored):
             raise ValueError(
                 f"{self.source.name} has values of {values.dtype} that {self.dtype} cannot hold; "
-                "choose a type of floating point, and round or compare in the program"
+                "choose a floating-point type, and round or compare in the program"
             )
         if self.transform is not None:
             shape, block = block.shape, self.transform(block, wanted.box)
@@ -230,7 +230,7 @@ def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
             raise TypeError(f"dtype={chosen!r} of {own.name} is not a torch.dtype")
         if own.dtype.kind == "c" and not chosen.is_complex:
             raise TypeError(
-                f"dtype={chosen} would drop the imaginary part of {own.name}, which is of "
+                f"dtype={chosen} would discard the imaginary part of {own.name}, which has type "
                 f"{own.dtype}; choose a complex type, or take the real part in a Function"
             )
         return chosen
@@ -275,11 +275,14 @@ def halo_of(
     sides = (asked,) * space if isinstance(asked, int) else tuple(asked)
     if not space or len(sides) != space or min(sides) < 0:
         raise ValueError(
-            f"halo={asked!r} of {source.name}, which shares {space} dimensions of "
-            "space with the first field; expected an extent from 0, one for all or for each"
+            f"halo={asked!r} of {source.name} is invalid; expected one extent of 0 or more for "
+            f"all {space} spatial dimensions, or one for each"
         )
     if border not in BORDERS:
         raise ValueError(f"halo_border={border!r}; choose one of {', '.join(BORDERS)}")
     if border == "periodic" and any(h > n for h, n in zip(sides, extents, strict=True)):
-        raise ValueError(f"halo={asked!r} is larger than the samples, {extents}, and periodic")
+        raise ValueError(
+            f"halo={asked!r} is larger than the samples, {extents}, which a periodic halo cannot "
+            "be; choose at most the extents of the samples"
+        )
     return (*(0,) * (len(shape) - space), *sides)

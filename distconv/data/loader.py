@@ -125,7 +125,7 @@ class Loader:
 
         def chosen() -> Sampler | FixedBatches:
             if ahead < 1:
-                raise ValueError(f"ahead={ahead} is no number of mini-batches; choose 1 or more")
+                raise ValueError(f"ahead={ahead} is not a number of mini-batches; choose 1 or more")
             if batch_sampler is None:
                 return Sampler(
                     len(dataset), batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed
@@ -136,7 +136,7 @@ class Loader:
 
         self.batch_sampler = together(self.grid, chosen)
         facts = {name: str(value) for name, value in self.batch_sampler.description().items()}
-        check_alike(self.grid, facts, "Make the loader with the same arguments on all ranks.")
+        check_alike(self.grid, facts, "Create the loader with the same arguments on all ranks.")
 
     @property
     def grid(self) -> ProcessGrid:
@@ -195,7 +195,8 @@ class Loader:
             if own.get(name) != saved.get(name):
                 raise ValueError(
                     f"the state is of a loader with {name}={saved.get(name)}, this one has "
-                    f"{name}={own.get(name)}; make it with the same, or start anew"
+                    f"{name}={own.get(name)}; create it with the saved value, or start from the "
+                    "beginning"
                 )
         self._epoch, self._batch, self._begun = int(state["epoch"]), int(state["batch"]), False
 

@@ -102,12 +102,13 @@ class Sampler:
     ) -> None:
         if batch_size < 1 or samples < 1:
             raise ValueError(
-                f"batch_size={batch_size} of {samples} samples is no mini-batch; choose 1 or more"
+                f"batch_size={batch_size} of {samples} samples is not a mini-batch; choose 1 or "
+                "more"
             )
         if drop_last and batch_size > samples:
             raise ValueError(
-                f"batch_size={batch_size} is larger than the {samples} samples, and drop_last "
-                f"leaves none; choose at most {samples}"
+                f"batch_size={batch_size} is larger than the {samples} samples, so drop_last "
+                f"leaves no mini-batch; choose at most {samples}"
             )
         if seed < 0:
             raise ValueError(f"seed={seed} is negative; choose 0 or more")

@@ -77,9 +77,9 @@ def check_loadable(state: dict[Any, Any]) -> None:
         reason = _unloadable(part)
         if reason:
             raise ValueError(
-                f"the state holds objects that cannot be loaded safely: {_first(part, str(name))}; "
-                "save plain numbers, texts, paths, tensors, and lists, dictionaries and "
-                f"dataclasses of these only ({reason[:300]})"
+                "the state holds objects that cannot be loaded safely: "
+                f"{_first(part, str(name))}; save only plain numbers, strings, paths, tensors, "
+                f"and lists, dictionaries and dataclasses of them ({reason[:300]})"
             )
 
 

@@ -265,7 +265,9 @@ def asks_for_channels_last() -> bool | None:
     """
     value = os.environ.get(_CHANNELS_LAST) or None
     if value not in (None, "0", "1"):
-        raise ValueError(f"{_CHANNELS_LAST}={value!r}; set it to 1 or 0, or not, on every rank")
+        raise ValueError(
+            f"{_CHANNELS_LAST}={value!r}; set it to 1 or 0, or unset it, on every rank"
+        )
     return None if value is None else value == "1"
 
 
@@ -362,7 +364,7 @@ def bindings() -> Any:
 def why_no_cupy(kind: str) -> str | None:
     """Return why cupy's NCCL cannot be used with accelerators of this kind; None if it can."""
     if kind != "cuda":
-        return f"cupy has no library of messages between devices of kind {kind}"
+        return f"cupy has no communication library for devices of kind {kind}"
     try:
         nccl = bindings()
     except ImportError as error:
@@ -395,7 +397,7 @@ def why_no_backend(kind: str) -> str | None:
     if not distributed.is_backend_available(backend):
         return f"this torch has no {backend.upper()}"
     if not hasattr(distributed, _class_of(backend)):
-        return f"torch.distributed makes groups of {backend} by default groups only"
+        return f"torch.distributed supports {backend} only in default groups"
     return None
 
 
@@ -408,9 +410,9 @@ def warn_where_errors_stay_unknown(kind: str) -> None:
     made = getattr(torch.distributed, _class_of(backend or ""), None)
     if made is not None and not hasattr(made, "get_error"):
         warnings.warn(
-            f"ProcessGrid: the groups of {library_of(kind)} of torch {torch.__version__} do not "
-            "tell of errors before torch itself ends the job, later and in fewer words; torch 2.7 "
-            "or newer does for NCCL",
+            f"ProcessGrid: the groups of {library_of(kind)} of torch {torch.__version__} report "
+            "no errors: torch ends the job itself, later and with less information. torch 2.7 or "
+            "newer reports errors of NCCL",
             stacklevel=2,
         )
 

@@ -329,7 +329,7 @@ class Pad:
         ):
             raise RuntimeError(
                 f"circular padding by ({self.before}, {self.after}) leaves {max(stop - start, 0)} "
-                f"of {size} positions to wrap around; expected as many as it adds on a side"
+                f"of {size} positions to wrap around; expected at least the padding of each side"
             )
         return size + self.before + self.after
 

@@ -144,8 +144,8 @@ class Layout:
                     )
                 if axis in used:
                     raise ValueError(
-                        f"Layout: grid axis {axis!r} cuts both {used[axis]} and {name}; "
-                        "an axis can cut one dimension only"
+                        f"Layout: grid axis {axis!r} partitions both {used[axis]} and {name}; use "
+                        "an axis for one dimension only"
                     )
                 used[axis] = name
             if axes:
@@ -191,8 +191,8 @@ class Layout:
         unknown = left_out.difference(names)
         if unknown:
             raise ValueError(
-                f"Layout.like: without={sorted(unknown)} of a tensor of the dimensions "
-                f"({', '.join(names)}); name some of these"
+                f"Layout.like: without={sorted(unknown)} names no dimension of the tensor; choose "
+                f"from {', '.join(names)}"
             )
         return cls.of(
             tuple(axes for n, axes in zip(names, x.cuts, strict=True) if n not in left_out)
@@ -211,7 +211,7 @@ class Layout:
         for name, axes in self._cut:
             if name not in position:
                 raise ValueError(
-                    f"{self} cuts {name!r}, but a tensor of {ndim} dimensions has "
+                    f"{self} partitions {name!r}, but a tensor of {ndim} dimensions has "
                     f"({', '.join(names)})"
                 )
             cuts[position[name]] = axes
@@ -227,10 +227,10 @@ class Layout:
         return cutting_axes(axes for _, axes in self._cut)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a Layout is immutable; make a new one")
+        raise AttributeError("a Layout is immutable; create a new one")
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError("a Layout is immutable; make a new one")
+        raise AttributeError("a Layout is immutable; create a new one")
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Layout):

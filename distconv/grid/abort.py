@@ -293,12 +293,11 @@ def _watch(launcher: int, signals: int | None) -> None:
                 last = time.monotonic() + PATIENCE
         if last is not None and time.monotonic() > last:
             _end(
-                f"ends {PATIENCE:g} s after an interrupt, as others may wait for it or it for "
-                "them; a handler of the program's own, signal.signal(signal.SIGINT, ...), decides "
-                "otherwise"
+                f"ends {PATIENCE:g} s after an interrupt, because ranks may wait for each other; "
+                "to change this, install a handler by signal.signal(signal.SIGINT, ...)"
             )
         if os.getppid() != launcher:
-            _end(f"ends, as process {launcher}, which has started it, is gone")
+            _end(f"ends, because its launcher, process {launcher}, has ended")
 
 
 def _end(why: str) -> None:

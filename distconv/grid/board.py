@@ -67,9 +67,9 @@ def open_board(comm: ObjectCommunicator) -> Board:
         links = open_links(comm, up, [*below(comm.rank, comm.size)], _REACH)
     except LinkLost as error:
         print(
-            f"distconv: the watching thread of rank {comm.rank} is alone: {error}. If this rank "
-            "waits too long, its report does not say where other ranks are; open the ports between "
-            "the nodes",
+            f"distconv: the watching thread of rank {comm.rank} cannot reach the other ranks: "
+            f"{error}. If this rank waits too long, its report will not show where other ranks "
+            "are; open the ports between the nodes",
             file=sys.stderr,
             flush=True,
         )

@@ -175,9 +175,9 @@ def check_carrier(carrier: Transport, comm: Communicator, device: torch.device) 
     if is_accelerator(device) and carrier.name != "mpi":
         library += f", {library_of(device.type)} {version_of_library(device.type)}"
     raise RuntimeError(
-        f"ProcessGrid: transport {carrier.name!r} ({library}) brings other values than were sent: "
-        f"{', '.join(wrong)}. Choose another transport=, or another version of the library; "
-        f"{_VARIABLE}=0 leaves the test out"
+        f"ProcessGrid: transport {carrier.name!r} ({library}) delivers other values than were "
+        f"sent: {', '.join(wrong)}. Choose another transport=, or another version of the library; "
+        f"{_VARIABLE}=0 skips the test"
     )
 
 
@@ -235,8 +235,8 @@ class Closing:
             return
         if not abort:
             print(
-                f"distconv: connections between accelerators did not close within {_PATIENCE:g} s, "
-                "and are aborted",
+                f"distconv: connections between accelerators were not closed within {_PATIENCE:g} "
+                "s and are aborted",
                 file=sys.stderr,
                 flush=True,
             )
@@ -413,8 +413,8 @@ def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Trans
             return direct
         if comm.rank == 0:
             warnings.warn(
-                f"ProcessGrid: MPI says that it takes pointers to GPUs, and brings {wrong[0]} "
-                "wrong; messages go through the host",
+                "ProcessGrid: MPI reports that it accepts GPU pointers, but delivers wrong values "
+                f"for {wrong[0]}; messages are staged through the host",
                 stacklevel=2,
             )
     return StagedTransport(on_host, copies, queue)

@@ -72,7 +72,7 @@ def make_offer(
     if transport not in (None, *_ON_ACCELERATORS):
         name = "transport" if given else _VARIABLE
         way_out = " or ".join(map(repr, _ON_ACCELERATORS))
-        raise ValueError(f"ProcessGrid: {name}={transport!r} is not known; choose {way_out}")
+        raise ValueError(f"ProcessGrid: {name}={transport!r} is unknown; choose {way_out}")
     wanted = None if device is None else str(device)
     if wanted == "cpu":
         return Offer(wanted, transport, (), _missing("cpu", by_mpi))
@@ -122,7 +122,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
         if odd is not None:
             raise ValueError(
                 f"ProcessGrid: {what} is {each[odd]!r} on rank {odd} and {each[0]!r} on rank 0; "
-                f"pass {what}= with the same on every rank"
+                f"pass {what}= with the same value on every rank"
             )
     if kinds[0] == "cpu":
         return Choice(("cpu",) * len(offers), _transport(transport, _ON_HOSTS, offers))
@@ -133,7 +133,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
     chosen = _transport(transport, _ON_ACCELERATORS, offers, sharing)
     if transport is None and chosen == "mpi" and sharing is None:
         why = _obstacle([o.missing.get("torch") for o in offers])
-        notice = f"messages between GPUs go by MPI, mostly through the host: {why}"
+        notice = f"messages between GPUs use MPI, mostly staged through the host: {why}"
         return Choice(devices, chosen, notice)
     return Choice(devices, chosen, _notice(offers, gpus))
 
@@ -152,7 +152,7 @@ def _transport(
         for name in names
     }
     if "nccl" not in names:
-        obstacles["nccl"] = "that is for GPUs, and the ranks compute on CPUs"
+        obstacles["nccl"] = "it requires GPUs, but the ranks compute on CPUs"
     possible = [name for name in names if not obstacles[name]]
     if asked in possible:
         return asked
@@ -172,8 +172,8 @@ def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
     used, seen = len(set(gpus)), len({gpu for o in offers for gpu in o.gpus})
     if used == len(gpus):
         return None
-    kept = "make the grid of all ranks before those of some, or pass device="
-    way_out = "start one rank for each" if used == seen else kept
+    kept = "create the grid of all ranks before grids of fewer ranks, or pass device="
+    way_out = "start one rank for each GPU" if used == seen else kept
     return f"{len(gpus)} ranks share {used} of {seen} GPUs; {way_out}"
 
 
@@ -191,8 +191,8 @@ def _sharing(gpus: Sequence[str]) -> str | None:
         first = gpus.index(gpu)
         if first < rank:
             return (
-                f"ranks {first} and {rank} share a GPU; start one rank for each, or set {_SHARE}=1 "
-                "where NCCL allows it"
+                f"ranks {first} and {rank} share a GPU; start one rank for each GPU, or set "
+                f"{_SHARE}=1 if this NCCL supports it"
             )
     return None
 
@@ -204,7 +204,7 @@ def _numbers(offers: Sequence[Offer]) -> list[int]:
         if len(o.gpus) <= int(number or 0):
             raise ValueError(
                 f"ProcessGrid: device={o.device!r}, and rank {rank} sees {len(o.gpus)} GPUs; "
-                "choose one that it sees, or 'cpu' on every rank"
+                "choose a visible GPU, or 'cpu' on every rank"
             )
     ranks_of = Counter(o.gpus[int(n)] for o, n in zip(offers, given, strict=True) if n)
     numbers = []

@@ -55,7 +55,7 @@ class Grid(ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in Grid.__annotations__ and name in self.__dict__:
-            raise AttributeError(f"the {name} of a grid is fixed; make another grid")
+            raise AttributeError(f"the {name} of a grid is fixed; create another grid")
         super().__setattr__(name, value)
 
     @property

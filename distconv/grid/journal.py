@@ -133,7 +133,7 @@ class Entries(NamedTuple):
         """Return the text of entry `number` with its line, for an error message."""
         index = number - self.first
         if not 0 <= index < len(self.texts):
-            return "nothing that is known"
+            return "no recorded step"
         line = self.lines[index]
         return self.texts[index] + (f", at {line}" if line else "")
 
@@ -373,10 +373,10 @@ class Journal:
         met = f"{words} " if (words := errors_in_words(errors)) else ""
         hint = f" {_VARIABLE}=1 compares before every step, and names its line."
         return (
-            f"the ranks differ {found}. {by_ranks(steps, ': ')}. They are now: "
-            f"{by_ranks(places, ' at ')}. {met}All ranks have to run the same operators with the "
-            "same arguments in the same order; look for a condition on the rank, or on data that "
-            f"the ranks do not share.{'' if self.debug else hint}"
+            f"the ranks differ {found}. {by_ranks(steps, ': ')}. Their current operators: "
+            f"{by_ranks(places, ' at ')}. {met}All ranks must run the same operators with the "
+            "same arguments in the same order; look for a condition that depends on the rank, or "
+            f"on data that differ between ranks.{'' if self.debug else hint}"
         )
 
     def _change_thread(self) -> None:
@@ -389,9 +389,9 @@ class Journal:
             return  # autograd computes on behalf of the thread that called backward()
         if not is_parked(self.thread):
             raise RuntimeError(
-                f"two threads use one grid, or grids over the same ranks, at once: one is at "
-                f"{place_of(self.thread)}, the other at {user_line()}. Their messages would be "
-                "taken for each other's; let one thread do all that communicates, and hand it "
-                "work by a queue, or let one thread end before the other goes on"
+                "two threads use one grid, or grids over the same ranks, at the same time: one is "
+                f"at {place_of(self.thread)}, the other at {user_line()}. Their messages would be "
+                "confused; call collective functions in one thread only, which receives work from "
+                "a queue, or wait for one thread to end before the other continues"
             )
         self.thread = threading.get_ident()

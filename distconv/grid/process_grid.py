@@ -44,8 +44,9 @@ def axes_of_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> tuple[str,
     named = tuple((axes or {}).get(name, name) for name in mesh.mesh_dim_names or ())
     if len(named) != mesh.ndim or len(set(named)) < len(named) or not set(named) <= set(AXES):
         raise ValueError(
-            f"from_device_mesh: the dimensions of {mesh} are called {mesh.mesh_dim_names}; name "
-            f"each by another axis of {', '.join(AXES)}: mesh_dim_names, or axes={{name: axis}}"
+            f"from_device_mesh: the dimensions of {mesh} are named {mesh.mesh_dim_names}; name "
+            f"each after a different axis of {', '.join(AXES)}: mesh_dim_names, or axes={{name: "
+            "axis}"
         )
     return named
 
@@ -67,8 +68,8 @@ def _check_ascending(ranks: torch.Tensor) -> None:
     for dimension in range(ranks.dim()):
         if not (ranks.diff(dim=dimension) > 0).all():
             raise ValueError(
-                f"device_mesh: the ranks {ranks.tolist()} do not ascend along each dimension, and "
-                "torch.distributed would sort them; arrange them so that they do"
+                f"device_mesh: the ranks {ranks.tolist()} do not ascend along every dimension, "
+                "and torch.distributed would sort them; create the grid with ascending ranks"
             )
 
 
@@ -91,8 +92,8 @@ def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
     job = world()
     if grid.size != job.size:
         raise ValueError(
-            f"device_mesh: the grid has {grid.size} of {job.size} ranks, and torch.distributed "
-            "makes groups with all; ask a grid of all ranks"
+            f"device_mesh: the grid has {grid.size} of {job.size} ranks, but torch.distributed "
+            "creates groups with all ranks; use a grid of all ranks"
         )
     if not distributed.is_initialized():
         kind = grid.device.type
@@ -103,8 +104,8 @@ def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
     theirs = tuple(grid.all_gather_object(distributed.get_rank()))
     if theirs != ranks:
         raise ValueError(
-            f"device_mesh: the default group numbers the ranks of the grid {theirs}, and the job "
-            f"{ranks}; initialise it with the job's numbers"
+            f"device_mesh: the default group numbers the ranks of the grid {theirs}, but the job "
+            f"numbers them {ranks}; initialize the default group with the job's numbers"
         )
     axes = mesh_axes(grid)
     arranged_ranks = torch.tensor(ranks).reshape([grid.shape[axis] for axis in axes])
@@ -176,7 +177,7 @@ class ProcessGrid(Grid):
         if unknown:
             name, extent = next(iter(unknown.items()))
             raise TypeError(
-                f"ProcessGrid: {name}={extent!r} is no axis; the axes are {', '.join(AXES)}"
+                f"ProcessGrid: {name}={extent!r} is not an axis; choose from {', '.join(AXES)}"
                 + ("; sample partitions the mini-batch" if "batch" in name else "")
             )
         self._ranks = ranks_of(comm)
@@ -248,7 +249,7 @@ class ProcessGrid(Grid):
             peers = self.topology.peers(self.rank, key[0])
             ranks = tuple(self._ranks[r] for r in peers)
             if len(ranks) > 1:
-                self.journal.take("making a communicator")
+                self.journal.take("creating a communicator")
             with self.waiting():
                 self._communicators[key] = communicators.communicator(ranks, purpose)
         return self._communicators[key]
@@ -296,7 +297,8 @@ class ProcessGrid(Grid):
         if bad:
             mine = f"weight={weight!r} here" if wrong else "the weight on another rank"
             raise ValueError(
-                f"mean: {mine} is no weight; pass the number of samples, from 0 on, on every rank"
+                f"mean: {mine} is not a weight; pass the number of samples, 0 or more, on every "
+                "rank"
             )
         return total / weights if weights else nan
 
@@ -312,7 +314,10 @@ class ProcessGrid(Grid):
         return hash((self.topology, self._ranks))
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a ProcessGrid belongs to its MPI job and cannot be pickled; make it anew")
+        raise TypeError(
+            "a ProcessGrid belongs to its MPI job and cannot be pickled; create it again in the "
+            "other process"
+        )
 
     def __repr__(self) -> str:
         gpus = f" with GPUs, {self.transport.name}" if self.computes_on_gpu else ""
@@ -375,8 +380,8 @@ def _agreed(
         if theirs[2] != everyone[0][2]:
             on, off = (rank, 0) if theirs[2] else (0, rank)
             raise ValueError(
-                f"ProcessGrid: DISTCONV_DEBUG is set on rank {on} and not on rank {off}, which "
-                "would not compare its steps with the others; set it on every rank, or on none"
+                f"ProcessGrid: DISTCONV_DEBUG is set on rank {on} but not on rank {off}, so ranks "
+                "would not compare their steps; set it on every rank, or on none"
             )
     return everyone[0][0], [offer for _, offer, _ in everyone]
 
@@ -389,7 +394,8 @@ def _fit(extents: dict[str, int], ranks: int) -> Topology:
     for axis, n in extents.items():
         if isinstance(n, bool) or not isinstance(n, Integral) or (n < 1 and n != -1):
             raise ValueError(
-                f"ProcessGrid: {axis}={n!r} is not a number of ranks; give an integer from 1, or -1"
+                f"ProcessGrid: {axis}={n!r} is not a number of ranks; choose an integer of 1 or "
+                "more, or -1"
             )
     inferred = [axis for axis, n in extents.items() if n == -1]
     if len(inferred) > 1:
@@ -415,8 +421,8 @@ def _fit(extents: dict[str, int], ranks: int) -> Topology:
     elif product != ranks:
         axes = ", ".join(f"{axis}={n}" for axis, n in given.items()) or "all axes 1"
         raise ValueError(
-            f"ProcessGrid: {axes} makes {product} of {ranks} ranks; set one axis to -1 "
-            f"to take the rest{start}"
+            f"ProcessGrid: {axes} makes {product} of {ranks} ranks; set one axis to -1 to use all "
+            f"ranks{start}"
         )
     return Topology(tuple(int(extents[axis]) for axis in AXES))
 

@@ -82,8 +82,8 @@ def _met_by_environment() -> tuple[Any, int, int]:
     if place is None or place[0] >= place[1]:
         rank, size = (os.environ[name] for name in ("RANK", "WORLD_SIZE"))
         raise ValueError(
-            f"ProcessGrid: RANK={rank} is no rank of WORLD_SIZE={size}; set RANK to a number from "
-            "0 to WORLD_SIZE - 1 on each rank, as torchrun does"
+            f"ProcessGrid: RANK={rank} is not a rank of WORLD_SIZE={size}; set RANK to a number "
+            "from 0 to WORLD_SIZE - 1 on each rank, or start the program by torchrun"
         )
     limit = time_limit_or_default()
     try:
@@ -92,10 +92,10 @@ def _met_by_environment() -> tuple[Any, int, int]:
     except (RuntimeError, ValueError) as error:
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         raise RuntimeError(
-            f"ProcessGrid: rank {place[0]} has not met the other {place[1] - 1} of "
+            f"ProcessGrid: rank {place[0]} could not connect to the other ranks of "
             f"WORLD_SIZE={place[1]} at MASTER_ADDR={address}, MASTER_PORT={port} within "
             f"DISTCONV_TIMEOUT={limit:g} seconds ({str(error).splitlines()[0]}). Start all ranks, "
-            "with the address of rank 0's host and a port that is free there"
+            "with the address of rank 0's host and a free port of that host"
         ) from error
     return store, rank, size
 
@@ -112,7 +112,7 @@ def ranks_of(comm: Any) -> tuple[int, ...]:
         return job.ranks
     if isinstance(comm, Number):
         raise TypeError(
-            f"ProcessGrid: {comm} ranks along which axis? Name it, as in "
+            f"ProcessGrid: {comm} is a number without an axis; name the axis, as in "
             f"ProcessGrid(sample={comm}); the axes are {', '.join(AXES)}"
         )
     if not isinstance(job, TorchCommunicator):
@@ -123,8 +123,8 @@ def ranks_of(comm: Any) -> tuple[int, ...]:
     if distributed is not None and isinstance(comm, distributed.ProcessGroup):
         return tuple(distributed.get_process_group_ranks(comm))
     raise TypeError(
-        f"ProcessGrid: comm={comm!r} is no process group of torch.distributed, which has started "
-        "the ranks; pass one, or none for all ranks"
+        f"ProcessGrid: comm={comm!r} is not a process group of torch.distributed, which started "
+        "the ranks; pass a process group, or leave comm out for all ranks"
     )
 
 
@@ -132,13 +132,13 @@ def _by_number(numbers: Sequence[Any], job: Communicator) -> tuple[int, ...]:
     wrong = [n for n in numbers if not isinstance(n, int) or not 0 <= n < job.size]
     if wrong or len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"ProcessGrid: comm={numbers!r} are not ranks of the job; give different numbers from "
-            f"0 to {job.size - 1}"
+            f"ProcessGrid: comm={numbers!r} are not ranks of the job; choose different numbers "
+            f"from 0 to {job.size - 1}"
         )
     if job.rank not in numbers:
         raise ValueError(
-            f"ProcessGrid: this rank, {job.rank}, is not among {numbers!r}; make the grid on its "
-            "members only"
+            f"ProcessGrid: this rank, {job.rank}, is not among {numbers!r}; create the grid on "
+            "its members only"
         )
     return tuple(numbers)
 
@@ -148,12 +148,12 @@ def _of_mpi(comm: Any) -> tuple[int, ...]:
 
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(
-            f"ProcessGrid: comm={comm!r} is no intracommunicator of mpi4py; pass MPI.COMM_WORLD, "
-            "or what Split and Create_group make of it"
+            f"ProcessGrid: comm={comm!r} is not an intracommunicator of mpi4py; pass "
+            "MPI.COMM_WORLD, or a result of its Split or Create_group"
         )
     if comm == MPI.COMM_NULL:
         raise ValueError(
-            "ProcessGrid: this rank is not a member of comm, which is MPI.COMM_NULL here; make "
+            "ProcessGrid: this rank is not a member of comm, which is MPI.COMM_NULL here; create "
             "the grid on its members only"
         )
     if comm == MPI.COMM_WORLD:

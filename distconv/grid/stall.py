@@ -56,8 +56,8 @@ def time_limit() -> float:
         seconds = 0.0
     if not seconds > 0:
         raise ValueError(
-            f"{_VARIABLE}={text!r} is no time limit; give the seconds that a rank may wait for "
-            "others, such as 300, or inf"
+            f"{_VARIABLE}={text!r} is not a time limit; choose the seconds that a rank may wait "
+            "for others, such as 300, or inf"
         )
     return seconds
 
@@ -148,8 +148,8 @@ class Watch:
             late.append((given.peers, given.step))
         gone = {rank for peers, step in late for rank in self._gone(peers, step)}
         if gone:
-            return f"for {ranks_in_words(sorted(gone))}, which will not come"
-        return "in vain: they have taken different steps" if late and self._has_parted() else None
+            return f"for {ranks_in_words(sorted(gone))}, which has left the program"
+        return "in vain: they ran different steps" if late and self._has_parted() else None
 
     def _gone(self, peers: Iterable[int] | None, step: int) -> Iterator[int]:
         """Yield the ranks of `peers`, or of all for None, that have ended before step `step`."""
@@ -255,9 +255,9 @@ def _report(why: str, size: int, states: dict[int, _State], reached: bool) -> st
 
     `reached` tells whether the others could be asked.
     """
-    silent = "does not answer; it was killed or stopped, or runs code that lets no thread run"
+    silent = "does not answer; it was killed or stopped, or runs code that blocks all threads"
     if not reached:
-        silent = f"cannot be asked, as one of them {silent.replace('it was', 'was')}"
+        silent = f"cannot be reached, because one of them {silent.replace('it was', 'was')}"
     places: dict[str, list[int]] = {}
     for rank in range(size):
         places.setdefault(states[rank].what if rank in states else silent, []).append(rank)
@@ -275,11 +275,11 @@ def _report(why: str, size: int, states: dict[int, _State], reached: bool) -> st
         (
             f"distconv: ranks wait {why}",
             *lines,
-            "All ranks have to run the same operators in the same order, and the same number of "
-            "batches. Usually one of them has returned early, skipped or added a call (under "
-            "`if rank == 0`, say), caught an error that the others have not seen, or takes longer "
-            f"than the limit, which {_VARIABLE} changes. DISTCONV_DEBUG=1 names the first operator "
-            "that differs.",
+            "All ranks must run the same operators in the same order, and the same number of "
+            "batches. Usually one rank has returned early, skipped or added a call (for example "
+            "under `if rank == 0`), caught an error that the other ranks did not get, or takes "
+            f"longer than the limit, which {_VARIABLE} changes. DISTCONV_DEBUG=1 names the first "
+            "operator that differs.",
         )
     )
 

@@ -80,7 +80,7 @@ _WAYS_OUT = {
     "run": "start the script with mpiexec -n 4 or torchrun --nproc-per-node 4",
     "start_timeline": _TIMELINE,
     "stop_timeline": _TIMELINE,
-    "SyncBatchNorm": "train with distconv.parallelize, where batch normalisation is exact",
+    "SyncBatchNorm": "train with distconv.parallelize, which normalizes over the whole mini-batch",
 }
 """Names of Horovod that are missing here, and the way out for each."""
 

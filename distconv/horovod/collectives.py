@@ -79,7 +79,9 @@ def chosen_op(caller: str, op: ReduceOp | None, average: Any = None) -> ReduceOp
     NotImplementedError for Adasum.
     """
     if op is not None and average is not None:
-        raise ValueError(f"distconv.horovod.{caller}: op and average are given; leave out average")
+        raise ValueError(
+            f"distconv.horovod.{caller}: both op and average are given; leave out average"
+        )
     if op is None:
         return Average if average is None or average else Sum
     if not isinstance(op, ReduceOp):
@@ -89,8 +91,9 @@ def chosen_op(caller: str, op: ReduceOp | None, average: Any = None) -> ReduceOp
         )
     if op is Adasum:
         raise NotImplementedError(
-            f"distconv.horovod.{caller}: there is no Adasum; use op=Average with a rate by "
-            "distconv.training.Recipe, or distconv.training.LARC, for large batches"
+            f"distconv.horovod.{caller}: op=Adasum is not supported; for large batches use "
+            "op=Average with a learning rate by distconv.training.Recipe, or "
+            "distconv.training.LARC"
         )
     return op
 
@@ -350,7 +353,7 @@ def _root_of(options: dict[str, Any]) -> int:
     if not isinstance(root, int) or root not in process_set.ranks:
         raise ValueError(
             f"distconv.horovod.{options['kind']}: root_rank={root!r} is not in the process set; "
-            f"give one of {process_set.ranks}"
+            f"choose one of {process_set.ranks}"
         )
     return int(process_set.ranks.index(root))
 
@@ -374,9 +377,9 @@ def _exchange(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> W
     splits = [int(n) for n in splits]
     if len(splits) != job.size or min(splits) < 0 or sum(splits) != len(x):
         raise ValueError(
-            f"distconv.horovod.alltoall: splits={splits} do not share out {len(x)} rows among "
-            f"{job.size} ranks; give one number of rows for each rank, or a number of rows that "
-            "the ranks divide"
+            f"distconv.horovod.alltoall: splits={splits} do not divide {len(x)} rows among "
+            f"{job.size} ranks; pass one number of rows for each rank, or a tensor whose number "
+            "of rows is a multiple of the ranks"
         )
 
     def start(everyone: list[Announcement | None]) -> WaitForResults:
@@ -422,7 +425,7 @@ def _scatter(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Wa
     for x in tensors:
         if not x.dim():
             raise ValueError(
-                f"distconv.horovod.{options['kind']}: a number has no rows to scatter; pass a "
+                f"distconv.horovod.{options['kind']}: a 0-d tensor has no rows to scatter; pass a "
                 "tensor of at least one dimension, or use allreduce"
             )
     wait = _reduce(job, tensors, options)
@@ -664,8 +667,8 @@ def sparse_allreduce_async(
     op = sum_or_average(caller, op)
     if tensor.layout != torch.sparse_coo:
         raise TypeError(
-            f"distconv.horovod.{caller}: the tensor's layout is {tensor.layout}; pass a tensor of "
-            "torch.sparse_coo, as x.to_sparse() is, or call allreduce_async"
+            f"distconv.horovod.{caller}: the tensor's layout is {tensor.layout}; pass a "
+            "torch.sparse_coo tensor, for example x.to_sparse(), or call allreduce_async"
         )
     own = tensor.detach().coalesce()
     shape, detail = tuple(tensor.shape), (str(op), tuple(tensor.shape))

@@ -55,7 +55,7 @@ def check_compression(caller: str, compression: Any) -> None:
     """
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ValueError(
-            f"distconv.horovod.{caller}: compression={compression!r} is no compression; choose "
+            f"distconv.horovod.{caller}: compression={compression!r} is unknown; choose "
             "Compression.none or Compression.fp16 of distconv.horovod"
         )
 

@@ -29,7 +29,7 @@ PURPOSE = "horovod"
 """The purpose of all communicators except those of optimizers' gradients."""
 
 _VARIABLES = {
-    "HOROVOD_AUTOTUNE": "there is nothing to tune but bucket_bytes of DistributedOptimizer",
+    "HOROVOD_AUTOTUNE": "set bucket_bytes of DistributedOptimizer, the only parameter to tune",
     "HOROVOD_ELASTIC": "save checkpoints, and let torchrun or the scheduler start the job again",
     "HOROVOD_TIMELINE": 'record with distconv.timeline("trace.json"):',
 }
@@ -180,7 +180,8 @@ class Job:
             if key in self._pending:
                 raise ValueError(
                     f"distconv.horovod: {mine.kind}: the name {mine.name!r} belongs to a "
-                    "collective that has not started; synchronize it before, or choose another"
+                    "collective that is still pending; synchronize it first, or choose another "
+                    "name"
                 )
             self._pending[key] = pending
         everyone = [mine]
@@ -228,8 +229,9 @@ class Job:
             self._forget()
             raise HorovodInternalError(
                 f"distconv.horovod: {ranks_in_words(sorted(by_rank))} called {first.kind} while "
-                f"{ranks_in_words(sorted(joined))} had called join(); ranks that have joined "
-                "take part in sums and averages only: call it before the loop, or after join()"
+                f"{ranks_in_words(sorted(joined))} had called join(); ranks that have joined take "
+                f"part in sums and averages only: call {first.kind} before the loop, or after "
+                "join()"
             )
         return first
 
@@ -238,9 +240,11 @@ class Job:
         self._forget()
         a = min(by_rank)
         b = next((r for r in sorted(by_rank) if by_rank[r][:4] != by_rank[a][:4]), a)
-        other = f"rank {a} calls {by_rank[a]}" if b != a else "others wait for other collectives"
+        other = (
+            f"rank {a} calls {by_rank[a]}" if b != a else ("other ranks wait for other collectives")
+        )
         raise HorovodInternalError(
-            f"distconv.horovod: rank {b} calls {by_rank[b]} where {other}; call the same functions "
+            f"distconv.horovod: rank {b} calls {by_rank[b]}, but {other}; call the same functions "
             "with tensors of the same shapes and types on every rank, in the same order, or under "
             "the same names"
         )
@@ -261,9 +265,9 @@ def refuse_dist_tensors(caller: str, *tensors: Tensor) -> None:
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or isinstance(tensor, DistTensor):
             raise TypeError(
-                f"distconv.horovod.{caller}: {type(tensor).__name__} is no plain tensor; convert "
-                "values by torch.tensor, and take x.full_tensor() of a DistTensor, which is the "
-                "same on all ranks already"
+                f"distconv.horovod.{caller}: {type(tensor).__name__} is not a plain tensor; "
+                "convert values by torch.tensor, and a DistTensor by x.full_tensor(), which is "
+                "already the same on all ranks"
             )
 
 
@@ -289,7 +293,8 @@ class ProcessSet:
         numbers = list(given) if isinstance(given, Iterable) else [None]
         if not all(isinstance(rank, int) for rank in numbers):
             raise ValueError(
-                f"distconv.horovod: ProcessSet({given!r}) names no ranks; give numbers, as [0, 1]"
+                f"distconv.horovod: ProcessSet({given!r}) names no ranks; pass rank numbers, such "
+                "as [0, 1]"
             )
         self.ranks: list[int] = sorted(numbers)
         self._job: Job | None = None
@@ -314,10 +319,10 @@ class ProcessSet:
         """Return the `Job` of the ranks of the set; raise ValueError if this rank is not in it."""
         if self._job is None:
             raise ValueError(
-                "distconv.horovod: the ranks have not met yet; call init() before"
+                "distconv.horovod: distconv.horovod is not initialized; call init() first"
                 if not _sets
-                else f"distconv.horovod: this rank is not in {self}; add_process_set makes a set, "
-                "and only its ranks call its collectives"
+                else f"distconv.horovod: this rank is not in {self}; only ranks of a process set "
+                "call its collectives. Create a set with this rank by add_process_set"
             )
         return self._job
 
@@ -382,7 +387,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     everyone = job.grid.all_gather_object(added.ranks)
     if any(ranks != everyone[0] for ranks in everyone):
         raise ValueError(
-            f"distconv.horovod: ranks add different process sets, {everyone}; give all the same"
+            f"distconv.horovod: ranks add different process sets, {everyone}; pass the same on "
+            "every rank"
         )
     known = next((s for s in _sets.values() if s.ranks == added.ranks), None)
     if known is not None or not set(added.ranks) <= set(range(job.size)) or not added.ranks:

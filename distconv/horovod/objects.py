@@ -76,8 +76,8 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, LBFGS):
         raise ValueError(
-            "distconv.horovod.broadcast_optimizer_state: LBFGS keeps a history that is its own; "
-            "begin with the same parameters on all ranks, and step together"
+            "distconv.horovod.broadcast_optimizer_state: the history of LBFGS cannot be "
+            "broadcast; start from the same parameters on all ranks instead"
         )
     if process_set.job.size == 1:
         return

@@ -85,8 +85,8 @@ def DistributedOptimizer(
         optimizer, (LBFGS, _DistributedOptimizer)
     ):
         raise TypeError(
-            f"{_OWNER}: {type(optimizer).__name__} is no optimizer that can be wrapped; pass one "
-            "of torch's that takes one gradient a step, such as SGD or Adam"
+            f"{_OWNER}: {type(optimizer).__name__} cannot be wrapped; pass an optimizer of torch "
+            "that uses one gradient a step, such as SGD or Adam"
         )
     check_count(_OWNER, "backward_passes_per_step", backward_passes_per_step, 1)
     check_count(_OWNER, "bucket_bytes", bucket_bytes, 1)
@@ -117,19 +117,21 @@ def DistributedOptimizer(
 def _check_names(named: list[Any], optimizer: Optimizer) -> None:
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):
         raise ValueError(
-            f"{_OWNER}: named_parameters are no pairs of a name and a parameter; pass "
+            f"{_OWNER}: named_parameters are not pairs of a name and a parameter; pass "
             "model.named_parameters()"
         )
     names = [name for name, _ in named]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{_OWNER}: named_parameters name {', '.join(twice)} twice; rename one")
+        raise ValueError(
+            f"{_OWNER}: named_parameters name {', '.join(twice)} twice; rename one of the two"
+        )
     known = {id(p) for _, p in named}
     unnamed = sum(id(p) not in known for p in _parameters(optimizer))
     if unnamed:
         raise ValueError(
             f"{_OWNER}: {unnamed} of the optimizer's parameters are not in named_parameters; pass "
-            "the parameters of all models that it trains"
+            "the parameters of all models that the optimizer trains"
         )
 
 
@@ -220,8 +222,8 @@ class _Reduction:
         for p in _parameters(optimizer):
             if isinstance(p, DistTensor) or is_shared(p):
                 raise ValueError(
-                    f"{_OWNER}: a parameter is one of a parallelized module, which adds up its "
-                    "gradients by itself; use torch's own optimizer"
+                    f"{_OWNER}: a parameter belongs to a parallelized module, which already sums "
+                    "its gradients over ranks; use torch's own optimizer"
                 )
             if p in self._parameters:
                 continue
@@ -255,10 +257,10 @@ class _Reduction:
         self.accumulate(self.passes)
         if changed:
             raise HorovodInternalError(
-                f"{_OWNER}: gradients have changed between backward() and step(), as "
-                "clip_grad_norm_ changes them, while they travel: ranks would go on with different "
-                "parameters. Call synchronize(), change them, and step within `with "
-                "optimizer.skip_synchronize():`"
+                f"{_OWNER}: gradients were changed between backward() and step(), for example by "
+                "clip_grad_norm_, while their reduction was in flight: ranks would continue with "
+                "different parameters. Call synchronize(), change the gradients, and step within "
+                "`with optimizer.skip_synchronize():`"
             )
         self.synchronized = True
 
@@ -273,7 +275,7 @@ class _Reduction:
             if not self._sparse_as_dense:
                 raise TypeError(
                     f"{_OWNER}: a gradient is sparse; pass sparse_as_dense=True, or make the "
-                    "layer dense, as torch.nn.Embedding(..., sparse=False)"
+                    "layer dense, for example torch.nn.Embedding(..., sparse=False)"
                 )
             p.grad = p.grad.to_dense()
         trained = self._parameters[p]
@@ -386,8 +388,9 @@ class _DistributedOptimizer(Optimizer):
         check_count("set_backward_passes_per_step", "passes", passes, 1)
         if self._reduction.begun:
             raise AssertionError(
-                f"{_OWNER}: set_backward_passes_per_step() between backward() and step(): some "
-                "gradients may be under way; call it before backward(), or after step()"
+                f"{_OWNER}: set_backward_passes_per_step() between backward() and step(): "
+                "reductions of gradients may be in flight; call it before backward(), or after "
+                "step()"
             )
         self._reduction.accumulate(passes)
 
@@ -424,7 +427,7 @@ class _DistributedOptimizer(Optimizer):
         """Set all gradients to None, or to zero."""
         if self._reduction.begun:
             raise AssertionError(
-                f"{_OWNER}: zero_grad() between backward() and step() would drop gradients that "
-                "are under way; call step() or synchronize() before"
+                f"{_OWNER}: zero_grad() between backward() and step() would discard gradients "
+                "whose reduction is in flight; call step() or synchronize() first"
             )
         super().zero_grad(set_to_none)

@@ -108,8 +108,8 @@ class ParallelStrategy:
         self.num_shards = whole_numbers(num_shards, "ParallelStrategy: num_shards")
         if not 1 <= len(self.num_shards) <= len(_AXES) or min(self.num_shards) < 1:
             raise ValueError(
-                f"ParallelStrategy: num_shards={num_shards!r}; give 1 to {len(_AXES)} numbers of "
-                "parts, from 1 on"
+                f"ParallelStrategy: num_shards={num_shards!r}; expected 1 to {len(_AXES)} numbers "
+                "of shards, each 1 or more"
             )
         self.shard_dim = shard_dim
         extents: dict[str, Any] = dict(zip(_AXES, self.num_shards, strict=False))
@@ -136,8 +136,9 @@ class ParallelStrategy:
         dims = whole_numbers(value, "ParallelStrategy: shard_dim")
         if len(dims) != len(self.num_shards) or len(set(dims)) < len(dims) or min(dims) < 2:
             raise ValueError(
-                f"ParallelStrategy: shard_dim={value!r} does not fit num_shards={self.num_shards}; "
-                "give as many different dimensions, from 2 on"
+                f"ParallelStrategy: shard_dim={value!r} does not fit "
+                f"num_shards={self.num_shards}; expected one dimension for each number, all "
+                "different and 2 or more"
             )
         self._shard_dim = dims
 
@@ -157,8 +158,8 @@ class ParallelStrategy:
         names = dimension_names(ndim)
         if max(self.shard_dim) >= ndim:
             raise ValueError(
-                f"DCTensor: shard_dim={self.shard_dim} is cut, and the tensor has {ndim} "
-                "dimensions; add one of size 1 by unsqueeze, or set shard_dim anew"
+                f"DCTensor: shard_dim={self.shard_dim} is partitioned, but the tensor has {ndim} "
+                "dimensions; add a dimension of size 1 by unsqueeze, or choose another shard_dim"
             )
         return Layout(**{names[d]: axis for d, axis in zip(self.shard_dim, _AXES, strict=False)})
 
@@ -174,7 +175,9 @@ def check_strategy(given: object, where: str) -> None:
     """Raise TypeError unless `given` is a ParallelStrategy; `where` begins the message."""
     if not isinstance(given, ParallelStrategy):
         kind = type(given).__name__
-        raise TypeError(f"{where}: {kind} is no ParallelStrategy; make one, and pass it")
+        raise TypeError(
+            f"{where}: {kind} is not a ParallelStrategy; create a ParallelStrategy and pass it"
+        )
 
 
 # Sums of DCTensors that an LBANN program adds up over ranks once more, which must change nothing.
@@ -253,11 +256,11 @@ def add_up(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: boo
             "torch.distributed.all_reduce",
             f"the ranks {outside} have other samples"
             if outside
-            else "it is no sum over the ranks of the group, but of the whole sample already, as "
-            "every reduction of a DCTensor",
+            else "it is already the reduction of the whole sample, like every reduction of a "
+            "DCTensor, not of this rank's shard",
             tensor,
-            way_out="Leave the all_reduce out, and what divides by the number of ranks; to reduce "
-            "over replicas, pass x.to_replicate().detach()",
+            way_out="Remove the all_reduce and the division by the number of ranks; to reduce over "
+            "replicas, pass x.to_replicate().detach()",
         )
     tensor.summands -= axes
     return distributed.all_reduce(torch.zeros(1, device=tensor.device), op, group, async_op)
@@ -360,8 +363,8 @@ class DCTensor(DistTensor):
         n, parts = len(self), self.grid.size
         if [len(range(*block(n, parts, i))) for i in range(parts)] != _chunks(n, *extents.values()):
             raise ValueError(
-                f"to_ddp: torch would cut {n} samples over {parts} ranks in another way than this "
-                "library; use to_replicate()"
+                f"to_ddp: torch would partition {n} samples over {parts} ranks differently from "
+                "distconv; use to_replicate()"
             )
         x = self.redistribute(Layout(sample=tuple(extents)))
         return x if innermost_call() is not None else mark_handed_out(x.to_local(grad="part"))
@@ -502,11 +505,11 @@ def _halo_plan(
     ps, grid = parallel_strategy, parallel_strategy.grid
     if type(dim_index) is not int or not 0 <= dim_index < len(ps.shard_dim):
         raise ValueError(
-            f"{caller}: dim_index={dim_index!r}; give the position of a dimension in "
-            f"shard_dim={ps.shard_dim}, from 0, and is_periodic by its name"
+            f"{caller}: dim_index={dim_index!r}; expected the position of a dimension in "
+            f"shard_dim={ps.shard_dim}, counted from 0; pass is_periodic by name"
         )
     if halo_size < 0:
-        raise ValueError(f"{caller}: halo_size={halo_size}; give a number from 0 on")
+        raise ValueError(f"{caller}: halo_size={halo_size}; expected 0 or more")
     layout, along = ps.layout(tensor.dim()), ps.shard_dim[dim_index]
     cuts = effective_cuts(layout.cuts(tensor.dim()), grid.topology)
     shape = list(global_shape(tensor, grid, cuts, layout, caller))
@@ -515,8 +518,8 @@ def _halo_plan(
     if shape[along] < ps.num_shards[dim_index]:
         raise ValueError(
             f"{caller}: dimension {along} has {shape[along]} elements for "
-            f"{ps.num_shards[dim_index]} ranks, and a block without any has no halos; use fewer "
-            "ranks along it"
+            f"{ps.num_shards[dim_index]} ranks, and an empty block has no halo; use fewer ranks "
+            "along this dimension"
         )
     needs: list[IndexMap] = [Same()] * tensor.dim()
     needs[along] = _Halos(halo_size, "circular" if is_periodic else "constant")

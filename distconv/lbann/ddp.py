@@ -73,7 +73,7 @@ class DistConvDDP(nn.Module):
             number = isinstance(each, int | float) and 0 < each < inf
             if not number or each != factors[0]:
                 raise ValueError(
-                    f"DistConvDDP: grad_reduction_factor is {factors} on the ranks; give the same "
+                    f"DistConvDDP: grad_reduction_factor is {factors} on the ranks; pass the same "
                     "number above 0 on every rank, or parallel_strategy"
                 )
         assert factor is not None

@@ -85,7 +85,8 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(
-            f"clip_grad_norm_: norm_type={norm_type} is not positive; choose 2.0, 1.0 or inf, say"
+            f"clip_grad_norm_: norm_type={norm_type} is not positive; choose 2.0, 1.0 or inf, for "
+            "example"
         )
     gradients = [p.grad for p in as_list(parameters) if p.grad is not None]
     with torch.no_grad():
@@ -96,7 +97,7 @@ def clip_grad_norm_(
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"clip_grad_norm_: the norm of order {norm_type} of all gradients is {total}; "
-                "pass error_if_nonfinite=False to scale them all the same"
+                "pass error_if_nonfinite=False to scale them anyway"
             )
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for block in shards_of(gradients):

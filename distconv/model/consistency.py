@@ -37,8 +37,8 @@ def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, fu
     if found:
         raise RuntimeError(
             f"{caller}: {found[0]} is not the same on all ranks: {found[1]}. "
-            f"{reduction.why_apart}Every rank has to take the same optimizer steps with the same "
-            "settings; load the same state on every rank to mend it"
+            f"{reduction.why_apart}Every rank must run the same optimizer steps with the same "
+            "settings; load the same state on every rank to continue"
         )
 
 

@@ -90,7 +90,7 @@ def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
     reduction = reduction_of(module)
     if reduction is None:
         raise ValueError(
-            f"{caller}: the module is not parallelized; call parallelize(module, grid) before"
+            f"{caller}: the module is not parallelized; call parallelize(module, grid) first"
         )
     return reduction
 
@@ -154,7 +154,10 @@ class GradientReduction:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
+        raise TypeError(
+            "a parallelized module belongs to its MPI job and cannot be pickled; save its "
+            "state_dict()"
+        )
 
     def covers(self, module: nn.Module) -> bool:
         """Return whether `module` is the module of this reduction or one of its submodules.
@@ -189,7 +192,7 @@ class GradientReduction:
         Raises RuntimeError if a gradient has not been summed over the ranks yet, after `no_sync`.
         """
         self.wait()
-        self._check_sums("the parameters leave their module", self.parameters)
+        self._check_sums("the module was unparallelized", self.parameters)
         for p in self.parameters:
             p.remove_hooks()
             disown((p.tensor, p.leaf))
@@ -240,16 +243,16 @@ class GradientReduction:
         """
         if self.grid.size > 1 and any(p.is_part and p.leaf.grad is not None for p in parameters):
             raise RuntimeError(
-                f"{event} while their gradients are still parts, after no_sync; run a backward "
-                "pass outside no_sync first, or zero the gradients before"
+                f"{event} while gradients computed within no_sync are not yet summed over the "
+                "ranks; first run a backward pass outside no_sync, or zero the gradients"
             )
 
     @property
     def why_apart(self) -> str:
         """Return a hint at `no_sync` for errors about differing parameters, or an empty text."""
         return (
-            "A backward pass has run within no_sync, after which gradients differ between ranks "
-            "until a pass outside sums them; no step of the optimizer may come between. "
+            "A backward pass has run within no_sync. Its gradients differ between ranks until a "
+            "backward pass outside no_sync sums them; the optimizer must not step before. "
             if self.apart
             else ""
         )
@@ -312,9 +315,9 @@ class GradientReduction:
         check_counted_once()
         if any(bucket.packed is not None and bucket.request is None for bucket in self.buckets):
             raise RuntimeError(
-                "a second backward pass through a model within ConcurrentReductions, whose sums of "
-                "the first are under way; leave the context between them, or run the first in "
-                "no_sync"
+                "a second backward pass through a model within ConcurrentReductions while the "
+                "reductions of the first are in flight; leave the context between the passes, or "
+                "run the first pass in no_sync"
             )
         self.wait()
         self._pass = backward_pass
@@ -396,11 +399,11 @@ class GradientReduction:
         names = [] if module is None else [name for name, _ in module.named_parameters()]
         name = names[number] if number < len(names) else "a parameter"
         warnings.warn(
-            f"backward at {user_line()}: {name} of the parallelized module has got a gradient on "
-            f"{some} of {ranks} ranks only. If ranks have chosen different layers, by their rank "
-            "or by data that they do not share, the numbers are wrong. It is right only where they "
-            "choose for blocks of their own, between to_local() and DistTensor.from_local. There "
-            "will be no more such warnings for this module",
+            f"backward at {user_line()}: {name} of the parallelized module received a gradient on "
+            f"{some} of {ranks} ranks only. If ranks choose different layers, by rank or by data "
+            "that differ between ranks, the gradients are wrong. They are right only if each rank "
+            "chooses layers for its own block, between to_local() and DistTensor.from_local. This "
+            "warning is not repeated for this module",
             stacklevel=2,
         )
 

@@ -123,25 +123,27 @@ def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str,
     """
     if not isinstance(layouts, Mapping):
         raise TypeError(
-            f"layouts={layouts!r} is not a dictionary; write {{'block5.*': Layout(...)}}, say"
+            f"layouts={layouts!r} is not a dictionary; write {{'block5.*': Layout(...)}}, for "
+            "example"
         )
     parts = dict(module.named_modules(remove_duplicate=False))
     found: dict[nn.Module, Layout] = {}
     for pattern, layout in layouts.items():
         if not isinstance(pattern, str):
             raise TypeError(
-                f"layouts: {pattern!r} is not a pattern of module names; write 'block5.*', say"
+                f"layouts: {pattern!r} is not a pattern of module names; write 'block5.*', for "
+                "example"
             )
         if not isinstance(layout, Layout):
             raise TypeError(
                 f"layouts[{pattern!r}]={layout!r} is not a Layout; write "
-                "Layout(channel='height'), say"
+                "Layout(channel='height'), for example"
             )
         matching = [part for name, part in parts.items() if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(
                 f"layouts: no module's name matches {pattern!r}; the modules are "
-                f"{', '.join(filter(None, parts))}, and '' is the whole"
+                f"{', '.join(filter(None, parts))}, and '' for the whole module"
             )
         found.update(dict.fromkeys(matching, layout))
     return {name: found[part] for name, part in parts.items() if part in found}

@@ -42,9 +42,9 @@ _SHARDED = frozenset(("DTensor",))
 """Names of torch's wrappers, so that these need not be imported. `replicate` makes the last two."""
 
 _WAY_OUT = (
-    "parallelize adds up the gradients over all ranks itself: use parallelize(module, grid) of the "
-    "plain module alone. The grid's sample axis divides the mini-batch, as data parallelism does, "
-    "and shard_parameters=True keeps a block of the weights on each rank"
+    "parallelize sums the gradients over all ranks itself: call parallelize(module, grid) with "
+    "the unwrapped module. The grid's sample axis divides the mini-batch, as data parallelism "
+    "does, and shard_parameters=True keeps a block of the weights on each rank"
 )
 
 
@@ -55,14 +55,14 @@ def check_unwrapped(module: nn.Module) -> None:
         if wrapper:
             raise TypeError(
                 f"parallelize: {f'the part {name}' if name else 'the module'} is wrapped by "
-                f"{wrapper}, which would change the gradients once more. {_WAY_OUT}"
+                f"{wrapper}, which would reduce the gradients again. {_WAY_OUT}"
             )
     for name, p in module.named_parameters():
         # FSDP marks its parameters, and makes Parameters of them.
         kind = _among(type(p), _SHARDED) or ("FlatParameter" if is_flat_parameter(p) else "")
         if kind:
             raise TypeError(
-                f"parallelize: the parameter {name} is a {kind}, cut by torch's own sharding. "
+                f"parallelize: the parameter {name} is a {kind}, sharded by torch itself. "
                 f"{_WAY_OUT}"
             )
 
@@ -90,8 +90,8 @@ def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
             return
         if any(map(parallelized, module.modules())) or any(map(is_owned, module.parameters())):
             raise TypeError(
-                f"{kind} is put around a parallelized module, whose gradients it would change once "
-                f"more. {_WAY_OUT}"
+                f"{kind} wraps a parallelized module and would reduce its gradients again. "
+                f"{_WAY_OUT}"
             )
 
     register_module_module_registration_hook(check)
@@ -137,8 +137,9 @@ class ModuleGuard:
         if module is not self._reduction.whole():
             if grids and torch.is_grad_enabled() and reduction_of(module) is None:
                 raise RuntimeError(
-                    "a copy of a parallelized module is not parallelized: its gradients would stay "
-                    "parts; call parallelize(copy, grid), or run it under torch.no_grad()"
+                    "a copy of a parallelized module is not parallelized: its gradients would not "
+                    "be summed over the ranks; call parallelize(copy, grid), or run it under "
+                    "torch.no_grad()"
                 )
             return
         outermost = enter_call(self, depth=3).outermost
@@ -152,15 +153,15 @@ class ModuleGuard:
         self._reduction.prepare()
         if inputs and not grids and self._reduction.buckets:
             raise TypeError(
-                "a parallelized module was called on plain tensors only, of which every rank would "
-                "count the gradient once; pass distconv.distribute_tensor(x, grid), or call it "
-                "under torch.no_grad()"
+                "a parallelized module was called on plain tensors only, so its gradient would be "
+                "counted once for every rank; pass distconv.distribute_tensor(x, grid), or call "
+                "it under torch.no_grad()"
             )
         for grid in grids:
             if not self._fits(grid):
                 raise ValueError(
-                    f"the module is parallelized on {self._grid}, its input lives on {grid}; "
-                    "use one grid for both"
+                    f"the module is parallelized on {self._grid}, but its input is on {grid}; use "
+                    "one grid for both"
                 )
         if outermost:
             self._check_equal(module)
@@ -193,10 +194,11 @@ class ModuleGuard:
         check_unwrapped(module)
         if [id(p) for p in module.parameters()] != [id(p) for p in self._parameters]:
             raise RuntimeError(
-                "the module has got other parameters since it was parallelized, or for this call "
-                "alone (torch.func.functional_call), whose gradients nobody adds up; call "
-                "parallelize(distconv.unparallelize(model), grid) after the last change of its "
-                "structure, and load states without assign=True, which makes new parameters"
+                "the module has other parameters than when it was parallelized, permanently or "
+                "for this call alone (torch.func.functional_call), and their gradients are not "
+                "summed over the ranks; call parallelize(distconv.unparallelize(model), grid) "
+                "after the last change of its structure, and load states without assign=True, "
+                "which replaces parameters"
             )
         # torch takes long to walk through all submodules.
         self._tables = [t for m in module.modules() for t in parts_and_parameters(m)]
@@ -226,8 +228,8 @@ class ModuleGuard:
             elif x.requires_grad:
                 raise TypeError(
                     "a parallelized module has returned a plain tensor that requires gradients; "
-                    "every rank would count them once. Keep it distributed within the module, and "
-                    "take full_tensor() of what it returns"
+                    "every rank would count them once. Return a DistTensor from the module, and "
+                    "call full_tensor() outside"
                 )
 
     def _check_equal(self, module: nn.Module) -> None:
@@ -241,9 +243,9 @@ class ModuleGuard:
         if found:
             raise RuntimeError(
                 f"{found[0]} of the parallelized module is not the same on all ranks: {found[1]}. "
-                f"{self._reduction.why_apart}Every rank has to take the same optimizer steps, with "
-                "the same learning rate, and skip the same ones; load_state_dict with the same "
-                "state mends it"
+                f"{self._reduction.why_apart}Every rank must run the same optimizer steps, with "
+                "the same learning rate, and skip the same steps; call load_state_dict with the "
+                "same state on every rank to continue"
             )
 
     def _check_agreement(self, module: nn.Module) -> None:
@@ -257,7 +259,7 @@ class ModuleGuard:
         found = differences(self._grid.all_gather_object(kinds))
         more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
         raise RuntimeError(
-            "the ranks do not call the parallelized module alike, and would add up gradients of "
+            "the ranks call the parallelized module differently, and would sum gradients of "
             f"different parameters: {'; '.join(found[:8])}{more}. Freeze and unfreeze parameters, "
-            "and enter no_sync, in the same way on every rank"
+            "and enter no_sync, identically on every rank"
         )

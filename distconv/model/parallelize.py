@@ -116,24 +116,28 @@ def parallelize(
     refuse_wrappers_around(reduction_of)
     if any(map(reduction_of, module.modules())):
         raise ValueError(
-            "parallelize: the module, or a part of it, is parallelized already; after a change of "
+            "parallelize: the module, or a part of it, is already parallelized; after a change of "
             "its structure call parallelize(distconv.unparallelize(module), grid)"
         )
     unparallelize(module)
     if any(map(is_owned, module.parameters())):
         raise ValueError(
-            "parallelize: the module shares parameters with one that is parallelized already; do "
-            "it once for both together, in a torch.nn.ModuleList, say"
+            "parallelize: the module shares parameters with a module that is already "
+            "parallelized; parallelize both together, for example in a torch.nn.ModuleList"
         )
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
     options |= {"grid": str(grid), "layouts": layouts, "wire": wire}
     options["error_feedback"] = error_feedback
-    _compare(options | kinds.settings(), grid, "give the same on every rank")
+    _compare(options | kinds.settings(), grid, "pass the same on every rank")
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
+        raise ValueError(
+            f"parallelize: bucket_bytes={bucket_bytes!r} is not a size; expected 1 byte or more"
+        )
     half = None if wire is None else wire_type("parallelize", wire)
     if error_feedback and half is None:
-        raise ValueError("parallelize: error_feedback=True is for halves; choose them by wire=")
+        raise ValueError(
+            "parallelize: error_feedback=True requires a 16-bit type; choose it by wire="
+        )
     chosen = match_layouts(module, layouts or {})
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     _compare_modules(state, grid)
@@ -191,7 +195,8 @@ def unparallelize(module: Module) -> Module:
     }
     if any(r.whole() not in (None, *parts) for r in own):
         raise ValueError(
-            "unparallelize: the module is a part of one that was parallelized as a whole; pass that"
+            "unparallelize: the module is a submodule of a parallelized module; pass the module "
+            "that was given to parallelize"
         )
     for reduction in own:
         reduction.release()
@@ -274,6 +279,6 @@ def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
     lazy = [name for name, what in mine.items() if what == _WITHOUT_SHAPE]
     if lazy:
         raise ValueError(
-            f"parallelize: without shape yet: {', '.join(lazy)}; call the module once on a small "
-            "plain tensor before"
+            f"parallelize: without shape yet: {', '.join(lazy)}; first call the module on a small "
+            "plain tensor"
         )

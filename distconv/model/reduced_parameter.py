@@ -125,9 +125,9 @@ class ReducedParameter:
         total = all_reduce_with_grad(counted, self._grid, self.axes)
         if total[-1].item():
             raise RuntimeError(
-                f"a parameter of shape {tuple(self.leaf.shape)} has a hook, and no gradient on "
-                "some ranks, where the hook would not run; change the gradient when backward() has "
-                "returned"
+                f"a parameter of shape {tuple(self.leaf.shape)} has a hook, but no gradient on "
+                "some ranks, where the hook would not run; change the gradient after backward() "
+                "has returned"
             )
         return total[:-1].view(own.shape)
 
@@ -140,8 +140,9 @@ class ReducedParameter:
             return False
         if not is_summed(self.leaf):
             raise RuntimeError(
-                f"a parameter of shape {tuple(self.leaf.shape)} has got a hook since the forward "
-                "pass, which has seen this rank's part of the gradient; register it before"
+                f"a parameter of shape {tuple(self.leaf.shape)} received a hook after the forward "
+                "pass, and the hook has received only this rank's part of the gradient; register "
+                "the hook before the forward pass"
             )
         return True
 
@@ -198,8 +199,9 @@ def alive(reference: ref[_Owner]) -> _Owner:
     owner = reference()
     if owner is None:
         raise RuntimeError(
-            "the parallelized module of a parameter is gone, and with it what adds up its "
-            "gradient; keep the module for as long as its parameters are trained"
+            "the parallelized module of a parameter no longer exists, so the gradient of the "
+            "parameter cannot be summed over the ranks; keep a reference to the module while its "
+            "parameters are trained"
         )
     return owner
 

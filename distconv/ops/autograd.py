@@ -48,7 +48,8 @@ def _seeds(
         given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
     if len(given) != len(tensors):
         raise RuntimeError(
-            f"{operator}: got {len(tensors)} tensors and {len(given)} gradients; give one for each"
+            f"{operator}: got {len(tensors)} tensors and {len(given)} gradients; pass one for "
+            "each tensor"
         )
     seeds = [
         gradient_seed(x, gradient, operator) if isinstance(x, DistTensor) else gradient
@@ -96,7 +97,7 @@ def grad(
     roots, wanted = as_list(outputs), as_list(inputs)
     grid = common_grid("grad", [*roots, *wanted])
     if is_grads_batched:
-        way_out = "Call it once for each of the gradients"
+        way_out = "Call it once for each gradient"
         refuse("grad", "is_grads_batched is not supported", *roots, way_out=way_out)
     plain = (x for x in wanted if not isinstance(x, DistTensor))
     if owned_among(plain) is not None and not all(isinstance(x, DistTensor) for x in roots):

@@ -160,9 +160,9 @@ class _Call:
             if plain and x.is_floating_point() and id(x) not in marked:
                 refuse(
                     f"{name}.apply",
-                    f"it makes a plain tensor, {tuple(x.shape)}, of distributed ones",
-                    way_out="Return a DistTensor, x.redistribute(Layout()) for one that is whole "
-                    "on every rank, or mark the output by ctx.mark_non_differentiable",
+                    f"it computes a plain tensor, {tuple(x.shape)}, from distributed tensors",
+                    way_out="Return a DistTensor, such as x.redistribute(Layout()), which is "
+                    "whole on every rank, or mark the output by ctx.mark_non_differentiable",
                 )
 
     def backward(self, node: Any, parts: tuple[Any, ...]) -> list[Tensor | None]:
@@ -277,9 +277,9 @@ def _by_position(
         bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(
-            f"{name}: torch passes the arguments of forward by position, and has none for "
-            f"{', '.join(bound.kwargs)}: one before is left out, or forward takes it by name only. "
-            "Give all arguments before it"
+            f"{name}: torch passes the arguments of forward by position, but "
+            f"{', '.join(bound.kwargs)} has no position: an earlier argument is left out, or "
+            "forward accepts it by name only. Pass all earlier arguments"
         )
     return bound.args[len(context) :]
 

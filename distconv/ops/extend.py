@@ -97,8 +97,9 @@ def _check_closed(function: Function, result: Tensor, *arguments: Any) -> None:
     if "free" in found or "out" in found:
         refuse(
             _name(function),
-            "the result depends on a tensor of no parallelized module that requires gradients and "
-            "is no argument, so that nobody adds up its gradient",
+            "the result depends on a tensor that requires gradients but is neither an argument "
+            "nor a parameter of a parallelized module, so its gradient would not be summed over "
+            "the ranks",
             way_out="Pass it as an argument",
         )
 
@@ -198,12 +199,12 @@ def _windows(
         ("padding", padding, 0),
     ):
         if min(to_tuple(given, n, what)) < least:
-            raise ValueError(f"{name}: {what}={given} is too small; choose from {least} up")
+            raise ValueError(f"{name}: {what}={given} is too small; choose {least} or more")
     windows = make_windows(kernel, stride, padding, dilation, False, n)
     if any(w.output_size(m) < 1 for w, m in zip(windows, input.shape[2:], strict=True)):
         raise ValueError(
-            f"{name}: no window of kernel={kernel}, dilation={dilation}, padding={padding} lies "
-            f"within the plane {tuple(input.shape[2:])}"
+            f"{name}: no window of kernel={kernel}, dilation={dilation}, padding={padding} fits "
+            f"into the plane {tuple(input.shape[2:])}"
         )
     return windows
 
@@ -211,7 +212,7 @@ def _windows(
 def _check_shape(function: Function, result: Tensor, expected: tuple[int, ...]) -> None:
     if tuple(result.shape) != tuple(expected):
         raise ValueError(
-            f"{_name(function)}: returned {tuple(result.shape)} where its rule expects "
+            f"{_name(function)}: returned {tuple(result.shape)} but its rule expects "
             f"{tuple(expected)}"
         )
 

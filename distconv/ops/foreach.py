@@ -71,7 +71,7 @@ def _of_optimizer(function: Callable[..., None]) -> Callable[..., None]:
             for x in (x for x in others if x.dim() and isinstance(p, DistTensor)):
                 if not isinstance(x, DistTensor) or (x.cuts, x.grid) != (p.cuts, p.grid):
                     way_out = "Load its state by distconv.load_full_state_dict(optimizer, state)"
-                    refuse(name, "the optimizer's state is cut otherwise", p, x, way_out=way_out)
+                    refuse(name, "the optimizer's state has another layout", p, x, way_out=way_out)
         written = [x for column in columns for x in column if isinstance(x, DistTensor)]
         for x in written:
             prepare_write(x, name)

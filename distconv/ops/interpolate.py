@@ -60,7 +60,8 @@ def interpolate(
         return averaged
     if 0 in shape[2:]:
         raise RuntimeError(
-            f"interpolate: the result {shape} has no elements; expected from 1 in every dimension"
+            f"interpolate: the result {shape} has no elements; expected 1 or more in every "
+            "dimension"
         )
     scales = _scales(None if recompute_scale_factor else scale_factor, len(shape) - 2)
     maps = _index_maps(input, shape, scales, mode, bool(align_corners), antialias)
@@ -91,7 +92,7 @@ def _check_input(input: DistTensor, mode: str) -> None:
         )
     if mode != "area" and 0 in input.shape[1:]:
         raise RuntimeError(
-            f"interpolate: {tuple(input.shape)} has no elements; expected from 1 in every "
+            f"interpolate: {tuple(input.shape)} has no elements; expected 1 or more in every "
             "dimension but the first"
         )
 
@@ -134,7 +135,7 @@ def _refuse_ambiguous(
             refuse(
                 "interpolate",
                 f"from {tuple(input.shape[2:])} to {shape[2:]} with scale_factor={scale_factor!r} "
-                "torch's kernels disagree about what is nearest",
+                "torch's kernels disagree about the nearest element",
                 input,
                 way_out="Pass another size=, or recompute_scale_factor=True",
             )
@@ -145,7 +146,7 @@ def _refuse_on_cut_plane(
 ) -> None:
     """Refuse types and shapes that only whole planes support."""
     if not (input.is_floating_point() or mode.startswith("nearest")):
-        reason = f"mode={mode!r} of {input.dtype} on a cut plane is not supported"
+        reason = f"mode={mode!r} of {input.dtype} on a partitioned plane is not supported"
         refuse("interpolate", reason, input, way_out="Convert it, x.float(), and round the result")
     if antialias and shape[3] == 1 and shape[2] not in (1, input.shape[2]):
         reason = "torch repeats the first row of an antialiased plane of one column"

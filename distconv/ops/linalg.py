@@ -38,7 +38,7 @@ def _batchwise(function: Callable[..., Any], names: Sequence[str], inner: Sequen
         rest = args[len(names) :]
         limits = [x for x in (*rest, *kwargs.values()) if isinstance(x, Tensor)]
         if limits:
-            reason = "a tensor in the place of a number is not supported"
+            reason = "a tensor instead of a number is not supported"
             way_out = "Pass a number, or call it on x.full_tensor()"
             refuse(label, reason, *operands, *limits, way_out=way_out)
         return apply_to_batches(function, label, operands, inner, *rest, **kwargs)

@@ -148,8 +148,8 @@ def _regression(function: Callable[..., Tensor]) -> None:
         cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
         if weight is not None and weight.shape != input.shape:
             raise ValueError(
-                f"{name}: weight has shape {tuple(weight.shape)}, expected that of the input, "
-                f"{tuple(input.shape)}"
+                f"{name}: weight has shape {tuple(weight.shape)}, expected the shape of the "
+                f"input, {tuple(input.shape)}"
             )
         if weight is not None and tuple(weight.shape) != shape:
             reason = "a weighted input is broadcast to the target"
@@ -195,7 +195,7 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         if shape != tuple(input.shape):
             raise RuntimeError(
                 f"{name}: the weights broadcast the input from {tuple(input.shape)} to {shape}; "
-                "give weights that are broadcast to the input"
+                "pass weights that are broadcast to the input"
             )
         cuts = broadcast_cuts(
             [t for t in (input, target) if isinstance(t, DistTensor)]
@@ -250,7 +250,7 @@ def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) 
         warnings.warn(
             f"{name} at {user_line()}: the labels {tuple(target.shape)} lie in {target.layout}, "
             f"the scores {tuple(x.shape)} in {x.layout}, so the labels are redistributed in every "
-            "call; lay them out as Layout.like(scores, without='channel')",
+            "call; create them in Layout.like(scores, without='channel')",
             stacklevel=2,
         )
 
@@ -352,8 +352,8 @@ def gaussian_nll_loss(
             var = var.unsqueeze(-1)
         elif var.shape[:-1] != input.shape[:-1] or var.shape[-1] != 1:
             raise ValueError(
-                f"gaussian_nll_loss: var has shape {tuple(var.shape)}, expected that of the input, "
-                f"{tuple(input.shape)}, or one without its last dimension"
+                f"gaussian_nll_loss: var has shape {tuple(var.shape)}, expected the shape of the "
+                f"input, {tuple(input.shape)}, or this shape without its last dimension"
             )
     own = var.shard if isinstance(var, DistTensor) else torch.as_tensor(var)
     if (own < 0).any():

@@ -34,7 +34,7 @@ def cosine_embedding_loss(
     if target.dim() > 1 or input1.dim() != target.dim() + 1:
         raise RuntimeError(
             f"{name}: a target {tuple(target.shape)} for inputs {tuple(input1.shape)}; expected "
-            "one number for each vector, of which there are one or a batch"
+            "one number for each vector of the batch, or one number for a single vector"
         )
     dim = target.dim()
     squares = [(x * x).sum(dim) + 1e-12 for x in (input1, input2)]
@@ -171,7 +171,7 @@ def triplet_margin_with_distance_loss(
 
 def _check_margin(name: str, margin: float) -> None:
     if margin <= 0:
-        raise ValueError(f"{name}: margin={margin} is not positive; give a number above 0")
+        raise ValueError(f"{name}: margin={margin} is not positive; choose a number above 0")
 
 
 def _triplet(

@@ -214,7 +214,9 @@ def _probabilities(p: Any, name: str) -> Any:
     """
     if isinstance(p, Tensor):
         within = ((p >= 0) & (p <= 1)).all()
-        assert_async(within, f"{name}: not all elements are probabilities; choose from 0 to 1")
+        assert_async(
+            within, f"{name}: not all elements are probabilities; expected numbers from 0 to 1"
+        )
     return p
 
 
@@ -295,7 +297,7 @@ def rrelu(
     inplace: bool = False,
 ) -> Tensor:
     if lower > upper:
-        raise RuntimeError(f"rrelu: lower={lower} is above upper={upper}; expected at most that")
+        raise RuntimeError(f"rrelu: lower={lower} is above upper={upper}; expected lower <= upper")
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
     slopes = lower + (upper - lower) * rand_like(input.detach())
@@ -393,6 +395,6 @@ def init_kaiming_uniform_(
 def only_default(name: str, generator: Any, input: Any) -> None:
     """Refuse a call of the function `name` on `input` with a `generator`."""
     if generator is not None:
-        reason = "a generator of its own would have to be the same on every rank"
+        reason = "a generator would need the same state on every rank"
         way_out = "Leave generator out; the numbers follow torch.manual_seed on rank 0"
         refuse(name, reason, input, way_out=way_out)

@@ -95,7 +95,7 @@ def multinomial(
     one_row = torch.ones([1] * (input.dim() - 1) + list(input.shape[-1:]), dtype=input.dtype)
     torch.multinomial(one_row, num_samples, replacement, generator=torch.Generator())
     weights = uncut(cast(DistTensor, input.detach()), [input.dim() - 1], "multinomial").double()
-    message = "multinomial: weights have to be finite and 0 or more, and their sums positive"
+    message = "multinomial: weights must be finite and 0 or more, and their sums positive"
     valid = ((weights >= 0) & (weights < torch.inf)).all() & (weights.sum(-1) > 0).all()
     assert_async(valid, message)
     if not replacement:

@@ -76,9 +76,9 @@ def calibrate(
                 of_kind[ranks] = _collective(kind, grid, sizes, seconds / 40)
     if "within" in links and (least := links["within"].total.at(8)) > _BUSY and comm.rank == 0:
         warnings.warn(
-            f"8 bytes take {least * 1e3:.1f} ms from rank to rank within a node, which takes a "
-            "hundredth of that where nothing else runs and every rank has a core of its own; "
-            "predictions for this machine will be wrong. Measure when it is free",
+            f"8 bytes take {least * 1e3:.1f} ms from rank to rank within a node, a hundred times "
+            "as long as on an idle node with a core for every rank; predictions for this machine "
+            "will be wrong. Measure again when the node is idle",
             stacklevel=2,
         )
     progress("the slowest rank")

@@ -209,7 +209,9 @@ class DryTransport:
         return DryRequest(lambda: self.waited(number), memory)
 
 
-_ALONE = "a rehearsal has no other ranks to talk to; make its tensors by rehearsal.tensor(shape)"
+_ALONE = (
+    "a rehearsal cannot communicate with other ranks; create its tensors by rehearsal.tensor(shape)"
+)
 
 
 class DryRunGrid(Grid):
@@ -229,14 +231,17 @@ class DryRunGrid(Grid):
                 )
             if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
                 raise ValueError(
-                    f"{axis}={n!r} cannot be inferred, as no ranks have been started; give every "
-                    "axis its number of ranks, from 1"
+                    f"{axis}={n!r} cannot be inferred, because no ranks have been started; give "
+                    "every axis its number of ranks, 1 or more"
                 )
         topology = Topology(tuple(int(extents.get(axis, 1)) for axis in AXES))
         if rank is None:
             rank = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
         if not 0 <= rank < topology.size:
-            raise ValueError(f"rank={rank} is not on a grid of {topology.size}; count from 0")
+            raise ValueError(
+                f"rank={rank} is not on a grid of {topology.size} ranks; choose from 0 to "
+                f"{topology.size - 1}"
+            )
         self._alike = False
         journal = Journal(None, Waiting())
         carrier: Any = DryTransport()
@@ -286,15 +291,15 @@ def without_elements(module: nn.Module, caller: str) -> nn.Module:
     for part in module.modules():
         if any(name.startswith("_distconv") for name in vars(part)):
             raise ValueError(
-                f"{caller}: the module is parallelized; pass it as it was before parallelize(), "
-                "which changes nothing of the plan"
+                f"{caller}: the module is parallelized; pass the module before parallelize(), "
+                "which has the same plan"
             )
         attributes = (x for x in vars(part).values() if isinstance(x, Tensor))
         for x in (*part.parameters(False), *part.buffers(False), *attributes):
             if is_lazy(x):
                 raise ValueError(
-                    f"{caller}: {type(part).__name__} has no shape yet; call the module once on a "
-                    "small plain tensor before"
+                    f"{caller}: {type(part).__name__} has no shape yet; first call the module on "
+                    "a small plain tensor"
                 )
             hollow = torch.empty_like(x, device="meta", requires_grad=False)
             if isinstance(x, nn.Parameter):

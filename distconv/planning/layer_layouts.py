@@ -67,7 +67,7 @@ class LayoutPlan:
     def __str__(self) -> str:
         gain = self.uniform.seconds / self.prediction.seconds - 1
         if not self.layouts:
-            return f"on {in_words(self.grid)} no layer gains by a layout of its own"
+            return f"on {in_words(self.grid)} no layer gains from its own layout"
         lines = [f"    {name!r}: {layout!r}," for name, layout in self.layouts.items()]
         return "\n".join(
             (

@@ -39,13 +39,15 @@ class Table:
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds):
             raise ValueError(
-                f"a table has {len(self.sizes)} sizes and {len(self.seconds)} times; give one time "
-                "for each size, and at least one"
+                f"a table has {len(self.sizes)} sizes and {len(self.seconds)} times; expected one "
+                "time for each size, and at least one size"
             )
         if not all(0 <= s < inf for s in self.seconds):
-            raise ValueError(f"the times of a table are seconds from 0, and are {self.seconds}")
+            raise ValueError(
+                f"the times of a table are {self.seconds}; expected seconds of 0 or more"
+            )
         if any(b <= a for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
-            raise ValueError(f"the sizes of a table have to grow, and are {self.sizes}")
+            raise ValueError(f"the sizes of a table are {self.sizes}; expected ascending sizes")
 
     def at(self, size: float) -> float:
         """Return the seconds for a size; beyond the last point the last slope goes on."""
@@ -231,8 +233,8 @@ class Machine:
             return machine
         except FileNotFoundError:
             raise ValueError(
-                f"there is no machine in {str(path)!r}; make it by python -m distconv calibrate "
-                f"--output {path}"
+                f"there is no machine file {str(path)!r}; create it by python -m distconv "
+                f"calibrate --output {path}"
             ) from None
         except OSError as error:
             raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from None

@@ -236,8 +236,8 @@ def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
                 continue
             if worker.returncode:
                 raise RuntimeError(
-                    "a process that times local operators has ended with status "
-                    f"{worker.returncode}: {said.decode()[-2000:]}"
+                    f"a process that times local operators ended with status {worker.returncode}: "
+                    f"{said.decode()[-2000:]}"
                 )
             running.remove(worker)
 

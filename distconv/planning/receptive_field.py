@@ -130,8 +130,8 @@ def receptive_field(
     for extent, longer in zip(small.extents, large.extents, strict=True):
         if extent == longer:
             raise ValueError(
-                f"the network has a layer of {extent} elements along {name} for an input of any "
-                f"{name}; {_WAY_OUT}"
+                f"the network has a layer of {extent} elements along {name} whatever the {name} "
+                f"of the input; {_WAY_OUT}"
             )
         ratios.append(Fraction(_LENGTH, longer - extent).limit_denominator(_LARGEST_STRIDE))
     # Without padding the output is smaller, and begins at another place than its blocks.
@@ -141,15 +141,15 @@ def receptive_field(
 
 
 _WAY_OUT = (
-    "it cannot go through a volume in slabs. Use more ranks (--grid), or fewer bytes "
-    "(--autocast bfloat16)"
+    "the volume cannot be processed in slabs. Use more ranks (--grid), or fewer bytes (--autocast "
+    "bfloat16)"
 )
 
 
 def _refused(layer: str, dimension: str) -> ValueError:
     return ValueError(
         f"{layer} needs the whole {dimension} at once, so {_WAY_OUT}, or a network without such a "
-        "layer, as with norms that have running statistics"
+        "layer, for example with batch norms that use running statistics"
     )
 
 

@@ -51,7 +51,7 @@ def _sum_of_losses(output: Any, loss: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the sum of `loss` over all results of a module that have floating-point numbers."""
     losses = [loss(y) for y in tensors_in(output) if y.is_floating_point()]
     if not losses:
-        raise TypeError("the result has no floating-point tensor to minimise; pass a loss function")
+        raise TypeError("the result has no floating-point tensor to minimize; pass a loss function")
     return sum(losses[1:], losses[0])
 
 
@@ -213,8 +213,8 @@ def _errors_name_the_layer(recorder: Recorder, caller: str) -> Iterator[None]:
 
 
 _NO_ELEMENTS = (
-    ". A plan has shapes and no elements: what depends on values, such as .item(), can be "
-    "verified, not explained or predicted"
+    ". Plans use shapes without values: a module that depends on values, for example by .item(), "
+    "can be verified, but not explained or predicted"
 )
 
 
@@ -243,7 +243,7 @@ def shapes_of(given: Any) -> list[tuple[int, ...]]:
     shapes = [tuple(shape) for shape in several]
     for shape in shapes:
         if not shape or not all(isinstance(n, int) and n >= 0 for n in shape):
-            raise ValueError(f"{shape} is no shape; write (1, 18, 256, 256), say")
+            raise ValueError(f"{shape} is not a shape; write (1, 18, 256, 256), for example")
     return shapes
 
 
@@ -255,7 +255,7 @@ def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
     if not isinstance(given, str):
         return given
     if given not in known:
-        raise ValueError(f"{what}={given!r} is not known; choose from {', '.join(known)}")
+        raise ValueError(f"{what}={given!r} is unknown; choose from {', '.join(known)}")
     return known[given]
 
 

@@ -258,7 +258,7 @@ class Study:
             raise ValueError(f"cannot read {str(path)!r}: {error.strerror}") from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{str(path)!r} is no scaling study: {what}") from None
+            raise ValueError(f"{str(path)!r} is not a scaling study: {what}") from None
 
     def resumed_from(self, earlier: Study) -> Study:
         """Add the rounds and predictions of an earlier study to this one, and return it.
@@ -269,8 +269,8 @@ class Study:
         for what, value in mine.items():
             if theirs.get(what) != value:
                 raise ValueError(
-                    f"the study was begun with {what} {theirs.get(what)}, and this one has "
-                    f"{value}; give the same, or choose another --output"
+                    f"the study was begun with {what} {theirs.get(what)}, but this study has "
+                    f"{value}; use the same value, or choose another --output"
                 )
         known = {case.name: case for case in earlier.cases}
         for case in self.cases:
@@ -316,10 +316,12 @@ def cases_of(
         extents = {axis: n for axis, n in grid.items() if n > 1}
         name = in_words(extents)
         if name in found:
-            raise ValueError(f"the grid {name} appears twice; give each once")
+            raise ValueError(f"the grid {name} appears twice; name each grid once")
         for axis, n in grid.items():
             if axis not in AXES or n < 1:
-                raise ValueError(f"{axis}={n} is no axis with ranks; choose from {', '.join(AXES)}")
+                raise ValueError(
+                    f"{axis}={n} is not an axis with ranks; choose from {', '.join(AXES)}"
+                )
         grown = [_grown(shape, extents) if kind == WEAK else shape for shape in shapes]
         found[name] = Case(extents, grown, measured)
     return list(found.values())
@@ -330,8 +332,8 @@ def _grown(shape: tuple[int, ...], extents: Mapping[str, int]) -> tuple[int, ...
     for axis, ranks in extents.items():
         if axis in ("channel", "filter") or axis not in names:
             raise ValueError(
-                f"an input of shape {shape} cannot grow along {axis}={ranks}; weak scaling takes "
-                f"grids of {', '.join(name for name in names if name != 'channel')}"
+                f"an input of shape {shape} cannot grow along {axis}={ranks}; weak scaling "
+                f"supports grids of {', '.join(name for name in names if name != 'channel')}"
             )
     return tuple(n * extents.get(name, 1) for n, name in zip(shape, names, strict=True))
 
@@ -387,8 +389,8 @@ def measure(
     most = max((case.ranks for case in cases), default=1)
     if most > comm.size:
         raise ValueError(
-            f"the largest case has {most} ranks, and {comm.size} have been started; start "
-            f"mpiexec -n {most} python -m distconv scale ..."
+            f"the largest case has {most} ranks, but {comm.size} have been started; start mpiexec "
+            f"-n {most} python -m distconv scale ..."
         )
     if study.rounds >= rounds or not cases:
         return

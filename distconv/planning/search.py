@@ -237,7 +237,7 @@ def plan(
     """
     shapes = shapes_of(shape)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks={ranks!r} is no number of ranks; expected from 1")
+        raise ValueError(f"ranks={ranks!r} is not a number of ranks; expected 1 or more")
     check_ranks(machine, ranks)
     limit = machine.memory if memory is None else memory
     if axes is None and ranks > MOST_WITH_FILTER:

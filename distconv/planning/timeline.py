@@ -85,9 +85,9 @@ def _link_of(machine: Machine, where: str) -> LinkTimes:
         return links[where]
     if where == "between":
         raise ValueError(
-            f"{machine.name} has no times between nodes, and the grid has more ranks than the "
-            f"{machine.ranks_per_node} of a node; calibrate with all ranks of a node, and on two "
-            "nodes where there are several, or describe them"
+            f"{machine.name} has no message times between nodes, but the grid has more ranks than "
+            f"the {machine.ranks_per_node} of a node; calibrate with all ranks of a node, and on "
+            "two nodes if the cluster has several, or describe these times in the machine file"
         )
     return next(iter(links.values()))
 
@@ -275,7 +275,8 @@ def play(recordings: Sequence[Recording], machine: Machine, times: OperatorTimes
     stuck = [r for r, rank in ranks.items() if rank.next < len(rank.recording.events)]
     if stuck:
         raise RuntimeError(
-            f"ranks {stuck} wait for messages that nobody sends: a mistake of distconv; report it"
+            f"ranks {stuck} wait for messages that no rank sends: an error in distconv; please "
+            "report it"
         )
     ends = {r: max(rank.now, rank.host) for r, rank in ranks.items()}
     slowest = max(ends, key=ends.__getitem__)

@@ -91,11 +91,11 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
     if memory is not None and not memory.alone:
         refuse(
             operator,
-            "the tensor is written in place while a view of it is in use that serial torch, by its "
-            "strides, may have copied",
+            "the tensor is written in place while another view is in use that serial torch, "
+            "depending on strides, may have copied",
             x,
             way_out="Use the function that returns a new tensor, .clone() one of the two, or "
-            ".view() in place of .reshape()",
+            ".view() instead of .reshape()",
         )
     if memory is not None and memory.leaf and x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
@@ -118,7 +118,8 @@ def _check_bases(x: DistTensorBase, operator: str) -> None:
         if not recipe.writable:
             refuse(
                 operator,
-                "elements of the view that is written in place are one and the same of its base",
+                "several elements of the view that is written in place are the same element of "
+                "its base",
                 x,
                 way_out="Use the function that returns a new tensor, or .clone() the view",
             )
@@ -126,7 +127,8 @@ def _check_bases(x: DistTensorBase, operator: str) -> None:
         if recorded and view.requires_grad and not recipe.recorded:
             raise RuntimeError(
                 f"{operator}: a view was made under torch.no_grad() and is written in place with "
-                "gradients recorded; make it where they are, or write to view.detach()"
+                "gradients enabled; create the view with gradients enabled, or write to "
+                "view.detach()"
             )
     if recorded and view.requires_grad and view.is_leaf:
         raise RuntimeError(

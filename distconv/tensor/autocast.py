@@ -149,7 +149,7 @@ class StandIn(Tensor):
         first, converts = given[0], func is torch_private.conversion
         named = {k: "meta" if k == "device" else x for k, x in (kwargs or {}).items()}
         if func in _COMPOSED and first is first.family[0]:
-            raise NotImplementedError(f"{func} converts within")
+            raise NotImplementedError(f"{func} converts types itself")
         args, named = _mapped((tuple(args), named), _without_elements)
         result = func(*args, **named)
 

@@ -59,8 +59,8 @@ def global_shape(
     for rank, elsewhere in enumerate(devices):
         if elsewhere != "cpu":
             raise ValueError(
-                f"the tensor of rank {rank} lives on {elsewhere}, not on the device of the grid "
-                "there; pass x.to(grid.device), or a CPU tensor, which is moved there"
+                f"the tensor of rank {rank} is on {elsewhere}, not on the grid's device of this "
+                "rank; pass x.to(grid.device), or a CPU tensor, which is moved to that device"
             )
     try:
         shape = _fitting_shape(shapes, cuts, grid.topology)
@@ -73,8 +73,8 @@ def global_shape(
             which = "the blocks of ranks that hold the same box are" if axes else "the tensor is"
             raise ValueError(
                 f"{operator} at {lines[0]}: {which} not the same on all ranks: {ranks}. Every "
-                f"rank has to pass equal ones: {CURE}; or read a block of its own on each rank and "
-                "pass that to DistTensor.from_local"
+                f"rank must pass equal tensors: {CURE}; or read only the block of each rank and "
+                "pass it to DistTensor.from_local"
             )
     return shape
 
@@ -82,7 +82,7 @@ def global_shape(
 def check_plain(x: object, what: str) -> None:
     """Raise TypeError if `x` is no plain tensor; the message calls it `what`."""
     if isinstance(x, DistTensorBase):
-        raise TypeError(f"{what} is distributed already; use x.redistribute(layout)")
+        raise TypeError(f"{what} is already distributed; use x.redistribute(layout)")
     if not isinstance(x, Tensor):
         raise TypeError(f"{what} is a {type(x).__name__}; pass torch.as_tensor(x)")
 
@@ -97,12 +97,13 @@ def check_block(local: Tensor, grid: Grid, cuts: Cuts, shape: tuple[int, ...]) -
         raise ValueError(
             f"from_local: rank {grid.rank} holds a block of shape {tuple(local.shape)}; of a "
             f"tensor of shape {shape} in {Layout.of(cuts)} it should hold {expected}. "
-            "distconv.local_box(shape, grid, layout) tells each rank its box"
+            "distconv.local_box(shape, grid, layout) returns the indices of each rank's block"
         )
     if local.device.type != "cpu" and local.device != grid.device:
         raise ValueError(
-            f"from_local: the block of rank {grid.rank} lives on {local.device}, and the grid on "
-            f"{grid.device} there; pass x.to(grid.device), or a CPU tensor, which is moved there"
+            f"from_local: the block of rank {grid.rank} is on {local.device}, but the grid's "
+            f"device of this rank is {grid.device}; pass x.to(grid.device), or a CPU tensor, "
+            "which is moved to that device"
         )
 
 
@@ -121,13 +122,14 @@ def _fitting_shape(
         more = f"; and {len(off) - 8} more" if len(off) > 8 else ""
         if not any(cuts):
             raise ValueError(
-                f"the whole tensors of the ranks are not of one shape: {listed}{more}. Pass "
-                "the same on every rank; DistTensor.from_local takes each rank's own block"
+                f"the whole tensors differ in shape between ranks: {listed}{more}. Pass the same "
+                "tensor on every rank, or each rank's block to DistTensor.from_local"
             )
         raise ValueError(
-            f"the blocks do not make a tensor of shape {shape} in {Layout.of(cuts)}: "
-            f"{listed}{more}. A dimension of size n over p parts gives the first n mod p parts "
-            "one element more; distconv.local_box(shape, grid, layout) tells each rank its box"
+            f"the blocks do not form a tensor of shape {shape} in {Layout.of(cuts)}: "
+            f"{listed}{more}. A dimension of size n over p ranks gives the first n mod p ranks "
+            "one element more; distconv.local_box(shape, grid, layout) returns the indices of "
+            "each rank's block"
         )
     return shape
 
@@ -166,7 +168,7 @@ def check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Te
     ):
         refuse(
             operator_name(operator),
-            "out= has to be a distributed tensor of the shape, layout and type of the result, "
+            "out= must be a distributed tensor of the shape, layout and type of the result, "
             "outside autograd",
             *tensors_in(out, *operands),
             way_out=WAYS_OUT.get(operator, "Use the returned tensor"),
@@ -188,7 +190,7 @@ def to_dtensor(x: DistTensorBase) -> DTensor:
 
     grid = x.grid
     if not isinstance(grid, ProcessGrid):
-        raise TypeError(f"to_dtensor: {grid!r} is rehearsed, and has no mesh of ranks")
+        raise TypeError(f"to_dtensor: {grid!r} is a rehearsal and has no mesh of ranks")
     axes, topology = mesh_axes(grid), grid.topology
     placements = [
         next((Shard(d) for d, cut in enumerate(x.cuts) if axis in cut), Replicate())

@@ -68,8 +68,8 @@ def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn
 
 
 _SAVE = (
-    "Save x.full_tensor(), or every rank its x.to_local(); of sharded parameters and their "
-    "optimizers distconv.full_state_dict(...)"
+    "Save x.full_tensor(), or x.to_local() on every rank; save sharded parameters and their "
+    "optimizers by distconv.full_state_dict(...)"
 )
 
 
@@ -80,19 +80,20 @@ _PARAMETRIZE = (
 
 
 SERIAL = (
-    "Do that with plain tensors and the serial module: the one before parallelize, or "
-    "distconv.unparallelize(copy.deepcopy(model)); in place of torch.func's transforms use "
-    "torch.autograd.grad, and loops"
+    "Use plain tensors and the serial module: the module before parallelize, or "
+    "distconv.unparallelize(copy.deepcopy(model)); instead of torch.func's transforms use "
+    "torch.autograd.grad and loops"
 )
 """Advice for tools that take a module apart."""
 
 
 WAYS_OUT: dict[Any, str] = {
-    torch_private.is_view: f"torch.export and others look beneath torch's functions. {SERIAL}",
-    torch.Tensor.untyped_storage: "The memory belongs to x.to_local(), this rank's part. A summary "
-    f"of a module, such as torchinfo's, takes input_size=. {SERIAL}",
+    torch_private.is_view: f"torch.export and similar tools bypass torch's functions. {SERIAL}",
+    torch.Tensor.untyped_storage: "The memory belongs to x.to_local(), this rank's block. Pass "
+    f"input_size= to tools that summarize a module, such as torchinfo. {SERIAL}",
     **{
-        function: "Ask x.to_local(), this rank's part, how it lies in memory, or x.full_tensor()"
+        function: "Read the strides or memory of x.to_local(), this rank's block, or of "
+        "x.full_tensor()"
         for function in (torch.Tensor.storage_offset, torch.Tensor.data_ptr)
     },
     torch_private.make_dual: "Use torch.autograd.grad; forward-mode derivatives are not supported",
@@ -102,9 +103,10 @@ WAYS_OUT: dict[Any, str] = {
     torch.nn.functional.normalize: f"Use the returned tensor. {_PARAMETRIZE}",
     torch.ops.aten.set_.source_Tensor: _PARAMETRIZE,
     torch.ops.aten.alias.default: (
-        "Pass x.full_tensor() to what makes tensors of another type, such as MONAI's MetaTensor"
+        "Pass x.full_tensor() to functions that create tensors of another type, such as MONAI's "
+        "MetaTensor"
     ),
-    torch.eye: "Copy it from a plain one: x.copy_(torch.eye(n, m))",
+    torch.eye: "Copy it from a plain tensor: x.copy_(torch.eye(n, m))",
 }
 """The way out for some functions."""
 
@@ -115,8 +117,8 @@ def way_out_of(function: Any) -> str:
         return "Use the module or function as it was before torch.jit.script or torch.jit.trace"
     return WAYS_OUT.get(
         function,
-        "Compute it on the whole tensor, x.full_tensor(), or, where it treats every element alone, "
-        "on x.to_local()",
+        "Compute it on the whole tensor, x.full_tensor(), or, if it is elementwise, on "
+        "x.to_local()",
     )
 
 
@@ -198,8 +200,8 @@ def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
     if tool:
         refuse(
             operator_name(operator),
-            f"{tool}, or a tool that uses it, is tracing or transforming the program, and cannot "
-            "follow messages between ranks",
+            f"{tool}, or a tool that uses it, is tracing or transforming the program, but cannot "
+            "trace messages between ranks",
             *tensors_in(*arguments),
             way_out=SERIAL,
         )
@@ -321,8 +323,8 @@ class ShardNode:
         if name in ("register_hook", "register_prehook"):
             refuse(
                 f"grad_fn.{name}",
-                "the hook, of a node or by register_backward_hook of a module, would see this "
-                "rank's part of the gradients",
+                "the hook, of a node or by register_backward_hook of a module, would receive only "
+                "this rank's part of the gradients",
                 way_out="Use register_full_backward_hook of the module, or a forward hook that "
                 "calls register_hook on the module's output",
             )

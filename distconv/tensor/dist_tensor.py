@@ -122,12 +122,12 @@ class DistTensor(DistTensorBase):
         check_untraced(str(func), args, kwargs)
         refuse(
             str(func),
-            "a distributed tensor has reached torch below its functions",
+            "a distributed tensor has reached an internal function of torch",
             *tensors_in(args, kwargs),
             way_out=WAYS_OUT.get(
                 func,
-                "Pass x.full_tensor() or x.to_local() to code below torch's functions; in place of "
-                "torch.func's transforms use torch.autograd.grad, and loops",
+                "Pass x.full_tensor() or x.to_local() to code that bypasses torch's functions; "
+                "instead of torch.func's transforms use torch.autograd.grad and loops",
             ),
         )
 
@@ -216,8 +216,8 @@ class DistTensor(DistTensorBase):
         grid = ProcessGrid.from_device_mesh(d.device_mesh, axes) if grid is None else grid
         if tuple(ranks) != grid.ranks:
             raise ValueError(
-                f"from_dtensor: the mesh has the ranks {ranks}, in the order of the axes, and the "
-                f"grid {list(grid.ranks)}; make it by ProcessGrid.from_device_mesh"
+                f"from_dtensor: the mesh has the ranks {ranks}, in the order of the axes, but the "
+                f"grid has {list(grid.ranks)}; create the grid by ProcessGrid.from_device_mesh"
             )
         local, layout = block_of_dtensor(d, named, grid)
         return cls.from_local(local, grid, layout)
@@ -298,11 +298,11 @@ class DistTensor(DistTensorBase):
         if torch.is_grad_enabled() and innermost_call() is not None:
             refuse(
                 operator,
-                "within a parallelized module a replicated value has to stay distributed, or "
-                "parameters that meet it would count their gradients once for every rank",
+                "within a parallelized module a replicated value must remain a DistTensor, or "
+                "gradients of the parameters combined with it would be counted once for every rank",
                 self,
-                way_out="Use x.redistribute(Layout()) to have it whole on every rank, or take it "
-                "under torch.no_grad() to look at it",
+                way_out="Use x.redistribute(Layout()) to replicate it on every rank, or inspect it "
+                "under torch.no_grad()",
             )
 
     @run_eagerly
@@ -473,9 +473,9 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     if layout is None and x.dim() > 3 and grid.size > 1 and not any(cuts):
         names = ", ".join(dimension_names(x.dim()))
         warnings.warn(
-            f"distribute_tensor: {grid} cuts none of the dimensions {names}, so every rank holds "
-            "the whole; name one of them in ProcessGrid, or pass a layout, for labels of x "
-            "Layout.like(x, without='channel')",
+            f"distribute_tensor: {grid} partitions none of the dimensions {names}, so every rank "
+            "holds the whole tensor; name one of them in ProcessGrid, or pass a layout, for "
+            "example Layout.like(x, without='channel') for labels of x",
             stacklevel=2,
         )
     with running("distribute_tensor"):

@@ -169,7 +169,7 @@ def _check_not_owned(node: Any, _: Tensor | None) -> None:
     if p is not None:
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} met distributed tensors before its module was "
-            "parallelized, and its gradient would be added up twice; call parallelize(model, grid) "
+            "parallelized, so its gradient would be summed twice; call parallelize(model, grid) "
             "before the forward pass"
         )
 
@@ -220,10 +220,10 @@ class _Undeclared(ShardFunction):
         nodes = [get_gradient_edge(x).node for x in _plain_roots() if x.requires_grad]
         if "block" in origins(nodes):
             raise RuntimeError(
-                f"backward: a plain loss depends on to_local() of the partitioned tensor "
-                f"{ctx.whose}. Every rank has a loss of its own block, and their gradients are "
-                "added up: those of means over the blocks would be too large by the number of "
-                "blocks. Compute the loss on the distributed tensor itself, "
+                "backward: a plain loss depends on to_local() of the partitioned tensor "
+                f"{ctx.whose}. Every rank has the loss of its own block, and the gradients of all "
+                "ranks are summed: gradients of means over blocks would be too large by a factor "
+                "of the number of blocks. Compute the loss on the distributed tensor itself, "
                 "loss_function(model(x), target), or on full_tensor(). If the serial loss is the "
                 'sum of the losses of the ranks, write to_local(grad="part")'
             )
@@ -239,8 +239,8 @@ def check_counted_once() -> None:
     if p is not None:
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} of a parallelized module is part of a plain "
-            "loss with no distributed tensor between them: each rank would count that gradient "
-            "once, and their sum is too large. Add the term to the distributed loss before "
-            "backward(): (loss + penalty).backward(), where loss is what a loss function makes of "
-            "the model's output, or its sum, without full_tensor()"
+            "loss with no distributed tensor between them: each rank would count the gradient "
+            "once, and the sum over ranks would be too large. Add the term to the distributed "
+            "loss before backward(): (loss + penalty).backward(), where loss is the result of a "
+            "loss function, or a sum, of the model's output without full_tensor()"
         )

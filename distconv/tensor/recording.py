@@ -22,7 +22,7 @@ from distconv.torch_private import hooks_of, without_torch_function
 
 ADVICE_FOR_FUNCTIONS = (
     "Use torch functions, or wrap it in a function with a rule (distconv.elementwise, .windowed, "
-    ".implements); make a grid before the program keeps a Function's apply by another name"
+    ".implements); create a grid before the program stores a Function's apply under another name"
 )
 
 
@@ -37,7 +37,7 @@ def check_brought(operator: str, x: Tensor) -> None:
             operator,
             f"the tensor {tuple(x.shape)} depends on a parameter of a parallelized module, of "
             f"shape {tuple(p.shape)}, whose gradient would be counted once for every rank",
-            way_out="Parameters take part in operations with distributed tensors as they are",
+            way_out="Pass parameters to operations with distributed tensors directly",
         )
 
 
@@ -68,14 +68,14 @@ def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> 
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors if isinstance(x, Tensor))
         refuse(
             operator_name(operator),
-            f"the operand {shapes} that decides the layout is plain",
+            f"the operand {shapes} that determines the layout is a plain tensor",
             way_out="Distribute it, dc.distribute_tensor(x, grid)",
         )
     for grid in grids[1:]:
         if grid is not grids[0] and grid != grids[0]:
             raise ValueError(
-                f"{operator_name(operator)}: the tensors live on different grids, {grids[0]} and "
-                f"{grid}; make them on one"
+                f"{operator_name(operator)}: the tensors are on different grids, {grids[0]} and "
+                f"{grid}; create them on one grid"
             )
     return grids[0]
 
@@ -149,7 +149,7 @@ def check_recorded(
         if sparse and (x.requires_grad or x.dim() != dims):
             refuse(
                 operator_name(operator),
-                f"a tensor of layout {x.layout} meets distributed ones",
+                f"a tensor of layout {x.layout} is combined with distributed tensors",
                 *operands,
                 way_out="Use x.to_dense()",
             )
@@ -187,31 +187,31 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
     if "out" in found:
         refuse(
             operator_name(operator),
-            f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
-            "has handed out, and meets distributed tensors again",
+            f"the plain tensor {tuple(x.shape)} depends on a result of to_local() or "
+            "full_tensor(), and is combined with distributed tensors",
             *operands,
-            way_out="Use x.redistribute(Layout()) to have it whole on every rank, or bring it "
+            way_out="Use x.redistribute(Layout()) to replicate it on every rank, or convert it "
             "back by distribute_tensor or DistTensor.from_local",
         )
     if "free" in found and "owned" in found:
         shapes = (tuple(found[kind].shape) for kind in ("owned", "free"))
         refuse(
             operator_name(operator),
-            "the plain tensor {} depends on a parameter of a parallelized module, of shape {}, and "
-            "on a leaf of none, of shape {}, whose gradients are added up elsewhere".format(
+            "the plain tensor {} depends on a parameter of a parallelized module, of shape {}, "
+            "and on a leaf outside of it, of shape {}, whose gradients are summed elsewhere".format(
                 tuple(x.shape), *shapes
             ),
             *operands,
-            way_out="Let each meet distributed tensors by itself, as loss + penalty(model) + "
-            "penalty(head), or put both into one module before parallelize",
+            way_out="Combine each with distributed tensors separately, for example loss + "
+            "penalty(model) + penalty(head), or put both into one module before parallelize",
         )
     if "owned" in found and x.grad_fn is not None and (hooks_of(x) or x.retains_grad):
         refuse(
             operator_name(operator),
             f"the plain tensor {tuple(x.shape)} depends on a parameter of a parallelized module, "
-            "and has a hook or retains its gradient, of which it would get this rank's part",
+            "and has a hook or retains its gradient, which would be only this rank's part",
             *operands,
-            way_out="Register the hook on the parameter, or take torch.autograd.grad(loss, x)",
+            way_out="Register the hook on the parameter, or call torch.autograd.grad(loss, x)",
         )
     return "free" in found
 
@@ -236,9 +236,9 @@ def _check_plain(
     if found:
         name, ranks = found
         raise ValueError(
-            f"{operator_name(operator)} at {user_line()}: a plain tensor, {name}, takes part and "
-            f"is not the same on all ranks: {ranks}. Plain tensors have the global shape and equal "
-            f"values: {CURE}; a rank's own block becomes distributed by DistTensor.from_local"
+            f"{operator_name(operator)} at {user_line()}: a plain tensor, {name}, is not the same "
+            f"on all ranks: {ranks}. Plain tensors must have the global shape and equal values: "
+            f"{CURE}; turn blocks into a DistTensor by DistTensor.from_local"
         )
 
 
@@ -277,7 +277,7 @@ def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operat
         return whole[rank_box(shape, cuts, grid.topology, grid.rank).slices] / replicas
     if gradient.grid != grid:
         raise ValueError(
-            f"{operator}: the gradient lives on {gradient.grid}, the tensor on {grid}; make "
+            f"{operator}: the gradient is on {gradient.grid}, but the tensor is on {grid}; create "
             "them on one grid"
         )
     own = redistribute(gradient, cuts, operator).shard

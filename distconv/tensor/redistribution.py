@@ -152,7 +152,7 @@ def overwrite(x: DistTensorBase, value: DistTensorBase, operator: str) -> None:
 def check_grid(grid: Any) -> None:
     """Raise `TypeError` for an object that is no grid."""
     if not isinstance(grid, Grid):
-        raise TypeError(f"grid={grid!r} is not a ProcessGrid; make one by ProcessGrid(height=-1)")
+        raise TypeError(f"grid={grid!r} is not a ProcessGrid; create one by ProcessGrid(height=-1)")
 
 
 def cuts_of_layout(layout: Layout | None, grid: Grid, ndim: int) -> Cuts:
@@ -164,5 +164,7 @@ def cuts_of_layout(layout: Layout | None, grid: Grid, ndim: int) -> Cuts:
     if layout is None:
         return default_cuts(ndim, grid.topology)
     if not isinstance(layout, Layout):
-        raise TypeError(f"layout={layout!r} is not a Layout; write Layout(height='height'), say")
+        raise TypeError(
+            f"layout={layout!r} is not a Layout; write Layout(height='height'), for example"
+        )
     return effective_cuts(layout.cuts(ndim), grid.topology)

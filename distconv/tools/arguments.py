@@ -68,7 +68,8 @@ class RankParser(argparse.ArgumentParser):
             if theirs != everyone[0]:
                 self.error(
                     f"the arguments of rank {rank} are {shlex.join(map(str, theirs))!r} and those "
-                    f"of rank 0 {shlex.join(map(str, everyone[0]))!r}; start all with the same"
+                    f"of rank 0 {shlex.join(map(str, everyone[0]))!r}; start all ranks with the "
+                    "same arguments"
                 )
         said = StringIO(), StringIO()
         ended, self._parsing = None, True
@@ -99,14 +100,15 @@ def grid_axes(text: str, axes: Sequence[str] = AXES) -> dict[str, int]:
         axis, equals, ranks = part.strip().partition("=")
         if axis not in axes or axis in extents or not equals:
             raise argparse.ArgumentTypeError(
-                f"{part!r} is not an axis with its ranks; write AXIS=RANKS once for each axis, "
-                f"separated by commas, with an axis of {', '.join(axes)}"
+                f"{part!r} is not an axis with a number of ranks; write AXIS=RANKS once for each "
+                f"axis, separated by commas, where AXIS is one of {', '.join(axes)}"
             )
         try:
             extents[axis] = int(ranks)
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"{part!r}: {ranks!r} is no number of ranks; write a whole number, such as {axis}=2"
+                f"{part!r}: {ranks!r} is not a number of ranks; write a whole number, such as "
+                f"{axis}=2"
             ) from None
     return extents
 
@@ -133,7 +135,7 @@ def shape(text: str) -> tuple[int, ...]:
     sizes = text.split(",")
     if not all(size.strip().isdecimal() for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a shape; write the sizes with commas between, such as 1,18,256,256"
+            f"{text!r} is not a shape; write the sizes separated by commas, such as 1,18,256,256"
         )
     return tuple(map(int, sizes))
 
@@ -148,7 +150,7 @@ def layout(text: str) -> Layout:
         return Layout(**dimensions)
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{error}. Write DIMENSION=AXIS+AXIS,..., DIMENSION where the axis has its name, or "
+            f"{error}. Write DIMENSION=AXIS+AXIS,..., DIMENSION if the axis has the same name, or "
             "'whole'"
         ) from None
 
@@ -158,8 +160,8 @@ def pattern_and_layout(text: str) -> tuple[str, Layout]:
     pattern, colon, cuts = text.rpartition(":")
     if not colon:
         raise argparse.ArgumentTypeError(
-            f"{text!r} gives no layout to a pattern; write PATTERN:DIMENSION=AXIS+AXIS,..., such "
-            "as 'block5.*:sample,channel=height'"
+            f"{text!r} is not a pattern with a layout; write PATTERN:DIMENSION=AXIS+AXIS,..., "
+            "such as 'block5.*:sample,channel=height'"
         )
     return pattern, layout(cuts)
 
@@ -168,12 +170,14 @@ def report_file(text: str) -> Path:
     """Return the path of a report, which is written last; its folder must exist now."""
     if not has_matplotlib():
         raise argparse.ArgumentTypeError(
-            "a report has figures by matplotlib, which is not installed; install it by pip install "
+            "reports need matplotlib, which is not installed; install it by pip install "
             "'distconv[reports]', or leave --html out"
         )
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written; name a file in an existing folder"
+        )
     return path
 
 
@@ -185,14 +189,16 @@ def module_from(factory: str, seed: int) -> nn.Module:
     path, colon, name = factory.rpartition(":")
     if not colon or not name:
         raise BadArguments(
-            f"{factory!r} names no factory; write package.module:factory or ./file.py:factory"
+            f"{factory!r} is not the name of a factory; write package.module:factory or "
+            "./file.py:factory"
         )
     make: Any = _from_file(Path(path)) if path.endswith(".py") else _imported(path)
     for part in name.split("."):
         make = getattr(make, part, None)
     if not callable(make):
         raise BadArguments(
-            f"{path} has no function or class {name!r}; name one that makes the module"
+            f"{path} has no function or class {name!r}; name a function or class that creates the "
+            "module"
         )
     torch.manual_seed(seed)
     try:
@@ -202,7 +208,7 @@ def module_from(factory: str, seed: int) -> nn.Module:
             f"{factory} raised TypeError: {error}; expected a function that takes no arguments"
         ) from error
     if not isinstance(module, nn.Module):
-        raise BadArguments(f"{factory} makes a {type(module).__name__}, not a torch.nn.Module")
+        raise BadArguments(f"{factory} returns a {type(module).__name__}, not a torch.nn.Module")
     return module
 
 
@@ -214,8 +220,8 @@ def _imported(path: str) -> Any:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise
         raise BadArguments(
-            f"there is no module {error.name!r}; start from the folder it is in, or install it, "
-            "or write its file, ./file.py:factory"
+            f"there is no module {error.name!r}; start from the folder of the module, install the "
+            "module, or write its file, ./file.py:factory"
         ) from None
 
 

@@ -62,7 +62,7 @@ class Explanation:
             table([HEADING, *map(cells_of_layer, self.layers), total]),
         ]
         if self.refusal is not None:
-            lines.append(f"{self.layers[-1].name} is refused: {self.refusal}")
+            lines.append(f"{self.layers[-1].name} is unsupported: {self.refusal}")
         elif self.serial_kept_bytes is not None:
             kept, alone = self.kept_bytes, self.serial_kept_bytes
             times = f", {alone / kept:,.2f} times as much" if kept else ""

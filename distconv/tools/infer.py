@@ -145,7 +145,7 @@ def infer(
     chosen |= {"memory": memory, "sink": os.path.abspath(path), "overwrite": overwrite}
     check_alike(grid, {k: repr(v) for k, v in chosen.items()}, "Pass the same on every rank.")
     volume = together(grid, lambda: _opened(source, field))
-    check_alike(grid, together(grid, volume.facts), "Give all ranks the same data.")
+    check_alike(grid, together(grid, volume.facts), "Pass the same data on all ranks.")
     together(grid, lambda: _check_sink(path, overwrite))
     net = unparallelize(copy.deepcopy(model)).eval()
     dtype = dtype_of(net)
@@ -167,9 +167,9 @@ def infer(
                 break
             if len(cut) < count or longest >= shape[dim]:
                 raise DataError(
-                    f"infer: a slab of {longest} of {shape[dim]} elements takes "
-                    f"{byte_size(needed)} on a rank, which may use {byte_size(free)}. Use more "
-                    "ranks (--grid), or fewer bytes (--autocast bfloat16)"
+                    f"infer: a slab of {longest} of {shape[dim]} elements needs "
+                    f"{byte_size(needed)} on a rank, more than the available {byte_size(free)}. "
+                    "Use more ranks (--grid), or fewer bytes (--autocast bfloat16)"
                 )
     progress(
         f"{volume.samples} volume(s) of {tuple(shape[1:])}, {len(cut)} slab(s) each: "
@@ -234,7 +234,7 @@ def _input_shape(net: nn.Module, volume: Source, grid: ProcessGrid) -> tuple[int
     if len(shape) not in (space, space + 1):
         raise ValueError(
             f"infer: {volume.name} has volumes of shape {shape}; the network has convolutions of "
-            f"{space} dimensions, and takes (channels, *space) or space alone"
+            f"{space} dimensions, and expects (channels, *space) or space alone"
         )
     return (several, *(() if len(shape) == space + 1 else (1,)), *shape)
 
@@ -262,13 +262,13 @@ def _record(
     finally:
         hook.remove()
     if found.refusal is not None:
-        raise ValueError(f"infer: {found.calls[-1].name} is refused: {found.refusal}")
+        raise ValueError(f"infer: {found.calls[-1].name} is unsupported: {found.refusal}")
     y = types[-1]
     if not isinstance(y, Tensor) or y.dim() != len(shape):
         what = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(
-            f"infer: the network returns {what} for an input of shape {shape}; expected one tensor "
-            "(N, channels, *space). Wrap the network in a module that returns it"
+            f"infer: the network returns {what} for an input of shape {shape}; expected one "
+            "tensor (N, channels, *space). Wrap the network in a module that returns one tensor"
         )
     return _Recorded(tuple(y.shape), y.dtype, found.peak)
 
@@ -393,10 +393,10 @@ class _Run:
         if not worst <= torch.finfo(self._dtype).eps ** 0.6 * most:
             raise DataError(
                 f"infer: the outputs of a slab differ by {worst:.2g} from those of the whole, at "
-                f"most {most:.2g}, on random numbers of shape {tuple(small)}. The network uses the "
-                "place or the size of its input, as interpolation with align_corners=True, "
-                "circular padding and coordinates do; it cannot go through a volume in slabs. Use "
-                "more ranks (--grid), or fewer bytes (--autocast bfloat16)"
+                f"most {most:.2g}, on random numbers of shape {tuple(small)}. The network depends "
+                "on the position or the size of its input, for example by interpolation with "
+                "align_corners=True, circular padding or coordinates, so the volume cannot be "
+                "processed in slabs. Use more ranks (--grid), or fewer bytes (--autocast bfloat16)"
             )
 
 
@@ -446,13 +446,13 @@ def _write_all(
             other = [k for k in task if state["task"].get(k) != task[k]]
             if other:
                 raise DataError(
-                    f"{partial} belongs to another run, with other {', '.join(other)}; finish that "
-                    "one, or discard its results by restart=True (--restart)"
+                    f"{partial} belongs to another run, with other {', '.join(other)}; finish "
+                    "that run, or discard its results by restart=True (--restart)"
                 )
             return state
         if partial.exists():
             raise FileExistsError(
-                f"{partial} exists, and does not say how far it has come; remove it, or discard it "
+                f"{partial} exists, but has no record of its progress; remove it, or discard it "
                 "by restart=True (--restart)"
             )
         offset = create_file(partial, kind, {None: array}).get(None)

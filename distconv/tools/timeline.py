@@ -196,7 +196,7 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
         raise RuntimeError(f"timeline: torch's profiler is recording already. {_ONE_AT_A_TIME}")
     missing = everyone[0][0]
     if missing:
-        raise FileNotFoundError(f"timeline: there is no folder {missing}; make it before")
+        raise FileNotFoundError(f"timeline: there is no folder {missing}; create it first")
     before = measure_offsets(grid)
     movements, messages = list[Movement](), list[Event]()
     with (
@@ -213,8 +213,8 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
 
 
 _ONE_AT_A_TIME = (
-    "It makes one recording at a time: let one of the two end before the other begins. "
-    "python -m distconv timeline FILE adds up the operators and messages of a timeline"
+    "It records one profile at a time: end one recording before the other begins. python -m "
+    "distconv timeline FILE sums the operators and messages of a timeline"
 )
 
 
@@ -361,7 +361,7 @@ def read_trace(path: Path) -> list[Event]:
         document = None
     if not isinstance(document, dict) or "distconv" not in document:
         raise ValueError(
-            f"{path} is no timeline; record one by `with distconv.timeline({path.name!r}):`"
+            f"{path} is not a timeline; record one by `with distconv.timeline({path.name!r}):`"
         )
     events: list[Event] = document["traceEvents"]
     return events

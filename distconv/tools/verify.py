@@ -119,7 +119,7 @@ class Verification:
                 else ""
             )
         if first.kind == "refused":
-            return f"{first.layer} is refused: {first.note}"
+            return f"{first.layer} is unsupported: {first.note}"
         return f"first deviation: {first.layer} ({first.kind}), by {first.difference:.1e}"
 
 
@@ -212,14 +212,15 @@ def verify(
     if amplified:
         notes.append(
             f"{amplified} differences are beyond the tolerance and within {_AMPLIFIED} times the "
-            "effect of rounding on the serial program; float64, or a larger input, shows more"
+            "effect of rounding on the serial program; use float64 or a larger input for a clear "
+            "result"
         )
     blurred = sum(allowance * row.rounding > _UNTELLING for row in judged)
     if blurred:
         notes.append(
             f"rounding changes {blurred} of the serial tensors by more than "
-            f"{_UNTELLING / _AMPLIFIED:.0e}, which leaves little to compare; use float64, or a "
-            "larger input"
+            f"{_UNTELLING / _AMPLIFIED:.0e}, too much for a comparison; use float64 or a larger "
+            "input"
         )
     name = type(module).__name__
     verification = Verification(name, str(grid), tolerance, tuple(judged), tuple(notes))
@@ -313,10 +314,10 @@ def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> 
     if not isinstance(module, nn.Module):
         problem = f"{type(module).__name__} is not a torch.nn.Module"
     elif any(is_lazy(x) for x in (*module.parameters(), *module.buffers())):
-        problem = "the module has layers without shape yet; call it once on a plain tensor before"
+        problem = "the module has layers without shape yet; first call it on a plain tensor"
     for x in inputs:
         if isinstance(x, DistTensor):
-            problem = "the input is distributed; pass the whole plain tensor, x.full_tensor()"
+            problem = "the input is a DistTensor; pass the whole plain tensor, x.full_tensor()"
         elif not isinstance(x, Tensor):
             problem = f"the input is a {type(x).__name__}; pass tensors, torch.as_tensor(x)"
     mine = None
@@ -340,8 +341,8 @@ _DIFFER = (
     "such as one drawn from the same seed",
     "layout, layouts, tolerance, backward and seed are {value} on rank {rank} and {first} on rank "
     "0; pass the same on every rank",
-    "the module of rank {rank} is built otherwise than rank 0's, or in another mode; build the "
-    "same on every rank",
+    "the module of rank {rank} differs from rank 0's in structure or mode; build the same module "
+    "on every rank",
 )
 
 
@@ -388,13 +389,13 @@ def _compare(
     notes = []
     if quiet:
         notes.append(
-            f"{', '.join(quiet)} ran in eval mode: random numbers on a grid are not those of "
+            f"{', '.join(quiet)} ran in eval mode: random numbers on a grid differ from those of "
             "serial torch"
         )
     if serial.random is not None:
         notes.append(
-            f"{serial.random} draws random numbers, which on a grid are not those of serial "
-            "torch; from there on differences say nothing. Run it without (module.eval())"
+            f"{serial.random} draws random numbers, which on a grid differ from those of serial "
+            "torch, so later differences are meaningless. Disable it (module.eval())"
         )
     return rows, notes, serial
 
@@ -445,7 +446,7 @@ class _ModuleRun(ModuleCalls):
             where = f"verify: {name} ({type(part).__name__}) raised"
             what = f"{type(error).__name__}: {error}"
             if any(isinstance(x, DistTensor) for x in inputs):
-                raise RuntimeError(f"{where} on the grid, and not serially: {what}") from error
+                raise RuntimeError(f"{where} on the grid, but not serially: {what}") from error
             raise RuntimeError(
                 f"{where} in the serial program, before anything ran on the grid: {what}. "
                 "Correct the module or the input until module(input) runs on plain tensors"
@@ -528,7 +529,7 @@ def _compared(run: _ModuleRun, serial: _ModuleRun) -> Iterator[TensorComparison]
 
     for name, actual in run.outputs.items():
         if name not in serial.outputs:
-            yield differs(name, "is called on the grid only")
+            yield differs(name, "was called on the grid only")
             continue
         expected = serial.outputs[name]
         if actual is None or expected is None:
@@ -545,13 +546,13 @@ def _compared(run: _ModuleRun, serial: _ModuleRun) -> Iterator[TensorComparison]
         return
     for name in serial.outputs:
         if name not in run.outputs:
-            yield differs(name, "is called serially only")
+            yield differs(name, "was called serially only")
     largest = _largest_by_layer(serial.buffers)
     for name, buffer in run.buffers.items():
         scale = largest[name.rpartition(".")[0]]
         yield _comparison(name, "buffer", buffer, serial.buffers[name], scale)
     if run.shapes != serial.shapes:
-        yield differs(run.name, "there is none on the grid", "gradient")
+        yield differs(run.name, "does not exist on the grid", "gradient")
         return
     largest = _largest_by_layer(serial.gradients)
     floor = _NEGLIGIBLE * max(largest.values(), default=0.0)

@@ -13,7 +13,9 @@ from distconv.model.consistency import check_in_sync
 def check_count(owner: str, name: str, value: object, least: int) -> None:
     """Raise ValueError unless argument `name` of `owner` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{owner}: {name}={value!r} is no count; give an integer from {least} on")
+        raise ValueError(
+            f"{owner}: {name}={value!r} is not a count; pass an integer of {least} or more"
+        )
 
 
 def checked_number(owner: str, name: str, value: object) -> float:
@@ -26,7 +28,7 @@ def checked_number(owner: str, name: str, value: object) -> float:
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    raise ValueError(f"{owner}: {name} is {shown}; give a real number, or a tensor of one")
+    raise ValueError(f"{owner}: {name} is {shown}; pass a real number, or a tensor of one element")
 
 
 # A check that all ranks train the same model: parameters, buffers and the optimizer's state.

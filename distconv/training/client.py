@@ -63,7 +63,7 @@ class Worker:
     ):
         grid = team.grid
         if grid is None:
-            raise ValueError("Worker: this rank is a server; call `serve` where team.serves")
+            raise ValueError("Worker: this rank is a server; call `serve` if team.serves is true")
         reduction = reduction_of(model)
         if reduction is None or reduction.grid != grid:
             where = "not parallelized" if reduction is None else f"parallelized on {reduction.grid}"

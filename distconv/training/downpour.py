@@ -52,8 +52,8 @@ class Downpour:
         check_count("Downpour", "fetch", self.fetch, 1)
         if self.synchronous and self.push != self.fetch:
             raise ValueError(
-                f"Downpour: push={self.push} and fetch={self.fetch} differ, and all workers wait "
-                "for each other with synchronous=True; give both the same"
+                f"Downpour: push={self.push} and fetch={self.fetch} differ, but with "
+                "synchronous=True all workers wait for each other; pass the same number for both"
             )
 
     def rule(self, *given: Any) -> DownpourRule:

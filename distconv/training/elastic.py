@@ -85,8 +85,8 @@ class ElasticAveraging:
             )
         if not 0 < alpha * workers <= 1 + 1e-9:
             raise ValueError(
-                f"ElasticAveraging: alpha={alpha!r} is out of range; choose one above 0, and up to "
-                f"1 / {workers} for {workers} workers"
+                f"ElasticAveraging: alpha={alpha!r} is out of range; choose a number above 0 and "
+                f"up to 1 / {workers} for {workers} workers"
             )
         check_count("ElasticAveraging", "period", period, 1)
         self.alpha, self.period = alpha, period
@@ -145,8 +145,8 @@ class ElasticAveraging:
         """
         if list(state["center"]) != self._names:
             raise ValueError(
-                f"ElasticAveraging: the center saved has the parameters {list(state['center'])}, "
-                f"the model {self._names}; load the state of the same model"
+                f"ElasticAveraging: the saved center has the parameters {list(state['center'])}, "
+                f"but the model has {self._names}; load the state of the same model"
             )
         for (_, center), saved in zip(self._pairs(), state["center"].values(), strict=True):
             center.copy_(saved)
@@ -188,8 +188,8 @@ class AsynchronousElastic:
         check_count("AsynchronousElastic", "period", self.period, 1)
         if self.alpha is not None and not 0 < self.alpha < 1:
             raise ValueError(
-                f"AsynchronousElastic: alpha={self.alpha!r} is out of range; choose one above 0 "
-                "and below 1"
+                f"AsynchronousElastic: alpha={self.alpha!r} is out of range; choose a number "
+                "above 0 and below 1"
             )
 
     def rule(self, *given: Any) -> ElasticRule:

@@ -48,8 +48,9 @@ class ConcurrentReductions:
         self._reductions = [required_reduction("ConcurrentReductions", model) for model in models]
         if len({id(reduction) for reduction in self._reductions}) < len(models):
             raise ValueError(
-                "ConcurrentReductions: two of the models are parts of one parallelized module, "
-                "whose gradients travel together; call parallelize for each of them"
+                "ConcurrentReductions: two of the models are submodules of one parallelized "
+                "module, whose gradients are reduced together; call parallelize for each of the "
+                "two models"
             )
         self._purposes = [f"gradients {number}" for number in range(len(models))]
         """For each model the purpose of its communicators, the same on all ranks."""
@@ -141,7 +142,7 @@ class GradientLag:
             check_count("GradientLag", "total_steps", total_steps, warmup_steps + cooldown_steps)
         elif cooldown_steps:
             raise ValueError(
-                "GradientLag: the cool-down is at the end; say when that is by total_steps="
+                "GradientLag: the cool-down is at the end of training; pass total_steps="
             )
         self.lag, self.warmup_steps = lag, warmup_steps
         self._cooldown = None if total_steps is None else total_steps - cooldown_steps

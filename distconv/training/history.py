@@ -177,20 +177,20 @@ def check_validation(validate: object, every: object, patience: object, target: 
         for name, value in others.items():
             if value is not None:
                 raise ValueError(
-                    f"serve: {name}={value!r} needs a validation; pass validate=, a function of "
-                    "the model that returns its validation loss"
+                    f"serve: {name}={value!r} needs a validation loss; pass validate=, a function "
+                    "of the model that returns it"
                 )
         return
     if not callable(validate):
         raise ValueError(
-            f"serve: validate={validate!r} is no function; pass a function of the model that "
+            f"serve: validate={validate!r} is not a function; pass a function of the model that "
             "returns its validation loss"
         )
     check_count("serve", "every", every, 1)
     if patience is not None:
         check_count("serve", "patience", patience, 1)
     if target is not None and math.isnan(checked_number("serve", "target", target)):
-        raise ValueError("serve: target is NaN, which no loss reaches; give a number")
+        raise ValueError("serve: target is NaN, which no loss reaches; pass a number")
 
 
 def _columns(kind: type[Loss], losses: Sequence[Loss]) -> dict[str, list[Any]]:

@@ -68,11 +68,11 @@ class LARC(Optimizer):
         kind = type(self).__name__
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, (LBFGS, LARC)):
             raise TypeError(
-                f"{kind}: {type(optimizer).__name__} is no optimizer that can be wrapped; pass one "
-                "of torch's that takes one gradient a step, such as SGD or Adam"
+                f"{kind}: {type(optimizer).__name__} cannot be wrapped; pass an optimizer of "
+                "torch that uses one gradient a step, such as SGD or Adam"
             )
         if not (trust > 0 and isfinite(trust)):
-            raise ValueError(f"{kind}: trust={trust!r} is not positive; give 0.02, say")
+            raise ValueError(f"{kind}: trust={trust!r} is not positive; choose 0.02, for example")
         if on not in ("gradient", "update"):
             raise ValueError(f'{kind}: on={on!r} is unknown; choose "gradient" or "update"')
         # Not Optimizer.__init__: groups and state are those of the wrapped optimizer.
@@ -144,8 +144,8 @@ class LARC(Optimizer):
         for group, _ in layers:
             if _decay(group) and (apart or group.get("decoupled_weight_decay", False)):
                 raise ValueError(
-                    f"{type(self).__name__}: the weight decay of {kind.__name__} is no part of the "
-                    'gradient; use on="update", or weight_decay=0'
+                    f"{type(self).__name__}: the weight decay of {kind.__name__} is not part of "
+                    'the gradient; use on="update", or weight_decay=0'
                 )
         scaled = [(group, p, cast(Tensor, p.grad)) for group, p in layers if p.dim() > 1]
         norms = tensor_norms([t for _, p, gradient in scaled for t in (p.detach(), gradient)])

@@ -53,13 +53,14 @@ class NoiseScale:
         reduction = required_reduction("NoiseScale", model)
         if not 0 <= decay < 1:
             raise ValueError(
-                f"NoiseScale: decay={decay!r} is no decay; give a number from 0 to 1, such as 0.95"
+                f"NoiseScale: decay={decay!r} is out of range; choose a number from 0 to 1, such "
+                "as 0.95"
             )
         for name, p in model.named_parameters():
             if isinstance(p, DistTensor) and "sample" in cutting_axes(p.cuts):
                 raise ValueError(
-                    f"NoiseScale: {name} is cut over the replicas, which have no gradients of "
-                    "their own then; cut channels over other axes than sample"
+                    f"NoiseScale: {name} is partitioned over the axis sample, so replicas have no "
+                    "gradient of the whole parameter; partition channels over other axes"
                 )
         self._model, self._reduction, self._grid = model, reduction, reduction.grid
         self.decay = decay
@@ -109,7 +110,10 @@ class NoiseScale:
                     flat.add_(before)
                 sums, count = unit, count + 1
         if not count:
-            raise ValueError("NoiseScale: there is no loss; pass one, or one for each micro-batch")
+            raise ValueError(
+                "NoiseScale: there is no loss; pass a loss, or a list with a loss for each "
+                "micro-batch"
+            )
         for flat in sums:
             self._all_reduce(flat, ("sample",))
         whole = self._squared(sums) / self._grid.shape["sample"]
@@ -213,7 +217,7 @@ def advise(
     for axis, n in extents.items():
         if axis not in AXES:
             raise ValueError(
-                f"advise: {axis!r} is no axis of a grid; choose from {', '.join(AXES)}"
+                f"advise: {axis!r} is not an axis of a grid; choose from {', '.join(AXES)}"
             )
         check_count("advise", axis, n, 1)
     replicas, ranks = extents.get("sample", 1), prod(extents.values())
@@ -226,8 +230,8 @@ def advise(
     for words, limit in limits.items():
         if batch_size > limit:
             found.append(
-                f"The batch size {batch_size} is beyond {words}: larger batches learn hardly more "
-                "in a step"
+                f"The batch size {batch_size} is beyond {words}: a larger batch hardly improves a "
+                "step"
             )
     if batch_size < replicas:
         found.append(
@@ -236,7 +240,7 @@ def advise(
         )
     elif batch_size % replicas:
         found.append(
-            f"The batch size {batch_size} is no multiple of {replicas} replicas: replicas with "
+            f"The batch size {batch_size} is not a multiple of {replicas} replicas: replicas with "
             f"{batch_size // replicas} samples wait for replicas with one more"
         )
     # As many replicas as the batch can feed at the present samples per replica.

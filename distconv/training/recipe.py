@@ -126,7 +126,8 @@ class CosineRestarts(Decay):
         check_count("CosineRestarts", "growth", self.growth, 1)
         if not 0 <= self.floor <= 1:
             raise ValueError(
-                f"CosineRestarts: floor={self.floor!r} is no share; give one from 0 up to 1"
+                f"CosineRestarts: floor={self.floor!r} is not a fraction; choose a number from 0 "
+                "to 1"
             )
 
     def factor(self, step: int, steps: int) -> float:
@@ -141,13 +142,13 @@ class CosineRestarts(Decay):
 
 def _check_positive(owner: str, name: str, value: float) -> None:
     if not (value > 0 and isfinite(value)):
-        raise ValueError(f"{owner}: {name}={value!r} is not positive; give a number above 0")
+        raise ValueError(f"{owner}: {name}={value!r} is not positive; choose a number above 0")
 
 
 def _check_shrinking(owner: str, gamma: float) -> None:
     if not 0 < gamma <= 1:
         raise ValueError(
-            f"{owner}: gamma={gamma!r} is no factor of a decay; give one above 0 and up to 1"
+            f"{owner}: gamma={gamma!r} is not a decay factor; choose a number above 0 and up to 1"
         )
 
 
@@ -182,8 +183,8 @@ def base_rate(optimizer: type[optim.Optimizer]) -> float:
             return _BASE_RATES[kind]
     known = ", ".join(kind.__name__ for kind in _BASE_RATES)
     raise ValueError(
-        f"base_rate: there is none for {optimizer.__name__}, only for {known}; find one for a "
-        "small batch, and give it to the optimizer"
+        f"base_rate: no rate is known for {optimizer.__name__}, only for {known}; find a learning "
+        "rate for a small batch, and pass it to the optimizer"
     )
 
 
@@ -262,8 +263,8 @@ class Recipe:
             check_count("Recipe", "total_steps", self.total_steps, self.warmup_steps + 1)
         elif self.decay.needs_end:
             raise ValueError(
-                f"Recipe: {self.decay} falls to 0 in the last step; say which that is by "
-                "total_steps=, for which there is number_of_steps"
+                f"Recipe: {self.decay} falls to 0 in the last step; pass total_steps=, which "
+                "number_of_steps computes"
             )
 
     @property

@@ -133,8 +133,8 @@ _AWAITED = {
     MessageKind.PUSH_AND_FETCH: "the parameters after its gradients",
     MessageKind.PULL: "the pull on its parameters",
     MessageKind.STATE: "the parameters and buffers of the server",
-    MessageKind.MEET: "all workers to meet",
-    MessageKind.SAVE: "all workers to meet, and the server to save its state",
+    MessageKind.MEET: "all workers to arrive",
+    MessageKind.SAVE: "all workers to arrive, and the server to save its state",
     MessageKind.DONE: "the server to take note of its end",
 }
 """For each request, the thing that a client waits for, in words."""
@@ -178,8 +178,8 @@ class ServerParts:
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], ranks: int):
         if len(parameters) < ranks:
             raise ValueError(
-                f"Team: servers={ranks} are more than the {len(parameters)} parameters of the "
-                "model, of which each holds some; choose fewer"
+                f"Team: servers={ranks} is more than the {len(parameters)} parameters of the "
+                "model, and every server holds at least one; choose fewer servers"
             )
         tensors = [*parameters, *buffers]
         self.tensors = len(tensors)
@@ -274,8 +274,8 @@ class Connection:
             raise ServerLost(self._silence(kind, error)) from error
         except LinkLost as error:
             raise ServerLost(
-                f"the server has ended: {error}. Its last state is in the folder that `serve` was "
-                "given; start the job again with resume=True"
+                f"the server has ended: {error}. Its last state is in the folder passed to "
+                "`serve`; start the job again with resume=True"
             ) from error
         for j, answer in enumerate(found):
             if answer.numbers[0] == MessageKind.FAILED:
@@ -310,8 +310,8 @@ class Connection:
         return (
             f"waited for {_AWAITED[kind]} for more than DISTCONV_TIMEOUT={self._limit:g} seconds "
             f"at {user_line()}: {error}. The server hangs"
-            + (", or a worker for which all others wait" if waits_for_workers else "")
-            + "; or it takes longer than the limit, which DISTCONV_TIMEOUT changes"
+            + (", or a worker hangs that all others wait for" if waits_for_workers else "")
+            + ", or the limit that DISTCONV_TIMEOUT sets is too short"
         )
 
     def _payload(

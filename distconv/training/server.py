@@ -185,7 +185,7 @@ class Server:
         if kind == MessageKind.DONE:
             self.active.discard(client)
             return [(client, self._answer()), *self._due_answers()]
-        raise MalformedRequest(f"a {kind.name}, which this method does not know")
+        raise MalformedRequest(f"a {kind.name}, which this method does not support")
 
     def _kind(self, request: Message) -> MessageKind:
         """Return the kind of a request; raise MalformedRequest if its numbers make no sense."""
@@ -238,7 +238,9 @@ class Server:
         """Wait for clients of the other servers to meet, and save the state if clients asked to."""
         if len(self._numbers) > 1:
             numbers = ", ".join(map(str, sorted(self._numbers)))
-            raise ValueError(f"workers save under the numbers {numbers}; give all the same")
+            raise ValueError(
+                f"workers save under the numbers {numbers}; pass the same number in all workers"
+            )
         for number in self._numbers:
             self._rule.flush()
             if self.above is not None:
@@ -310,8 +312,8 @@ class Server:
         theirs = bytes(request.payload.numpy()).decode(errors="replace")
         if theirs != self._agreed:
             raise ValueError(
-                f"client {client} trains {theirs!r}, the server serves {self._agreed!r}; build the "
-                "same model and method on every rank"
+                f"client {client} trains {theirs!r}, but the server serves {self._agreed!r}; "
+                "build the same model and method on every rank"
             )
 
 
@@ -415,8 +417,8 @@ class ServerCheckpoints:
         saved = [] if self.folder is None else checkpoints_in(self.folder)
         if saved and step_of(saved[0]) > 0:
             raise FileExistsError(
-                f"serve: {saved[0]} is of another run; go on from it by resume=True, choose "
-                "another folder, or remove it"
+                f"serve: {saved[0]} belongs to another run; resume that run by resume=True, "
+                "choose another folder, or remove the file"
             )
 
     def _load(self, chosen: Path | None) -> None:
@@ -426,7 +428,7 @@ class ServerCheckpoints:
         """
         path = chosen or self.folder
         if path is None:
-            raise ValueError("serve: resume=True needs the folder in which the state was saved")
+            raise ValueError("serve: resume=True needs folder=, where the state was saved")
         rule, server = self.rule, self.server
         missing_ok = chosen is None
         found = load_checkpoint(
@@ -455,6 +457,6 @@ def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
             state |= stored["model"]
     if not state:
         raise FileNotFoundError(
-            f"{folder} holds no state of a server; pass the folder that `serve` was given"
+            f"{folder} holds no state of a server; pass the folder that was passed to `serve`"
         )
     return state

@@ -133,7 +133,8 @@ def serve(
     """
     if not team.serves:
         raise ValueError(
-            "serve: this rank is one of a worker; call it where team.serves, and make a Worker here"
+            "serve: this rank belongs to a worker; call `serve` if team.serves is true, and "
+            "create a Worker on this rank"
         )
     try:
         if save_every is not None:
@@ -142,7 +143,7 @@ def serve(
         if validate is not None and team.arrangement.of_server > 1:
             raise ValueError(
                 "serve: validate needs the whole model on one rank, and each of the "
-                f"servers={team.arrangement.of_server} holds a part; make a Team(servers=1), or "
+                f"servers={team.arrangement.of_server} holds a part; create a Team(servers=1), or "
                 "validate in a worker within `with worker.center():`"
             )
     except ValueError as error:

@@ -56,9 +56,10 @@ class Arrangement:
         if left or workers < self.groups:
             fits = self.servers + self.of_worker * max(workers, self.groups)
             raise ValueError(
-                f"Team: {self.ranks} ranks are not {self.servers} of servers and {self.of_worker} "
-                f"for each worker, at least one in each of {self.groups} "
-                f"group{'s' if self.groups > 1 else ''}; start {fits} ranks, say"
+                f"Team: {self.ranks} ranks cannot be divided into {self.servers} servers and "
+                f"{self.of_worker} for each worker, with at least one worker in each of "
+                f"{self.groups} group{'s' if self.groups > 1 else ''}; start {fits} ranks, for "
+                "example"
             )
 
     @property
@@ -154,7 +155,9 @@ class Team:
         check_count("Team", "groups", groups, 1)
         for axis, extent in extents.items():
             if axis not in AXES:
-                raise ValueError(f"Team: {axis}={extent!r} is no axis; there are {', '.join(AXES)}")
+                raise ValueError(
+                    f"Team: {axis}={extent!r} is not an axis; choose from {', '.join(AXES)}"
+                )
             check_count("Team", axis, extent, 1)
         self.arrangement = Arrangement(len(ranks), servers, groups, prod(extents.values()))
         self.rank = comm.rank

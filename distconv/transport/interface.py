@@ -284,7 +284,7 @@ class Summand(NamedTuple):
         if tensor.dtype in (torch.complex64, torch.complex128):
             return cls(torch.view_as_real(tensor), None)
         raise TypeError(
-            f"{library} cannot add up {tensor.dtype}; convert to one that it can, x.float()"
+            f"{library} cannot sum {tensor.dtype}; convert the tensor, for example x.float()"
         )
 
     def arriving(self, request: Request) -> Request:

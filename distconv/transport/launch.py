@@ -20,12 +20,13 @@ from typing import Any
 ALLOW_SINGLE = "DISTCONV_ALLOW_SINGLE"
 
 _SIZES = {
-    "PMI_SIZE": "the mpiexec of MPICH or Intel MPI, or srun with PMI, whose library is not the one "
-    "that mpi4py uses",
-    "OMPI_COMM_WORLD_SIZE": "the mpiexec of Open MPI, whose library is not the one that mpi4py "
-    "uses",
-    "WORLD_SIZE": "something like torchrun, but RANK, MASTER_ADDR and MASTER_PORT, by which ranks "
-    "meet, are not all set",
+    "PMI_SIZE": "the mpiexec of MPICH or Intel MPI, or srun with PMI, which belongs to another MPI "
+    "library than mpi4py uses",
+    "OMPI_COMM_WORLD_SIZE"
+    "": "the mpiexec of Open MPI, which belongs to another MPI library than mpi4py uses",
+    "WORLD_SIZE"
+    "": "a launcher like torchrun, but RANK, MASTER_ADDR and MASTER_PORT, which ranks need to "
+    "connect, are not all set",
 }
 """The variables with the number of processes that launchers set, each with its launcher."""
 
@@ -95,17 +96,17 @@ def check_is_rank() -> None:
     """Raise `RuntimeError` in a worker process, whose messages would never be answered."""
     if _copied_from is not None:
         raise RuntimeError(
-            f"distconv: process {os.getpid()} has been forked from process {_copied_from}, a rank "
-            "of the job, and cannot send messages itself; return plain tensors from workers, and "
-            "make grids and DistTensors of them in the rank"
+            f"distconv: process {os.getpid()} was forked from process {_copied_from}, a rank of "
+            "the job, and cannot send messages; return plain tensors from workers, and create "
+            "grids and DistTensors in the rank"
         )
     started = _ranks_of_mpi() > 1 or _has_joined or has_default_group()
     if not started and multiprocessing.parent_process() is not None and launched():
         raise RuntimeError(
             f"distconv: process {os.getpid()} ({multiprocessing.current_process().name}) is a "
-            "worker that multiprocessing has started, and not a rank of the job; make grids and "
-            'DistTensors in the rank, under `if __name__ == "__main__":` where workers import the '
-            "program anew, and return plain tensors from workers"
+            "worker started by multiprocessing, not a rank of the job; create grids and "
+            'DistTensors in the rank, under `if __name__ == "__main__":` because workers import '
+            "the program again, and return plain tensors from workers"
         )
 
 
@@ -128,14 +129,14 @@ def check_mpi_runs() -> None:
     MPI: Any = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_finalized():
         raise RuntimeError(
-            "ProcessGrid: MPI has ended, by MPI.Finalize(); make and use grids before, or leave "
-            "that call out, as mpi4py makes it at the end of the program"
+            "ProcessGrid: MPI has ended, by MPI.Finalize(); use grids before that call, or remove "
+            "it, since mpi4py calls it at the end of the program"
         )
     if MPI is not None and not MPI.Is_initialized():
         raise RuntimeError(
-            "ProcessGrid: MPI has not been started, as mpi4py.rc.initialize is False; call "
-            "MPI.Init_thread() on every rank before the first grid, or leave mpi4py.rc.initialize "
-            "as it is"
+            "ProcessGrid: MPI is not initialized, because mpi4py.rc.initialize is False; call "
+            "MPI.Init_thread() on every rank before the first grid, or do not set "
+            "mpi4py.rc.initialize"
         )
 
 
@@ -167,9 +168,9 @@ def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
     if free < ranks * _FOR_EACH_RANK:
         print(
             f"distconv: {_SHARED} has {free / 2**20:.1f} MiB free, and MPICH needs about "
-            f"{ranks * _FOR_EACH_RANK / 2**20:.1f} MiB there for {ranks} ranks: a bus error "
-            "(signal 7) comes of that. Give it more, as by docker run "
-            "--shm-size=1g, or remove what is left there",
+            f"{ranks * _FOR_EACH_RANK / 2**20:.1f} MiB there for {ranks} ranks, or it fails with "
+            "a bus error (signal 7). Increase it, for example by docker run --shm-size=1g, or "
+            "remove old files from it",
             file=sys.stderr,
             flush=True,
         )
@@ -265,9 +266,9 @@ def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> Non
     for name, size in launched(environment).items():
         if size > 1:
             raise RuntimeError(
-                f"ProcessGrid: this process knows no other ranks, but {name}={size} says that it "
-                f"is one of {size}, and each would compute by itself. {_way_out(name, size)}. "
-                f"Where one rank is meant, unset {name} or set {ALLOW_SINGLE}=1"
+                f"ProcessGrid: this process is not connected to other ranks, but {name}={size} "
+                f"declares {size} ranks, and each would compute alone. {_way_out(name, size)}. If "
+                f"one rank is intended, unset {name} or set {ALLOW_SINGLE}=1"
             )
 
 
@@ -282,7 +283,8 @@ def notice_of_tasks(ranks: int, environment: Mapping[str, str] = os.environ) -> 
         if (tasks := _whole(environment.get(name)) or 0) > 1:
             return (
                 f"one rank computes everything, in a job of {name}={tasks} tasks; start the "
-                f"program by the job's launcher, as srun -n {tasks}, or set {ALLOW_SINGLE}=1"
+                f"program by the job's launcher, for example srun -n {tasks}, or set "
+                f"{ALLOW_SINGLE}=1"
             )
     return None
 
@@ -292,10 +294,11 @@ def _way_out(name: str, size: int) -> str:
     by_torch = f"torchrun --nproc-per-node {size}"
     if name != "WORLD_SIZE" and importlib.util.find_spec("mpi4py") is None:
         return (
-            "mpi4py, by which ranks of MPI meet, is not installed: pip install 'distconv[mpich]', "
-            f"or 'distconv[mpi]' for the MPI that is there, or start it with {by_torch}"
+            "mpi4py, which connects ranks of MPI, is not installed: pip install "
+            "'distconv[mpich]', or 'distconv[mpi]' for an installed MPI, or start the program "
+            f"with {by_torch}"
         )
-    launcher = _SIZES.get(name, "srun, of which MPI has not heard")
+    launcher = _SIZES.get(name, "srun without support for this MPI")
     if name == "WORLD_SIZE":
         start = f"{by_torch}, or mpiexec -n {size}"
     elif name in _SIZES_OF_MPI:
@@ -305,10 +308,10 @@ def _way_out(name: str, size: int) -> str:
         )
     else:
         start = (
-            "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list names those there are), or torchrun on "
-            "each node"
+            "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list shows the available ones), or "
+            "torchrun on each node"
         )
-    return f"It was set by {launcher}; start it with {start}"
+    return f"It was set by {launcher}; start the program with {start}"
 
 
 def _whole(text: str | None) -> int | None:

@@ -135,9 +135,9 @@ class Link:
         """
         while self._leaving:
             if self.poll() is not None:
-                raise LinkLost(f"rank {self.peer} has sent what nobody has asked for")
+                raise LinkLost(f"rank {self.peer} has sent an unexpected message")
             if time.monotonic() > until:
-                raise LinkSilent(f"rank {self.peer} has not taken what was sent")
+                raise LinkSilent(f"rank {self.peer} has not received a message")
             rest([self])
 
     def close(self) -> None:

@@ -51,9 +51,9 @@ class MPIRequest:
                 request.Wait()
         except MPI.Exception as error:
             raise RuntimeError(
-                f"MPI could not complete the messages of an operator ({error}). Where it says that "
-                "a message is truncated, the ranks run different operators; DISTCONV_DEBUG=1 names "
-                "the first that differs"
+                f"MPI could not complete the messages of an operator ({error}). If the error "
+                "reports a truncated message, the ranks run different operators; DISTCONV_DEBUG=1 "
+                "names the first that differs"
             ) from error
         self.requests = []
 
@@ -98,7 +98,7 @@ def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
     """Return the numbers of the ranks of `comm` in MPI.COMM_WORLD; no communication."""
     ranks = MPI.Group.Translate_ranks(comm.group, None, MPI.COMM_WORLD.group)
     if MPI.UNDEFINED in ranks:
-        raise ValueError("ProcessGrid: every rank of comm has to be a rank of MPI.COMM_WORLD")
+        raise ValueError("ProcessGrid: every rank of comm must be a rank of MPI.COMM_WORLD")
     return tuple(ranks)
 
 

@@ -82,8 +82,8 @@ class PinnedCopies:
         """Return an event after all work queued so far on the current stream."""
         if is_capturing(self._device):
             raise RuntimeError(
-                "transport 'mpi' lets the host wait for the GPU, which no captured graph can hold; "
-                "capture steps on a grid with transport='torch'"
+                "transport 'mpi' makes the host wait for the GPU, which cannot be captured in a "
+                "graph; capture steps on a grid with transport='torch'"
             )
         return record_event(self._device)
 
@@ -190,7 +190,8 @@ def takes_device_memory(comm: Communicator, kind: str) -> bool:
     for rank, answer in enumerate(answers):
         if answer not in ("0", "1"):
             raise ValueError(
-                f"{_VARIABLE}={answer!r} on rank {rank}; set it to 1 or 0, or not, to ask MPI"
+                f"{_VARIABLE}={answer!r} on rank {rank}; set it to 1 or 0 on every rank, or unset "
+                "it to query MPI"
             )
     return "0" not in answers
 

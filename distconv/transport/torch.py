@@ -108,9 +108,8 @@ def common_store(comm: Communicator) -> Store:
     lost = [f"{host} (rank {rank})" for rank, (host, reached) in enumerate(hosts) if not reached]
     if lost:
         raise RuntimeError(
-            f"transport 'torch': {', '.join(lost)} cannot reach a port of {hosts[0][0]}, over "
-            "which ranks find each other; open the ports between the nodes, or choose "
-            "transport='mpi'"
+            f"transport 'torch': {', '.join(lost)} cannot reach a port of {hosts[0][0]}, which "
+            "ranks need to connect; open the ports between the nodes, or choose transport='mpi'"
         )
     store.set_timeout(NO_LIMIT)
     return store
@@ -171,10 +170,10 @@ def lent(tensor: Tensor) -> Tensor:
 def explained(error: RuntimeError) -> RuntimeError:
     """Return an error of torch.distributed, with likely reasons added for the user."""
     return RuntimeError(
-        f"torch.distributed could not complete the messages of an operator ({error}). Where it "
-        "says that a connection was closed, another rank has ended; where it says that sizes "
-        "differ, or that it timed out, the ranks run different operators, or one of them takes "
-        "too long, and DISTCONV_DEBUG=1 names the first that differs"
+        f"torch.distributed could not complete the messages of an operator ({error}). If the "
+        "error reports a closed connection, another rank has ended. If it reports different sizes "
+        "or a timeout, the ranks run different operators, or one of them takes too long; "
+        "DISTCONV_DEBUG=1 names the first operator that differs"
     )
 
 

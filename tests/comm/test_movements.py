@@ -248,7 +248,7 @@ def test_sums_over_ranks_of_every_type(dtype: torch.dtype) -> None:
 @pytest.mark.parallel([1, 2])
 def test_a_type_that_cannot_be_added_up_is_refused() -> None:
     grid = dc.ProcessGrid(height=-1)
-    with pytest.raises(TypeError, match="cannot add up torch.float8_e5m2; convert to one"):
+    with pytest.raises(TypeError, match="cannot sum torch.float8_e5m2; convert the tensor"):
         all_reduce(torch.ones(2).to(torch.float8_e5m2), grid, ("height",))
 
 

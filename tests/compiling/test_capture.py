@@ -190,10 +190,10 @@ def test_what_cannot_be_captured_is_replayed_and_says_why(
     sanitizer: Sanitizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = dc.ProcessGrid(height=-1, transport="mpi")
-    assert "without graphs of the device: it draws random numbers" in warned(grid, classifier)
+    assert "without device graphs: it draws random numbers" in warned(grid, classifier)
     monkeypatch.setattr(RecordedCarrier, "ordered", False)
     monkeypatch.setattr(grid.transport, "ordered", False)
-    assert "lets the host wait for the GPU" in warned(grid)
+    assert "makes the host wait for the GPU" in warned(grid)
 
 
 @pytest.mark.parallel([2])
@@ -209,14 +209,14 @@ def test_a_capture_that_fails_on_one_rank_leaves_all_without_graphs(
                 raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(streams, "_new", lambda device: (Fails(),) * 2)
-    assert "the capture has failed: operation not" in warned(grid)
+    assert "the capture failed: operation not" in warned(grid)
 
 
 def test_a_tensor_of_the_host_is_named() -> None:
     made, taken = Pass(), Pass()
     made.graph.call_function(torch.ops.aten.ones.default, ([2],), {"device": CPU})
     taken.constant(torch.ones(3))
-    for one, said in ((made, "it makes a tensor on cpu"), (taken, "shape (3,) on cpu")):
+    for one, said in ((made, "it creates a tensor on cpu"), (taken, "shape (3,) on cpu")):
         assert said in capture.why_not(one, torch.device("meta"))
 
 

@@ -330,7 +330,7 @@ def test_weights_that_are_sharded_have_the_same_bits_and_are_named() -> None:
             f(dc.distribute_tensor(torch.randn(2, 4, 9, 8, generator=g), grid)).sum().backward()
         return [p.grad.full_tensor() for p in model.parameters() if hasattr(p, "cuts")], f
 
-    with told_once("runs as it is: its weights are sharded"):
+    with told_once("runs uncompiled: its weights are sharded"):
         same_bits(run)
 
 
@@ -404,11 +404,11 @@ def asks(model: nn.Module) -> Callable[..., Any]:
 
 
 LEFT = {
-    asks: "asks for DistTensor",
-    reads: "elements of a tensor",
+    asks: "mentions DistTensor",
+    reads: "values of a tensor",
     prints: "print",
     chooses: "branching",
-    draws_again: "state of random numbers",
+    draws_again: "state of the random number generator",
     differentiates: "autograd_function_apply",
 }
 
@@ -444,7 +444,7 @@ def test_a_step_of_an_optimizer_is_an_error_that_shows_the_way_out(whole: bool) 
 
 @pytest.mark.parallel(2)
 def test_without_a_distributed_tensor_a_function_runs_as_it_is() -> None:
-    with pytest.warns(UserWarning, match="no DistTensor is among its arguments"):
+    with pytest.warns(UserWarning, match="none of its arguments is a DistTensor"):
         assert dc.compile(lambda x: x + 1)(torch.zeros(1)) == 1
 
 

@@ -256,7 +256,7 @@ def test_another_loss_in_a_replay_is_an_error() -> None:
     for x, _ in batches(grid):
         loss_of(x, 0)
     assert compiled.replays == CALLS - 2
-    assert "other results" in raised_everywhere(RuntimeError, loss_of, x, 1)
+    assert "other outputs" in raised_everywhere(RuntimeError, loss_of, x, 1)
 
 
 class Number:
@@ -305,7 +305,7 @@ def test_merged_dimensions_are_returned_and_taken() -> None:
             found += [loss.detach(), x.grad]
         return found
 
-    with told_once("arguments has merged"):
+    with told_once("tensor with merged"):
         assert compared(loop, Flattens, width=2).replays == CALLS - 2
 
 
@@ -480,7 +480,7 @@ def step_of(f: Any, x: Tensor) -> None:
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize(
     ("network", "why"),
-    [(Reads, "branching"), (Writes, "writes to a tensor")],
+    [(Reads, "branching"), (Writes, "writes to one of its arguments")],
 )
 def test_other_modules_go_on_as_they_are_and_say_why(
     network: Callable[[], nn.Module], why: str
@@ -501,7 +501,7 @@ def test_a_module_without_a_backward_pass_goes_on_as_it_is() -> None:
     model = dc.parallelize(nn.Conv2d(3, 2, 3), grid)
     compiled = dc.compile(model)
     x = dc.distribute_tensor(torch.randn(1, 3, 8, 8), grid)
-    with told_once("no backward pass has followed"):
+    with told_once("no backward pass followed"):
         found = [compiled(x) for _ in range(12)]
     assert all(identical(y.detach(), found[0].detach()) for y in found)
     found[-1].sum().backward()

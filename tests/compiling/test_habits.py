@@ -585,7 +585,7 @@ def test_programs_with_plain_settings_are_replayed(habit: Habit) -> None:
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("habit", [getenv, a_cached_function], ids=lambda f: f.__name__)
 def test_what_is_not_guarded_is_named(habit: Habit) -> None:
-    with told_once("runs as it is: it calls"):
+    with told_once("runs uncompiled: it calls"):
         assert run(habit, True)[1].replays == 0
 
 
@@ -595,7 +595,7 @@ def test_a_value_that_changes_in_each_call_ends_in_a_warning() -> None:
     config, model = Object(), dc.parallelize(nn.Conv2d(2, 2, 3), grid)
     f = dc.compile(lambda x: model(x) * config.w)
     x = dc.distribute_tensor(torch.randn(1, 2, 6, 6), grid)
-    with told_once("runs as it is: it reads values that change too often"):
+    with told_once("runs uncompiled: it reads values that change too often"):
         for i in range(12):
             config.w = float(i)
             assert identical(f(x).detach(), (model(x) * config.w).detach())

@@ -614,12 +614,12 @@ def test_present_values_are_used(name: str) -> None:
     ("name", "why"),
     [
         ("cached method", "functools.cache"),
-        ("shape of an array", "an array of numpy"),
+        ("shape of an array", "a NumPy array"),
         ("generator of Python", "Python's random"),
     ],
 )
 def test_what_is_not_guarded_is_named(name: str, why: str) -> None:
-    with told_once("runs as it is: it ") as said:
+    with told_once("runs uncompiled: it ") as said:
         assert run(read_by(KINDS[name]), True)[1].replays == 0
     assert why in said[0]
 

@@ -234,16 +234,16 @@ def test_changes_of_a_program_are_done_like_those_of_the_library() -> None:
 
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "no augmentation": (X, "flip", "'flip' changes no samples"),
-    "dimension": (X, Flip(("depth",)), "no .'depth'.; choose from .'height', 'width'."),
-    "probability": (X, Flip(probability=2), "is not between 0 and 1"),
-    "plane": (X, Rotate90(), "has the extents .6, 7."),
-    "one dimension": (X, Rotate90(("width", "width")), "does not name two"),
-    "crop": (X, Crop((7, 7)), "of samples of .6, 7."),
+    "dimension": (X, Flip(("depth",)), "no dimension .'depth'.; choose from .'height', 'width'."),
+    "probability": (X, Flip(probability=2), "is out of range"),
+    "plane": (X, Rotate90(), "has the unequal extents .6, 7."),
+    "one dimension": (X, Rotate90(("width", "width")), "expected two different"),
+    "crop": (X, Crop((7, 7)), "does not fit samples of .6, 7."),
     "where": (X, Crop((2, 2), "left"), "where='left'"),
     "border": (X, Translate(1, "mirror"), "border='mirror'"),
-    "distance": (X, Translate((1, 2, 3)), "distances from 0"),
-    "no space": ({"z": X[:, 0, 0, 0]}, Flip(), "have none"),
-    "integers": (Y, Noise(1.0), "of torch.int64; expected floating-point"),
+    "distance": (X, Translate((1, 2, 3)), "distance of 0 or more"),
+    "no space": ({"z": X[:, 0, 0, 0]}, Flip(), "have no spatial dimensions"),
+    "integers": (Y, Noise(1.0), "type torch.int64; expected a floating-point"),
     "field": ({"x": X}, Noise(1.0, fields=("y",)), r"augment= names \['y'\]"),
 }
 
@@ -289,9 +289,9 @@ def test_boxes_come_with_their_halos(case: Case) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"halo": -1}, "halo=-1 of .*expected an extent from 0"),
-        ({"halo": (1, 1, 1)}, "shares 2 dimensions of space"),
-        ({"halo": {"z": 1}}, "shares 0 dimensions of space"),
+        ({"halo": -1}, "halo=-1 of .*expected one extent of 0 or more"),
+        ({"halo": (1, 1, 1)}, "all 2 spatial dimensions"),
+        ({"halo": {"z": 1}}, "all 0 spatial dimensions"),
         ({"halo": {"w": 1}}, r"halo= names \['w'\]"),
         ({"halo": 1, "halo_border": "mirror"}, "choose one of clip, zeros, periodic"),
         ({"halo": 7, "halo_border": "periodic"}, "larger than the samples"),

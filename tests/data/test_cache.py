@@ -192,8 +192,9 @@ def test_a_limit_is_told_before_anything_is_read() -> None:
     loader = Loader(data, SAMPLES, shuffle=True)
     fails_everywhere(
         lambda: list(loader),
-        f"rank 0 would keep {share * one:,} bytes of samples, and cache_limit={share * one - 1:,}; "
-        "use more ranks, or raise the limit, or choose cache='/folder'",
+        f"rank 0 would keep {share * one:,} bytes of samples, more than "
+        f"cache_limit={share * one - 1:,}; use more ranks, "
+        "or raise the limit, or choose cache='/folder'",
     )
     assert data.bytes_read == 0
     enough = Dataset(X, grid, cache="memory", cache_limit=share * one)
@@ -205,7 +206,7 @@ def test_a_limit_is_told_before_anything_is_read() -> None:
     ("options", "message"),
     [
         ({"cache": "/dev/null/kept"}, "/dev/null/kept cannot be written"),
-        ({"cache": "memory", "cache_limit": 0}, "cache_limit=0 is no number of bytes"),
+        ({"cache": "memory", "cache_limit": 0}, "cache_limit=0 is not a number of bytes"),
     ],
 )
 def test_what_cannot_keep_samples_is_one_error_on_all_ranks(

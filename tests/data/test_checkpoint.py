@@ -227,7 +227,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: Path) -> None:
     on_rank_zero(lambda: [os.truncate(path, 100) for path in paths])
     for _ in range(2):
         fails_everywhere(
-            load, "0002.pt does not end with its checksum.*0001.pt.*there is no checkpoint"
+            load, "0002.pt does not end with its checksum.*0001.pt.*there is no earlier checkpoint"
         )
     on_rank_zero(paths[1].unlink)
     on_rank_zero(paths[0].unlink)
@@ -255,10 +255,12 @@ def test_a_damaged_checkpoint_of_a_later_step_makes_room_for_a_save_and_is_still
     for missing_ok in (False, True):
         # Also after a requeue, a run must not start anew by itself.
         load = partial(dc.load_checkpoint, folder, run.model, missing_ok=missing_ok)
-        fails_everywhere(load, "there is no checkpoint before")
+        fails_everywhere(load, "there is no earlier checkpoint")
     on_rank_zero(lambda: [(folder / name).unlink() for name in names(folder)])
     load = partial(dc.load_checkpoint, folder, run.model, missing_ok=True)
-    fails_everywhere(load, "0005.damaged.pt is damaged; there is no.*remove it to start anew")
+    fails_everywhere(
+        load, "0005.damaged.pt is damaged; there is no.*remove it to start from the beginning"
+    )
 
 
 @both
@@ -296,7 +298,7 @@ def test_another_model_under_the_same_step_is_refused(folder: Path, sharded: boo
     save = partial(dc.save_checkpoint, folder, step=1, sharded=sharded)
     save(generator)
     fails_everywhere(
-        lambda: save(discriminator), "another model under this step.*'bias'.*folder of its own"
+        lambda: save(discriminator), "another model under this step.*'bias'.*separate folder"
     )
     WORLD.barrier()
     assert dc.load_checkpoint(folder, generator) is not None
@@ -416,7 +418,7 @@ def test_a_full_disk_leaves_the_checkpoints_that_there_are(folder: Path) -> None
     read_checksummed(path)
     WORLD.barrier()
     on_rank_zero((folder / "file").touch)
-    fails_everywhere(lambda: dc.save_checkpoint(folder / "file", small), "cannot be made")
+    fails_everywhere(lambda: dc.save_checkpoint(folder / "file", small), "cannot be created")
 
 
 def skip_a_step(run: Run) -> None:
@@ -502,7 +504,7 @@ def test_state_of_the_optimizer_on_some_ranks_only_is_refused_on_every_rank(fold
     if last():
         run.opt.state.clear()
     save = partial(dc.save_checkpoint, folder, run.model, run.opt)
-    assert "nothing in its place" in raised_everywhere(RuntimeError, save)
+    assert "nothing instead" in raised_everywhere(RuntimeError, save)
     assert not names(folder)
 
 
@@ -524,7 +526,7 @@ def test_shards_in_folders_of_each_node_make_no_checkpoint_and_lose_none(
     before = sorted(folder.rglob("*"))
     WORLD.barrier()
     save = partial(dc.save_checkpoint, path, run.model, step=2, keep=1, sharded=True)
-    fails_everywhere(save, "cannot be seen here")
+    fails_everywhere(save, "is not visible on this rank")
     WORLD.barrier()
     assert sorted(folder.rglob("*")) == before
     dc.load_checkpoint(path, run.model)
@@ -533,7 +535,7 @@ def test_shards_in_folders_of_each_node_make_no_checkpoint_and_lose_none(
     WORLD.barrier()
     monkeypatch.chdir(own if last() else folder)
     load = partial(dc.load_checkpoint, "/proc/self/cwd", run.model)
-    fails_everywhere(load, "cannot be seen here")
+    fails_everywhere(load, "is not visible on this rank")
     assert names(folder) == ["checkpoint-0000000003.pt"]
 
 
@@ -547,7 +549,7 @@ def test_a_shard_of_another_step_or_rank_is_not_taken(folder: Path, source: str)
     shards = sorted(folder.glob("*.shard"))
     wrong = shards[0] if source == "another step" else shards[-2]
     on_rank_zero(lambda: shards[-1].write_bytes(wrong.read_bytes()))
-    with told_on_one_rank("another file than was written.*continuing"):
+    with told_on_one_rank("not the file that was written.*continuing"):
         found = dc.load_checkpoint(folder, run.model)
     assert found is not None and found.step == 1
 
@@ -651,8 +653,8 @@ def test_distributed_tensors_among_extra_values_are_saved_whole(folder: Path) ->
 
 
 WRONG: dict[str, tuple[Callable[[Run], dict[str, Any]], str]] = {
-    "step": (lambda run: {"step": 1.5}, "step=1.5 is no whole number"),
-    "keep": (lambda run: {"keep": "2"}, "keep='2' is no whole number"),
+    "step": (lambda run: {"step": 1.5}, "step=1.5 is not a whole number"),
+    "keep": (lambda run: {"keep": "2"}, "keep='2' is not a whole number"),
     "optimizer": (lambda run: {"optimizer": {}}, "optimizer is of type dict; expected"),
     "order": (lambda run: {"optimizer": run.scheduler}, "optimizer is of type MultiStepLR"),
     "loader": (lambda run: {"loader": [1]}, "loader is of type list"),
@@ -713,7 +715,7 @@ def test_state_of_another_scheduler_is_refused_before_anything_changes(folder: P
                 dc.load_checkpoint, folder / name, model, optimizer, other_make(optimizer)
             )
             if other != name:
-                fails_everywhere(load, f"another scheduler: .*{re.escape(f'{name}, this')}")
+                fails_everywhere(load, f"another scheduler: .*{re.escape(f'{name}, that')}")
                 assert torch.equal(model.weight, before + 1)
         dc.load_checkpoint(folder / name, model, optimizer, make(optimizer))
         assert torch.equal(model.weight, before)

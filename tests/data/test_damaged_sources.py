@@ -16,7 +16,7 @@ from tests.support.sample_files import SOURCES, X
 
 both = pytest.mark.parallel([1, 2])
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is fetched in pieces")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is stored in chunks")
 
 
 def halve(path: Path) -> None:
@@ -27,7 +27,7 @@ def halve(path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "message"),
     [
-        ("hdf5", "all.h5", "all.h5: not a whole HDF5 file; make or copy it again"),
+        ("hdf5", "all.h5", "all.h5: not a whole HDF5 file; create or copy it again"),
         ("npy", "x.npy", "x.npy: not a whole .npy file of numbers"),
         ("zarr 3", "all.zarr/x/zarr.json", "all.zarr: not a whole zarr folder|no dataset 'x'"),
     ],

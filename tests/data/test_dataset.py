@@ -27,7 +27,7 @@ GRIDS: dict[int, list[dict[str, int]]] = {
     4: [{"sample": 2, "height": 2}, {"channel": 2, "width": 2}],
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is fetched in pieces")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is stored in chunks")
 
 
 @every_size
@@ -69,8 +69,11 @@ def test_chunks_that_defeat_the_cut_are_told_with_the_numbers(folder: Path) -> N
     words = [str(one.message) for one in told]
     assert len(words) == (WORLD.rank == 0)
     if words:
-        assert "'x' of samples.h5 is fetched in pieces of (2, 3, 6, 7)" in words[0]
-        assert "4 times as much. Pieces of (1, 3, 3, 7) would lie within their boxes" in words[0]
+        assert "'x' of samples.h5 is stored in chunks of (2, 3, 6, 7)" in words[0]
+        assert (
+            "4 times as much. Chunks of (1, 3, 3, 7) would each lie within the block of one rank"
+            in words[0]
+        )
     crossing.batch([0, 1])
     assert WORLD.allreduce(crossing.bytes_fetched) == 4 * WORLD.allreduce(crossing.bytes_read)
 
@@ -119,7 +122,7 @@ def test_channels_are_scaled_as_in_the_serial_program() -> None:
     ("arguments", "message"),
     [
         (([1.0], [1.0, 2.0]), "1 means and 2 deviations"),
-        (([float("nan")], [1.0]), "mean nan of a channel; expected finite"),
+        (([float("nan")], [1.0]), "mean nan of a channel; expected a finite"),
         (([0.0], [0.0]), "deviation 0.0 of a channel; expected .* above 0"),
     ],
 )
@@ -143,15 +146,15 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a number": (3, {}, "a source of samples cannot be 3"),
     "no file": ("absent.h5", {}, "absent.h5: no such file"),
     "no match": ("absent/*.h5", {}, "no file matches"),
-    "suffix": ("samples.txt", {}, "names no kind of file"),
-    "no field": (FIELDS, {"inputs": "w"}, r"no source for \['w'\]; there are \['x', 'y', 'z'\]"),
+    "suffix": ("samples.txt", {}, "is not supported"),
+    "no field": (FIELDS, {"inputs": "w"}, r"no source for \['w'\]; choose from \['x', 'y', 'z'\]"),
     "twice": (FIELDS, {"inputs": "x", "targets": "x"}, "name a field twice"),
     "named array": (X, {"inputs": "x"}, "ndarray has no fields"),
     "counts": ({"x": X, "z": Z[:3]}, {}, "different numbers of samples: 5 in x, 3 in z"),
     "nothing": (X[:0], {}, "holds no samples"),
     "texts": (np.array(["a", "b"]), {}, "has values of type <U1; expected numbers"),
     "layout": (FIELDS, {"layout": {"w": dc.Layout()}}, r"layout= names \['w'\]"),
-    "dimension": (FIELDS, {"layout": dc.Layout(depth="height")}, "cuts 'depth'"),
+    "dimension": (FIELDS, {"layout": dc.Layout(depth="height")}, "partitions 'depth'"),
     "dtype": (X, {"dtype": "float32"}, "is not a torch.dtype"),
 }
 
@@ -187,7 +190,7 @@ def test_a_function_for_the_only_field_needs_no_name() -> None:
     assert np.array_equal(made.full_tensor(), 2 * X[[1]])
     fails_everywhere(
         lambda: Dataset(FIELDS, grid, transform=lambda block, _: 2 * block),
-        r"is for one field, and there are \['x', 'y', 'z'\]; pass a dictionary",
+        r"is a single function, but there are the fields \['x', 'y', 'z'\]; pass a dictionary",
     )
 
 
@@ -198,7 +201,7 @@ def test_a_function_that_returns_another_shape_is_an_error() -> None:
 
 def test_samples_that_are_not_there_are_an_error() -> None:
     data = Dataset(X, dc.ProcessGrid())
-    fails_everywhere(lambda: data.batch([1, 5, -1]), r"no samples \[5, -1\]; there are 5")
+    fails_everywhere(lambda: data.batch([1, 5, -1]), r"no samples \[5, -1\]; choose from 0 to 4")
 
 
 def test_files_that_hold_several_samples_are_read_one_after_the_other(tmp_path: Path) -> None:

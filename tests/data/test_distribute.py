@@ -116,12 +116,12 @@ def test_layouts_are_chosen_as_for_files() -> None:
     assert x.cuts == ((), (), ("sample",) if WORLD.size > 1 else (), ())
     assert torch.equal(x.full_tensor(), BOTH.tensors[0][:4])
     assert torch.equal(y.full_tensor(), BOTH.tensors[1][:4])
-    with pytest.raises(ValueError, match="cut samples differently"):
+    with pytest.raises(ValueError, match="partition samples over different axes"):
         distribute(DataLoader(BOTH), grid, {0: cut, 1: dc.Layout(sample="sample")})
     if WORLD.size > 1:
         # The first tensor, of which nothing is said, is cut by samples.
         wide, by_width = dc.ProcessGrid(width=-1), dc.Layout(sample="width")
-        with pytest.raises(ValueError, match="cut samples differently"):
+        with pytest.raises(ValueError, match="partition samples over different axes"):
             next(iter(distribute(DataLoader(BOTH), wide, {1: by_width})))
     [(x, y), *_] = distribute(DataLoader(BOTH, batch_size=4), grid, {1: dc.Layout()})
     assert torch.equal(x.full_tensor(), BOTH.tensors[0][:4])
@@ -265,7 +265,7 @@ def without_the_first(samples: list[Any]) -> Any:
 DIVIDED: dict[str, tuple[Callable[[], Any], str]] = {
     "sampler": (
         lambda: DataLoader(BOTH, 2, sampler=DistributedSampler(BOTH, WORLD.size, WORLD.rank)),
-        r"mini-batch 1 is samples .* leave out a DistributedSampler",
+        r"mini-batch 1 is samples .* remove DistributedSampler",
     ),
     "numbers of its own": (
         lambda: DataLoader(BOTH, batch_sampler=Drawn(lambda: [[0, 1], [WORLD.rank, 4]])),
@@ -277,7 +277,7 @@ DIVIDED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "files": (
         lambda: DataLoader(TensorDataset(torch.from_numpy(X[WORLD.rank : WORLD.rank + 2])), 2),
-        r"of samples \[0, 1\] of the dataset, tensor 0 .* Give all ranks the same dataset",
+        r"of samples \[0, 1\] of the dataset, tensor 0 .* Pass the same dataset on all ranks",
     ),
     "workers": (
         lambda: DataLoader(Subset(BOTH, [WORLD.rank, 4]), 2, num_workers=1),
@@ -287,13 +287,13 @@ DIVIDED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DataLoader(
             random_split(range(1000), [900, 100], torch.Generator().manual_seed(WORLD.rank))[0], 8
         ),
-        "of the dataset, tensor 0 .* a split",
+        "of the dataset, tensor 0 .* a random split",
     ),
     "length": (lambda: DataLoader(Subset(BOTH, range(2 + WORLD.rank % 2)), 8), "mini-batch 1 is"),
     "padded": (lambda: DataLoader(BOTH, 4, collate_fn=padded), "with 0 of .* pad all samples"),
     "left out": (
         lambda: DataLoader(BOTH, 4, collate_fn=without_the_first),
-        "rows in place of . samples at 0; expected all samples|stack expects a non-empty",
+        "rows instead of . samples at 0; expected all samples|stack expects a non-empty",
     ),
 }
 
@@ -532,4 +532,4 @@ def test_a_loop_goes_on_where_its_state_was_taken_on_another_grid(make: Any, don
         resumed.load_state_dict(torch.load(io.BytesIO(saved.getvalue()), weights_only=True))
         other = distribute(DataLoader(BOTH, 5), second)
         other.load_state_dict(resumed.state_dict())
-        fails_everywhere(lambda: list(other), f"taken after {done} mini-batches of an epoch, and")
+        fails_everywhere(lambda: list(other), f"saved after {done} mini-batches of an epoch, but")

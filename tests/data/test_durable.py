@@ -106,7 +106,9 @@ def test_an_interrupted_write_leaves_the_old_content(tmp_path: Path) -> None:
 
 
 def test_a_file_that_goes_while_it_is_written_is_laid_to_another_job(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="a.pt cannot be written: .* is gone; another job may write"):
+    with pytest.raises(
+        OSError, match="a.pt cannot be written: .* no longer exists; another job may write"
+    ):
         write_atomically(tmp_path / "a.pt", lambda file: remove_partial(tmp_path, "a.pt"))
 
 

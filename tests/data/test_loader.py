@@ -77,10 +77,10 @@ def test_incomplete_mini_batches_are_dropped_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "is no mini-batch"),
+        ({"batch_size": 0}, "is not a mini-batch"),
         ({"batch_size": 6, "drop_last": True}, "larger than the 5 samples.* at most 5"),
         ({"seed": -1}, "seed=-1 is negative"),
-        ({"ahead": 0}, "ahead=0 is no number"),
+        ({"ahead": 0}, "ahead=0 is not a number"),
     ],
 )
 @pytest.mark.parallel([1, 2])

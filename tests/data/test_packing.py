@@ -26,7 +26,7 @@ STORED = X.astype(np.int16)
 NAN = base64.b64encode(struct.pack("<d", np.nan)).decode()
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is fetched in pieces"),
+    pytest.mark.filterwarnings("ignore:.*is stored in chunks"),
     pytest.mark.filterwarnings("ignore:__array__ implementation"),
 ]
 
@@ -185,8 +185,8 @@ def test_fill_values_of_zarr_are_missing_only_where_netcdf_has_them_so(folder: P
     [
         ({"_FillValue": np.int16(4)}, "missing values, which int16 cannot represent"),
         ({"valid_max": np.int16(400)}, "missing values, which int16 cannot represent"),
-        ({"valid_range": np.int16([1, 2, 3])}, "a valid_range of other than two numbers"),
-        ({"valid_min": 0.5, "scale_factor": 0.5}, "validity 0.5, of floating point, for stored"),
+        ({"valid_range": np.int16([1, 2, 3])}, "a valid_range that is not two numbers"),
+        ({"valid_min": 0.5, "scale_factor": 0.5}, "the floating-point limit 0.5 for stored"),
         ({"valid_min": "none"}, "the attribute valid_min='none'; expected a number"),
         ({"scale_factor": "twice"}, "'x' of x.nc.h5 has the attribute scale_factor='twice'"),
         ({"_Unsigned": "true"}, "'x' of x.nc.h5 has the attribute _Unsigned, which is not"),
@@ -237,7 +237,7 @@ def test_an_imaginary_part_is_not_dropped() -> None:
     waves = {"x": X * (1 + 2j)}
     assert np.array_equal(Dataset(waves, grid).batch([1]).full_tensor(), X[[1]] * (1 + 2j))
     fails_everywhere(
-        lambda: Dataset(waves, grid, dtype={"x": torch.float32}), "would drop the imaginary part"
+        lambda: Dataset(waves, grid, dtype={"x": torch.float32}), "would discard the imaginary part"
     )
 
 

@@ -152,15 +152,15 @@ def test_a_folder_that_other_ranks_do_not_see_is_told(
 
 
 WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
-    "suffix": ("x.txt", torch.ones(2, 3), {}, "'.txt' names no kind of file"),
+    "suffix": ("x.txt", torch.ones(2, 3), {}, "'.txt' is not supported"),
     "names": ("x.npy", {"x": torch.ones(2, 3)}, {}, "one array without a name; save .'x'."),
-    "slash": ("x.h5", {"a/b": torch.ones(2, 3)}, {}, "'a/b' is no name"),
+    "slash": ("x.h5", {"a/b": torch.ones(2, 3)}, {}, "'a/b' is not a valid name"),
     "nothing": ("x.h5", torch.ones(2, 0), {}, "shape .2, 0. holds no samples"),
     "type": ("x.h5", torch.ones(2, 3, dtype=torch.bfloat16), {}, "bfloat16.*save x.float"),
-    "chunks of HDF5": ("x.h5", torch.ones(2, 3), {"chunks": (1, 3)}, "are for .zarr"),
-    "chunks": ("x.zarr", torch.ones(2, 3), {"chunks": (1, 0)}, "expected an extent from 1"),
-    "a folder": ("folder.h5", torch.ones(2, 3), {}, "is a folder, and would be replaced"),
-    "others' folder": ("folder.zarr", torch.ones(2, 3), {}, "is no zarr folder"),
+    "chunks of HDF5": ("x.h5", torch.ones(2, 3), {"chunks": (1, 3)}, "apply to .zarr"),
+    "chunks": ("x.zarr", torch.ones(2, 3), {"chunks": (1, 0)}, "expected an extent of 1 or more"),
+    "a folder": ("folder.h5", torch.ones(2, 3), {}, "is a folder, which would be replaced"),
+    "others' folder": ("folder.zarr", torch.ones(2, 3), {}, "is not a zarr folder"),
 }
 
 

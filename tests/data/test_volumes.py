@@ -19,7 +19,7 @@ from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 every_size = pytest.mark.parallel([1, 2, 4])
 both = pytest.mark.parallel([1, 2])
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is fetched in pieces")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is stored in chunks")
 
 X = np.arange(2 * 5 * 6 * 7, dtype=np.int16).reshape(2, 5, 6, 7)
 """Channels and a volume of integers; `X[:1]` is a volume alone."""
@@ -331,8 +331,8 @@ def test_other_programs_read_what_is_written(tmp_path: Path) -> None:
     [
         ("x.nii", (2, 1, 4, 4), torch.float32, "holds one sample"),
         ("x.tif", (1, 4), torch.float32, "holds one sample"),
-        ("x.nii.gz", (1, 1, 4, 4), torch.bool, "NIfTI has no bool; convert it"),
-        ("x.dcm", (1, 1, 4, 4), torch.float32, "names no kind of file that is written"),
+        ("x.nii.gz", (1, 1, 4, 4), torch.bool, "NIfTI has no bool; convert the tensor"),
+        ("x.dcm", (1, 1, 4, 4), torch.float32, "is not supported for writing"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused_on_all_ranks(

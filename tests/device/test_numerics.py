@@ -129,4 +129,4 @@ def test_a_large_block_of_halves_is_named_with_its_layer(
         return
     (message,) = messages
     assert f"in 1: this rank's block on {grid} has {made} elements in bfloat16" in message
-    assert "Cut it further" in message
+    assert "Use smaller blocks" in message

@@ -19,7 +19,7 @@ from tests.support.mesh_runs import write_file
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1
 several = pytest.mark.parallel([2, 3])
-pytestmark = pytest.mark.filterwarnings("ignore:.*is fetched in pieces")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is stored in chunks")
 OTHERS = {2: "rank 0", 3: "ranks 0-1"}.get(WORLD.size, "")
 
 

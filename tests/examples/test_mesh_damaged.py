@@ -177,9 +177,9 @@ LINK = {"tangled": h5py.SoftLink("/absent")}
 
 CHANGED: dict[str, tuple[Callable[[h5py.File], object], list[str], str]] = {
     "link": (lambda f: f.update(LINK), ["tangled"], "'tangled' is a link"),
-    "virtual": (virtual, ["tangled"], "'tangled' lie in other files"),
+    "virtual": (virtual, ["tangled"], "'tangled' are in other files"),
     "group": (lambda f: f.create_group("tangled"), ["tangled"], "'tangled' is a Group"),
-    "nothing": (lambda f: None, ["tangled"], "no dataset 'tangled'; there are"),
+    "nothing": (lambda f: None, ["tangled"], "no dataset 'tangled'; choose from"),
     "names": (
         lambda f: f["state"].attrs.update({"names": ["x"] * 18}),
         [],

@@ -175,11 +175,11 @@ def test_a_layout_prints_as_one_line_in_the_order_of_the_dimensions() -> None:
 
 def test_a_layout_is_immutable() -> None:
     layout = Layout(sample="sample")
-    with pytest.raises(AttributeError, match="immutable; make a new one"):
+    with pytest.raises(AttributeError, match="immutable; create a new one"):
         layout._cut = ()
-    with pytest.raises(AttributeError, match="immutable; make a new one"):
+    with pytest.raises(AttributeError, match="immutable; create a new one"):
         layout.height = "height"
-    with pytest.raises(AttributeError, match="immutable; make a new one"):
+    with pytest.raises(AttributeError, match="immutable; create a new one"):
         del layout._cut
     assert layout == Layout(sample="sample")
 
@@ -196,9 +196,9 @@ def test_a_layout_is_immutable() -> None:
         ({"height": 0}, "height=0 is not a grid axis"),
         (
             {"height": "height", "width": ("width", "height")},
-            "grid axis 'height' cuts both height and width; an axis can cut one dimension only",
+            "grid axis 'height' partitions both height and width; use an axis for one dimension",
         ),
-        ({"height": ("height", "height")}, "grid axis 'height' cuts both height and height"),
+        ({"height": ("height", "height")}, "grid axis 'height' partitions both height and height"),
         ({"sample": "sample", "filter": "filter"}, "sample and filter both name dimension 0"),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_dimension_that_the_tensor_lacks_is_named_beside_those_it_has() -> Non
     with pytest.raises(ValueError) as error:
         Layout(depth="depth").cuts(4)
     assert str(error.value) == (
-        "Layout(depth='depth') cuts 'depth', but a tensor of 4 dimensions has "
+        "Layout(depth='depth') partitions 'depth', but a tensor of 4 dimensions has "
         "(sample, channel, height, width)"
     )
     with pytest.raises(ValueError, match="a tensor of 5 dimensions has"):
@@ -235,7 +235,7 @@ def test_the_layout_of_labels_is_that_of_the_volume_without_its_channels() -> No
 
 
 def test_a_dimension_that_is_not_there_cannot_be_left_out() -> None:
-    with pytest.raises(ValueError, match=r"without=\['chanel'\] of a tensor of the dimensions"):
+    with pytest.raises(ValueError, match=r"without=\['chanel'\] names no dimension of the tensor"):
         Layout.like(Volume, without="chanel")
 
 

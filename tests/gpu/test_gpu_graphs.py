@@ -19,7 +19,7 @@ WARM_UP = 3
 @pytest.mark.filterwarnings("error:compile")
 def test_compile_captures_both_passes(grid: dc.ProcessGrid) -> None:
     if grid.transport.name == "mpi":
-        pytest.skip("MPI lets the host wait")
+        pytest.skip("MPI makes the host wait")
     models = [dc.parallelize(net().double(), grid) for _ in range(2)]
     twins = [(m, torch.optim.SGD(m.parameters(), 0.1, 0.9)) for m in models]
     compiled = dc.compile(models[1])
@@ -38,7 +38,7 @@ def test_compile_captures_both_passes(grid: dc.ProcessGrid) -> None:
 @pytest.mark.parallel(RANKS)
 def test_a_replayed_step_is_the_step(grid: dc.ProcessGrid) -> None:
     if grid.transport.name == "mpi":
-        pytest.skip("MPI lets the host wait")
+        pytest.skip("MPI makes the host wait")
     models = [dc.parallelize(net().double(), grid) for _ in range(2)]
     twins = [(m, torch.optim.SGD(m.parameters(), 0.1, 0.9)) for m in models]
     batches = [batch(seed=seed) for seed in range(WARM_UP + 4)]

@@ -104,7 +104,7 @@ def waiting_is_an_error() -> Iterator[None]:
 @pytest.mark.parallel(RANKS)
 def test_no_step_lets_the_host_wait(grid: dc.ProcessGrid) -> None:
     if grid.transport.name == "mpi":
-        pytest.skip("MPI lets the host wait")
+        pytest.skip("MPI makes the host wait")
     model = dc.parallelize(net(), grid)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x, y = (dc.distribute_tensor(t, grid) for t in batch(torch.float32))
@@ -154,5 +154,5 @@ def test_tensors_of_the_cpu_move_and_get_their_gradients_there(
     assert x.grad is not None and x.grad.device.type == "cpu"
     assert deviation(x.grad, 2 * x.detach()) < 1e-12
     for move in (lambda: d.to("cpu"), lambda: d.type("torch.DoubleTensor"), d.cpu):
-        with pytest.raises(dc.UnsupportedOperation, match="live on its devices"):
+        with pytest.raises(dc.UnsupportedOperation, match="are on its devices"):
             move()

@@ -107,7 +107,7 @@ def test_graphs_are_let_go_before_carriers_close(
 def test_carriers_that_do_not_close_are_aborted(ends: dict[str, CompletedProcess[str]]) -> None:
     end = ends["closing that does not end"]
     assert end.returncode == 0 and "aborted" in end.stdout
-    said = "connections between accelerators did not close within 0.5 s, and are aborted"
+    said = "connections between accelerators were not closed within 0.5 s and are aborted"
     assert end.stderr.count(said) == 2
 
 

@@ -46,9 +46,9 @@ def test_ranks_that_share_gpus_use_mpi_and_say_so() -> None:
     choice = choose(offers(*[NODE[:2]] * 4))
     assert choice.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
     assert choice.transport == "mpi"
-    assert choice.notice == "4 ranks share 2 of 2 GPUs; start one rank for each"
+    assert choice.notice == "4 ranks share 2 of 2 GPUs; start one rank for each GPU"
     kept = choose([Offer("cuda:1", None, NODE)] * 2).notice or ""
-    assert "2 ranks share 1 of 4 GPUs; make the grid of all ranks before" in kept
+    assert "2 ranks share 1 of 4 GPUs; create the grid of all ranks before" in kept
 
 
 @pytest.mark.parallel([1])
@@ -61,7 +61,7 @@ def test_a_rank_computes_on_what_it_is_asked_to() -> None:
     choice = choose([*offers(NODE), *offers(NODE, missing={"torch": "no NCCL"})])
     assert choice.transport == "mpi"
     assert choice.notice == (
-        "messages between GPUs go by MPI, mostly through the host: no NCCL (rank 1)"
+        "messages between GPUs use MPI, mostly staged through the host: no NCCL (rank 1)"
     )
     assert choose(offers(NODE, NODE, transport="mpi")).notice is None
 
@@ -95,7 +95,7 @@ def test_the_environment_says_by_what_messages_travel(monkeypatch: pytest.Monkey
     assert make_offer("cpu", None, None).transport == "torch"
     assert make_offer("cpu", "mpi", None).transport == "mpi"
     monkeypatch.setenv("DISTCONV_TRANSPORT", "tcp")
-    with pytest.raises(ValueError, match="DISTCONV_TRANSPORT='tcp' is not known; choose 'torch'"):
+    with pytest.raises(ValueError, match="DISTCONV_TRANSPORT='tcp' is unknown; choose 'torch'"):
         make_offer("cpu", None, None)
 
 
@@ -108,7 +108,7 @@ def test_the_environment_says_by_what_messages_travel(monkeypatch: pytest.Monkey
             [Offer(None, None), Offer(None, "mpi")],
             "transport is 'mpi' on rank 1 and None on rank 0",
         ),
-        (offers((), transport="nccl"), "is for GPUs, and the ranks compute on CPUs"),
+        (offers((), transport="nccl"), "it requires GPUs, but the ranks compute on CPUs"),
         (offers((), device="cuda"), "device='cuda', and rank 0 sees 0 GPUs"),
         (
             [Offer("cuda", None, NODE), Offer("cuda:4", None, NODE)],
@@ -160,7 +160,7 @@ def test_a_tensor_on_a_device_of_another_kind_is_refused_on_all_ranks() -> None:
     odd = grid.rank == 1
     x = torch.ones(1, 1, 2, 2, device="meta" if odd else "cpu")
     for make in (dc.DistTensor.from_local, dc.distribute_tensor):
-        with pytest.raises(ValueError, match="the tensor of rank 1 lives on meta") as error:
+        with pytest.raises(ValueError, match="the tensor of rank 1 is on meta") as error:
             make(x, grid)
         assert len(set(WORLD.allgather(str(error.value)))) == 1
 
@@ -170,5 +170,5 @@ def test_a_distributed_tensor_stays_on_the_devices_of_its_grid() -> None:
     x = dc.distribute_tensor(torch.ones(1, 1, 2, 2), dc.ProcessGrid(height=-1))
     assert x.to("cpu") is x
     for move in (lambda: x.to("meta"), lambda: torch.rand_like(x, device="meta")):
-        with pytest.raises(dc.UnsupportedOperation, match="live on its devices, not on meta"):
+        with pytest.raises(dc.UnsupportedOperation, match="are on its devices, not on meta"):
             move()

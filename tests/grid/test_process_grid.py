@@ -65,24 +65,24 @@ def test_one_axis_takes_the_ranks_that_the_others_leave() -> None:
         ({"sample": 16}, "sample=16 does not divide 8 ranks; choose 1, 2, 4, 8, or -1"),
         (
             {"sample": 2, "height": 2},
-            "sample=2, height=2 makes 4 of 8 ranks; set one axis to -1 to take the rest. This grid "
+            "sample=2, height=2 makes 4 of 8 ranks; set one axis to -1 to use all ranks. This grid "
             "needs 4 ranks, 8 were started: mpiexec -n 4 ...",
         ),
         (
             {},
-            "all axes 1 makes 1 of 8 ranks; set one axis to -1 to take the rest. This grid needs 1",
+            "all axes 1 makes 1 of 8 ranks; set one axis to -1 to use all ranks. This grid needs 1",
         ),
         ({"height": -1, "width": -1}, "only one axis can be -1, not height and width"),
-        ({"depth": 0}, "depth=0 is not a number of ranks; give an integer from 1, or -1"),
+        ({"depth": 0}, "depth=0 is not a number of ranks; choose an integer of 1 or more, or -1"),
         ({"depth": -2}, "depth=-2 is not a number of ranks"),
         ({"depth": 2.0}, "depth=2.0 is not a number of ranks"),
         ({"depth": "2"}, "depth='2' is not a number of ranks"),
         ({"depth": True}, "depth=True is not a number of ranks"),
         (
             {"height": -1, "transport": "tcp"},
-            "transport='tcp' is not known; choose 'torch' or 'mpi' or 'nccl'",
+            "transport='tcp' is unknown; choose 'torch' or 'mpi' or 'nccl'",
         ),
-        ({"height": -1, "transport": "nccl"}, "is for GPUs, and the ranks compute on CPUs"),
+        ({"height": -1, "transport": "nccl"}, "it requires GPUs, but the ranks compute on CPUs"),
         ({"height": -1, "device": "cuda"}, "device='cuda', and rank 0 sees 0 GPUs"),
         ({"height": -1, "device": "mps"}, "device='mps' is not supported; choose 'cpu', 'cuda'"),
         ({"height": -1, "device": "cuda:-1"}, "device='cuda:-1' is not supported"),
@@ -106,7 +106,7 @@ def test_a_grid_that_does_not_fit_says_so_on_all_ranks(extents: dict, message: s
             f"width={WORLD.size} on rank 1 and height={WORLD.size} on rank 0; pass the",
         ),
         ({"height": -1, "device": "tpu"}, "device='tpu' is not supported"),
-        ({"height": -1, "transport": "tcp"}, "transport='tcp' is not known"),
+        ({"height": -1, "transport": "tcp"}, "transport='tcp' is unknown"),
     ],
 )
 def test_what_one_rank_alone_asks_for_is_an_error_on_all(asked: dict, message: str) -> None:
@@ -120,17 +120,17 @@ def test_what_one_rank_alone_asks_for_is_an_error_on_all(asked: dict, message: s
 def test_variables_of_one_rank_alone_are_errors_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     journal = dc.ProcessGrid(height=-1).journal
     monkeypatch.setattr(journal, "debug", WORLD.rank == 1)
-    with pytest.raises(ValueError, match="DISTCONV_DEBUG is set on rank 1 and not on rank 0"):
+    with pytest.raises(ValueError, match="DISTCONV_DEBUG is set on rank 1 but not on rank 0"):
         dc.ProcessGrid(sample=-1)
     monkeypatch.setattr(journal, "debug", False)
     monkeypatch.setenv("DISTCONV_TIMEOUT", "soon" if WORLD.rank == 1 else "300")
-    with pytest.raises(ValueError, match="DISTCONV_TIMEOUT='soon' is no time limit.*rank 1"):
+    with pytest.raises(ValueError, match="DISTCONV_TIMEOUT='soon' is not a time limit.*rank 1"):
         dc.ProcessGrid(sample=-1)
 
 
 @pytest.mark.parallel([1])
 def test_what_is_no_communicator_is_refused() -> None:
-    with pytest.raises(TypeError, match="comm='world' is no intracommunicator"):
+    with pytest.raises(TypeError, match="comm='world' is not an intracommunicator"):
         dc.ProcessGrid("world")  # type: ignore[arg-type]
 
 
@@ -138,9 +138,9 @@ def test_what_is_no_communicator_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "extents", "said"),
     [
-        ((), {"batch": 2}, "batch=2 is no axis"),
-        ((), {"widht": 2}, "widht=2 is no axis"),
-        ((2,), {}, "2 ranks along which axis? Name it, as in ProcessGrid(sample=2)"),
+        ((), {"batch": 2}, "batch=2 is not an axis"),
+        ((), {"widht": 2}, "widht=2 is not an axis"),
+        ((2,), {}, "2 is a number without an axis; name the axis, as in ProcessGrid(sample=2)"),
     ],
 )
 def test_what_is_no_axis_names_the_six(given: tuple, extents: dict, said: str) -> None:

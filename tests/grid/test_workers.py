@@ -66,7 +66,7 @@ dc.ProcessGrid()
 """
     end = ended(tmp_path, program, 2)
     assert end.returncode != 0
-    assert "PMI_SIZE=2 says that it is one of 2" in end.stderr
+    assert "PMI_SIZE=2 declares 2 ranks" in end.stderr
 
 
 LOADER = """
@@ -122,9 +122,9 @@ def test_workers_of_a_data_loader_read_however_they_are_started(
     ("method", "act", "message"),
     [
         ("fork", "raise", "ValueError: unreadable"),
-        ("fork", "grid", "has been forked from process"),
-        ("fork", "tensor", "has been forked from process"),
-        ("spawn", "grid", "is a worker that multiprocessing has started"),
+        ("fork", "grid", "was forked from process"),
+        ("fork", "tensor", "was forked from process"),
+        ("spawn", "grid", "is a worker started by multiprocessing"),
     ],
 )
 def test_what_a_worker_raises_reaches_its_rank(
@@ -181,9 +181,9 @@ if grid.rank == 0 or child:
 
 BODIES = {
     "raise ValueError('lost in the child')": "ValueError: lost in the child",
-    "x.sum().item()": "has been forked from process",
-    "dc.ProcessGrid()": "has been forked from process",
-    "grid.communicator(['height'])": "has been forked from process",
+    "x.sum().item()": "was forked from process",
+    "dc.ProcessGrid()": "was forked from process",
+    "grid.communicator(['height'])": "was forked from process",
     "assert dc.local_box(x.shape, grid).slices[2] == slice(4, 8)": "",
 }
 

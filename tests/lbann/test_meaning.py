@@ -146,7 +146,15 @@ def test_sums_are_those_of_the_sample_and_others_are_not_added_up() -> None:
     written = x.sum((2, 3))
     written[0] = 1.0
     refused = {
-        "no sum": [x.mean(), x.sum() + 1, x.sum() * x.sum(), 1 / x.sum(), x.amax(), x, total]
+        "already the reduction": [
+            x.mean(),
+            x.sum() + 1,
+            x.sum() * x.sum(),
+            1 / x.sum(),
+            x.amax(),
+            x,
+            total,
+        ]
         + [x.sum().long(), torch.div(x.sum(), 2, rounding_mode="floor"), written]
         + [torch.stack([x.sum(), torch.ones(())]), x.var()],
         "ranks .* other samples": [x.sum()] if ps.ddp_ranks > 1 else [],
@@ -154,8 +162,8 @@ def test_sums_are_those_of_the_sample_and_others_are_not_added_up() -> None:
     for message, tensors in refused.items():
         for t in tensors:
             with pytest.raises(UnsupportedOperation, match=message):
-                dist.all_reduce(t, group=space if message == "no sum" else replicas)
-    with pytest.raises(UnsupportedOperation, match="no sum"):
+                dist.all_reduce(t, group=space if message == "already the reduction" else replicas)
+    with pytest.raises(UnsupportedOperation, match="already the reduction"):
         dist.all_reduce(x.sum(), op=dist.ReduceOp.MAX, group=space)
     plain = torch.ones(())
     dist.all_reduce(plain, group=space)  # nobody waits
@@ -168,12 +176,12 @@ def test_misuse_raises_on_every_rank_and_the_program_goes_on() -> None:
     wrong: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (ValueError, "does not divide", lambda: strategy(3)),
         (ValueError, "1 to 3", lambda: strategy((1, 1, 1, 1), (2, 3, 4, 5))),
-        (ValueError, "from 1 on", lambda: strategy(-1)),
+        (ValueError, "each 1 or more", lambda: strategy(-1)),
         (ValueError, "does not fit", lambda: strategy((2, 1), 2)),
         (ValueError, "does not fit", lambda: strategy((2, 1), (2, 2))),
         (ValueError, "does not fit", lambda: strategy(2, 1)),
         (TypeError, "whole number", lambda: strategy("2")),  # type: ignore[arg-type]
-        (TypeError, "no ParallelStrategy", lambda: DCTensor.distribute(x, ps.grid)),  # type: ignore[arg-type]
+        (TypeError, "not a ParallelStrategy", lambda: DCTensor.distribute(x, ps.grid)),  # type: ignore[arg-type]
         (TypeError, "as_tensor", lambda: DCTensor.from_shard([1.0], ps)),  # type: ignore[arg-type]
         (TypeError, "already", lambda: DCTensor.from_shard(DCTensor.distribute(x, ps), ps)),
         (ValueError, "unsqueeze", lambda: DCTensor.from_shard(torch.ones(4, 4), ps)),
@@ -184,8 +192,8 @@ def test_misuse_raises_on_every_rank_and_the_program_goes_on() -> None:
         (ValueError, "on the ranks", lambda: DistConvDDP(conv, grad_reduction_factor=float("nan"))),
         (ValueError, "on the ranks", lambda: DistConvDDP(conv, grad_reduction_factor="2")),  # type: ignore[arg-type]
         (ValueError, "same", lambda: DistConvDDP(conv, grad_reduction_factor=1 + WORLD.rank)),
-        (TypeError, "int is no Par", lambda: DistConvDDP(conv, parallel_strategy=2)),  # type: ignore[arg-type]
-        (TypeError, "no ParallelStrategy", lambda: DCTensor(x, ps.grid)),
+        (TypeError, "int is not a Par", lambda: DistConvDDP(conv, parallel_strategy=2)),  # type: ignore[arg-type]
+        (TypeError, "not a ParallelStrategy", lambda: DCTensor(x, ps.grid)),
         (TypeError, "process_group", lambda: DistConvDDP(conv, process_group=None)),
     ]
     if WORLD.size == 4:

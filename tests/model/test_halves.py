@@ -157,7 +157,7 @@ def test_sharded_parameters_are_summed_over_those_that_hold_their_block() -> Non
     ("options", "words"),
     [
         ({"wire": "int8"}, "wire='int8' is unknown; choose bfloat16 or float16"),
-        ({"error_feedback": True}, "error_feedback=True is for halves"),
+        ({"error_feedback": True}, "error_feedback=True requires a 16-bit type"),
     ],
 )
 def test_options_that_are_none_are_refused_on_every_rank(options: Any, words: str) -> None:

@@ -99,7 +99,7 @@ def in_a_call_within(net: Net, x: Any, error: type[BaseException]) -> None:
         except error:
             assert innermost_call() is not None
             if torch.is_grad_enabled() and y.grid.size > 1:
-                with pytest.raises(dc.UnsupportedOperation, match="has to stay distributed"):
+                with pytest.raises(dc.UnsupportedOperation, match="must remain a DistTensor"):
                     y.full_tensor()
 
     net.interrupt = again

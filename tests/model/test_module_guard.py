@@ -41,7 +41,7 @@ def test_parameters_that_are_frozen_on_one_rank_are_named(frozen: str) -> None:
     message = raised_everywhere(RuntimeError, lambda: step(model, x))
     others = "rank 0" if WORLD.size == 2 else "ranks 0, 2"
     assert f"{frozen} is " in message and f"requires_grad=True on {others} and" in message
-    assert "requires_grad=False on rank 1" in message and "same way on every rank" in message
+    assert "requires_grad=False on rank 1" in message and "identically on every rank" in message
     assert "; and" not in message and message.count(" on rank 1") == 1
     p.requires_grad_(True)
     model.zero_grad()

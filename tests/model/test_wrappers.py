@@ -66,7 +66,7 @@ def test_a_wrapped_module_is_not_parallelized(wrap: Callable, name: str, part: b
     message = raised_everywhere(
         TypeError, lambda: dc.parallelize(module, dc.ProcessGrid(sample=-1))
     )
-    assert f"is wrapped by {name}" in message and "parallelize(module, grid) of the" in message
+    assert f"is wrapped by {name}" in message and "parallelize(module, grid) with the" in message
     assert ("the part 1 is" if part else "the module is") in message
 
 
@@ -77,8 +77,8 @@ def test_a_parallelized_module_is_not_wrapped(wrap: Callable, name: str, part: b
     module = dc.parallelize(net(), dc.ProcessGrid(sample=-1))
     whole = nn.Sequential(module, nn.ReLU()) if part else module
     message = raised_everywhere(TypeError, lambda: wrap(whole))
-    assert f"{name} is put around a parallelized module" in message
-    assert "plain module alone" in message
+    assert f"{name} wraps a parallelized module" in message
+    assert "unwrapped module" in message
 
 
 @pytest.mark.parallel([2])
@@ -92,7 +92,7 @@ def test_replicate_is_refused_on_and_within_parallelized_modules() -> None:
             module(batch(grid))
         replicate(module)
         message = raised_everywhere(TypeError, lambda module=module: module(batch(grid)))
-        assert "plain module alone" in message
+        assert "unwrapped module" in message
 
 
 @pytest.mark.parallel([2])
@@ -101,7 +101,7 @@ def test_a_parallelized_module_is_refused_before_torch_asks_for_a_process_group(
     ask = "torch.nn.parallel.distributed._get_default_group"
     with mock.patch(ask, side_effect=ValueError):
         message = raised_everywhere(TypeError, lambda: DistributedDataParallel(module=module))
-        assert "is put around a parallelized module" in message
+        assert "wraps a parallelized module" in message
         with pytest.raises(ValueError):
             DistributedDataParallel(net())
 

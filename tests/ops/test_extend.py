@@ -101,10 +101,10 @@ def test_a_function_that_does_not_keep_to_its_rule_is_told_so() -> None:
     grid = dc.ProcessGrid(height=-1)
     x = random_tensor(rng, (1, 2, 6, 6))
     cut = dc.distribute_tensor(x, grid)
-    with pytest.raises(ValueError, match="returned .* where its rule expects"):
+    with pytest.raises(ValueError, match="returned .* but its rule expects"):
         dc.elementwise(lambda t: t.sum())(cut)
     for given in (x, cut):
-        with pytest.raises(ValueError, match=r"no_stride: returned .* where its rule expects"):
+        with pytest.raises(ValueError, match=r"no_stride: returned .* but its rule expects"):
             dc.windowed(kernel=2, stride=2)(no_stride)(given)
     refused(dc.windowed(kernel=9)(no_stride), [x], [], grid, rng, [None], ValueError)
     refused(dc.windowed(kernel=2)(no_stride), [x[0, 0]], [], grid, rng, [None], ValueError)
@@ -137,7 +137,7 @@ def test_a_function_is_not_taken_to_write_because_of_its_name() -> None:
 @pytest.mark.parallel([1, 2])
 def test_impossible_windows_are_refused() -> None:
     for arguments in ({"kernel": 0}, {"kernel": 2, "stride": 0}, {"kernel": 2, "dilation": -1}):
-        with pytest.raises(ValueError, match="is too small; choose from 1 up"):
+        with pytest.raises(ValueError, match="is too small; choose 1 or more"):
             dc.windowed(**arguments)(no_stride)(torch.zeros(1, 1, 8, 8))
 
 

@@ -324,7 +324,7 @@ def test_no_case_mixes_devices_or_waits(case: str, method: str) -> None:
 )
 def test_what_would_lie_on_the_host_is_refused(move: Callable[[Tensor], Tensor]) -> None:
     x = DryRunGrid({"height": 3}, 1).tensor((2, 4, 5, 3))
-    with pytest.raises(dc.UnsupportedOperation, match="live on its devices, not on cpu"):
+    with pytest.raises(dc.UnsupportedOperation, match="are on its devices, not on cpu"):
         move(x)
 
 

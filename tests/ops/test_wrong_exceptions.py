@@ -123,11 +123,11 @@ def test_pairs_of_results_are_written_to_pairs() -> None:
     assert found[0] is values and found[1] is places
     for own, wanted in zip(found, torch.max(X, 0), strict=True):
         torch.testing.assert_close(own.full_tensor(), wanted)
-    with pytest.raises(dc.UnsupportedOperation, match="out= has to be a distributed tensor"):
+    with pytest.raises(dc.UnsupportedOperation, match="out= must be a distributed tensor"):
         torch.max(x, 0, out=(values, torch.zeros(6, dtype=torch.int64)))
 
 
 @pytest.mark.parallel([2])
 def test_a_layout_that_a_plain_operand_decides_is_refused_by_name() -> None:
-    with pytest.raises(dc.UnsupportedOperation, match=r"f: the operand \(4, 6\) that decides"):
+    with pytest.raises(dc.UnsupportedOperation, match=r"f: the operand \(4, 6\) that determines"):
         common_grid("f", [X])

@@ -133,7 +133,7 @@ def test_python_takes_longer_behind_operators_that_empty_the_caches() -> None:
 
 
 def test_a_parallelized_module_and_wrong_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match="is no shape"):
+    with pytest.raises(ValueError, match="is not a shape"):
         predict(network(), (1, -3), {}, described())
     module = network()
     module.__dict__["_distconv_gradient_reduction"] = None

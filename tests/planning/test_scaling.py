@@ -53,7 +53,7 @@ def test_weak_scaling_makes_each_dimension_as_long_as_the_ranks_along_it() -> No
         (WEAK, [{"channel": 2}], "cannot grow along channel=2"),
         (WEAK, [{"depth": 2}], "cannot grow along depth=2"),
         (STRONG, [{"height": 2}, {"height": 2, "width": 1}], "height=2 appears twice"),
-        (STRONG, [{"heigth": 2}], "heigth=2 is no axis"),
+        (STRONG, [{"heigth": 2}], "heigth=2 is not an axis"),
     ],
 )
 def test_grids_that_make_no_study_are_refused(
@@ -92,7 +92,7 @@ def test_a_study_comes_back_from_its_file(tmp_path: Path) -> None:
     assert Study.load(tmp_path / "s.json") == s
     for text in ("[]", "{}", '{"format": 1}', "{"):
         (tmp_path / "s.json").write_text(text)
-        with pytest.raises(ValueError, match="no scaling study"):
+        with pytest.raises(ValueError, match="not a scaling study"):
             Study.load(tmp_path / "s.json")
     with pytest.raises(ValueError, match="cannot read"):
         Study.load(tmp_path / "t.json")

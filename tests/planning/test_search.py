@@ -149,7 +149,7 @@ def test_ways_out_count_what_convolutions_allocate_beside_their_results(
 
 
 def test_wrong_numbers_of_ranks_and_axes_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected from 1"):
+    with pytest.raises(ValueError, match="expected 1 or more"):
         plan(network(), SHAPE, 0, described())
     with pytest.raises(ValueError, match="cannot be laid out"):
         plan(network(), SHAPE, 131, described(), axes=("height",))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator, Mapping
 
 BANNED = {
     r"cuts?|cutting|uncut": "partition, partitioned, shard",
@@ -31,12 +33,21 @@ BANNED = {
 }
 """Patterns of words, without regard to case, and words to use in their place."""
 
+IN_MESSAGES = BANNED | {
+    r"(?<!there )(?:is|are) no(?! longer)": "is not a",
+    r"(?:has|have) to": "must",
+    r"say(?=$|[;.,)])": "for example",
+    r"in place of": "instead of",
+    r"alike": "the same on every rank",
+    r"lives? on": "is on",
+}
+"""The same for messages, which are shorter and hold fewer thoughts than pages."""
+
 _CODE = re.compile(
     r"^---\n.*?^---\n|<!--.*?-->|^( *)(```+|~~~+|:::\{toctree)[^\n]*\n.*?^\1\2`* *$"
     r"|`[^`\n]*(?:\n[^`\n]+)?`|\]\([^)]*\)|<[^>\n]*>|^\[[^\]]*\]: .*$|https?://\S+",
     re.MULTILINE | re.DOTALL,
 )
-_WORDS = {re.compile(rf"\b(?:{words})\b", re.IGNORECASE): say for words, say in BANNED.items()}
 _QUESTION = re.compile(r"[^.!?|:]*\?")
 
 
@@ -45,7 +56,7 @@ def prose(text: str) -> str:
     return _CODE.sub(lambda found: "`" + "\n" * found[0].count("\n"), text)
 
 
-def banned(text: str) -> list[str]:
+def banned(text: str, words: Mapping[str, str] = BANNED) -> list[str]:
     """Return the banned words of a page's prose, each with its line and the word to use.
 
     Questions may begin with "what".
@@ -54,10 +65,27 @@ def banned(text: str) -> list[str]:
     spans = [found.span() for found in _QUESTION.finditer(text)]
     return [
         f"{text.count(chr(10), 0, found.start()) + 1}: {' '.join(found[0].split())!r}; write {say}"
-        for words, say in _WORDS.items()
-        for found in words.finditer(text)
+        for pattern, say in words.items()
+        for found in re.finditer(rf"\b(?:{pattern})(?!\w)", text, re.IGNORECASE)
         if not (
             found[0].lower().startswith("what")
             and any(start <= found.start() < stop for start, stop in spans)
         )
     ]
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every string of a program that is not a docstring.
+
+    A value within a string becomes `...`, as code does in a page.
+    """
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.JoinedStr):
+            parts = [p.value if isinstance(p, ast.Constant) else "`...`" for p in node.values]
+            yield node.lineno, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            waiting += ast.iter_child_nodes(node)

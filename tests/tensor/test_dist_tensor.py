@@ -83,7 +83,7 @@ def test_without_a_layout_every_dimension_is_cut_over_the_axis_of_its_name() -> 
 @pytest.mark.parallel(2)
 def test_a_sample_that_no_axis_cuts_is_warned_of() -> None:
     grid, x = dc.ProcessGrid(depth=2), torch.zeros(2, 3, 8, 5)
-    with pytest.warns(UserWarning, match=r"depth=2.* cuts none of .*height, width"):
+    with pytest.warns(UserWarning, match=r"depth=2.* partitions none of .*height, width"):
         assert dc.distribute_tensor(x, grid).to_local().shape == x.shape
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -237,7 +237,7 @@ def test_a_block_of_the_wrong_shape_is_named_with_what_it_should_be() -> None:
     message = raised_everywhere(ValueError, dc.DistTensor.from_local, local, grid)
     assert "rank 1 holds (2, 3, 2, 5) and should hold (2, 3, 3, 5)" in message
     assert "rank 0" not in message
-    assert f"do not make a tensor of shape {shape} in Layout(height='height')" in message
+    assert f"do not form a tensor of shape {shape} in Layout(height='height')" in message
     assert "distconv.local_box" in message
 
 

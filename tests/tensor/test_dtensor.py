@@ -45,7 +45,7 @@ def test_the_dimensions_of_a_mesh_may_come_in_any_order_and_by_other_names() -> 
     cut = dc.DistTensor.from_dtensor(d, grid, {"dp": "sample"})
     assert cut.layout == dc.Layout(sample="sample", width="width")
     assert torch.equal(cut.full_tensor(), x)
-    with pytest.raises(ValueError, match="name each by another axis of sample, channel"):
+    with pytest.raises(ValueError, match="name each after a different axis of sample, channel"):
         dc.ProcessGrid.from_device_mesh(mesh)
     error = raised_everywhere(
         ValueError, dc.DistTensor.from_dtensor, d, dc.ProcessGrid(height=-1), {"dp": "sample"}

@@ -95,7 +95,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "cosines": cosines,
     "penalized": penalized,
     "twice": twice,
-    "handed out": lambda y, s, w: plain_of((y * s[0].exp()).mean()) * s[1].exp() + s.sum(),
+    "a result of to_local": lambda y, s, w: (
+        plain_of((y * s[0].exp()).mean()) * s[1].exp() + s.sum()
+    ),
     "again": lambda y, s, w: checkpoint(
         lambda y: (y * s[0].exp()).sin(), y, use_reentrant=False
     ).sum(),
@@ -162,7 +164,7 @@ def test_what_depends_on_parameters_within_and_outside_is_refused() -> None:
     model, s = dc.parallelize(net(), grid), torch.ones((), requires_grad=True)
     loss = model(batch(grid)).mean()
     message = raised_everywhere(dc.UnsupportedOperation, lambda: loss + penalty(model) * s)
-    assert "on a leaf of none, of shape (), whose gradients are added up elsewhere" in message
+    assert "on a leaf outside of it, of shape (), whose gradients are summed elsewhere" in message
     (loss + penalty(model) + s.exp()).backward()
     check(model, lambda model, x: model(x).mean() + penalty(model))
     assert s.grad.item() == torch.tensor(1.0).exp().item()
@@ -293,7 +295,7 @@ def test_what_depends_on_parameters_is_not_distributed() -> None:
             dc.UnsupportedOperation, lambda bring=bring, x=x: bring(x, grid, whole)
         )
         assert "depends on a parameter of a parallelized module" in message
-        assert "as they are" in message
+        assert "directly" in message
     dc.distribute_tensor(model[0].weight.detach(), grid, dc.Layout())
 
 

@@ -188,7 +188,10 @@ def test_progress_is_told_again_and_again_where_stderr_is_no_terminal(
         (["explain", "torch.nn.absent:A", "--grid", "height=2"], "no module 'torch.nn.absent'"),
         (["explain", "torch.nn:Tan", "--grid", "height=2"], "no function or class 'Tan'"),
         (["explain", "torch:tensor", "--grid", "height=2"], "torch:tensor raised TypeError"),
-        (["explain", "builtins:dict", "--grid", "height=2"], "makes a dict, not a torch.nn.Module"),
+        (
+            ["explain", "builtins:dict", "--grid", "height=2"],
+            "returns a dict, not a torch.nn.Module",
+        ),
         (["explain", "torch.nn:Tanh", "--grid", "height=2", "--rank", "2"], "not on a grid of 2"),
         (["explain", "torch.nn:Tanh", "--grid", "width=2", "--layout", "up"], "Write DIMENSION="),
         (["explain", "torch.nn:Tanh", "--grid", "width=2", "--layouts", "a"], "write PATTERN:"),

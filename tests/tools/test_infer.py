@@ -26,7 +26,7 @@ from tests.support.everywhere import WORLD, ended_with_one_line, fails_everywher
 every_size = pytest.mark.parallel([1, 2, 4])
 both = pytest.mark.parallel([1, 2])
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is fetched in pieces")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is stored in chunks")
 
 SHAPE = (27, 10, 9)
 VOLUME = np.random.default_rng(0).integers(-1000, 1000, SHAPE).astype(np.int16)
@@ -165,7 +165,7 @@ def test_memory_decides_on_slabs_and_is_said_beforehand(folder: Path) -> None:
     assert np.allclose(np.load(folder / "y.npy"), np.load(folder / "whole.npy"), atol=1e-12)
     fails_everywhere(
         lambda: dc.infer(Net(), x, folder / "z.npy", grid(), memory=10_000),
-        "infer: a slab of .* elements takes .*Use more ranks",
+        "infer: a slab of .* elements needs .*Use more ranks",
     )
 
 
@@ -296,7 +296,7 @@ def test_the_receptive_field_is_the_sum_of_halos_times_strides() -> None:
         (Net(), "missing.nii.gz", "y.npy", "missing.nii.gz: no such file"),
         (Net(inputs=2), "x.npy", "y.npy", r"first.0 \(Conv3d\) raised RuntimeError: .*channels"),
         (Net(), "x.npy", "x.npy", "x.npy exists; choose another name, or overwrite=True"),
-        (Net(), "x.npy", "y.png", "'.png' names no kind of file that is written"),
+        (Net(), "x.npy", "y.png", "'.png' is not supported for writing"),
         (Net(), "x.npy", "none/y.npy", "there is no folder"),
         (nn.Conv2d(1, 1, 3).double(), "x.npz", "y.npy", "convolutions of 2 dimensions"),
         (nn.Sequential(nn.Conv3d(1, 1, 3), nn.Flatten()), "x.npy", "y.npy", "expected one tensor"),
@@ -359,7 +359,7 @@ def test_describe_says_what_ranks_read(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["data", "describe", str(tmp_path / "x.nii.gz"), "--grid", "depth=3"]) == 0
     said = capsys.readouterr().out
     assert "1 sample(s) of shape (1, 27, 10, 9), int16, 4.75 KiB" in said
-    assert "affine: [[" in said and "fetch 3 times what they need" in said
+    assert "affine: [[" in said and "fetch 3 times the bytes that they need" in said
     assert "chunks of (1, 1, 9, 10, 9)" in said
 
 

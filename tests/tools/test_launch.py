@@ -112,7 +112,7 @@ def test_time_is_written_as_each_scheduler_reads_it(capsys: pytest.CaptureFixtur
     assert "#PBS -l walltime=01:30:00\n" in script(capsys, "pbs")
     clock = ("--nodes=2", "--ranks-per-node=4", "--time=26:30:01", *PROGRAM)
     assert "#SBATCH --time=26:31:00\n" in script(capsys, "slurm", *clock)
-    assert "give minutes, or HH:MM:SS" in refusal(capsys, *clock[:2], "--time=soon", *PROGRAM)
+    assert "write minutes, or HH:MM:SS" in refusal(capsys, *clock[:2], "--time=soon", *PROGRAM)
 
 
 SAYS = {
@@ -203,7 +203,10 @@ def test_no_value_of_a_machine_runs(capsys: pytest.CaptureFixture[str], tmp_path
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"environment": {"A=1; touch x; B": "1"}}, "'A=1; touch x; B' is no name of a variable"),
+        (
+            {"environment": {"A=1; touch x; B": "1"}},
+            "'A=1; touch x; B' is not a valid name of a variable",
+        ),
         ({"environment": {"A": "1\ntouch x"}}, "has more than one line"),
         ({"options": ("--exclusive\ntouch x",)}, "has more than one line"),
     ],
@@ -245,7 +248,7 @@ def test_what_no_machine_says_has_to_be_given(capsys: pytest.CaptureFixture[str]
     rest = ("--nodes=1", "--time=5", *PROGRAM)
     assert "--ranks-per-node is missing" in refusal(capsys, "--scheduler=slurm", *rest)
     lassen = f"--machine={ROOT}/machines/lassen.json"
-    assert "does not say how jobs start there" in refusal(capsys, lassen, *rest)
+    assert "does not describe how jobs start" in refusal(capsys, lassen, *rest)
 
 
 def test_the_environment_follows_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,18 +290,18 @@ def test_the_number_of_cores_is_counted_where_it_is_not_given(
 @pytest.mark.parametrize(
     "options, said",
     [
-        (("--nodes=0",), "0 nodes run nothing"),
+        (("--nodes=0",), "0 nodes is not a valid number"),
         (("--ranks-per-node=-1",), "-1 ranks per node"),
         (("--time=0",), "0 minutes"),
         (("--cores-per-rank=0",), "0 cores per rank"),
         (("--gpus-per-node=8",), "4 ranks a node use 4 of its 8 GPUs"),
         (("--gpus-per-node=3",), "cannot share 3 GPUs evenly"),
         (("--gpus-per-node=-1",), "-1 GPUs"),
-        (("--transport=nccl",), "NCCL needs a GPU for each rank"),
+        (("--transport=nccl",), "NCCL, which needs a GPU for each rank"),
         (("--transport=torch", "--gpus-per-node=2"), "between GPUs"),
         (("--name=two words",), "is not one word"),
         (("--setup=a\nb",), "more than one line"),
-        (("--scheduler=lsf",), "give --cores-per-rank"),
+        (("--scheduler=lsf",), "pass --cores-per-rank"),
         (("--scheduler=lsf", "--cores-per-rank=1", "--mpi=pmi2"), "option of Slurm"),
         (("--scheduler=flux", "--mpi=pmi2"), "option of Slurm"),
         (("--submit", "--dry-run"), "--dry-run submits nothing"),
@@ -334,5 +337,5 @@ def test_a_script_is_written_replaced_and_submitted(
     assert main([*arguments, "--submit", *PROGRAM]) == 3
     assert (tmp_path / "taken").read_text() == written
     (tmp_path / "train.slurm").write_text("mine")
-    assert "is not a script of launch" in refusal(capsys, *arguments[1:], *PROGRAM)
+    assert "was not written by this command" in refusal(capsys, *arguments[1:], *PROGRAM)
     assert (tmp_path / "train.slurm").read_text() == "mine"

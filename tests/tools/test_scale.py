@@ -75,7 +75,7 @@ def test_a_study_is_continued_and_compared(
         assert after["seconds"][:2] == before["seconds"] and len(after["seconds"]) == 3
     (folder / "t.json").write_text(json.dumps(again))
     # That has no format, as it is not the file of a study.
-    assert "no scaling study" in refusal(capsys, "compare", "s.json", "t.json")
+    assert "not a scaling study" in refusal(capsys, "compare", "s.json", "t.json")
     (folder / "t.json").write_bytes((folder / "s.json").read_bytes())
     assert main(["scale", "compare", "s.json", "t.json"]) == 0
     assert capsys.readouterr().out.count("1.000  quartiles overlap") == 1
@@ -112,7 +112,7 @@ def test_a_machine_that_cannot_predict_the_cases_is_refused_before_any_is_run(
 ) -> None:
     within = {"within": LinkTimes.described(1e-6, 1e10)}
     dataclasses.replace(described(), links=within).save("one-node.json")
-    for machine, said in (("none", "no machine in"), ("one-node", "than the 4 of a node")):
+    for machine, said in (("none", "no machine file"), ("one-node", "than the 4 of a node")):
         options = ("--ranks=1", "--predict-ranks=4,8", f"--machine={machine}.json")
         assert said in refusal(capsys, "strong", "./net.py:Net", "--shape=1,1,16,16", *options)
         assert not (folder / "scale-strong.json").exists()
@@ -122,12 +122,12 @@ def test_a_machine_that_cannot_predict_the_cases_is_refused_before_any_is_run(
     "options, said",
     [
         ((), "nothing to study"),
-        (("--ranks=1,x",), "no numbers of ranks"),
+        (("--ranks=1,x",), "not numbers of ranks"),
         (("--ranks=64",), "start it with mpiexec -n 64"),
         (("--predict-ranks=2",), "--predict-ranks needs --machine"),
         (("--ranks=1", "--grids=height=1"), "leave --ranks out"),
-        (("--grids=height=-1",), "height=-1 is no axis with ranks"),
-        (("--ranks=1", "--rounds=1"), "take two --rounds"),
+        (("--grids=height=-1",), "height=-1 is not an axis with ranks"),
+        (("--ranks=1", "--rounds=1"), "at least two --rounds"),
         (("--ranks=1", "--layouts=block:sample"), "block"),
     ],
 )
@@ -142,4 +142,4 @@ def test_a_shape_that_the_module_refuses_is_told_before_any_case_is_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = refusal(capsys, "strong", "./net.py:Net", "--shape=1,2,8,8", "--ranks=1")
-    assert "takes 1 channels, the input (1, 2, 8, 8) has 2" in told
+    assert "expects 1 channels, but the input (1, 2, 8, 8) has 2" in told

@@ -97,7 +97,7 @@ def test_a_second_profiler_is_refused_and_the_first_goes_on(profiler: Any, folde
     with dc.timeline(folder / "trace.json"):
         message = raised_everywhere(RuntimeError, lambda: profiler(*arguments).__enter__())
         step(model, grid)
-    assert "one recording at a time" in message
+    assert "one profile at a time" in message
     WORLD.barrier()
     events = read_trace(folder / "trace.json")
     assert any("conv" in e["name"] for e in events)
@@ -106,7 +106,7 @@ def test_a_second_profiler_is_refused_and_the_first_goes_on(profiler: Any, folde
     with profiler() as first:
         message = raised_everywhere(RuntimeError, dc.timeline(folder / "third.json").__enter__)
         step(model, grid)
-    assert "one recording at a time" in message and not (folder / "third.json").exists()
+    assert "one profile at a time" in message and not (folder / "third.json").exists()
     assert any("conv" in e.key for e in first.key_averages())
 
 
@@ -195,5 +195,5 @@ def test_a_timeline_is_added_up(tmp_path: Path, capsys: pytest.CaptureFixture) -
     assert shown["under_way"] == {"halo": 0.004}
     assert union_length([(0, 2), (1, 3), (5, 6)]) == 4
     file.write_text("{}")
-    message = "is no timeline; record one by"
+    message = "is not a timeline; record one by"
     ended_with_one_line(lambda: main(["timeline", str(file)]), message, capsys)

@@ -85,7 +85,7 @@ def test_misuse_is_an_error_on_every_rank_and_the_next_step_is_right() -> None:
     whole = dc.parallelize(nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)).double(), grid)
     other = dc.parallelize(models(1)[0], grid)
     message = raised_everywhere(ValueError, ConcurrentReductions, whole[0], whole[1])
-    assert "parts of one parallelized module" in message
+    assert "submodules of one parallelized module" in message
     plain = raised_everywhere(ValueError, ConcurrentReductions, other, models(1)[0])
     assert "not parallelized" in plain
     both = ConcurrentReductions(whole, other)

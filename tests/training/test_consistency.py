@@ -157,6 +157,6 @@ def test_ranks_that_share_samples_count_as_one() -> None:
 @pytest.mark.parametrize("bad", [-1, float("inf"), nan])
 def test_a_weight_that_is_none_is_an_error_on_every_rank(bad: float) -> None:
     grid = dc.ProcessGrid(sample=-1)
-    with pytest.raises(ValueError, match="is no weight; pass the number of samples"):
+    with pytest.raises(ValueError, match="is not a weight; pass the number of samples"):
         grid.mean(1.0, bad if grid.rank == LAST else 1)
     assert grid.mean(2.0) == 2.0

@@ -127,7 +127,7 @@ def test_a_checkpoint_goes_on_with_the_same_steps() -> None:
             o.step()
     assert torch.equal(model.place, again.place)
     assert torch.equal(center_of(model, elastic), center_of(again, other))
-    with pytest.raises(ValueError, match=r"parameters \['other'\], the model \['place'\]"):
+    with pytest.raises(ValueError, match=r"parameters \['other'\], but the model has \['place'\]"):
         elastic.load_state_dict({"steps": 1, "center": {"other": model.place}})
 
 
@@ -168,5 +168,5 @@ def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
     model = dc.parallelize(Point(), own)
     assert f"up to 1 / {grid.size} for" in made(model, alpha=0.9)
     assert "alpha=-0.1" in made(model, alpha=-0.1)
-    assert "period=0 is no count" in made(model, period=0)
+    assert "period=0 is not a count" in made(model, period=0)
     assert "on the ranks; pass the same" in made(model, period=1 + WORLD.rank)

@@ -255,23 +255,23 @@ def test_a_validation_that_fails_ends_the_job_with_its_state_on_disk(tmp_path: P
     def validate(model: nn.Module) -> Any:
         return "good"
 
-    with pytest.raises((ValueError, ServerLost), match="result of validate is 'good'; give a real"):
+    with pytest.raises((ValueError, ServerLost), match="result of validate is 'good'; pass a real"):
         course(Team(), ASYNCHRONOUS, 9, folder=folder, validate=validate, every=3)
     WORLD.barrier()
     assert checkpoints_in(folder / "server-0")[0].stem.endswith("-0000000003")
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"every": 5}, "every=5 needs a validation; pass validate="),
-    ({"patience": 5}, "patience=5 needs a validation; pass validate="),
-    ({"target": 0.5}, "target=0.5 needs a validation; pass validate="),
-    ({"validate": 3, "every": 1}, "validate=3 is no function; pass a function of the model"),
-    ({"validate": evaluate}, "every=None is no count; give an integer from 1 on"),
-    ({"validate": evaluate, "every": 0}, "every=0 is no count; give an integer from 1 on"),
-    ({"validate": evaluate, "every": 2, "patience": 0}, "patience=0 is no count; give an"),
-    ({"validate": evaluate, "every": 2, "target": "x"}, "target is 'x'; give a real number"),
+    ({"every": 5}, "every=5 needs a validation loss; pass validate="),
+    ({"patience": 5}, "patience=5 needs a validation loss; pass validate="),
+    ({"target": 0.5}, "target=0.5 needs a validation loss; pass validate="),
+    ({"validate": 3, "every": 1}, "validate=3 is not a function; pass a function of the model"),
+    ({"validate": evaluate}, "every=None is not a count; pass an integer of 1 or more"),
+    ({"validate": evaluate, "every": 0}, "every=0 is not a count; pass an integer of 1 or more"),
+    ({"validate": evaluate, "every": 2, "patience": 0}, "patience=0 is not a count; pass an"),
+    ({"validate": evaluate, "every": 2, "target": "x"}, "target is 'x'; pass a real number"),
     ({"validate": evaluate, "every": 2, "target": math.nan}, "target is NaN, which no loss"),
-    ({"save_every": 0}, "save_every=0 is no count; give an integer from 1 on"),
+    ({"save_every": 0}, "save_every=0 is not a count; pass an integer of 1 or more"),
 ]
 
 
@@ -284,7 +284,7 @@ def test_bad_arguments_are_an_error_on_every_rank(options: dict[str, Any], messa
 
 @pytest.mark.parallel([3, 4])
 def test_a_server_of_several_ranks_has_no_whole_model_to_validate() -> None:
-    message = r"each of the servers=2 holds a part; make a Team\(servers=1\), or validate in"
+    message = r"each of the servers=2 holds a part; create a Team\(servers=1\), or validate in"
     with one_verdict(), pytest.raises((ValueError, ServerLost), match=message):
         course(Team(servers=2), ASYNCHRONOUS, 1, validate=evaluate, every=1)
 
@@ -297,7 +297,7 @@ def test_a_loss_that_is_no_number_is_an_error_in_the_worker() -> None:
             serve(team, model, ASYNCHRONOUS)
         return
     dc.parallelize(model, team.grid)
-    with pytest.raises(ValueError, match=r"Worker.step: loss is a tensor of shape \(3,\); give a"):
+    with pytest.raises(ValueError, match=r"Worker.step: loss is a tensor of shape \(3,\); pass a"):
         with Worker(team, model, ASYNCHRONOUS) as worker:
             worker.step(1, loss=torch.rand(3))
 

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
         return raised_everywhere(ValueError, lambda: GradientLag(model, **options))
 
     assert "not parallelized" in made(Slope())
-    assert "lag=0 is no count" in made(lag=0)
+    assert "lag=0 is not a count" in made(lag=0)
     assert "warmup_steps=-1" in made(warmup_steps=-1)
-    assert "by total_steps=" in made(cooldown_steps=3)
-    assert "integer from 7 on" in made(cooldown_steps=3, warmup_steps=4, total_steps=6)
+    assert "pass total_steps=" in made(cooldown_steps=3)
+    assert "integer of 7 or more" in made(cooldown_steps=3, warmup_steps=4, total_steps=6)

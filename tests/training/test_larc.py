@@ -210,9 +210,9 @@ def test_a_step_that_fails_leaves_the_weight_decay() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda p: LARC(torch.optim.LBFGS(p)), TypeError, "LBFGS is no optimizer that can be"),
-        (lambda p: LARC(LARS(SGD(p))), TypeError, "LARS is no optimizer that can be"),
-        (lambda p: LARS(p), TypeError, "LARS: list is no optimizer"),
+        (lambda p: LARC(torch.optim.LBFGS(p)), TypeError, "LBFGS cannot be wrapped"),
+        (lambda p: LARC(LARS(SGD(p))), TypeError, "LARS cannot be wrapped"),
+        (lambda p: LARS(p), TypeError, "LARS: list cannot be wrapped"),
         (lambda p: LARC(SGD(p), 0.0), ValueError, "trust=0.0 is not positive"),
         (lambda p: LARC(SGD(p), on="weights"), ValueError, "on='weights' is unknown"),
     ],
@@ -226,7 +226,7 @@ def test_weight_decay_that_is_no_part_of_the_gradient_is_refused_on_the_gradient
     parameter = nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
     optimizer = LARC(AdamW([parameter]))
-    with pytest.raises(ValueError, match="decay of AdamW is no part of the gradient"):
+    with pytest.raises(ValueError, match="decay of AdamW is not part of the gradient"):
         optimizer.step()
     assert torch.equal(parameter.grad, torch.ones(2, 2))
     LARC(AdamW([parameter], weight_decay=0.0)).step()

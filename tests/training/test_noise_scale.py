@@ -173,11 +173,11 @@ def test_what_cannot_be_measured_is_refused() -> None:
         NoiseScale(model, decay=1)
     with pytest.raises(ValueError, match="there is no loss"):
         NoiseScale(model).backward([], 4)
-    with pytest.raises(ValueError, match="samples=0 is no count"):
+    with pytest.raises(ValueError, match="samples=0 is not a count"):
         NoiseScale(model).backward([], 0)
     if grid.size > 1:
         by_channels = {"": dc.Layout(channel="sample")}
         layer = nn.Conv2d(4, 4, 1)
         dc.parallelize(layer, grid, layouts=by_channels, shard_parameters=True)
-        with pytest.raises(ValueError, match="weight is cut over the replicas"):
+        with pytest.raises(ValueError, match="weight is partitioned over the axis sample"):
             NoiseScale(layer)

@@ -41,7 +41,7 @@ def test_base_rates_are_those_of_the_class_or_of_its_base() -> None:
     rates = {SGD: 1e-2, Adam: 1e-3, AdamW: 1e-3, RMSprop: 1e-3, Adagrad: 1e-2, Adadelta: 1.0}
     assert {kind: base_rate(kind) for kind in rates} == rates
     assert base_rate(Own) == 1e-2
-    with pytest.raises(ValueError, match="none for LBFGS, only for SGD, Adam"):
+    with pytest.raises(ValueError, match="no rate is known for LBFGS, only for SGD, Adam"):
         base_rate(torch.optim.LBFGS)
 
 
@@ -135,22 +135,22 @@ def test_steps_are_counted_for_this_batch_size_or_as_of_a_smaller_one() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Recipe(0, 8), "batch_size=0 is no count"),
-        (lambda: Recipe(8, 2.5), "reference_batch_size=2.5 is no count"),
+        (lambda: Recipe(0, 8), "batch_size=0 is not a count"),
+        (lambda: Recipe(8, 2.5), "reference_batch_size=2.5 is not a count"),
         (lambda: Recipe(8, 8, "cubic"), "scaling='cubic' is unknown; choose linear, sqrt, none"),
         (lambda: Recipe(8, 8, warmup_steps=-1), "warmup_steps=-1"),
-        (lambda: Recipe(8, 8, warmup_steps=5, total_steps=5), "total_steps=5 .* from 6 on"),
+        (lambda: Recipe(8, 8, warmup_steps=5, total_steps=5), "total_steps=5 .* of 6 or more"),
         (lambda: Recipe(8, 8, decay=Cosine()), r"Cosine\(\) falls to 0 .* total_steps="),
         (lambda: Step(0), "step_size=0"),
-        (lambda: Exponential(1.5), "gamma=1.5 is no factor of a decay"),
+        (lambda: Exponential(1.5), "gamma=1.5 is not a decay factor"),
         (lambda: InverseTime(-1.0), "gamma=-1.0 is not positive"),
         (lambda: Polynomial(0.0), "power=0.0 is not positive"),
         (lambda: CosineRestarts(0), "period=0"),
-        (lambda: CosineRestarts(5, 2, 1.5), "floor=1.5 is no share"),
+        (lambda: CosineRestarts(5, 2, 1.5), "floor=1.5 is not a fraction"),
         (lambda: number_of_steps(10, 0, 5), "epochs=0"),
         (lambda: max_batch(0), "samples=0"),
-        (lambda: advise({"samples": 2}, 4, 100), "'samples' is no axis of a grid"),
-        (lambda: advise({"height": -1}, 4, 100), "height=-1 is no count"),
+        (lambda: advise({"samples": 2}, 4, 100), "'samples' is not an axis of a grid"),
+        (lambda: advise({"height": -1}, 4, 100), "height=-1 is not a count"),
     ],
 )
 def test_values_out_of_range_are_errors(make: Any, words: str) -> None:
@@ -187,7 +187,7 @@ def test_replicas_without_a_sample_and_uneven_ones_are_mentioned() -> None:
     assert "leaves 2 of 8 replicas without a sample" in idle
     assert better.startswith("sample=4 with 2 ranks")
     (uneven,) = advise({"sample": 4}, 6, 10_000)
-    assert "no multiple of 4 replicas: replicas with 1 samples wait" in uneven
+    assert "not a multiple of 4 replicas: replicas with 1 samples wait" in uneven
 
 
 @pytest.mark.parallel([1, 2])

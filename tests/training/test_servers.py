@@ -312,7 +312,7 @@ def test_tensors_come_out_of_a_message_as_they_went_in(kinds: list[Any]) -> None
     whole = packing.pack(some)
     with pytest.raises(ValueError, match="is none of"):
         packing.unpack(torch.cat([whole, whole.new_zeros(16)]))
-    with pytest.raises(ValueError, match="synchronous=True; give both the same"):
+    with pytest.raises(ValueError, match="synchronous=True all workers wait"):
         Downpour(partial(SGD, lr=0.1), push=2, synchronous=True)
 
 

@@ -143,7 +143,9 @@ def test_the_state_of_another_run_is_refused_before_training(tmp_path: Path) -> 
     method = Downpour(partial(SGD, lr=0.05))
     course(Team(), method, 2, folder=folder)
     WORLD.barrier()
-    with pytest.raises((FileExistsError, ServerLost), match=r"is of another run; .*resume=True"):
+    with pytest.raises(
+        (FileExistsError, ServerLost), match=r"belongs to another run; .*resume=True"
+    ):
         course(Team(), method, 1, folder=folder)
 
 
@@ -176,7 +178,7 @@ def test_sharded_weights_reach_the_server_whole() -> None:
 @pytest.mark.parallel([2, 4])
 def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
     assert "start" in raised_everywhere(ValueError, lambda: Team(height=5))
-    assert "servers=0 is no count" in raised_everywhere(ValueError, lambda: Team(servers=0))
+    assert "servers=0 is not a count" in raised_everywhere(ValueError, lambda: Team(servers=0))
     assert "'time'" not in raised_everywhere(ValueError, lambda: Team(time=1))
     different = raised_everywhere(ValueError, lambda: Team(servers=1 + WORLD.rank))
     assert "pass the same on every rank" in different
@@ -188,7 +190,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
     else:
         with pytest.raises(ValueError, match=r"not parallelized; parallelize it on team\.grid"):
             Worker(team, model, Downpour(partial(SGD, lr=0.1)))
-        with pytest.raises(ValueError, match="one of a worker"):
+        with pytest.raises(ValueError, match="belongs to a worker"):
             serve(team, model, Downpour(partial(SGD, lr=0.1)))
 
 
@@ -204,7 +206,7 @@ def test_every_worker_has_a_server_and_every_server_its_place(
     serving = shards * (groups + 1 if groups > 1 else 1)
     ranks = serving + of_worker * workers
     if workers < groups:
-        with pytest.raises(ValueError, match="at least one in each"):
+        with pytest.raises(ValueError, match="at least one worker in each"):
             Arrangement(ranks, shards, groups, of_worker)
         return
     team = Arrangement(ranks, shards, groups, of_worker)

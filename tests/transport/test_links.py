@@ -36,7 +36,7 @@ def test_waits_end() -> None:
         client.receive(soon())
     server.send(message((1, 2)))
     server.send(message((3,), LARGE))
-    with pytest.raises(LinkSilent, match="rank 1 has not taken what was sent"):
+    with pytest.raises(LinkSilent, match="rank 1 has not received a message"):
         server.flush(soon())
     assert client.receive(later()).numbers == (1, 2, 0, 0, 0, 0)
     arrived = None

@@ -62,7 +62,7 @@ def test_all_types_are_added_up(transport: NCCLTransport, dtype: torch.dtype) ->
 
 @pytest.mark.parallel([1])
 def test_a_type_that_cannot_be_added_up_is_refused(transport: NCCLTransport) -> None:
-    with pytest.raises(TypeError, match="NCCL cannot add up torch.uint16"):
+    with pytest.raises(TypeError, match="NCCL cannot sum torch.uint16"):
         transport.all_reduce(torch.zeros(1, dtype=torch.uint16), ALL)
 
 

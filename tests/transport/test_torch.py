@@ -101,7 +101,7 @@ def test_all_types_are_added_up(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parallel([1, 2])
 def test_a_type_that_cannot_be_added_up_is_refused() -> None:
     group = communicators.communicator(tuple(range(WORLD.size)), "sums")
-    with pytest.raises(TypeError, match="gloo cannot add up torch.uint16; convert"):
+    with pytest.raises(TypeError, match="gloo cannot sum torch.uint16; convert"):
         transport().all_reduce(torch.zeros(1, dtype=torch.uint16), group)
 
 

@@ -76,8 +76,8 @@ class ArraySource(Source):
             return self._array[box.slices if self._single else (sample, *box.slices)]
         except Exception as error:
             raise OSError(
-                f"{self.name}: cannot read sample {sample}: {error or type(error).__name__}; make "
-                "or copy it again"
+                f"{self.name}: cannot read sample {sample}: {error or type(error).__name__}; "
+                "create or copy it again"
             ) from error
 
     def facts(self) -> dict[str, str]:
@@ -107,10 +107,10 @@ def open_npy(path: Path, single: bool = False) -> ArraySource:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except PermissionError as error:
-        raise PermissionError(f"{path}: you may not read this file ({error})") from error
+        raise PermissionError(f"{path}: no permission to read this file ({error})") from error
     except (OSError, ValueError, EOFError) as error:
         raise OSError(
-            f"{path}: not a whole .npy file of numbers; make or copy it again ({error})"
+            f"{path}: not a whole .npy file of numbers; create or copy it again ({error})"
         ) from error
     before = os.stat(path)
 
@@ -140,12 +140,12 @@ def open_npz(path: Path, name: str | None, single: bool = False) -> ArraySource:
             if array is None:
                 array = np.load(path, allow_pickle=False)[name]
     except PermissionError as error:
-        raise PermissionError(f"{path}: you may not read this file ({error})") from error
+        raise PermissionError(f"{path}: no permission to read this file ({error})") from error
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         if f"{path} holds" in str(error) or f"{path}: no dataset" in str(error):
             raise
         raise OSError(
-            f"{path}: not a whole .npz file of numbers; make or copy it again ({error})"
+            f"{path}: not a whole .npz file of numbers; create or copy it again ({error})"
         ) from error
 
     def check() -> None:
@@ -196,12 +196,12 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
             arrays[name] = found[name]
     except Exception as error:
         raise OSError(
-            f"{path}: not a whole zarr folder; make or copy it again ({error})"
+            f"{path}: not a whole zarr folder; create or copy it again ({error})"
         ) from error
     if arrays is None:
         if name is not None:
             raise ValueError(
-                f"{path} is an array of its own and holds no {name!r}; leave out names"
+                f"{path} is a single array and has no member {name!r}; leave out the name"
             )
         return ArraySource(found, path.name, single, path=path)
     name = only_name(path, name, sorted(arrays))
@@ -215,10 +215,10 @@ def only_name(path: Path, name: str | None, names: list[str]) -> str:
     """
     if name is None:
         if len(names) != 1:
-            raise ValueError(f"{path} holds {names}; say which by inputs= and targets=")
+            raise ValueError(f"{path} holds {names}; choose one by inputs= and targets=")
         return names[0]
     if name not in names:
-        raise ValueError(f"{path}: no dataset {name!r}; there are {names}")
+        raise ValueError(f"{path}: no dataset {name!r}; choose from {names}")
     return name
 
 
@@ -229,7 +229,7 @@ def check_file(path: Path, kind: str) -> None:
     user to name such a file in it.
     """
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name {kind} in it")
+        raise IsADirectoryError(f"{path} is a folder; pass the path of {kind} in it")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
 
@@ -255,7 +255,7 @@ def check_unchanged(path: Path, before: os.stat_result, now: os.stat_result) -> 
     if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         later = (now.st_mtime_ns - before.st_mtime_ns) / 1e9
         raise OSError(
-            f"{path}: changed while it was read, from {before.st_size} to {now.st_size} bytes, and "
-            f"written to {later:.3g} s later; make or copy the file again, and not while it is in "
-            "use"
+            f"{path}: changed while it was read, from {before.st_size} to {now.st_size} bytes, "
+            f"and written to {later:.3g} s later; create or copy the file again, and do not write "
+            "to it while it is in use"
         )

@@ -79,7 +79,8 @@ class FilesSource(Source):
             if (source.shape, source.dtype) != (self.shape, self.dtype):
                 raise ValueError(
                     f"{path}: its samples are {source.shape} of {source.dtype}, the samples of "
-                    f"{self._paths[0]} {self.shape} of {self.dtype}; expected the same in all"
+                    f"{self._paths[0]} {self.shape} of {self.dtype}; expected the same in all "
+                    "files"
                 )
             now = os.stat(path)
             check_unchanged(path, self._stats.setdefault(place, now), now)

@@ -53,7 +53,7 @@ class Function(Source):
         values = np.asarray(self._read(sample, box))
         if values.shape != box.shape:
             raise ValueError(
-                f"{self.name} has returned shape {values.shape} for {box} of sample {sample}; "
+                f"{self.name} returned shape {values.shape} for {box} of sample {sample}; "
                 f"expected {box.shape}"
             )
         put(out, values, f"{self.name} for sample {sample}", "same_kind")
@@ -106,8 +106,8 @@ class ItemSource(Source):
         values = self._values(sample)
         if (values.shape, values.dtype) != (self.shape, self.dtype):
             raise ValueError(
-                f"{self.name} is {values.shape} of {values.dtype} in sample {sample}, and "
-                f"{self.shape} of {self.dtype} in sample 0; expected the same in all"
+                f"{self.name} is {values.shape} of {values.dtype} in sample {sample}, but "
+                f"{self.shape} of {self.dtype} in sample 0; expected the same in all samples"
             )
         out[...] = values[box.slices]
 

@@ -94,8 +94,8 @@ class HDF5Source(Source):
             now = os.fstat(self._descriptor)
         except _ERRORS as error:
             raise OSError(
-                f"{self._path}: cannot read {self._label!r} of sample {sample}: {error}; make or "
-                "copy the file again"
+                f"{self._path}: cannot read {self._label!r} of sample {sample}: {error}; create "
+                "or copy the file again"
             ) from error
         check_unchanged(self._path, self._before, now)
         if not direct:
@@ -121,7 +121,7 @@ def open_hdf5(path: Path) -> h5py.File:
     try:
         return h5py.File(path, "r")
     except PermissionError as error:
-        raise PermissionError(f"{path}: you may not read this file ({error})") from error
+        raise PermissionError(f"{path}: no permission to read this file ({error})") from error
     except _ERRORS as error:
         raise damaged(path, error) from error
 
@@ -130,11 +130,11 @@ def damaged(path: Path, error: Exception) -> OSError:
     """Return an `OSError` for a file on which HDF5 raised `error`, with a remedy."""
     if "unable to lock file" in str(error):
         return OSError(
-            f"{path}: another program has the file open for writing; read it when that has closed "
-            "it. On a file system without locks set HDF5_USE_FILE_LOCKING=FALSE for both "
-            f"({error})"
+            f"{path}: another program has the file open for writing; read it after that program "
+            "has closed it. On a file system without locks, set HDF5_USE_FILE_LOCKING=FALSE for "
+            f"both programs ({error})"
         )
-    return OSError(f"{path}: not a whole HDF5 file; make or copy it again ({error})")
+    return OSError(f"{path}: not a whole HDF5 file; create or copy it again ({error})")
 
 
 def dataset_in(
@@ -152,16 +152,17 @@ def dataset_in(
         name = only_name(path, name, fields or sorted(file))
     if not external and not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise ValueError(
-            f"{path}: {name!r} is a link; expected a dataset in the file itself, as h5repack or "
-            "h5copy -f ext,soft make it, or HDF5Source(..., external=True)"
+            f"{path}: {name!r} is a link; expected a dataset in the file itself. Convert the file "
+            "by h5repack or h5copy -f ext,soft, or pass HDF5Source(..., external=True)"
         )
     dataset = file[name]
     if not isinstance(dataset, h5py.Dataset):
         raise ValueError(f"{path}: {name!r} is a {type(dataset).__name__}; expected a dataset")
     if not external and (dataset.is_virtual or dataset.external):
         raise ValueError(
-            f"{path}: the values of {name!r} lie in other files, which nobody would miss; copy "
-            "them into the file itself, or pass HDF5Source(..., external=True)"
+            f"{path}: the values of {name!r} are in other files, and HDF5 reads fill values if "
+            "those are missing; copy them into the file itself, or pass HDF5Source(..., "
+            "external=True)"
         )
     return dataset
 

@@ -49,7 +49,7 @@ def open_sources(source: Any, fields: Sequence[str | int] = ()) -> dict[Field, S
     if isinstance(source, Mapping):
         missing = [field for field in fields if field not in source]
         if missing:
-            raise ValueError(f"there is no source for {missing}; there are {list(source)}")
+            raise ValueError(f"there is no source for {missing}; choose from {list(source)}")
         return {f: _of_object(source[f], None, str(f)) for f in fields or source}
     if not isinstance(source, Source) and _is_torch_dataset(source):
         items = Items(source)
@@ -137,7 +137,7 @@ def _of_object(source: Any, field: Field, name: str) -> Source:
         return _files([Path(path) for path in source], field)
     if field is not None:
         raise TypeError(
-            f"{type(source).__name__} has no fields, and inputs or targets name {field!r}; pass "
+            f"{type(source).__name__} has no fields, but inputs or targets name {field!r}; pass "
             f"{{{field!r}: ...}}, a source for each name"
         )
     if isinstance(source, Source):
@@ -158,7 +158,7 @@ def of_path(path: Path, field: Field = None, single: bool = False) -> Source:
     if kind is None and path.is_file():
         kind = _kind_by_content(path)
     if field is not None and not isinstance(field, str):
-        raise TypeError(f"{path}: {field!r} is not the name of a dataset; expected a text")
+        raise TypeError(f"{path}: {field!r} is not the name of a dataset; expected a string")
     if kind == "hdf5":
         return HDF5Source(path, field, single)
     if kind == "zarr":
@@ -168,7 +168,7 @@ def of_path(path: Path, field: Field = None, single: bool = False) -> Source:
     if kind == "npy" or kind in _ONE_SAMPLE:
         if field is not None:
             raise ValueError(
-                f"{path} holds one array without a name, and inputs or targets name {field!r}; "
+                f"{path} holds one array without a name, but inputs or targets name {field!r}; "
                 f"pass {{{field!r}: {path.name!r}}}, a file for each name"
             )
         if kind == "nifti":
@@ -177,9 +177,9 @@ def of_path(path: Path, field: Field = None, single: bool = False) -> Source:
             return open_tiff(path)
         return open_dicom([path]) if kind == "dicom" else open_npy(path, single)
     raise ValueError(
-        f"{path}: its suffix {path.suffix!r} names no kind of file; expected one of "
-        f"{', '.join(KINDS)}, an HDF5 or NetCDF file of any suffix, or pass a source, "
-        "as distconv.data.HDF5Source(path, name)"
+        f"{path}: its suffix {path.suffix!r} is not supported; expected one of "
+        f"{', '.join(KINDS)}, an HDF5 or NetCDF file of any suffix, or pass a source, such as "
+        "distconv.data.HDF5Source(path, name)"
     )
 
 
@@ -193,8 +193,8 @@ def _kind_by_content(path: Path) -> str | None:
         first = file.read(len(_SIGNATURE))
     if first[:3] == b"CDF":
         raise ValueError(
-            f"{path} is a NetCDF file of version 3, which is not read; convert it, as by "
-            f"nccopy -k nc4 {path.name} new{_NETCDF}"
+            f"{path} is a NetCDF file of version 3, which is not supported; convert it, for "
+            f"example by nccopy -k nc4 {path.name} new{_NETCDF}"
         )
     return "hdf5" if first == _SIGNATURE else "dicom" if is_dicom(path) else None
 
@@ -220,7 +220,7 @@ def _only_kind_in(folder: Path) -> str:
     if len(suffixes) != 1:
         raise ValueError(
             f"{folder} holds {'files of ' + ', '.join(suffixes) if suffixes else 'no samples'}; "
-            f"name the files by a pattern, as {folder}/*.h5"
+            f"name the files by a pattern, for example {folder}/*.h5"
         )
     return f"{glob.escape(str(folder))}/*{suffixes[0]}"
 

@@ -42,7 +42,7 @@ class ScaleAndOffset:
         self._scale, self._offset = (found[key][0] if key in found else None for key in _KEYS[:2])
         self._missing = [value for key in _KEYS[2:4] for value in found.get(key, ())]
         if len(found.get("valid_range", (0, 0))) != 2:
-            raise ValueError(f"{name} has a valid_range of other than two numbers")
+            raise ValueError(f"{name} has a valid_range that is not two numbers")
         least, most = found.get("valid_range", (None, None))
         self._least = found["valid_min"][0] if "valid_min" in found else least
         self._most = found["valid_max"][0] if "valid_max" in found else most
@@ -72,8 +72,8 @@ class ScaleAndOffset:
             return np.asarray(values)
         if values.dtype.kind not in "fc":
             raise ValueError(
-                f"{self.name} has missing values, which {values.dtype} cannot represent; fill them "
-                "in, or store them as floating-point numbers"
+                f"{self.name} has missing values, which {values.dtype} cannot represent; replace "
+                "them, or store the array as floating-point numbers"
             )
         return np.where(missing, values.dtype.type(np.nan), values)
 
@@ -86,8 +86,8 @@ class ScaleAndOffset:
             return limit.astype(dtype)
         if limit.dtype.kind == "f" and (self._scale is not None or self._offset is not None):
             raise ValueError(
-                f"{self.name} has the limit of validity {limit}, of floating point, for stored "
-                f"{dtype}; give valid_range, valid_min and valid_max in the type that is stored"
+                f"{self.name} has the floating-point limit {limit} for stored {dtype}; give "
+                "valid_range, valid_min and valid_max in the stored type"
             )
         return limit
 
@@ -101,7 +101,7 @@ def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
     values = np.asarray(values)
     if values.shape != out.shape or not np.can_cast(values.dtype, out.dtype, casting):
         raise ValueError(
-            f"{name} has returned {values.dtype} of shape {values.shape}; expected {out.dtype} of "
+            f"{name} returned {values.dtype} of shape {values.shape}; expected {out.dtype} of "
             f"shape {out.shape}"
         )
     check_range(values, out.dtype, name)

@@ -90,7 +90,7 @@ def open_nifti(path: Path) -> ArraySource:
     named = [d for d in range(3, len(shape)) if shape[d] > 1]
     if len(named) > 1 or len(shape) < 2:
         raise ValueError(
-            f"{path} has the shape {shape}; expected two or three dimensions of space, and at most "
+            f"{path} has the shape {shape}; expected two or three spatial dimensions, and at most "
             "one of channels"
         )
     # A plane has a third dimension of extent 1 where channels follow.
@@ -230,8 +230,8 @@ def open_dicom(paths: Sequence[Path]) -> Source:
     several = sorted({str(header.get("SeriesInstanceUID")) for header in headers})
     if len(several) > 1:
         raise ValueError(
-            f"{paths[0].parent} holds {len(several)} series: {', '.join(several)}; pass the list "
-            "of the files of one"
+            f"{paths[0].parent} holds {len(several)} series: {', '.join(several)}; pass a list "
+            "with the files of one series"
         )
     if len(headers) == 1 or "ImageOrientationPatient" not in headers[0]:
         ordered = sorted(range(len(paths)), key=lambda i: int(headers[i].get("InstanceNumber", i)))
@@ -256,7 +256,7 @@ class _DicomPlane(Source):
         if int(header.get("NumberOfFrames", 1)) > 1 or int(header.get("SamplesPerPixel", 1)) > 1:
             raise ValueError(
                 f"{path} holds several frames, or colours; expected one plane of numbers. Convert "
-                "it, as by dcm2niix"
+                "it, for example by dcm2niix"
             )
         self._pydicom, self._path, self._scaled = pydicom, path, scaled
         self.name, self.shape = path.name, (1, int(header.Rows), int(header.Columns))
@@ -298,7 +298,10 @@ def _geometry(paths: Sequence[Path], headers: Sequence[Any]) -> tuple[list[int],
     """
     directions = np.array([h.ImageOrientationPatient for h in headers], float)
     if not np.allclose(directions, directions[0], atol=1e-4):
-        raise ValueError(f"{paths[0].parent} holds planes of several directions; pass those of one")
+        raise ValueError(
+            f"{paths[0].parent} holds planes of several orientations; pass the planes of one "
+            "orientation"
+        )
     row, column = directions[0][:3], directions[0][3:]
     normal = np.cross(row, column)
     positions = np.array([h.ImagePositionPatient for h in headers], float)
@@ -309,7 +312,7 @@ def _geometry(paths: Sequence[Path], headers: Sequence[Any]) -> tuple[list[int],
     if (steps < 1e-6).any() or np.ptp(steps) > 0.01 * steps.mean():
         raise ValueError(
             f"{paths[0].parent} holds planes at distances from {steps.min():.4g} to "
-            f"{steps.max():.4g} mm; expected equal ones, each plane once"
+            f"{steps.max():.4g} mm; expected equal distances and each plane once"
         )
     down, right = map(float, headers[0].PixelSpacing)
     affine = np.eye(4)
@@ -322,4 +325,4 @@ def _geometry(paths: Sequence[Path], headers: Sequence[Any]) -> tuple[list[int],
 
 def damaged(path: Path, kind: str, error: Exception) -> OSError:
     """Return an `OSError` for a file of a kind that its package could not read."""
-    return OSError(f"{path}: not a whole {kind}; make or copy it again ({error})")
+    return OSError(f"{path}: not a whole {kind}; create or copy it again ({error})")

@@ -125,6 +125,7 @@ def _zarr(path: Path) -> Any:
     zarr = import_package("zarr", f"{path}: writing zarr", "data")
     if not hasattr(zarr, "create_array"):
         raise ImportError(
-            f"{path}: writing zarr needs zarr 3, this is {zarr.__version__}; pip install 'zarr>=3'"
+            f"{path}: writing zarr needs zarr 3, but zarr {zarr.__version__} is installed; pip "
+            "install 'zarr>=3'"
         )
     return zarr

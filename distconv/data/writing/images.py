@@ -31,7 +31,8 @@ def stored_order(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) not in (4, 5) or shape[0] != 1:
         raise ValueError(
             f"the shape is {shape}; a file of this format holds one sample, (1, channels, height, "
-            "width) or (1, channels, depth, height, width). Write .zarr or .h5, or a file for each"
+            "width) or (1, channels, depth, height, width). Write .zarr or .h5, or a file for "
+            "each sample"
         )
     space = tuple(range(2, len(shape)))
     return (0, 1, *(reversed(space) if kind == "nifti" else space))
@@ -53,7 +54,9 @@ def create_nifti(path: Path, array: Description) -> int:
     try:
         header.set_data_dtype(array.dtype)
     except nibabel.spatialimages.HeaderDataError as error:
-        raise ValueError(f"{path}: NIfTI has no {array.dtype}; convert it, as to uint8") from error
+        raise ValueError(
+            f"{path}: NIfTI has no {array.dtype}; convert the tensor, for example to uint8"
+        ) from error
     header.set_data_shape(extents)
     spacing = given.get("spacing")
     if "affine" in given:
@@ -97,7 +100,9 @@ def create_tiff(path: Path, array: Description) -> int:
             metadata=metadata,
         )
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{path}: TIFF has no {array.dtype}; convert it, as to uint8") from error
+        raise ValueError(
+            f"{path}: TIFF has no {array.dtype}; convert the tensor, for example to uint8"
+        ) from error
     offset: int = made.offset
     del made
     return offset

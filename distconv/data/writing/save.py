@@ -84,8 +84,8 @@ def save(
     for x in named.values():
         if not isinstance(x, DistTensor):
             raise TypeError(
-                f"save: expected a DistTensor, or several by name, not {type(x).__name__}; "
-                "numpy.save and others write plain tensors"
+                "save: expected a DistTensor, or a dictionary of DistTensors by name, not "
+                f"{type(x).__name__}; write plain tensors with numpy.save, for example"
             )
     if not named:
         raise ValueError("save: there are no tensors in the dictionary")
@@ -149,8 +149,8 @@ def kind_to_write(path: Path) -> str:
     if kind is None or kind == "dicom" or path.suffix == ".zip":
         known = [s for s in (*KINDS, ".nc") if s not in (".dcm", ".zarr.zip")]
         raise ValueError(
-            f"{path}: its suffix {path.suffix!r} names no kind of file that is written; expected "
-            f"one of {', '.join(known)}"
+            f"{path}: its suffix {path.suffix!r} is not supported for writing; expected one of "
+            f"{', '.join(known)}"
         )
     return kind
 
@@ -164,7 +164,7 @@ def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
         )
     grids = {id(x.grid): str(x.grid) for x in named.values()}
     if len(grids) > 1 and len({x.grid for x in named.values()}) > 1:
-        raise ValueError(f"{path}: the tensors lie on different grids; save a file for each grid")
+        raise ValueError(f"{path}: the tensors are on different grids; save a file for each grid")
     return kind
 
 
@@ -186,18 +186,20 @@ def describe(
     """
     label = "the tensor" if name is None else f"{name!r}"
     if not isinstance(name, str | None) or (name is not None and (not name or "/" in name)):
-        raise ValueError(f"save: {name!r} is no name of a tensor; use a text without slashes")
+        raise ValueError(
+            f"save: {name!r} is not a valid name of a tensor; use a string without slashes"
+        )
     if not prod(shape) or not shape:
         raise ValueError(f"save: {label} of shape {shape} holds no samples")
     try:
         stored = torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError as error:
         raise ValueError(
-            f"save: {label} is of {dtype}, which numpy does not know; save x.float()"
+            f"save: {label} has type {dtype}, which NumPy does not support; save x.float()"
         ) from error
     if kind != "zarr":
         if chunks is not None:
-            raise ValueError(f"save: chunks={tuple(chunks)} are for .zarr; leave them out")
+            raise ValueError(f"save: chunks={tuple(chunks)} apply to .zarr only; leave them out")
         order = images.stored_order(kind, shape) if kind in ("nifti", "tiff") else None
         return Description(shape, stored, order=order, attributes=attributes)
     if chunks is None:
@@ -205,8 +207,8 @@ def describe(
     extents = tuple(map(int, chunks))
     if len(extents) != len(shape) or min(extents) < 1:
         raise ValueError(
-            f"save: chunks={extents} of {label} of shape {shape}; expected an extent from 1 for "
-            "each dimension, or a dictionary of those by name"
+            f"save: chunks={extents} of {label} of shape {shape}; expected an extent of 1 or more "
+            "for each dimension, or a dictionary of such extents by name"
         )
     return Description(shape, stored, extents, attributes=attributes)
 
@@ -217,11 +219,11 @@ def _check_place(path: Path, kind: str) -> None:
     `kind` is the format to be written, such as "zarr".
     """
     if kind != "zarr" and path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder, and would be replaced; choose another name")
+        raise IsADirectoryError(f"{path} is a folder, which would be replaced; choose another name")
     if kind == "zarr" and path.exists():
         zarr = any((path / name).is_file() for name in ZARR_FILES)
         if not path.is_dir() or (any(path.iterdir()) and not zarr):
-            raise FileExistsError(f"{path} is no zarr folder; choose another name, or remove it")
+            raise FileExistsError(f"{path} is not a zarr folder; choose another name, or remove it")
 
 
 def create_file(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict[Any, int]:

@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
     """
     grid = common_grid(NAME, (query, key, value, attn_mask))
     if is_causal and attn_mask is not None:
-        reason = "a mask beside is_causal is not supported"
+        reason = "a mask together with is_causal is not supported"
         refuse(NAME, reason, query, key, value, way_out="Leave it out")
     check_same_types(NAME, query, key, value)
     given = (query, key, value, attn_mask, 0.0, is_causal)

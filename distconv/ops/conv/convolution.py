@@ -77,14 +77,14 @@ class Convolution:
         groups, padding = self.groups, self.padding
         if x[1] != weight[1] * groups:
             raise RuntimeError(
-                f"{self.name}: the weight {weight} in {groups} groups takes {weight[1] * groups} "
-                f"channels, the input {x} has {x[1]}"
+                f"{self.name}: the weight {weight} in {groups} groups expects "
+                f"{weight[1] * groups} channels, but the input {x} has {x[1]}"
             )
         self.refuse_empty(weight, (weight[0], *weight[2:]))
         self.refuse_standing_windows()
         if not isinstance(padding, str) and min(padding) < 0:
             raise RuntimeError(
-                f"{self.name}: negative padding {padding} is not supported; cut x instead"
+                f"{self.name}: negative padding {padding} is not supported; slice x instead"
             )
         arguments = self.stride, padding, self.dilation, groups
         tensors = (None if n is None else TensorMeta(n) for n in (x, weight, bias))
@@ -93,8 +93,8 @@ class Convolution:
         for window, size in zip(self.index_maps(weight[2:]), x[2:], strict=True):
             if window.extent > size + sum(window.padding):
                 raise RuntimeError(
-                    f"{self.name}: the kernel {weight[2:]} reaches over {window.extent} positions, "
-                    f"and the input {x} with its padding has {size + sum(window.padding)}; pad the "
+                    f"{self.name}: the kernel {weight[2:]} covers {window.extent} positions, but "
+                    f"the input {x} with its padding has {size + sum(window.padding)}; pad the "
                     "input, or use a smaller kernel or dilation"
                 )
         return made
@@ -105,7 +105,10 @@ class Convolution:
         They are the sizes of the global shape `weight` that torch's kernels refuse to be 0.
         """
         if 0 in sizes:
-            raise RuntimeError(f"{self.name}: the weight {weight} has no elements; expected some")
+            raise RuntimeError(
+                f"{self.name}: the weight {weight} has no elements; expected 1 or more in every "
+                "dimension"
+            )
 
     def refuse_standing_windows(self) -> None:
         """Raise RuntimeError for a stride or a dilation below 1, which torch checks by elements."""
@@ -194,7 +197,7 @@ class TransposedConvolution(Convolution):
         # The check does not see these, nor do ranks whose block is empty.
         if any(e >= max(s, d) for e, s, d in zip(extras, strides, dilations, strict=True)):
             raise RuntimeError(
-                f"{name}: output_padding={extras} has to be smaller than stride={strides} or "
+                f"{name}: output_padding={extras} must be smaller than stride={strides} or "
                 f"dilation={dilations}"
             )
         return made

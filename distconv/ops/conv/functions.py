@@ -73,7 +73,7 @@ def method(name: str) -> Iterator[None]:
     Another name raises `ValueError`.
     """
     if name not in METHODS:
-        raise ValueError(f"method={name!r} is not known; choose from {', '.join(METHODS)}")
+        raise ValueError(f"method={name!r} is unknown; choose from {', '.join(METHODS)}")
     token = _FORCED.set(name)
     try:
         yield
@@ -111,8 +111,8 @@ def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
             f"{operator}{f' in {layer}' if layer else ''}: this rank's block on {grid} has "
             f"{elements:,} elements in {str(x.dtype).removeprefix('torch.')}. Some versions of "
             "cuDNN return wrong numbers from 2**30 on, without an error, and other libraries may "
-            "count with 32 bits. Cut it further, by more ranks along the height, say, or convolve "
-            "it in float32",
+            "count with 32 bits. Use smaller blocks, for example with more ranks along the "
+            "height, or convolve in float32",
             stacklevel=2,
         )
 

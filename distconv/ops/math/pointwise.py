@@ -216,7 +216,7 @@ _part_of_complex("conj", torch.Tensor.conj)
 def detach_(input: DistTensor) -> DistTensor:
     """Take the tensor itself out of the autograd graph."""
     if input.recipe is not None:
-        raise RuntimeError("detach_: views are not detached in place; use x = x.detach()")
+        raise RuntimeError("detach_: views cannot be detached in place; use x = x.detach()")
     if input.is_leaf:
         return input.requires_grad_(False)  # type: ignore[no-any-return]
     input.__dict__.pop("_redistributed", None)
@@ -284,7 +284,7 @@ def _require_here(operator: str, input: DistTensor, device: torch.device) -> Non
     `operator` is its name, for the error.
     """
     if device.type != input.device.type:
-        reason = f"the tensors of a grid live on its devices, not on {device}"
+        reason = f"the tensors of a grid are on its devices, not on {device}"
         way_out = "Move x.full_tensor() or x.to_local(); x.item() gives a number"
         refuse(operator, reason, input, way_out=way_out)
 
@@ -370,7 +370,7 @@ def new(input: DistTensor, *size: Any) -> DistTensor:
     if len(size) == 1 and isinstance(size[0], torch.Size):
         size = tuple(size[0])
     if not all(type(n) is int for n in size):
-        refuse("new", "only sizes are taken", input, way_out="Use distribute_tensor for data")
+        refuse("new", "only sizes are supported", input, way_out="Use distribute_tensor for data")
     return _made(torch.Tensor.new_empty, input, size)
 
 
@@ -401,11 +401,11 @@ def new_tensor(
 def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
     if not isinstance(input, DistTensor) or isinstance(weight, DistTensor):
         way_out = "Use weight.full_tensor()"
-        refuse("prelu", "the slopes have to be a plain tensor", input, weight, way_out=way_out)
+        refuse("prelu", "the slopes must be a plain tensor", input, weight, way_out=way_out)
     if weight.dim() > 1 or weight.numel() not in (1, input.shape[1] if input.dim() > 1 else 1):
         raise RuntimeError(
             f"prelu: slopes of shape {tuple(weight.shape)} for an input of shape "
-            f"{tuple(input.shape)}; give 1, or one for each channel"
+            f"{tuple(input.shape)}; expected one slope, or one for each channel"
         )
     if weight.numel() > 1:
         channels = (input.shape[1],), (input.cuts[1],)

@@ -218,7 +218,7 @@ def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
     dense, sparse, inner = (right, left, 0) if isinstance(right, DistTensor) else (left, right, -1)
     check_on_meta(torch.matmul, left, right)
     if dense.dim() > 2:
-        reason = f"a matrix of layout {sparse.layout} meets batches of others"
+        reason = f"a matrix of layout {sparse.layout} is combined with a batch of matrices"
         refuse("matmul", reason, dense, way_out="Use x.to_dense()")
     x = uncut(cast(DistTensor, dense), [inner % dense.dim()], "matmul")
     block = left @ x.shard if dense is right else x.shard @ right

@@ -94,19 +94,19 @@ def _pooled(
 
 def _adaptive_sizes(output_size: Any, sizes: tuple[int, ...], n: int) -> tuple[int, ...]:
     if output_size is None or isinstance(output_size, bool):
-        raise TypeError(f"output_size={output_size} should be a whole number, or {n} of them")
+        raise TypeError(f"output_size={output_size} must be a whole number, or {n} whole numbers")
     if not isinstance(output_size, (tuple, list)):
         output_size = (output_size,) * n
     if len(output_size) != n:
-        raise RuntimeError(f"output_size={tuple(output_size)} should have {n} values")
+        raise RuntimeError(f"output_size={tuple(output_size)} must have {n} values")
     outputs = tuple(
         size if m is None else whole_number(m, "output_size")
         for m, size in zip(output_size, sizes, strict=True)
     )
     if min(outputs) < 0 or min(sizes) < 1:
         raise RuntimeError(
-            f"output_size={outputs} of a plane of {sizes}: the plane must have elements, and no "
-            "output size be negative"
+            f"output_size={outputs} of a plane of {sizes}: the plane must have elements, and "
+            "output sizes must be 0 or more"
         )
     return outputs
 

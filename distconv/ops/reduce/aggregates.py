@@ -88,7 +88,7 @@ def vector_norm(
 ) -> DistTensor:
     """Return the norm of order `ord` over dimensions, from the norms of the ranks."""
     if ord < 0:
-        way_out = "Use an order from 0, or x.full_tensor()"
+        way_out = "Use an order of 0 or more, or x.full_tensor()"
         refuse("vector_norm", f"the order {ord} is not supported", input, way_out=way_out)
 
     if ord == float("inf"):
@@ -184,7 +184,7 @@ def _is_empty_sequence(dim: Any) -> bool:
 @works_along(reduces=True)
 def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor:
     if _is_empty_sequence(dim) and input.dim():
-        raise RuntimeError("logsumexp: dim names no dimension; expected at least one")
+        raise RuntimeError("logsumexp: dim is empty; expected at least one dimension")
     over = normalize_dims(dim, input.dim())
     x = input.shard
     if not (input.is_floating_point() or input.is_complex()):
@@ -275,7 +275,7 @@ def _variance(
     infinite = count == correction > 1 and (dim is None or not input.dim())
     if _is_empty_sequence(dim) or infinite or (count and not correction <= count):
         reason = f"dim={dim!r} with correction={correction} of {count} elements is not supported"
-        way_out = "Name the dimensions, and take no more correction than there are elements"
+        way_out = "Name the dimensions, and choose a correction of at most the number of elements"
         refuse("var", reason, input, way_out=way_out)
     axes = cutting_axes(input.cuts[d] for d in over)
     x, place = to_accumulation_type(input.shard), Placement.of(input)

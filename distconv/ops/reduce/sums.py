@@ -112,12 +112,12 @@ def _added(local: Tensor, x: DistTensor) -> DistTensor:
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> DistTensor:
     common_grid("bincount", (input, weights))
     if not isinstance(input, DistTensor):
-        reason = "a plain vector is counted by distributed weights"
+        reason = "a plain vector is combined with distributed weights"
         refuse("bincount", reason, weights, way_out="Distribute both, or use weights.full_tensor()")
     if input.dim() != 1 or input.is_floating_point() or input.is_complex() or minlength < 0:
         raise RuntimeError(
-            f"bincount: an input {tuple(input.shape)} of {input.dtype} with minlength={minlength}; "
-            "expected a vector of whole numbers, and a length from 0"
+            f"bincount: an input {tuple(input.shape)} of {input.dtype} with "
+            f"minlength={minlength}; expected a vector of whole numbers, and a length of 0 or more"
         )
     if weights is not None and weights.shape != input.shape:
         raise RuntimeError(
@@ -126,7 +126,9 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     if input.numel():
         low, high = (int(x) for x in torch.aminmax(input))
         if low < 0:
-            raise RuntimeError(f"bincount: the input has the element {low}; expected such from 0")
+            raise RuntimeError(
+                f"bincount: the input has the element {low}; expected numbers of 0 or more"
+            )
         minlength = max(minlength, high + 1)
     own = local_operand(weights, tuple(input.shape), input.cuts, input.grid, "bincount")
     return _added(torch.bincount(input.shard, own, minlength), input)

@@ -86,7 +86,7 @@ def set_data(input: DistTensor, value: Tensor) -> None:
     Refuses a `value` of another shape or type.
     """
     if (value.shape, value.dtype) != (input.shape, input.dtype):
-        reason = f"it is set to {tuple(value.shape)} of {value.dtype}, in place of {input.dtype}"
+        reason = f"it is set to {tuple(value.shape)} of {value.dtype}, but is of {input.dtype}"
         way_out = "Convert a module before parallelize, or a tensor by x.to(...)"
         refuse("Tensor.data", reason, input, way_out=way_out)
     with torch.no_grad():

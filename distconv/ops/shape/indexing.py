@@ -175,7 +175,7 @@ def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
     items = [*index[:at], *rest, *(item for item in index[at:] if item is not Ellipsis)]
     # torch treats every ellipsis as the same number of dimensions.
     if rest and len(ellipses) > 1 and ellipses[1] < len(index) - len(ellipses) + 1:
-        reason = "something follows a second ellipsis that is not empty"
+        reason = "an index has two ellipses, and the second is not empty"
         refuse("indexing", reason, input, way_out="Write one")
     return [int(item) if _is_integer(item) else item for item in items]
 

@@ -51,7 +51,10 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
     if index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"index_select: an index of {index.dtype}; expected int32 or int64")
     if index.dim() > 1:
-        raise IndexError(f"index_select: an index of shape {tuple(index.shape)} is no vector")
+        raise IndexError(
+            f"index_select: an index of shape {tuple(index.shape)} is not a vector; expected one "
+            "dimension"
+        )
     shape = check_on_meta(torch.index_select, input, dim, index)
     if not x.dim():
         refuse("index_select", "the tensor has no dimensions", x, way_out="Use x.reshape(1)")
@@ -123,14 +126,15 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Di
     """Return torch.gather along `dim`, with the other dimensions broadcast against each other."""
     if indices.dtype != torch.int64:
         raise RuntimeError(
-            f"take_along_dim: indices of {indices.dtype}; expected int64, as indices.long() gives"
+            f"take_along_dim: indices of {indices.dtype}; expected int64, for example "
+            "indices.long()"
         )
     if dim is None:
         return gather(input.flatten(), 0, indices.flatten())
     if input.dim() != indices.dim():
         raise RuntimeError(
-            f"take_along_dim: input {tuple(input.shape)} and indices {tuple(indices.shape)} have "
-            "to have the same number of dimensions"
+            f"take_along_dim: input {tuple(input.shape)} and indices {tuple(indices.shape)} must "
+            "have the same number of dimensions"
         )
     if not input.dim():
         refuse("take_along_dim", "there are no dimensions", input, way_out="Use x.reshape(1)")
@@ -250,8 +254,8 @@ def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -
     sizes = zip(value.shape[::-1], shape[::-1], strict=False)
     if value.dim() > len(shape) or any(n not in (1, m) for n, m in sizes):
         raise RuntimeError(
-            f"{operator}: values {tuple(value.shape)} cannot be broadcast to the {shape} that are "
-            "picked"
+            f"{operator}: values {tuple(value.shape)} cannot be broadcast to the selected "
+            f"elements, {shape}"
         )
     own = local_operand(value, shape, cuts, grid, operator)
     if selection is not None:

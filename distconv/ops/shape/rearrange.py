@@ -61,7 +61,8 @@ def roll(
     amounts, chosen = whole_numbers(shifts, "shifts"), whole_numbers(dims, "dims")
     if len(amounts) != len(chosen):
         raise RuntimeError(
-            f"roll: {len(amounts)} shifts for {len(chosen)} dimensions; give one for each"
+            f"roll: {len(amounts)} shifts for {len(chosen)} dimensions; pass one shift for each "
+            "dimension"
         )
     total = [0] * input.dim()
     for shift, d in zip(amounts, chosen, strict=True):
@@ -317,7 +318,7 @@ def repeat_interleave(
     output_size: int | None = None,
 ) -> DistTensor:
     if repeats is None:
-        reason = "numbers of repetitions alone are not supported"
+        reason = "repeats without a tensor to repeat are not supported"
         refuse("repeat_interleave", reason, input, way_out="Call it on x.full_tensor()")
     x: Any = as_distributed(input, common_grid("repeat_interleave", tensors_in(input, repeats)))
     if dim is None:
@@ -379,7 +380,7 @@ def _in_place(method: Callable[..., Any], view: Callable[..., Any]) -> None:
     def reshaped(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
         hooked = input.is_leaf or input.gradient_hook or not torch.is_grad_enabled()
         if input.requires_grad and hooked:
-            reason = "the gradient that is kept of the tensor, or its history, would not take part"
+            reason = "the retained gradient of the tensor, or its history, would be wrong"
             way_out = f"Use the view that x.{name.removesuffix('_')}(...) returns"
             refuse(name, reason, input, way_out=way_out)
         made = rule(input, *args, **kwargs)

@@ -263,7 +263,7 @@ def permute(input: DistTensor, *dims: Any) -> DistTensor:
     named = as_sizes(dims)
     if len(named) != input.dim():
         raise RuntimeError(
-            f"permute: {named} does not name all {input.dim()} dimensions; name each once"
+            f"permute: {named} does not name all {input.dim()} dimensions; name each dimension once"
         )
     order = normalize_dims(named, input.dim())
     if input.unmerged is not None:

@@ -30,7 +30,7 @@ def make_windows(
     paddings, dilations = to_tuple(padding, n, "padding"), to_tuple(dilation, n, "dilation")
     largest = max(*kernels, *strides, *paddings, *dilations)
     if n > 1 and largest >= 2**31:
-        raise RuntimeError(f"{largest} is too large for a window; torch takes less than 2**31")
+        raise RuntimeError(f"{largest} is too large for a window; torch supports less than 2**31")
     return _windows(kernels, strides, paddings, dilations, ceil)
 
 

@@ -114,16 +114,16 @@ def become_distributed(
     else:
         reason = _hindrance(base, distributed[0].device, views=1)
         if torch_private.users_of(plain) > 1 or getweakrefcount(plain):
-            reason = "the view of it is in use elsewhere"
+            reason = "its view is in use elsewhere"
     if reason is not None:
         refuse(
             operator,
-            f"a plain tensor of shape {shape} takes distributed values under autograd, and cannot "
-            f"become distributed itself: {reason}",
+            f"a plain tensor of shape {shape} is assigned distributed values under autograd, but "
+            f"cannot become distributed itself: {reason}",
             *distributed,
-            way_out="Return a new tensor, as in total = total + loss, write to a distributed one, "
-            "such as out = distconv.distribute_tensor(out.clone(), x.grid) or x.new_zeros(...), or "
-            "write x.detach() where no gradient is wanted",
+            way_out="Return a new tensor, for example total = total + loss, write to a distributed "
+            "tensor, such as out = distconv.distribute_tensor(out.clone(), x.grid) or "
+            "x.new_zeros(...), or write x.detach() if no gradient is needed",
         )
     if cuts is None:
         fitting = (x for x in distributed if x.dim() <= len(shape))
@@ -186,17 +186,17 @@ def _hindrance(x: Tensor, device: torch.device, views: int = 0) -> str | None:
     if x.is_leaf and x.requires_grad:
         return "it is a leaf that requires gradients"
     if x.device != device:
-        return f"it lives on {x.device}, and they on {device}"
+        return f"it is on {x.device}, and the distributed values are on {device}"
     if torch_private.is_view(x):
         return "it is a view"
     if not memory.resizable():
-        return "it shares its memory with NumPy, or with other processes"
+        return "it shares memory with NumPy or with another process"
     # A tensor without other users has three: itself, its storage object, and the Python object.
     users = torch_private.users_of_memory(x), torch_private.users_of(x)
     if users[0] > 2 + views or users[1] > 1 + views:
         return "views of it are in use, or autograd has saved it for the backward pass"
     if x.retains_grad or getweakrefcount(x) > sum(x in notes for notes in _NOTES):
-        return "it retains its gradient, or a weak reference to it is in use"
+        return "it retains its gradient, or has a weak reference"
     if type(x) is not Tensor:
-        return f"it is a {type(x).__name__}, which would not be one any more"
+        return f"it is a {type(x).__name__}, and would lose this type"
     return None

@@ -145,8 +145,8 @@ def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
     except RuntimeError:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
         raise RuntimeError(
-            f"{name}: the global shapes {shapes} do not broadcast. A plain tensor takes part with "
-            "the global shape, equal on all ranks; a rank's own block becomes distributed by "
+            f"{name}: the global shapes {shapes} do not broadcast. A plain tensor must have the "
+            "global shape and equal values on all ranks; turn blocks into a DistTensor by "
             "DistTensor.from_local"
         ) from None
 
@@ -214,7 +214,7 @@ def check_same_types(name: str, *tensors: Tensor | None) -> None:
         if t.dtype != first:
             types = ", ".join(str(t.dtype) for t in tensors if t is not None)
             raise RuntimeError(
-                f"{name}: input, weight and bias have the types {types}; convert them to one"
+                f"{name}: input, weight and bias have the types {types}; convert them to one type"
             )
 
 

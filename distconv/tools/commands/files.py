@@ -29,9 +29,9 @@ from distconv.tools.infer import infer
 
 def _infer_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "the function or class that makes the torch module, in package.module or ./file.py"
+    text = "the function or class that creates the torch module, in package.module or ./file.py"
     add("factory", metavar="MODULE:FACTORY", help=text)
-    text = "a state_dict, by torch.save or safetensors"
+    text = "a state_dict written by torch.save or safetensors"
     add("--weights", type=Path, required=True, metavar="FILE", help=text)
     text = "the volumes: a file, a folder, or several files"
     add("--input", nargs="+", required=True, metavar="FILE", help=text)
@@ -41,8 +41,16 @@ def _infer_options(parser: argparse.ArgumentParser) -> None:
     add("--stack", action="store_true", help="the input files are planes of one volume")
     add("--autocast", choices=shared.DTYPES[2:], help="the type of autocast around the network")
     add("--argmax", action="store_true", help="write the index of the largest channel")
-    add("--slabs", type=int, help="slabs for each volume (default: as few as memory allows)")
-    add("--memory", type=byte_count, help="memory of a rank, such as 16GiB (default: what is free)")
+    add(
+        "--slabs",
+        type=int,
+        help="slabs for each volume (default: the smallest number that fits in memory)",
+    )
+    add(
+        "--memory",
+        type=byte_count,
+        help="memory of a rank, such as 16GiB (default: the free memory)",
+    )
     add("--overwrite", action="store_true", help="replace the output file")
     add("--restart", action="store_true", help="discard the unfinished results of another run")
 
@@ -85,7 +93,11 @@ def _weights(path: Path) -> dict[str, Any]:
 
 def _data_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("action", choices=("describe",), help="print what a file holds, and what ranks read of it")
+    add(
+        "action",
+        choices=("describe",),
+        help="print the content of a file and the bytes that each rank reads",
+    )
     add("input", nargs="+", metavar="FILE", help="a file, a folder, or several files")
     add("--field", help="the name of the array in files that hold several")
     add("--stack", action="store_true", help="the files are planes of one volume")
@@ -113,7 +125,7 @@ def _data(given: argparse.Namespace) -> int:
 def _described(source: Source) -> str:
     """Return the lines of `data describe` about a source itself."""
     size = source.samples * prod(source.shape) * source.dtype.itemsize
-    pieces = "any box is read alone" if source.chunks is None else f"read in pieces {source.chunks}"
+    pieces = "not chunked" if source.chunks is None else f"chunks of {source.chunks}"
     lines = [
         f"{source.name}: {source.samples} sample(s) of shape {source.shape}, {source.dtype}, "
         f"{byte_size(size)}",
@@ -140,8 +152,9 @@ def _read_by_ranks(source: Source, topology: Topology) -> str:
     if sum(fetched) > 1.5 * sum(needed):
         best = tuple(map(min, source.chunks or (), (1, *boxes[0].shape)))
         lines.append(
-            f"the ranks fetch {sum(fetched) / sum(needed):.3g} times what they need; chunks of "
-            f"{best} would lie within their boxes, as dc.data.save(..., chunks=) writes them"
+            f"the ranks fetch {sum(fetched) / sum(needed):.3g} times the bytes that they need; "
+            f"chunks of {best} would each lie within the block of one rank (dc.data.save(..., "
+            "chunks=))"
         )
     return "\n".join(lines)
 

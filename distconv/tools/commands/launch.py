@@ -57,27 +57,30 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--time", type=_minutes, required=True, metavar="TIME", help=text)
     text = "cores of each rank (default: the machine's, or the node's cores in equal parts)"
     add("--cores-per-rank", type=int, help=text)
-    add("--gpus-per-node", type=int, help="GPUs of each node (default: the machine's, or none)")
-    text = "the carrier of messages (default: torch, by NCCL, with a GPU for each rank, else mpi)"
+    add("--gpus-per-node", type=int, help="GPUs of each node (default: the machine's, or 0)")
+    text = (
+        "the transport of messages (default: torch, which uses NCCL, with a GPU for each rank, "
+        "else mpi)"
+    )
     add("--transport", choices=TRANSPORTS, help=text)
     add("--name", help="the name of the job (default: the program's name)")
     add("--account", help="the account, project or bank that is charged")
     add("--queue", help="the partition or queue of the job")
-    add("--mpi", help="the --mpi of srun: pmi2 for MPICH, pmix for Open MPI (Slurm only)")
-    text = "a line of shell to run first, such as 'source .venv/bin/activate'; may be repeated"
+    add("--mpi", help="the option --mpi of srun: pmi2 for MPICH, pmix for Open MPI (Slurm only)")
+    text = "a shell command to run first, such as 'source .venv/bin/activate'; may be repeated"
     add("--setup", action="append", default=[], metavar="LINE", help=text)
     text = "a further option of the scheduler, such as --directive=--qos=debug; may be repeated"
     add("--directive", action="append", default=[], metavar="OPTION", help=text)
     add("--output", type=Path, metavar="FILE", help="the script to write (default: NAME.SCHEDULER)")
-    add("--submit", action="store_true", help="give the script to the scheduler as well")
-    add("--dry-run", action="store_true", help="print the script; write and submit nothing")
+    add("--submit", action="store_true", help="submit the script to the scheduler as well")
+    add("--dry-run", action="store_true", help="print the script without writing or submitting it")
 
 
 def _minutes(text: str) -> int:
     """Parse minutes, or HH:MM:SS, into minutes, rounded up."""
     clock = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
     if clock is None and not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give minutes, or HH:MM:SS")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write minutes, or HH:MM:SS")
     if clock is None:
         return int(text)
     hours, minutes, seconds = map(int, clock.groups())
@@ -131,7 +134,7 @@ def _complete(job: Namespace) -> None:
     for option in ("scheduler", "ranks_per_node"):
         if getattr(job, option) is None:
             name = f"--{option.replace('_', '-')}"
-            raise BadArguments(f"{name} is missing; give it, or a machine by --machine FILE")
+            raise BadArguments(f"{name} is missing; pass it, or a machine by --machine FILE")
 
 
 def _complete_from_machine(job: Namespace) -> None:
@@ -139,8 +142,8 @@ def _complete_from_machine(job: Namespace) -> None:
     launch = machine.launch
     if launch is None:
         raise BadArguments(
-            f"{str(job.machine)!r} does not say how jobs start there; add its entry `launch`, "
-            "or give --scheduler in place of --machine"
+            f"{str(job.machine)!r} does not describe how jobs start; add the entry `launch` to "
+            "the file, or pass --scheduler instead of --machine"
         )
     if launch.scheduler not in SCHEDULERS:
         names = " or ".join(SCHEDULERS)
@@ -164,18 +167,19 @@ def check_job(job: Namespace) -> None:
         number = getattr(job, what)
         if number is not None and number < 1:
             unit = "minutes" if what == "time" else what.replace("_", " ")
-            raise ValueError(f"{number} {unit} run nothing; give a number from 1")
+            raise ValueError(f"{number} {unit} is not a valid number; choose 1 or more")
     _check_gpus(job.ranks_per_node, job.gpus_per_node, job.transport)
     program = PurePath(job.command_line[0]).name if job.command_line else ""
     if not program or program in LAUNCHERS:
         raise ValueError(
-            f"{program or 'nothing'} is no program of a rank, and the script starts the ranks; "
-            "write what each runs behind --, as in -- python train.py"
+            f"{program or 'nothing'} is not the program of a rank, and the script itself starts "
+            "the ranks; write the command of each rank after --, as in -- python train.py"
         )
     if job.scheduler == "lsf" and job.cores_per_rank is None:
         raise ValueError(
-            "LSF runs the script on a node that is not one of the job's, and cannot count the "
-            "cores there; give --cores-per-rank, which is 10 for 4 ranks on Lassen's 40 cores"
+            "LSF runs the script on a node outside the job, so the script cannot count the cores "
+            "of the job's nodes; pass --cores-per-rank, for example 10 for 4 ranks on Lassen's 40 "
+            "cores"
         )
     _check_texts(job)
 
@@ -183,21 +187,21 @@ def check_job(job: Namespace) -> None:
 def _check_gpus(ranks: int, gpus: int, transport: str | None) -> None:
     """Raise `ValueError` if a node's ranks cannot share its GPUs, or the transport needs more."""
     if gpus < 0:
-        raise ValueError(f"{gpus} GPUs per node is no number of GPUs; give one from 0")
+        raise ValueError(f"{gpus} GPUs per node is not a number of GPUs; choose 0 or more")
     if gpus > ranks:
         raise ValueError(
-            f"{ranks} ranks a node use {ranks} of its {gpus} GPUs, as each takes one; start {gpus} "
-            f"ranks a node, or ask for {ranks} GPUs"
+            f"{ranks} ranks a node use {ranks} of its {gpus} GPUs, because each uses one; start "
+            f"{gpus} ranks a node, or ask for {ranks} GPUs"
         )
     if gpus and ranks % gpus:
         raise ValueError(
             f"{ranks} ranks a node cannot share {gpus} GPUs evenly; the GPU with more ranks would "
-            f"hold up the others. Start a multiple of {gpus} ranks a node"
+            f"slow down the others. Start a multiple of {gpus} ranks a node"
         )
     if (transport == "nccl" and gpus != ranks) or (transport == "torch" and 0 < gpus < ranks):
         raise ValueError(
-            f"between GPUs, {transport} sends by NCCL, and NCCL needs a GPU for each rank: {ranks} "
-            f"ranks a node have {gpus}; choose the transport mpi, or as many GPUs as ranks"
+            f"between GPUs, {transport} uses NCCL, which needs a GPU for each rank: {ranks} ranks "
+            f"a node have {gpus} GPUs; choose the transport mpi, or {ranks} GPUs"
         )
 
 
@@ -210,12 +214,13 @@ def _check_texts(job: Namespace) -> None:
     for variable in job.variables:
         if not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
             raise ValueError(
-                f"environment: {variable!r} is no name of a variable; use letters, digits and _"
+                f"environment: {variable!r} is not a valid name of a variable; use letters, "
+                "digits and _"
             )
     of_machine = (*job.options, *job.variables.values(), str(job.machine or ""))
     for text in (*job.setup, *job.directive, *job.command_line, *of_machine):
         if re.search(r"[\0\r\n]", text):
-            raise ValueError(f"{text!r} has more than one line; give each line by itself")
+            raise ValueError(f"{text!r} has more than one line; pass each line separately")
 
 
 def _script_of(job: Namespace, origin: str) -> str:
@@ -261,7 +266,9 @@ def _word(value: str) -> str:
 def _write(path: Path, script: str) -> None:
     """Write a script to a new file, or over a file that `launch` has written."""
     if path.exists() and not (path.is_file() and MARK in path.read_text(errors="replace")):
-        raise BadArguments(f"{str(path)!r} exists and is not a script of launch; choose --output")
+        raise BadArguments(
+            f"{str(path)!r} exists and was not written by this command; choose another --output"
+        )
     try:
         write_atomically(path, lambda file: file.write(script.encode()))
     except OSError as error:

@@ -76,9 +76,9 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     shared.add_report_option(parser)
     parser.add_argument("--float64", action="store_true", help="run module and inputs in float64")
     parser.add_argument(
-        "--tolerance", type=float, help="the largest relative difference that is rounding"
+        "--tolerance", type=float, help="the largest relative difference that counts as rounding"
     )
-    parser.add_argument("--no-backward", action="store_true", help="compare no gradients")
+    parser.add_argument("--no-backward", action="store_true", help="do not compare gradients")
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -133,8 +133,8 @@ def _calibrate(given: argparse.Namespace) -> int:
     if not machine.environment:
         missing = " ".join(f"{key}={value}" for key, value in ALLOCATOR.items())
         print(
-            "Freed memory goes back to the system here, and is page-faulted in again in every "
-            f"step. Set {missing} for jobs and for this command.",
+            "Freed memory is returned to the system here, so every step causes new page faults. "
+            f"Set {missing} for jobs and for this command.",
             file=sys.stderr,
         )
     return 0
@@ -172,9 +172,9 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--memory", type=byte_count, help="memory of a rank, such as 16GiB (default: the machine's)"
     )
-    text = "the axes that may have several ranks, such as sample,height,width (default: all)"
+    text = "the axes that may have more than one rank, such as sample,height,width (default: all)"
     add("--axes", help=text)
-    text = "find the best layout of each layer on the best grid as well"
+    text = "also find the best layout of each layer on the best grid"
     add("--per-layer", action="store_true", help=text)
 
 
@@ -212,7 +212,7 @@ PREDICT = Command(
     "predict the time and memory of a training step on a grid", _predict_options, _predict
 )
 PLAN = Command(
-    "find the grid of a number of ranks on which a training step takes the least time",
+    "find the grid on which a training step takes the least time",
     _plan_options,
     _plan,
 )
@@ -231,9 +231,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="MS",
-        help="the beginning of drawings (%(default)s)",
+        help="the start of the interval to draw (%(default)s)",
     )
-    add("--end", type=float, metavar="MS", help="the end of drawings (default: the timeline's)")
+    add(
+        "--end",
+        type=float,
+        metavar="MS",
+        help="the end of the interval to draw (default: the timeline's)",
+    )
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -255,7 +260,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 TIMELINE = Command(
-    "add up what ranks compute and wait for in a file of distconv.timeline, and draw it",
+    "sum the computation and waits of every rank in a file of distconv.timeline, and draw them",
     _options,
     _run,
 )

@@ -112,14 +112,14 @@ def add_module_options(parser: argparse.ArgumentParser) -> None:
     """Add options for the module, the shapes and layouts of its inputs, the seed, and `--json`."""
     add = parser.add_argument
     text = (
-        "the function or class that makes the torch module when called without arguments, in "
+        "the function or class that creates the torch module when called without arguments, in "
         "package.module or ./file.py"
     )
     add("factory", metavar="MODULE:FACTORY", help=text)
     text = "the global shape of the input; repeated for several inputs"
     several: Any = {"action": "append", "metavar": "N,C,...", "help": text}
     add("--shape", type=shape, required=True, **several)
-    text = "the layout of the inputs; by default every dimension over the axis of its own name"
+    text = "the layout of the inputs (default: every dimension over the axis of the same name)"
     add("--layout", type=layout, metavar="DIMENSION=AXIS+AXIS,...", help=text)
     text = "the layout of the inputs of modules whose names match a pattern; may be repeated"
     several |= {"metavar": "PATTERN:DIMENSION=AXIS+AXIS,...", "help": text}
@@ -162,7 +162,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add("--loss", choices=LOSSES, default="mse", help="the loss of each result (%(default)s)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the optimizer (%(default)s)")
     add("--autocast", choices=DTYPES[2:], help="the type of autocast around module and loss")
-    add("--shard-parameters", action="store_true", help="cut weights, as parallelize does")
+    add("--shard-parameters", action="store_true", help="shard weights, as in parallelize")
     add("--wire", choices=DTYPES[2:], help="the type in which gradients are sent")
 
 
@@ -214,7 +214,7 @@ def check_alone(command: str) -> None:
     comm = world_if_rank()
     if comm is not None and comm.size > 1:
         raise BadArguments(
-            f"{command} takes one process; start it without mpiexec, srun or torchrun"
+            f"{command} runs in one process; start it without mpiexec, srun or torchrun"
         )
 
 

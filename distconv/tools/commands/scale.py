@@ -46,7 +46,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     for kind, purpose in (
         (STRONG, "the same step on more ranks"),
         (WEAK, "a step that grows with the ranks; --shape is the shape on one rank"),
-        ("compare", "set two studies, or more, side by side"),
+        ("compare", "compare two studies or more"),
     ):
         of_kind = kinds.add_parser(kind, help=purpose, description=purpose)
         add = of_kind.add_argument
@@ -63,10 +63,10 @@ def _study_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(machine=None)  # without a machine nothing is predicted
     numbers: dict[str, Any] = {"type": _numbers, "default": [], "metavar": "N,N,..."}
     add("--ranks", help="the numbers of ranks to run", **numbers)
-    add("--predict-ranks", help="the numbers of ranks to predict only", **numbers)
+    add("--predict-ranks", help="the numbers of ranks to predict without running", **numbers)
     text = (
-        "the grids to run, such as 'height=2;height=2,width=2', or auto (the default): "
-        "strong scaling cuts each sample, weak scaling the mini-batch"
+        "the grids to run, such as 'height=2;height=2,width=2', or auto (the default): strong "
+        "scaling partitions each sample, weak scaling the mini-batch"
     )
     add("--grids", type=_grids, metavar="GRID;GRID;...", help=text)
     add("--rounds", type=int, default=10, help="rounds in which all cases take turns (%(default)s)")
@@ -84,7 +84,9 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = [0]
     if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of ranks; write 1,2,4, say")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} are not numbers of ranks; write 1,2,4, for example"
+        )
     return numbers
 
 
@@ -156,7 +158,7 @@ def _asked(given: argparse.Namespace) -> Study:
     """Return a study, still without times, with the cases that the command line names."""
     kind, shapes, grids = given.kind, given.shape, given.grids
     if grids is not None and given.ranks:
-        raise BadArguments("--grids says how many ranks there are; leave --ranks out")
+        raise BadArguments("--grids determines the numbers of ranks; leave --ranks out")
     with complaining(ValueError):
         if grids is None:
             grids = [usual_grid(kind, shapes[0], n) for n in given.ranks]
@@ -165,15 +167,17 @@ def _asked(given: argparse.Namespace) -> Study:
         known = {case.name for case in cases}
         cases += [c for c in cases_of(kind, shapes, more, measured=False) if c.name not in known]
     if not cases:
-        raise BadArguments("there is nothing to study; give --ranks, --grids or --predict-ranks")
+        raise BadArguments("there is nothing to study; pass --ranks, --grids or --predict-ranks")
     if given.predict_ranks and given.machine is None:
-        raise BadArguments("--predict-ranks needs --machine FILE, by which it predicts")
+        raise BadArguments("--predict-ranks needs --machine FILE for the prediction")
     if given.rounds < 2 or given.threads < 1:
-        raise BadArguments("quartiles take two --rounds at least, and a rank one of --threads")
+        raise BadArguments(
+            "quartiles need at least two --rounds, and a rank at least one of --threads"
+        )
     most = max((case.ranks for case in cases if case.measured), default=1)
     if most > world().size:
         raise BadArguments(
-            f"the largest case that is run has {most} ranks, but {world().size} have been started; "
+            f"the largest measured case has {most} ranks, but {world().size} have been started; "
             f"start it with mpiexec -n {most} python -m distconv scale {kind} ..., or by torchrun"
         )
     return Study(kind, given.factory, cases, _facts(given), given.machine and given.machine.stem)
@@ -233,7 +237,7 @@ def _compare(given: argparse.Namespace) -> int:
         studies = [(str(path.with_suffix("")), Study.load(path)) for path in given.studies]
     if len({study.kind for _, study in studies}) > 1:
         raise BadArguments(
-            "the studies are of strong and of weak scaling; name studies of one kind to compare"
+            "the studies are of strong and of weak scaling; choose studies of one kind"
         )
     print(*(line for other in studies[1:] for line in _compared(studies[0], other)), sep="\n")
     return 0
@@ -252,7 +256,7 @@ def _compared(base: tuple[str, Study], other: tuple[str, Study]) -> Iterator[str
                 ratio = f"{b.median / a.median:.3f}", b.median / a.median
                 ranks = str(case.ranks), case.ranks
                 rows.append((ranks, case.name, *times, ratio, f"quartiles {apart}"))
-    none = f"{name} and {other_name} have measured no case in common"
+    none = f"{name} and {other_name} have no measured case in common"
     yield table(rows) if len(rows) > 1 else none
     for fact, value in mine.facts.items():
         if value != theirs.facts.get(fact):
@@ -260,7 +264,7 @@ def _compared(base: tuple[str, Study], other: tuple[str, Study]) -> Iterator[str
 
 
 SCALE = Command(
-    "measure and predict how a module scales, and draw it; or compare such studies",
+    "measure, predict and draw the scaling of a module, or compare scaling studies",
     _options,
     _run,
 )

@@ -154,7 +154,7 @@ def explain_page(plan: Explanation, grid: Mapping[str, int]) -> str:
         (str(len(layers)), "calls of layers and functions"),
     ]
     refused = plan.refusal is not None
-    alerts = [Alert(f"{layers[-1].name} is refused: {plan.refusal}")] if refused else []
+    alerts = [Alert(f"{layers[-1].name} is unsupported: {plan.refusal}")] if refused else []
     rows = [HEADING, *map(cells_of_layer, layers)]
     sections = [
         Section(alerts=alerts),
@@ -183,7 +183,7 @@ def _layouts(layers: Sequence[LayerPlan]) -> Section:
         names.append(name)
         titles.append(", ".join(title))
         received.append(layer.halo_bytes + layer.redistributed_bytes)
-    note = "From input to output, a cell for each call. Columns beneath: bytes received there."
+    note = "From input to output, a cell for each call. Columns below: bytes received in that call."
     return Section("Layouts along the network", note, figures=[strip(names, titles, received)])
 
 
@@ -255,7 +255,7 @@ def prediction_page(found: Prediction, machine: Machine) -> str:
 
 
 def _machine(found: Prediction | GridPlan) -> str:
-    return f"{found.machine}, whose numbers are assumed" if found.assumed else found.machine
+    return f"{found.machine}, with assumed numbers" if found.assumed else found.machine
 
 
 def _numbers_of_step(found: Prediction) -> list[tuple[str, str]]:
@@ -264,7 +264,7 @@ def _numbers_of_step(found: Prediction) -> list[tuple[str, str]]:
         (milliseconds(found.seconds_per_sample), "a sample"),
         (byte_size(found.peak), "most memory of a rank"),
         (milliseconds(found.exposed), "waiting for messages"),
-        (milliseconds(found.hidden), "of messages behind computation"),
+        (milliseconds(found.hidden), "of messages overlapped with computation"),
     ]
 
 
@@ -305,8 +305,8 @@ def _step(found: Prediction, machine: Machine) -> list[Section]:
         path.setdefault(s.place.phase, []).append(span)
     memory = [(kind, size_cell(size)) for kind, size in found.memory.items() if size]
     note = (
-        "The critical path: each stretch of time has been waited for by the next. In gaps the "
-        "device waits for Python."
+        "The critical path: each interval waits for the one before. In gaps the device waits for "
+        "Python."
     )
     step = lanes(path, 0.0, found.seconds, ACTIVITIES)
     return [
@@ -330,14 +330,14 @@ def scale_page(study: Study) -> str:
     if most is not None and reached is not None:
         numbers.append((f"{reached.median:.0%}", f"efficiency on {most.ranks} ranks"))
     facts = [(name, value) for name, value in study.facts.items() if value]
-    note = "Medians with quartiles; the line between dots is the prediction, where there is one."
+    note = "Medians with quartiles. The line is the prediction, if there is one."
     sections = [
         Section("Time and efficiency", note, figures=_scaling(study)),
         Section("Cases", rows=study.rows()),
         Section("How it was measured", rows=[("fact", ""), *facts]),
     ]
     title = f"{study.kind} scaling of {study.module}"
-    return page(title, "A training step on more and more ranks.", numbers, sections)
+    return page(title, "A training step on increasing numbers of ranks.", numbers, sections)
 
 
 def _scaling(study: Study) -> list[str]:
@@ -396,12 +396,12 @@ def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) 
     numbers = [
         (str(len(rows)), "ranks"),
         (milliseconds(longest), "recorded"),
-        (f"{waits:.0%}", "of it waiting for other ranks"),
-        (f"{1 - exposed / under_way:.0%}" if under_way else "none", "of messages hidden"),
+        (f"{waits:.0%}", "of this time waiting for other ranks"),
+        (f"{1 - exposed / under_way:.0%}" if under_way else "none", "of messages overlapped"),
     ]
     times: list[Sequence[Cell]] = [("rank", "recorded, ms", "computes", "waits")]
     kinds: list[Sequence[Cell]] = [
-        ("rank", "messages", "received", "under way, ms", "waited for, ms", "hidden")
+        ("rank", "messages", "received", "in flight, ms", "waited for, ms", "hidden")
     ]
     for row in rows:
         rank = str(row.rank), row.rank
@@ -420,7 +420,7 @@ def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) 
         ),
         Section("Messages", rows=kinds),
     ]
-    about = "What every rank does, on one clock, and what is under way meanwhile."
+    about = "The work of every rank on a common clock, and the messages in flight."
     return page(f"Timeline {name}", about, numbers, sections)
 
 

@@ -352,7 +352,7 @@ def test_layers_stand_in_for_those_of_torch(
         assert deviation(y.full_tensor().detach(), serial(x).detach()) <= TOLERANCE
         assert y.cuts[1] == (("channel",) if grid.size > 1 else ())
     assert channel_algorithms._CHOSEN.get() == "auto"
-    with pytest.raises(ValueError, match="parallel='z' is not known; choose from x, y, w, auto"):
+    with pytest.raises(ValueError, match="parallel='z' is unknown; choose from x, y, w, auto"):
         ours(*arguments, parallel="z")
 
 

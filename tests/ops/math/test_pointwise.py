@@ -89,7 +89,7 @@ def test_a_result_is_written_to_an_out_of_its_own_shape_layout_and_type() -> Non
     torch.add(x, x, out=x)
     assert torch.equal(x.full_tensor(), 2 * whole)
     for wrong in (x.float(), x[:2], x.clone().requires_grad_()):
-        with pytest.raises(dc.UnsupportedOperation, match="out= has to be"):
+        with pytest.raises(dc.UnsupportedOperation, match="out= must be"):
             torch.exp(x, out=wrong)
 
 
