@@ -73,7 +73,7 @@ def exchange(x: DistTensor, plan: Plan) -> Callable[[], None]:
     """Pack, send, receive and wait, as an overlapped convolution does."""
 
     def run() -> None:
-        Transfer(plan, x.grid).start_forward(x.shard).finish()
+        Transfer(plan, x.grid).start_forward(x.shard).wait()
 
     return run
 

@@ -388,7 +388,7 @@ def guard_exactly(within: Callable[[], bool]) -> None:
     on_compile_end(end)
 
 
-def take_backend(name: str, make: Callable[[Any], Any]) -> None:
+def register_backend(name: str, make: Callable[[Any], Any]) -> None:
     """Let `torch.compile(program, backend=name)` return `make(program)` from now on.
 
     torch.compile shows a backend graphs only, never the tensors that it cannot trace.

@@ -18,6 +18,7 @@ from tests.support.floors import (
     imports_of_libraries,
     private_names_of_torch,
     read_sources,
+    shared_class_names,
     unsupported_support,
     upward_imports,
 )
@@ -56,6 +57,10 @@ def test_no_modules_import_each_other() -> None:
 
 def test_no_private_name_is_used_elsewhere() -> None:
     assert foreign_private_names(read_sources(ROOT)) == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    assert shared_class_names(read_sources(ROOT)) == []
 
 
 def test_private_parts_of_torch_are_named_in_one_module() -> None:
@@ -107,6 +112,7 @@ def test_geometry_is_imported_where_torch_and_mpi_are_missing() -> None:
                 "ops__loss": "def loss(grid):\n    return grid._ranks",
             },
         ),
+        (shared_class_names, {"grid__a": "class A: ...", "ops__b": "A: TypeAlias = int"}),
         (private_names_of_torch, {"ops__loss": "from torch._C import _nn"}),
         (private_names_of_torch, {"ops__loss": "import torch.utils._pytree as p"}),
         (private_names_of_torch, {"ops__loss": "import torch\ntorch._C._nn.pad()"}),
@@ -128,6 +134,7 @@ def test_what_is_forbidden_is_found(
         (upward_imports, {"__main__": "from distconv.tools.command_line import main"}),
         (imports_of_libraries, {"grid__devices": "import torch"}),
         (circles, {"ops__one": "from distconv.ops.two import f", "ops__two": ""}),
+        (shared_class_names, {"grid__a": "class A: ...", "ops__b": "A = int\nclass B(A): ..."}),
         (private_names_of_torch, {"torch_private": "import torch\ntorch._C._nn.pad()"}),
         (private_names_of_torch, {"grid__a": "class A:\n    _b: int\ndef f(a):\n    return a._b"}),
         (

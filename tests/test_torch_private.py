@@ -517,7 +517,7 @@ def test_a_backend_takes_the_program_itself(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(_dynamo, "optimize", _dynamo.optimize)
     register_backend(lambda graph, inputs: graph.forward, name="distconv_test")
-    private.take_backend("distconv_test", lambda program: ("taken", program))
+    private.register_backend("distconv_test", lambda program: ("taken", program))
     module = nn.Linear(1, 1)
     assert torch.compile(module, backend="distconv_test") == ("taken", module)
     assert torch.compile(module, backend="eager")(torch.ones(1, 1)).shape == (1, 1)

@@ -30,7 +30,7 @@ from distconv.transport.interface import Message
 class InFlight:
     """The messages of a started `Transfer`, and the memory into which they arrive.
 
-    If it is dropped without a `finish`, as after an exception, the transport keeps the memory until
+    If it is dropped without a `wait`, as after an exception, the transport keeps the memory until
     the messages have arrived.
     """
 
@@ -41,19 +41,19 @@ class InFlight:
         self._transfer, self._buffers = transfer, buffers
         self._request = exchange(buffers.messages, leaving, transfer.tag)
 
-    def finish(self) -> list[Tensor]:
+    def wait(self) -> list[Tensor]:
         """Wait for the messages, and return each of them in the shape of its route, in order."""
         self._request.wait()
         routes = self._transfer.plan.receives
         messages = zip(routes, self._buffers.messages, strict=True)
         return [message.view(route.shape) for route, (_, message) in messages]
 
-    def finish_into(self, buffer: Tensor) -> None:
+    def wait_into(self, buffer: Tensor) -> None:
         """Wait for the messages, and copy them to their boxes of `buffer`."""
         self._request.wait()
         self._buffers.copy_to(buffer)
 
-    def finish_adding_to(self, block: Tensor) -> None:
+    def wait_and_add_to(self, block: Tensor) -> None:
         """Wait for the messages, and add them to their boxes of `block`."""
         self._request.wait()
         plan, grid = self._transfer.plan, self._transfer.grid
@@ -94,7 +94,7 @@ class Transfer:
         """Return the plan's buffer for this rank's `block`, with `fill` outside the tensor."""
         plan = self.plan
         if plan.buffer_is_block:
-            self.start_forward(block).finish()
+            self.start_forward(block).wait()
             return block.clone()
         last = has_channels_last(block)
         # Pieces with channels last would have to be copied before they are concatenated.
@@ -106,7 +106,7 @@ class Transfer:
         halos = self.start_forward(block, buffer)
         for source, target in plan.own:
             buffer[target] = block[source]
-        halos.finish_into(buffer)
+        halos.wait_into(buffer)
         return buffer
 
     def _joined(
@@ -116,7 +116,7 @@ class Transfer:
 
         `Plan.pieces` gives both; `fill` is the value of padding.
         """
-        arrived = self.start_forward(block).finish()
+        arrived = self.start_forward(block).wait()
         source = self.plan.own[0][0]
         own = block if source == self.plan.whole_block else block[source]
         parts = [
@@ -151,7 +151,7 @@ class Transfer:
             block = empty_in_format(plan.block_shape, buffer).zero_()
         for source, target in own:
             block[source].add_(buffer[target])
-        gradients.finish_adding_to(block)
+        gradients.wait_and_add_to(block)
         return block
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from distconv.compiling.front import compile
-from distconv.torch_private import take_backend
+from distconv.torch_private import register_backend
 
-take_backend("distconv", compile)
+register_backend("distconv", compile)
 
 
 def as_it_is(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:

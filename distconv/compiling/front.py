@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from distconv.compiling.replay import Case, is_expanded, key_of
+from distconv.compiling.replay import ReplayCase, is_expanded, key_of
 from distconv.grid.interface import Grid
 from distconv.grid.journal import DivergenceError
 from distconv.grid.words import by_ranks, user_line
@@ -189,7 +189,7 @@ class Compiled(Generic[Given, Result]):
         call = _Call([*tensors.values()], getattr(self._program, "training", None))
         why = self._left.get(call.kind) or _why_as_it_is(call.tensors)
         if not why:
-            slots = {x: _Slot(number) for number, x in enumerate(tensors)}
+            slots = {x: _Argument(number) for number, x in enumerate(tensors)}
             try:
                 return self._by_front(call, replaced((args, kwargs), slots))
             except _AsItIs as reason:
@@ -221,7 +221,7 @@ class Compiled(Generic[Given, Result]):
         if self._forgotten > MOST_CASES:
             raise _AsItIs("it reads classes or dictionaries that change too often")
         if self._front is None:
-            self._front = _front_of(self._program, self._take, self._watch)
+            self._front = _front_of(self._program, self._compile, self._watch)
         before, self._call, drawn = self._call, call, random.getstate()
         try:
             SerialTrace.under_way = True
@@ -235,7 +235,7 @@ class Compiled(Generic[Given, Result]):
             self._agree(call, _NOTHING, "it does not compute with tensors")
         return result
 
-    def _take(self, module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def _compile(self, module: fx.GraphModule, _: Any) -> Callable[..., Any]:
         """Take a graph from Dynamo; return the function that Dynamo's code calls in its place."""
         graph = _Graph(module)
         for former in self._former:
@@ -348,7 +348,7 @@ _LIMIT = "FailOnRecompileLimitHit"
 """The name of Dynamo's error for too many graphs of one program."""
 
 
-class _Slot(NamedTuple):
+class _Argument(NamedTuple):
     """Stands for the DistTensor of this number among the arguments of a call."""
 
     number: int
@@ -398,7 +398,7 @@ def entered(x: Tensor) -> Tensor:
 
 def filled(argument: Any, tensors: Sequence[Tensor]) -> Any:
     """Return a nested argument with tensors in place of slots."""
-    if type(argument) is _Slot:
+    if type(argument) is _Argument:
         return tensors[argument.number]
     if type(argument) is list:
         return [filled(x, tensors) for x in argument]
@@ -448,7 +448,7 @@ class _Graph:
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
-        self.module, self.cases = module, dict[Any, Case]()
+        self.module, self.cases = module, dict[Any, ReplayCase]()
         self.reductions: list[GradientReduction] = []
         graph = module.graph
         for node in graph.nodes:
@@ -484,7 +484,7 @@ class _Graph:
     ) -> None:
         """Begin a case after its first call, which ran as it is and used `reductions`."""
         self.reductions = reductions
-        self.cases[self.key(inputs)] = Case(self.module, reductions, number, backend)
+        self.cases[self.key(inputs)] = ReplayCase(self.module, reductions, number, backend)
 
     def results(self, computed: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
         """Return the results of the graph: computed tensors, and inputs that it returns."""

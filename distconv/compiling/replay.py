@@ -66,7 +66,7 @@ def key_of(inputs: Sequence[Tensor]) -> Any:
     return about, modes, chosen_method()
 
 
-class Case:
+class ReplayCase:
     """A graph of the serial program on inputs of given layouts; it is traced, and then replayed.
 
     Parameters

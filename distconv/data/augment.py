@@ -89,7 +89,7 @@ class Flip(Move):
     probability: float = 0.5
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        _numbers(self.dimensions, len(space), "Flip")
+        _positions(self.dimensions, len(space), "Flip")
         if not 0 <= self.probability <= 1:
             raise ValueError(
                 f"Flip: probability={self.probability} is out of range; choose a number from 0 to 1"
@@ -97,7 +97,7 @@ class Flip(Move):
         return space
 
     def view(self, view: View, space: int, generator: Generator) -> View:
-        for d in _numbers(self.dimensions, space, "Flip"):
+        for d in _positions(self.dimensions, space, "Flip"):
             if generator.random() < self.probability:
                 view = view.flipped(d)
         return view
@@ -120,7 +120,7 @@ class Rotate90(Move):
                 f"Rotate90: plane={self.plane} is invalid; expected two different spatial "
                 "dimensions"
             )
-        extents = tuple(space[d] for d in _numbers(self.plane, len(space), "Rotate90"))
+        extents = tuple(space[d] for d in _positions(self.plane, len(space), "Rotate90"))
         if extents[0] != extents[1]:
             raise ValueError(
                 f"Rotate90: the plane {self.plane} has the unequal extents {extents}, which a "
@@ -130,7 +130,7 @@ class Rotate90(Move):
 
     def view(self, view: View, space: int, generator: Generator) -> View:
         """Return the view, rotated as by `numpy.rot90`."""
-        d, e = _numbers(self.plane, space, "Rotate90")
+        d, e = _positions(self.plane, space, "Rotate90")
         quarters = int(generator.integers(4))
         if quarters % 2:
             view = view.swapped(d, e)
@@ -346,7 +346,7 @@ class Augmentations:
         return np.random.default_rng((self.seed, *place))
 
 
-def _numbers(dimensions: Sequence[str], space: int, name: str) -> list[int]:
+def _positions(dimensions: Sequence[str], space: int, name: str) -> list[int]:
     """Return the negative indices of the dimensions named, such as -2 for "height".
 
     With no names, return the indices of all `space` spatial dimensions. `name` is the name of the

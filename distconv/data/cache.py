@@ -116,7 +116,7 @@ class Arrivals:
 class Homes:
     """A record of which part of the grid, along the axes that cut samples, keeps each sample.
 
-    A sample is kept by the part that holds it in its first mini-batch. All ranks plan and settle
+    A sample is kept by the part that holds it in its first mini-batch. All ranks plan and keep
     the same mini-batches in the same order.
 
     Parameters
@@ -158,7 +158,7 @@ class Homes:
                 arrivals[-1].parts[axes] += [(s, i % count) for i, s in enumerate(missing)]
         return arrivals
 
-    def settle(self, arrivals: Arrivals) -> set[tuple[Axes, int]]:
+    def keep(self, arrivals: Arrivals) -> set[tuple[Axes, int]]:
         """Record that the samples in `arrivals` are kept; return the new ones as (axes, sample).
 
         `axes` are the grid axes that cut samples.
@@ -294,7 +294,7 @@ Arriving: TypeAlias = Callable[[], Values]
 class Cache:
     """Samples in memory or on a local disk, whose boxes stay on the ranks that read them first.
 
-    A mini-batch takes four calls: `plan`, `load`, `settle` and `start`. `load` sends nothing and
+    A mini-batch takes four calls: `plan`, `load`, `keep` and `start`. `load` sends nothing and
     may run in a background thread; all ranks make the other three together, in one order.
 
     Parameters
@@ -368,9 +368,9 @@ class Cache:
                     loaded[own.number, sample] = self._boxes.add(values)
         return loaded
 
-    def settle(self, arrivals: Arrivals, loaded: Loaded) -> None:
+    def keep(self, arrivals: Arrivals, loaded: Loaded) -> None:
         """Record new samples as kept. All ranks call it, with the results of `plan` in order."""
-        new = self._homes.settle(arrivals)
+        new = self._homes.keep(arrivals)
         for (number, sample), place in loaded.items():
             if (self._fields[number].cuts[0], sample) in new:
                 self._kept[number, sample] = place
@@ -381,7 +381,7 @@ class Cache:
     def start(self, values: Values) -> Arriving:
         """Start to send the kept boxes of a mini-batch to the ranks that need them.
 
-        All ranks call it for the same mini-batch, after `settle`. `values` says which elements this
+        All ranks call it for the same mini-batch, after `keep`. `values` says which elements this
         rank needs, and has the arrays to fill. Returns a function that waits for the messages,
         fills the arrays, and returns `values`.
         """
@@ -414,7 +414,7 @@ class Cache:
         if grid.size > 1:
             request = grid.transport.exchange(arriving, leaving, grid.transport.next_tag())
 
-        def finish() -> Values:
+        def wait() -> Values:
             if request is not None:
                 request.wait()
             for peer, message in arriving:
@@ -427,7 +427,7 @@ class Cache:
                     begin = end
             return values
 
-        return finish
+        return wait
 
     def _place(self, values: Values, part: CachedBox, box: NDArray[Any]) -> None:
         part.piece.place(values.arrays[part.field][part.place, ...], box, part.order)

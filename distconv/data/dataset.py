@@ -317,7 +317,7 @@ class Dataset:
         loaded: this rank's boxes of the new samples, from `Cache.load`.
         """
         assert self.cache is not None
-        self.cache.settle(arrivals, loaded)
+        self.cache.keep(arrivals, loaded)
         return self.cache.start(prepare(self.on_grid, samples, epoch, self.grid))
 
     def read(self, samples: Sequence[int], epoch: int = 0) -> Blocks:

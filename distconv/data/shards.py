@@ -115,7 +115,7 @@ def _first(state: Any, name: str) -> str:
 _MARK = "distconv tensor"
 """A marker that stands beside the number of a tensor, in its place in the skeleton of a state."""
 
-Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+ShardPlace: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 """The number of a shard, and the start and stop of its block in the whole tensor."""
 
 OpenShard: TypeAlias = Callable[[int], Mapping[int, Tensor]]
@@ -135,7 +135,7 @@ class Divided:
     """
 
     skeleton: Any
-    table: list[tuple[tuple[int, ...], list[Place]]]
+    table: list[tuple[tuple[int, ...], list[ShardPlace]]]
     mine: dict[int, Tensor]
 
 
@@ -186,7 +186,7 @@ class Stored:
     """
 
     def __init__(
-        self, number: int, shape: Sequence[int], places: Sequence[Place], open_shard: OpenShard
+        self, number: int, shape: Sequence[int], places: Sequence[ShardPlace], open_shard: OpenShard
     ) -> None:
         self.shape = tuple(shape)
         _check_cover(self.shape, places)
@@ -215,7 +215,9 @@ class Stored:
 
 
 def restored(
-    skeleton: Any, table: Sequence[tuple[Sequence[int], Sequence[Place]]], open_shard: OpenShard
+    skeleton: Any,
+    table: Sequence[tuple[Sequence[int], Sequence[ShardPlace]]],
+    open_shard: OpenShard,
 ) -> Any:
     """Return a state with a `Stored` tensor in the place of each number that `divide` put there."""
 
@@ -276,7 +278,7 @@ def _for(state: Any, target: Any) -> Any:
     return map_state(state, own)
 
 
-def _places(x: DistTensor, grid: Grid) -> list[Place]:
+def _places(x: DistTensor, grid: Grid) -> list[ShardPlace]:
     """Return for each block of a sharded tensor the rank that writes it, and its start and stop.
 
     Of several ranks that hold replicas of a block, the first one writes it.
@@ -291,7 +293,7 @@ def _places(x: DistTensor, grid: Grid) -> list[Place]:
     return places
 
 
-def _check_cover(shape: tuple[int, ...], places: Sequence[Place]) -> None:
+def _check_cover(shape: tuple[int, ...], places: Sequence[ShardPlace]) -> None:
     """Raise `ValueError` unless blocks cover a tensor of this shape, each element once.
 
     A tensor is cut along each dimension alone. So its blocks are all combinations of the intervals

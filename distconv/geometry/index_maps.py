@@ -85,7 +85,7 @@ class Strided(Ascending):
 
 
 @dataclass(frozen=True)
-class Span:
+class Concatenated:
     """One operand of a concatenation: its n inputs are the outputs [offset, offset + n).
 
     The other outputs need nothing of it.

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from distconv.transport.interface import ObjectCommunicator
-from distconv.transport.link import Link, LinkLost, Message, message, open_links
+from distconv.transport.link import Link, LinkLost, LinkMessage, message, open_links
 
 ALARM, LEFT = "alarm", "left"
 """The counters of ranks that raise the alarm, and of ranks whose programs have ended. The first
@@ -131,7 +131,7 @@ class Board:
         if any(number == self._woken.fileno() for number, _ in ready):
             self._woken.recv(1)
         for link in links:
-            while self._take(link):
+            while self._handle_message(link):
                 pass
 
     def wake(self) -> None:
@@ -192,7 +192,7 @@ class Board:
             self._announce(key)
         return count
 
-    def _take(self, link: Link) -> bool:
+    def _handle_message(self, link: Link) -> bool:
         """Handle a message of a link, and return whether one had come.
 
         A message that is none of a board's is ignored.
@@ -215,7 +215,7 @@ class Board:
                 self._answer(self._asking.popleft(), value)
         return True
 
-    def _pass_up(self, link: Link, kind: str, key: Any, value: Any, arrived: Message) -> None:
+    def _pass_up(self, link: Link, kind: str, key: Any, value: Any, arrived: LinkMessage) -> None:
         """Handle the request of a rank below."""
         if self._notes is not None:
             answer = self._kept(kind, key, value)
@@ -241,7 +241,7 @@ class Board:
         for link in list(self._down.values()):
             self._send(link, _request("announce", key))
 
-    def _send(self, link: Link, request: Message) -> None:
+    def _send(self, link: Link, request: LinkMessage) -> None:
         try:
             link.send(request)
         except LinkLost:
@@ -260,6 +260,6 @@ class Board:
             self._parted = True
 
 
-def _request(kind: str, key: Any, value: Any = None) -> Message:
+def _request(kind: str, key: Any, value: Any = None) -> LinkMessage:
     text = json.dumps((kind, key, value))
     return message((), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))

@@ -102,7 +102,7 @@ class WatchedTransport(WrappedTransport):
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        self._journal.take("exchange", tag)
+        self._journal.step("exchange", tag)
         request = self.carrier.exchange(arriving, leaving, tag)
 
         def peers() -> Iterable[int]:
@@ -111,19 +111,19 @@ class WatchedTransport(WrappedTransport):
         return _WatchedRequest(request, partial(self._visible, peers))
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        self._journal.take("all_reduce")
+        self._journal.step("all_reduce")
         peers = partial(self._members, group)
         with Wait(self._waiting, peers):  # where the ranks of a group have to connect first
             request = self.carrier.all_reduce(tensor, group)
         return _WatchedRequest(request, partial(self._visible, peers))
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        self._journal.take("all_gather")
+        self._journal.step("all_gather")
         with self._visible(partial(self._members, group)):
             return self.carrier.all_gather(tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        self._journal.take("broadcast")
+        self._journal.step("broadcast")
         with self._visible(partial(self._members, group)):
             self.carrier.broadcast(tensor, group)
 
@@ -435,7 +435,7 @@ def gpu() -> torch.device | None:
     return _store().gpu
 
 
-def take_gpu(device: torch.device) -> None:
+def use_gpu(device: torch.device) -> None:
     """Make `device` this rank's GPU for all later grids, and torch's current device."""
     torch.accelerator.set_device_index(device)
     _store().gpu = device

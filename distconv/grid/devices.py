@@ -126,7 +126,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
             )
     if kinds[0] == "cpu":
         return Choice(("cpu",) * len(offers), _transport(transport, _ON_HOSTS, offers))
-    numbers = _numbers(offers)
+    numbers = _device_numbers(offers)
     gpus = [o.gpus[number] for o, number in zip(offers, numbers, strict=True)]
     devices = tuple(f"{kinds[0]}:{number}" for number in numbers)
     sharing = None if all(o.may_share for o in offers) else _sharing(gpus)
@@ -197,7 +197,7 @@ def _sharing(gpus: Sequence[str]) -> str | None:
     return None
 
 
-def _numbers(offers: Sequence[Offer]) -> list[int]:
+def _device_numbers(offers: Sequence[Offer]) -> list[int]:
     """Return each rank's GPU, as its number among the GPUs that the rank itself sees."""
     given = [(o.device or "").partition(":")[2] for o in offers]
     for rank, (o, number) in enumerate(zip(offers, given, strict=True)):

@@ -227,7 +227,7 @@ class Journal:
         elif self._compares_all:
             self.compare()  # before sums of gradients, which are not entered
 
-    def take(self, kind: str, tag: int = 0) -> None:
+    def step(self, kind: str, tag: int = 0) -> None:
         """Begin a collective step of this kind, such as "exchange", and compare ranks if it is due.
 
         `tag` is the tag of an exchange, which must be equal on all ranks. Raises DivergenceError on
@@ -295,7 +295,7 @@ class Journal:
         if question is None:
             return True
         if question is self._under_way:
-            self._settle()
+            self._wait()
         _, number_alike = question.wait()
         return number_alike
 
@@ -308,7 +308,7 @@ class Journal:
         if self.compares:
             self._begin_step()  # so that a rank that has left is known not to take part
             self._start()
-            self._settle()
+            self._wait()
 
     def latest_entries(self, most: int = _KEPT) -> Entries:
         """Return at most `most` of the latest entries. The watching thread calls it, too."""
@@ -332,12 +332,12 @@ class Journal:
 
         An earlier comparison is finished first.
         """
-        self._settle()
+        self._wait()
         self._since = 0
         self._under_way = begun = self._comm.compare([self._checksum, number])
         return begun
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         """Finish the comparison that was started last; raise DivergenceError if entries differ."""
         if self._under_way is None:
             return

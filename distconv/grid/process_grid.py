@@ -196,7 +196,7 @@ class ProcessGrid(Grid):
         self._devices = choice.devices
         own = torch.device(choice.devices[rank])
         if is_accelerator(own):
-            communicators.take_gpu(own)
+            communicators.use_gpu(own)
         with Wait(journal.waiting):
             carrier = communicators.transport(self._ranks, choice.transport, self._devices)
         super().__init__(topology, rank, own, carrier, journal, is_accelerator(own))
@@ -249,7 +249,7 @@ class ProcessGrid(Grid):
             peers = self.topology.peers(self.rank, key[0])
             ranks = tuple(self._ranks[r] for r in peers)
             if len(ranks) > 1:
-                self.journal.take("creating a communicator")
+                self.journal.step("creating a communicator")
             with self.waiting():
                 self._communicators[key] = communicators.communicator(ranks, purpose)
         return self._communicators[key]
@@ -257,7 +257,7 @@ class ProcessGrid(Grid):
     def all_gather_object(self, value: Any) -> list[Any]:
         if self.size == 1:
             return [value]
-        self.journal.take("all_gather_object")
+        self.journal.step("all_gather_object")
         with self.waiting():
             return self._comm.allgather(value)
 

@@ -88,7 +88,7 @@ class _Context(FunctionCtx):
         self.gradient_types = types
 
 
-class _Call:
+class _FunctionCall:
     """One call of a user's Function; its node in the graph keeps it for the backward pass."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], grid: Grid) -> None:
@@ -210,7 +210,7 @@ class _Call:
         return (function.vjp if overridden else function.backward)(self._context, *gradients)
 
 
-class _ModuleHooks(_Call):
+class _ModuleHooks(_FunctionCall):
     """The call by which torch puts full backward hooks of a module on its inputs or outputs.
 
     The Function returns its inputs. The hooks get and return serial gradients; those of unused
@@ -242,7 +242,7 @@ class _OnShards(Function):
     """The torch Function that makes a `_Call` one node of the shards' graph."""
 
     @staticmethod
-    def forward(node: Any, call: _Call, arguments: tuple[Any, ...], *shards: Tensor) -> Any:
+    def forward(node: Any, call: _FunctionCall, arguments: tuple[Any, ...], *shards: Tensor) -> Any:
         node.call, node.function = call, call.function
         return call.forward(node, arguments)
 
@@ -307,7 +307,7 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     # Plain arguments, such as memory to write to, are compared where they meet distributed ones.
     given = recorded(name, _by_position(cls, arguments, keywords), compared=False)
     # The gradient of a merged tensor has its shape, as only its blocks do, too.
-    kind = _ModuleHooks if cls is BackwardHookFunction else _Call
+    kind = _ModuleHooks if cls is BackwardHookFunction else _FunctionCall
     return kind(cls, tuple(map(in_blocks, given)), grid).run()
 
 
@@ -326,7 +326,7 @@ def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]
     places = []
     for x in inputs:
         if isinstance(x, DistTensorBase):
-            x.settle()  # the function gets the same values in both runs
+            x.separate()  # the function gets the same values in both runs
         places.append(_BlockPlace.of(x, x.grid) if isinstance(x, DistTensorBase) else None)
     return [shard_of(x) for x in inputs], places
 

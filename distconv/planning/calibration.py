@@ -203,9 +203,9 @@ def _under_way(
     clock = time.perf_counter
     comm = grid.comm
     for _ in range(3):
-        _finished(start())
+        _wait_for(start())
     begun = clock()
-    _finished(start())
+    _wait_for(start())
     once = max(comm.allgather(clock() - begun))
     rounds = max(5, min(50, int(seconds / 4 / max(once, 1e-5))))
     busy = 2 * once + 2e-4
@@ -220,7 +220,7 @@ def _under_way(
         while working and clock() < started + busy:
             pass
         behind = clock()
-        _finished(request)
+        _wait_for(request)
         ended = clock()
         return started - begun, ended - behind, ended - begun
 
@@ -236,7 +236,7 @@ def _under_way(
     return total, min(posted, total), min(after, total), held > busy
 
 
-def _finished(request: Any) -> None:
+def _wait_for(request: Any) -> None:
     if not isinstance(request, Tensor):  # an all-gather is complete
         request.wait()
 

@@ -26,7 +26,7 @@ from distconv.planning.recording import LayerPlan, Place, Recording
 from distconv.tensor.base import shards_of, tensors_in
 from distconv.tensor.dispatch import UnsupportedOperation
 
-Loss: TypeAlias = Callable[[Any], Tensor]
+LossFunction: TypeAlias = Callable[[Any], Tensor]
 """A function from the module's result to the scalar that is minimised."""
 
 OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
@@ -55,7 +55,7 @@ def _sum_of_losses(output: Any, loss: Callable[[Tensor], Tensor]) -> Tensor:
     return sum(losses[1:], losses[0])
 
 
-LOSSES: dict[str, Loss] = {"mse": mean_square, "cross-entropy": cross_entropy}
+LOSSES: dict[str, LossFunction] = {"mse": mean_square, "cross-entropy": cross_entropy}
 
 _SGD: Any = torch.optim.SGD
 
@@ -78,7 +78,7 @@ def record_step(
     layouts: Mapping[str, Layout] | None = None,
     layout: Layout | Sequence[Layout | None] | None = None,
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
-    loss: Loss | str | None = "mse",
+    loss: LossFunction | str | None = "mse",
     optimizer: OptimizerFactory | str = "sgd",
     autocast: torch.dtype | None = None,
     input_gradients: bool = False,
@@ -169,7 +169,7 @@ def _optimizer(
 def _run(
     module: nn.Module,
     inputs: Sequence[Tensor],
-    loss: Loss | None,
+    loss: LossFunction | None,
     optimizer: torch.optim.Optimizer | None,
     recorder: Recorder,
 ) -> None:

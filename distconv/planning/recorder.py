@@ -23,12 +23,12 @@ from distconv.planning.recording import (
     KINDS,
     Completion,
     Compute,
-    Event,
     Halo,
     HostWork,
     LayerPlan,
     LocalOperator,
     Place,
+    RecordedEvent,
     Recording,
     Start,
     spec_of,
@@ -133,7 +133,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         super().__init__(module)
         self.memory, self.movements = LiveMemory(not grid.computes_on_gpu), list[Movement]()
         self._grid, self._progress = grid, progress
-        self._events: list[Event] = []
+        self._events: list[RecordedEvent] = []
         self._layers: list[LayerPlan] = []
         self._types: dict[str, str] = {}
         self._blocks: dict[str, tuple[int, ...]] = {}
@@ -375,7 +375,7 @@ def bytes_here(x: Tensor) -> int:
     return x.shard.nbytes if isinstance(x, DistTensor) else x.nbytes
 
 
-def _way(events: Sequence[Event]) -> str:
+def _way(events: Sequence[RecordedEvent]) -> str:
     """Return a suffix for a function's name that says how it sends, from its events.
 
     The suffix is empty for a function that sends nothing, " across ranks" for one that sends, and "

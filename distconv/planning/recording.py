@@ -152,7 +152,7 @@ class Completion(NamedTuple):
     place: Place
 
 
-Event: TypeAlias = Compute | HostWork | Start | Completion
+RecordedEvent: TypeAlias = Compute | HostWork | Start | Completion
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Recording:
 
     rank: int
     ranks: int
-    events: tuple[Event, ...]
+    events: tuple[RecordedEvent, ...]
     memory: dict[str, int]
     """Bytes of each of `KINDS` at the moment when the rank holds most."""
     calls: tuple[LayerPlan, ...]

@@ -165,7 +165,7 @@ class Passage(NamedTuple):
 
 
 @dataclass
-class _UnderWay:
+class _InFlight:
     """Messages or a reduction that a simulated rank has started."""
 
     start: Start
@@ -189,8 +189,8 @@ class _Rank:
         """The time when the device is free; on CPUs the host is the device."""
         self.host = 0.0
         self.next = 0
-        self.started: dict[int, _UnderWay] = {}
-        self.unserved: list[_UnderWay] = []
+        self.started: dict[int, _InFlight] = {}
+        self.unserved: list[_InFlight] = []
         self.met = 0.0
         """The time when the rank last ended a wait."""
 
@@ -312,7 +312,7 @@ def _advance(
             rank.now += seconds
     elif isinstance(event, Start):
         _start(rank, event, machine)
-    elif not _finish(rank, event, ranks, machine):
+    elif not _complete(rank, event, ranks, machine):
         return False
     rank.next += 1
     return True
@@ -333,11 +333,11 @@ def _start(rank: _Rank, event: Start, machine: Machine) -> None:
         begun = rank.all_here(machine)
         rank.add(rank.now, rank.now + cost.posted, "communication", event.place)
         rank.now += cost.posted
-    rank.started[event.number] = movement = _UnderWay(event, cost, begun, rank.now)
+    rank.started[event.number] = movement = _InFlight(event, cost, begun, rank.now)
     rank.unserved.append(movement)
 
 
-def _finish(rank: _Rank, event: Completion, ranks: Mapping[int, _Rank], machine: Machine) -> bool:
+def _complete(rank: _Rank, event: Completion, ranks: Mapping[int, _Rank], machine: Machine) -> bool:
     here = rank.all_here(machine)
     for movement in rank.unserved:
         movement.served = here

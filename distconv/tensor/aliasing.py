@@ -105,7 +105,7 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
     if x.recipe is not None:
         _check_bases(x, operator)
     x.__dict__.pop("_redistributed", None)
-    x.settle()
+    x.separate()
 
 
 def _check_bases(x: DistTensorBase, operator: str) -> None:

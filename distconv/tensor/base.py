@@ -327,7 +327,7 @@ class DistTensorBase(torch.Tensor):
         """Return whether this rank holds the tensor's own block, so that `shard` sends nothing."""
         return "shard" in self.__dict__
 
-    def settle(self) -> None:
+    def separate(self) -> None:
         """Turn a merged tensor into an ordinary one with a block and an autograd node of its own.
 
         Collective for a merged tensor; any other tensor stays as it is.

@@ -261,7 +261,7 @@ class DistTensor(DistTensorBase):
         if self.replicas > 1:
             self._stay_distributed("to_local")
         if not self.requires_grad:
-            self.settle()  # what the program writes to the box is then the tensor's
+            self.separate()  # what the program writes to the box is then the tensor's
         axes = replicating_axes(self.cuts, self.grid.topology)
         block = collectives.unreplicate(self.shard, self.grid, axes)
         if grad is not None or not any(self.cuts):
@@ -335,7 +335,7 @@ class DistTensor(DistTensorBase):
     def requires_grad_(self, requires_grad: bool = True) -> DistTensor:
         """Let autograd record operations on this leaf; its `.grad` is then the serial gradient."""
         if requires_grad != self.requires_grad:
-            self.settle()
+            self.separate()
         fresh = requires_grad and not self.held.requires_grad
         if not requires_grad and self.leaf is not None:
             self.shard, self.leaf, self._memory.leaf = self.leaf, None, False
@@ -409,7 +409,7 @@ class DistTensor(DistTensorBase):
         if self.gradient_hook is not None:
             self.retained_gradient = value
         else:
-            self.settle()
+            self.separate()
             self.held.grad = value.shard
 
     @run_eagerly

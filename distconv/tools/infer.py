@@ -28,9 +28,9 @@ from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import Field, open_sources
 from distconv.data.writing.contiguous import Description
 from distconv.data.writing.save import (
+    commit_file,
     create_file,
     describe,
-    finish_file,
     kind_to_write,
     write_block,
 )
@@ -480,11 +480,11 @@ def _write_all(
         progress(f"{number} of {len(work)} slabs are written")
 
     @writing_to(path)
-    def finish() -> None:
-        finish_file(partial, path)
+    def commit() -> None:
+        commit_file(partial, path)
         notes.unlink()
 
-    on_rank_zero(grid, finish)
+    on_rank_zero(grid, commit)
 
 
 def _checksum(net: nn.Module) -> str:

@@ -29,7 +29,7 @@ from distconv.training.requests import (
 )
 from distconv.training.serving import Method, described, server_parts_of
 from distconv.training.team import Team
-from distconv.transport.link import Link, Message
+from distconv.transport.link import Link, LinkMessage
 
 
 class Worker:
@@ -238,7 +238,7 @@ class _Together(Connection):
         The arguments are those of `Connection.ask`, with this rank's blocks of `tensors`.
         """
         whole = None if tensors is None else self._whole(tensors)
-        found: list[Message] = []
+        found: list[LinkMessage] = []
         if self._grid.rank == 0 and self._lost is None:
             try:
                 found = self.answers(kind, whole, samples, steps)
@@ -256,7 +256,7 @@ class _Together(Connection):
             payload = found[i].payload if found else torch.empty(size, dtype=torch.uint8)
             payload = payload.to(self._grid.device)
             broadcast(payload, self._grid)
-            answers.append(Message(numbers, payload))
+            answers.append(LinkMessage(numbers, payload))
         answer = self.joined(answers)
         self.samples = answer.samples
         return answer._replace(tensors=[self._block(i, t) for i, t in enumerate(answer.tensors)])

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from distconv.grid.stall import time_limit
 from distconv.grid.words import user_line
-from distconv.transport.link import Link, LinkLost, LinkSilent, Message, message
+from distconv.transport.link import Link, LinkLost, LinkMessage, LinkSilent, message
 
 # `Packing`: tensors of known shapes and types in one message of bytes; some may be missing.
 
@@ -253,7 +253,7 @@ class Connection:
 
     def answers(
         self, kind: MessageKind, tensors: Sequence[Tensor | None] | None, samples: int, steps: int
-    ) -> list[Message]:
+    ) -> list[LinkMessage]:
         """Send a request to every rank of the server, and return their answers.
 
         The arguments are those of `ask`. Returns [] for a PUSH, which has no answer.
@@ -284,7 +284,7 @@ class Connection:
                 self._versions[j] = answer.numbers[1]
         return found
 
-    def joined(self, found: Sequence[Message]) -> Answer:
+    def joined(self, found: Sequence[LinkMessage]) -> Answer:
         """Return the answers of all ranks of the server as one, with the smallest of their counts.
 
         `found` is empty, or has an answer of each rank.
@@ -377,14 +377,14 @@ def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
             link.close()
 
 
-def loss_in(request: Message) -> float | None:
+def loss_in(request: LinkMessage) -> float | None:
     """Return the training loss in an update; None if there is none."""
     bits, there = request.numbers[4:6]
     loss: float = _LOSS.unpack(_BITS.pack(bits))[0]
     return loss if there else None
 
 
-def failed(why: str) -> Message:
+def failed(why: str) -> LinkMessage:
     """Return the message to clients that their server has failed, with the reason."""
     return message((MessageKind.FAILED,), in_bytes(f"the server has failed: {why}"))
 

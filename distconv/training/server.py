@@ -29,9 +29,9 @@ from distconv.data.checkpoint import (
 from distconv.training.history import History, TrainingLoss
 from distconv.training.requests import Client, Connection, MessageKind, Packing, copy_sent, loss_in
 from distconv.training.team import SERVER_FOLDER
-from distconv.transport.link import Message, message
+from distconv.transport.link import LinkMessage, message
 
-Due = list[tuple[int, Message]]
+Due = list[tuple[int, LinkMessage]]
 """Clients, each with the answer to send now."""
 
 
@@ -160,7 +160,7 @@ class Server:
         above = self.above is not None and self.above.stopped
         return above or self.report.stopped is not None
 
-    def handle(self, client: int, request: Message) -> Due:
+    def handle(self, client: int, request: LinkMessage) -> Due:
         """Handle a client's request. Return the answers to send now, each with its client's number.
 
         An answer may be for a client that has waited for this one. Raises MalformedRequest for a
@@ -187,7 +187,7 @@ class Server:
             return [(client, self._answer()), *self._due_answers()]
         raise MalformedRequest(f"a {kind.name}, which this method does not support")
 
-    def _kind(self, request: Message) -> MessageKind:
+    def _kind(self, request: LinkMessage) -> MessageKind:
         """Return the kind of a request; raise MalformedRequest if its numbers make no sense."""
         number, version, samples, steps, *_ = request.numbers
         known = number in set(MessageKind)
@@ -206,7 +206,7 @@ class Server:
         self._pending.pop(client, None)
         return self._due_answers()
 
-    def _note_update(self, client: int, kind: MessageKind, request: Message) -> Due:
+    def _note_update(self, client: int, kind: MessageKind, request: LinkMessage) -> Due:
         _, version, samples, steps, *_ = request.numbers
         try:
             tensors = self._packing.unpack(request.payload)
@@ -302,13 +302,13 @@ class Server:
             return self.above.ask(MessageKind.STATE).tensors
         return list(self.tensors)
 
-    def _answer(self, tensors: list[Tensor | None] | None = None, client: int = -1) -> Message:
+    def _answer(self, tensors: list[Tensor | None] | None = None, client: int = -1) -> LinkMessage:
         report = self.report
         counts = report.updates, report.samples, self.steps[client]
         numbers = (MessageKind.ANSWER, *counts, self.stopped)
         return message(numbers, None if tensors is None else self._packing.pack(tensors))
 
-    def _check(self, client: int, request: Message) -> None:
+    def _check(self, client: int, request: LinkMessage) -> None:
         theirs = bytes(request.payload.numpy()).decode(errors="replace")
         if theirs != self._agreed:
             raise ValueError(

@@ -32,7 +32,7 @@ SERVER_FOLDER = "server-{rank}"
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class TeamArrangement:
     """The roles of a job's ranks: servers first, then workers, group by group. No communication.
 
     With several groups, each has a server of its own, and these servers are clients of the first
@@ -159,7 +159,7 @@ class Team:
                     f"Team: {axis}={extent!r} is not an axis; choose from {', '.join(AXES)}"
                 )
             check_count("Team", axis, extent, 1)
-        self.arrangement = Arrangement(len(ranks), servers, groups, prod(extents.values()))
+        self.arrangement = TeamArrangement(len(ranks), servers, groups, prod(extents.values()))
         self.rank = comm.rank
         self.workers = self.arrangement.workers
         self.serves = self.arrangement.serves(self.rank)

@@ -48,17 +48,17 @@ class LinkSilent(LinkLost):
     """Raised if the rank at the other end of a link does not send or receive in time."""
 
 
-class Message(NamedTuple):
+class LinkMessage(NamedTuple):
     """A message of a link: six integers, and a payload of bytes, a uint8 tensor on the CPU."""
 
     numbers: tuple[int, ...]
     payload: Tensor
 
 
-def message(numbers: Sequence[int], payload: Tensor | None = None) -> Message:
+def message(numbers: Sequence[int], payload: Tensor | None = None) -> LinkMessage:
     """Return a message with these numbers, at most six; missing ones are 0."""
     filled = (*numbers, *(0,) * (_NUMBERS - len(numbers)))
-    return Message(filled, torch.empty(0, dtype=torch.uint8) if payload is None else payload)
+    return LinkMessage(filled, torch.empty(0, dtype=torch.uint8) if payload is None else payload)
 
 
 class Link:
@@ -73,7 +73,7 @@ class Link:
         self._missing = memoryview(self._head)
         connection.setblocking(False)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: LinkMessage) -> None:
         """Start to send a message; its payload must not change until sent. Raises LinkLost."""
         head = _HEAD.pack(*message.numbers, message.payload.numel())
         self._leaving.append(memoryview(head))
@@ -81,7 +81,7 @@ class Link:
             self._leaving.append(_memory(message.payload))
         self._push()
 
-    def poll(self) -> Message | None:
+    def poll(self) -> LinkMessage | None:
         """Return the next message if it has arrived, else None. Raises LinkLost.
 
         Also sends as many waiting bytes as the connection takes. If the connection is broken, the
@@ -112,11 +112,11 @@ class Link:
                     raise self._lost(f"it announces a message of {size} bytes") from error
                 self._numbers, self._missing = tuple(numbers), _memory(self._payload)
         assert self._numbers is not None
-        arrived = Message(self._numbers, self._payload)
+        arrived = LinkMessage(self._numbers, self._payload)
         self._numbers, self._missing = None, memoryview(self._head)
         return arrived
 
-    def receive(self, until: float) -> Message:
+    def receive(self, until: float) -> LinkMessage:
         """Wait for the next message and return it. Raises LinkLost.
 
         Raises LinkSilent if none has come by `until`, a time of `time.monotonic`, or inf.

@@ -135,14 +135,14 @@ def prefixed(name: str, store: Store) -> Store:
 
 
 def start(collective: Callable[..., Any], *arguments: Any) -> Any:
-    """Start a collective, and return its `Work` of torch.distributed, for `finish`."""
+    """Start a collective, and return its `Work` of torch.distributed, for `wait_for`."""
     try:
         return collective(*arguments)
     except RuntimeError as error:
         raise explained(error) from error
 
 
-def finish(work: Any) -> None:
+def wait_for(work: Any) -> None:
     """Wait until the collective whose `start` returned `work` is complete."""
     try:
         work.wait()
@@ -152,7 +152,7 @@ def finish(work: Any) -> None:
 
 def complete(collective: Callable[..., Any], *arguments: Any) -> None:
     """Run a collective on contiguous tensors, whose memory the caller may use again afterwards."""
-    finish(start(collective, *(lent(a) if isinstance(a, Tensor) else a for a in arguments)))
+    wait_for(start(collective, *(lent(a) if isinstance(a, Tensor) else a for a in arguments)))
 
 
 def lent(tensor: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class TorchCommunicator:
         if self.size == 1:
             return Comparison(lambda: None, most)
         work = start(self.group.allreduce, torch.frombuffer(most, dtype=torch.int64), ReduceOp.MAX)
-        return Comparison(partial(finish, work), most)
+        return Comparison(partial(wait_for, work), most)
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> TorchCommunicator:
         made = TorchCommunicator(self.store, self._me, ranks, purpose)

@@ -244,7 +244,7 @@ def test_every_sample_has_one_home_from_its_first_mini_batch_on(data: st.DataObj
         parts = range(topology.parts(axes))
         after = [homes.after(axes, part, arrivals) for part in parts]
         for batch, new in zip(batches, arrivals, strict=True):
-            came = homes.settle(new)
+            came = homes.keep(new)
             assert {sample for _, sample in came} == {s for s, _ in new.parts[axes]} and not (
                 kept & {s for s, _ in new.parts[axes]}
             )

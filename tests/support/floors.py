@@ -165,6 +165,18 @@ def foreign_private_names(sources: Sources) -> list[str]:
     return found
 
 
+def shared_class_names(sources: Sources) -> list[str]:
+    """Return the names that several classes or type aliases have, each with its modules."""
+    homes: dict[str, list[str]] = {}
+    for module, tree in sources.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+            elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+                homes.setdefault(ast.unparse(node.target), []).append(module)
+    return [f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 1]
+
+
 OF_PYTHON = {
     *("_asdict", "_fields", "_make", "_replace"),
     *("_current_frames", "_exit", "_getframe", "_run_exitfuncs"),

@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam
 import distconv as dc
 from distconv.training import AsynchronousElastic, Downpour, Report, ServerLost, Team, Worker, serve
 from distconv.training.server import server_state
-from distconv.training.team import Arrangement
+from distconv.training.team import TeamArrangement
 from tests.support.serial import deviation, raised_everywhere
 
 WORLD = MPI.COMM_WORLD
@@ -207,9 +207,9 @@ def test_every_worker_has_a_server_and_every_server_its_place(
     ranks = serving + of_worker * workers
     if workers < groups:
         with pytest.raises(ValueError, match="at least one worker in each"):
-            Arrangement(ranks, shards, groups, of_worker)
+            TeamArrangement(ranks, shards, groups, of_worker)
         return
-    team = Arrangement(ranks, shards, groups, of_worker)
+    team = TeamArrangement(ranks, shards, groups, of_worker)
     assert (team.servers, team.workers) == (serving, workers)
     assert sorted(r for w in range(workers) for r in team.ranks_of(w)) == list(
         range(serving, ranks)
@@ -230,4 +230,4 @@ def test_every_worker_has_a_server_and_every_server_its_place(
     assert max(in_group) - min(in_group) <= 1
     if of_worker > 1:
         with pytest.raises(ValueError, match=f"start {ranks} ranks"):
-            Arrangement(ranks + 1, shards, groups, of_worker)
+            TeamArrangement(ranks + 1, shards, groups, of_worker)

@@ -33,7 +33,9 @@ class ScaleAndOffset:
 
     def __init__(self, attributes: Mapping[str, Any], name: str) -> None:
         self.name = name
-        found = {key: _numbers(attributes, key, name) for key in _KEYS if key in attributes}
+        found = {
+            key: _numeric_attribute(attributes, key, name) for key in _KEYS if key in attributes
+        }
         if str(attributes.get("_Unsigned", "false")).strip("b'\"").lower() != "false":
             raise ValueError(
                 f"{name} has the attribute _Unsigned, which is not supported; store it in an "
@@ -158,7 +160,7 @@ _OF_HDF5 = (
 """Attributes by which HDF5 and NetCDF link an array to its dimensions in the same file."""
 
 
-def _numbers(attributes: Mapping[str, Any], key: str, name: str) -> NDArray[Any]:
+def _numeric_attribute(attributes: Mapping[str, Any], key: str, name: str) -> NDArray[Any]:
     """Return the value or values of the attribute `key`; raise ValueError if they are no numbers.
 
     `name` is the name of the array, for error messages.

@@ -121,8 +121,8 @@ def save(
         return create_file(partial, kind, arrays)
 
     @writing_to(path)
-    def finish() -> None:
-        finish_file(partial, path, next(iter(named)))
+    def commit() -> None:
+        commit_file(partial, path, next(iter(named)))
         clean()
 
     partial = Path(on_rank_zero(grid, prepare))
@@ -130,7 +130,7 @@ def save(
         offsets = on_rank_zero(grid, create)
         for name, x in named.items():
             write_block(partial, path, name, x, arrays[name], offsets.get(name))
-        on_rank_zero(grid, finish)
+        on_rank_zero(grid, commit)
     except BaseException:
         # Every rank raises its own error of the failure, whatever becomes of the unfinished file.
         with suppress(OSError):
@@ -241,7 +241,7 @@ def create_file(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> 
     return {name: offsets[name or _NAME] for name in arrays}
 
 
-def finish_file(partial: Path, path: Path, name: str | None = None) -> None:
+def commit_file(partial: Path, path: Path, name: str | None = None) -> None:
     """Bring a complete file, or zarr folder, to the disk, and rename it to `path`.
 
     It is compressed first where the suffix says so. `name` is the name of its first array.

@@ -97,7 +97,7 @@ class _WeightBlock:
 
 
 @dataclass(frozen=True)
-class LayerPart:
+class LocalLayer:
     """A rank's part of a layer: the inputs it gathers, its local operator, and its outputs.
 
     Attributes
@@ -132,10 +132,10 @@ class LayerPart:
     def operands(
         self, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return this rank's weight, the bias for the local operator, and the bias for `finish`.
+        """Return this rank's weight, the bias for the local operator, and the bias for `output`.
 
         The bias is this rank's block. It is the second result if the local operator is to add it,
-        and the third if `finish` is to add it after the sum over the ranks; the other result is
+        and the third if `output` is to add it after the sum over the ranks; the other result is
         None. Without a bias both are None. All ranks call it.
         """
         own = self._weight.of(weight, self.operator)
@@ -169,7 +169,7 @@ class LayerPart:
         block = (zero.squeeze() + saved.to(zero.dtype)).expand(self.box.shape)
         return block if bias is None else block + self._along(bias, block)
 
-    def finish(self, block: Tensor, bias: Tensor | None, grid: Grid) -> DistTensor:
+    def output(self, block: Tensor, bias: Tensor | None, grid: Grid) -> DistTensor:
         """Return the layer's output: the sum of the ranks' `block`s, scattered, plus `bias`.
 
         All ranks call it. `bias` is None if the local operator has added it already.
@@ -225,8 +225,8 @@ class WeightMeta(NamedTuple):
         return cls(tuple(weight.shape), cuts, None if bias is None else tuple(bias.shape))
 
 
-class Layer(NamedTuple):
-    """A layer as seen by one rank: the argument of `layer_part`, and the key of its cache.
+class LayerCall(NamedTuple):
+    """A layer as seen by one rank: the argument of `local_layer`, and the key of its cache.
 
     Attributes
     ----------
@@ -267,7 +267,7 @@ algorithm: Callable[[], str] = _CHOSEN.get
 
 
 @lru_cache(maxsize=4096)
-def layer_part(layer: Layer) -> LayerPart:
+def local_layer(layer: LayerCall) -> LocalLayer:
     """Return a rank's part of a layer.
 
     The cuts of a distributed weight decide how the layer is divided. The algorithm set by
@@ -286,7 +286,7 @@ def layer_part(layer: Layer) -> LayerPart:
     cuts = replaced_at(cuts, of_channels, division.channels)
     rows, columns = map(x.topology.parts, (division.filters, division.channels))
     own = x.cuts[d] == division.channels
-    return LayerPart(
+    return LocalLayer(
         operator=operator,
         cuts=replaced_at(x.cuts, d, division.channels),
         needs=layer.needs,
@@ -304,7 +304,7 @@ def layer_part(layer: Layer) -> LayerPart:
     )
 
 
-def _grouped_layer_part(layer: Layer) -> LayerPart:
+def _grouped_layer_part(layer: LayerCall) -> LocalLayer:
     """Return a rank's part of a grouped layer: its own filters, and the channels of their groups.
 
     The channels of a group that lies on several ranks are sent to all of these ranks. Each of them
@@ -326,7 +326,7 @@ def _grouped_layer_part(layer: Layer) -> LayerPart:
         taken = (slice(*_interval(needs, filters)),) if axes else None
         return _WeightBlock((needs, *(Same(),) * others), cuts, taken)
 
-    return LayerPart(
+    return LocalLayer(
         operator=layer.operator,
         cuts=made,
         needs=replaced_at(layer.needs, d, Same() if aligned else together),
@@ -351,14 +351,14 @@ def _interval(needs: IndexMap, outputs: Interval) -> Interval:
     return next(iter(needs.intervals(0, start, stop))) if start < stop else (0, 0)
 
 
-def _over_groups(layer: Layer) -> Axes:
+def _over_groups(layer: LayerCall) -> Axes:
     """Return the axes over which the filters of a grouped layer, and so its groups, are cut."""
     given, cut = layer.weight_axes(0), layer.x.cuts[layer.dimension]
     axes = (*given, *(a for a in cut if a not in given))
     return cut if len(axes) == len(cut) else axes
 
 
-def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
+def _division(layer: LayerCall, of_filters: int, of_channels: int) -> Division:
     """Return the division of a layer without groups; the same on all ranks.
 
     `of_filters` and `of_channels` are the numbers, 0 or 1, of the weight's two dimensions.
@@ -385,7 +385,7 @@ def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
     )
 
 
-def _communication_in_the_middle(layer: Layer, division: Division) -> int:
+def _communication_in_the_middle(layer: LayerCall, division: Division) -> int:
     """Return the number of elements received by all ranks that share one block of space.
 
     These ranks differ only along the axes that cut channels or filters. Their block of samples and

@@ -27,7 +27,13 @@ from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import rank_box
 from distconv.geometry.plan import Plan
 from distconv.grid.words import module_path
-from distconv.ops.conv.channel_algorithms import Layer, LayerPart, WeightMeta, algorithm, layer_part
+from distconv.ops.conv.channel_algorithms import (
+    LayerCall,
+    LocalLayer,
+    WeightMeta,
+    algorithm,
+    local_layer,
+)
 from distconv.ops.conv.convolution import Convolution, TransposedConvolution
 from distconv.ops.conv.local_convolution import LocalConvolution
 from distconv.ops.conv.overlapped import may_overlap, overlapped_convolution
@@ -127,7 +133,7 @@ def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
 class _Plan(NamedTuple):
     """A rank's plan for computing its part of a convolution; cached by global metadata."""
 
-    part: LayerPart
+    part: LocalLayer
     inputs: Plan | None
     """The plan that gathers the part's inputs; None if every rank has its own."""
     local: LocalConvolution
@@ -155,7 +161,7 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
     sizes = thresholds(on_accelerator(x.shard, x.grid.computes_on_gpu))
     plan = _plan(spec, Placement.of(x), meta, algorithm(), chosen_method(), sizes)
     weight, bias, late = plan.part.operands(weight, bias)
-    return plan.part.finish(_convolve_block(x, weight, bias, plan), late, x.grid)
+    return plan.part.output(_convolve_block(x, weight, bias, plan), late, x.grid)
 
 
 def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
@@ -188,8 +194,10 @@ def _plan(
     shape = spec.output_shape(x.shape, weights.shape, weights.bias)
     maps = spec.index_maps(weights.shape[2:])
     needs = (Same(), Same(), *spec.inputs_to_gather(maps, x.cuts))
-    layer = Layer(spec.name, x, weights, shape, needs, algorithm, 1, spec.groups, spec.transposed)
-    part = layer_part(layer)
+    layer = LayerCall(
+        spec.name, x, weights, shape, needs, algorithm, 1, spec.groups, spec.transposed
+    )
+    part = local_layer(layer)
     boundary, parts = None, tuple(map(x.topology.parts, x.cuts[2:]))
     overlaps = part.stays and may_overlap(
         x, method, spec.fewest_to_overlap(weights.shape, sizes) // part.blocks

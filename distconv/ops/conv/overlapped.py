@@ -101,7 +101,7 @@ class _OverlappedConvolution(ShardFunction):
     ) -> Tensor:
         arriving = transfer.start_forward(x)
         made = local.forward(edge.own, x, weight, bias)
-        halos = arriving.finish()
+        halos = arriving.wait()
         y = crop_outputs(made, edge.crop)
         for slab in edge.slabs:
             inputs, taps = slab_inputs(slab, halos), weight[slab.taps]
@@ -148,5 +148,5 @@ class _OverlappedConvolution(ShardFunction):
         for taps, dtaps in of_taps:
             dw[taps].add_(dtaps)
         if of_input:
-            arriving.finish_adding_to(dx)
+            arriving.wait_and_add_to(dx)
         return dx, dw, db, None, None, None

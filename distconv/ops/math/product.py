@@ -20,7 +20,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import common_factors, cutting_axes, replaced_at
-from distconv.ops.conv.channel_algorithms import Layer, WeightMeta, algorithm, layer_part
+from distconv.ops.conv.channel_algorithms import LayerCall, WeightMeta, algorithm, local_layer
 from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.merged import (
@@ -325,7 +325,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _along_merged(x, weight, bias)
     shape = (*x.shape[:-1], weight.shape[0])
     needs = (Same(),) * x.dim()
-    layer = Layer(
+    layer = LayerCall(
         "linear",
         Placement.of(x),
         WeightMeta.of(weight, bias),
@@ -334,10 +334,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         algorithm(),
         dimension=x.dim() - 1,
     )
-    part = layer_part(layer)
+    part = local_layer(layer)
     weight, bias, late = part.operands(weight, bias)
     buffer = gather_inputs(x, part.needs, part.cuts, part.operator)
-    return part.finish(F.linear(buffer, weight, bias), late, x.grid)
+    return part.output(F.linear(buffer, weight, bias), late, x.grid)
 
 
 def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:

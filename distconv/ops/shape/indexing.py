@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distconv.geometry.index_maps import IndexMap, Same, Span, Strided
+from distconv.geometry.index_maps import Concatenated, IndexMap, Same, Strided
 from distconv.geometry.layout import Shape
 from distconv.ops.shape.lookup import index_select, picked_by_mask, rows_of, wrap_negative
 from distconv.ops.shape.reshape import unflatten, unsqueeze
@@ -348,7 +348,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     for x in pieces:
         needs: list[IndexMap] = [Same()] * x.dim()
         if cuts[d]:
-            needs[d] = Span(offset, total)
+            needs[d] = Concatenated(offset, total)
         buffers.append(gather_inputs(x, needs, cuts, "cat"))
         offset += x.shape[d]
     shape = (*largest.shape[:d], total, *largest.shape[d + 1 :])

@@ -61,7 +61,7 @@ def _study_options(parser: argparse.ArgumentParser) -> None:
     shared.add_step_options(parser)
     shared.add_report_option(parser)
     parser.set_defaults(machine=None)  # without a machine nothing is predicted
-    numbers: dict[str, Any] = {"type": _numbers, "default": [], "metavar": "N,N,..."}
+    numbers: dict[str, Any] = {"type": _numbers_of_ranks, "default": [], "metavar": "N,N,..."}
     add("--ranks", help="the numbers of ranks to run", **numbers)
     add("--predict-ranks", help="the numbers of ranks to predict without running", **numbers)
     text = (
@@ -78,7 +78,7 @@ def _study_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="FILE", help=text)
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers_of_ranks(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
