@@ -214,6 +214,16 @@ class Window(Ascending):
         last = (stop - 1) * self.stride - self.padding[0] + self.extent
         return ((first, last),)
 
+    def misses_input(self, size: int) -> bool:
+        """Return whether some window covers padding only, as its dilation steps over the input."""
+        if self.dilation <= size:
+            return False
+        last = (self.output_size(size) - 1) * self.stride - self.padding[0]
+        return any(
+            all(not 0 <= first + tap * self.dilation < size for tap in range(self.kernel))
+            for first in range(-self.padding[0], last + 1, self.stride)
+        )
+
 
 @dataclass(frozen=True)
 class TransposedWindow(Ascending):

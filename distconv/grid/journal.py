@@ -276,28 +276,13 @@ class Journal:
 
         Collective. Raises DivergenceError on every rank if entries differ.
         """
-        return self.answer(self.ask(event, number))
-
-    def ask(self, event: str, number: int) -> Comparison | None:
-        """Start the comparison of `agrees` without waiting; `answer` takes the result. Collective.
-
-        The result is None on a single rank.
-        """
         if not self.compares:
-            return None
+            return True
         self._begin_step()
         self._write(event, None)
         self.place = None
-        return self._start(number)
-
-    def answer(self, question: Comparison | None) -> bool:
-        """Wait for the comparison that `ask` started, and return or raise as `agrees` does."""
-        if question is None:
-            return True
-        if question is self._under_way:
-            self._wait()
-        _, number_alike = question.wait()
-        return number_alike
+        self._start(number)
+        return self._wait()
 
     def latest(self) -> int | None:
         """Return `place`, to mark a tensor made now; None on a thread that must not communicate."""
@@ -327,25 +312,28 @@ class Journal:
         self._last.append((text, line))
         self.written += 1
 
-    def _start(self, number: int = 0) -> Comparison:
-        """Start to compare the checksum of all entries, and `number`, and return the comparison.
+    def _start(self, number: int = 0) -> None:
+        """Start to compare the checksum of all entries, and `number`.
 
         An earlier comparison is finished first.
         """
         self._wait()
         self._since = 0
-        self._under_way = begun = self._comm.compare([self._checksum, number])
-        return begun
+        self._under_way = self._comm.compare([self._checksum, number])
 
-    def _wait(self) -> None:
-        """Finish the comparison that was started last; raise DivergenceError if entries differ."""
+    def _wait(self) -> bool:
+        """Finish the comparison that was started last; return whether its numbers were equal.
+
+        Raises DivergenceError on every rank if entries differ.
+        """
         if self._under_way is None:
-            return
+            return True
         comparison, self._under_way = self._under_way, None
         with Wait(self.waiting):
-            alike, _ = comparison.wait()
+            alike, numbers_alike = comparison.wait()
         if not alike:
             raise DivergenceError(self._differences())
+        return numbers_alike
 
     def _differences(self) -> str:
         """Return the error message for ranks that differ, and reset the journal. Collective."""

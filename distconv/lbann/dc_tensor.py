@@ -459,8 +459,8 @@ def forward_halo_exchange(
     Raises
     ------
     ValueError
-        On every rank of the replica, if blocks do not fit, a block is empty, the size is negative,
-        or there is no such dimension.
+        On every rank of the replica, if blocks do not fit, arguments differ between ranks, a block
+        is empty, the size is negative, or there is no such dimension.
     RuntimeError
         On every rank of the replica, if a periodic dimension is shorter than the halo.
     """
@@ -503,6 +503,10 @@ def _halo_plan(
     check_plain(tensor, f"{caller}: tensor")
     check_strategy(parallel_strategy, caller)
     ps, grid = parallel_strategy, parallel_strategy.grid
+    layout = ps.layout(tensor.dim())
+    cuts = effective_cuts(layout.cuts(tensor.dim()), grid.topology)
+    given = dict(halo_size=halo_size, dim_index=dim_index, is_periodic=is_periodic)
+    shape = list(global_shape(tensor, grid, cuts, layout, caller, **given))
     if type(dim_index) is not int or not 0 <= dim_index < len(ps.shard_dim):
         raise ValueError(
             f"{caller}: dim_index={dim_index!r}; expected the position of a dimension in "
@@ -510,9 +514,7 @@ def _halo_plan(
         )
     if halo_size < 0:
         raise ValueError(f"{caller}: halo_size={halo_size}; expected 0 or more")
-    layout, along = ps.layout(tensor.dim()), ps.shard_dim[dim_index]
-    cuts = effective_cuts(layout.cuts(tensor.dim()), grid.topology)
-    shape = list(global_shape(tensor, grid, cuts, layout, caller))
+    along = ps.shard_dim[dim_index]
     if with_halos:
         shape[along] -= 2 * halo_size * ps.num_shards[dim_index]
     if shape[along] < ps.num_shards[dim_index]:

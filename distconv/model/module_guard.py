@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from operator import is_
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from distconv.comm.checksums import due, unequal
+from distconv.grid.journal import DivergenceError
 from distconv.grid.words import differences
 from distconv.model.consistency import checked_state
 from distconv.model.gradient_reduction import GradientReduction, reduction_of
@@ -26,7 +28,6 @@ from distconv.torch_private import (
     parts_and_parameters,
     run_eagerly,
 )
-from distconv.transport.interface import Comparison
 
 # Refusal of torch's wrappers that average or shard gradients, around parallelized modules.
 #
@@ -116,8 +117,8 @@ class ModuleGuard:
         """The dictionaries of parameters and submodules of the module and its submodules."""
         self._entries: list[Any] = []
         """The parameters and submodules that were in these dictionaries."""
-        self._question: Comparison | None = None
-        """The comparison of the call under way between ranks."""
+        self._modules: list[nn.Module] = []
+        """The module and its submodules at that time."""
         self._calls = object()
         """A placeholder for the calls of the module, which the grid counts."""
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -146,6 +147,7 @@ class ModuleGuard:
         if not torch.is_grad_enabled():
             if outermost and self._together(inputs):
                 self._check_equal(module)
+                self._check_agreement(module)
             return
         check_untraced("a parallelized module", inputs)
         check_no_active_wrapper()
@@ -165,11 +167,7 @@ class ModuleGuard:
                 )
         if outermost:
             self._check_equal(module)
-            mode = "training" if module.training else "evaluation"
-            self._question = self._grid.journal.ask(
-                f"call of a parallelized module in {mode} mode",
-                self._reduction.layout ^ self._reduction.enabled,
-            )
+            self._check_agreement(module)
 
     def _fits(self, grid: Any) -> bool:
         """Return whether inputs of the module may live on `grid`."""
@@ -187,9 +185,13 @@ class ModuleGuard:
         distributed = (x for x in inputs if isinstance(x, DistTensor))
         return any(any(x.cuts) and x.grid == self._grid for x in distributed)
 
-    def _check_structure(self, module: nn.Module) -> None:
+    def _same_structure(self) -> bool:
         entries = [x for table in self._tables for x in table.values()]
-        if entries and all(map(is_, entries, self._entries)) and len(entries) == len(self._entries):
+        same = len(entries) == len(self._entries) and all(map(is_, entries, self._entries))
+        return same and bool(entries)
+
+    def _check_structure(self, module: nn.Module) -> None:
+        if self._same_structure():
             return
         check_unwrapped(module)
         if [id(p) for p in module.parameters()] != [id(p) for p in self._parameters]:
@@ -201,7 +203,8 @@ class ModuleGuard:
                 "which replaces parameters"
             )
         # torch takes long to walk through all submodules.
-        self._tables = [t for m in module.modules() for t in parts_and_parameters(m)]
+        self._modules = list(module.modules())
+        self._tables = [t for m in self._modules for t in parts_and_parameters(m)]
         self._entries = [x for table in self._tables for x in table.values()]
 
     def _after_forward(self, module: nn.Module, _: Any, result: Any) -> None:
@@ -217,8 +220,6 @@ class ModuleGuard:
             # After an error torch calls this hook, too, maybe before the other one.
             return
         call.leave()
-        if call.outermost:
-            self._check_agreement(module)
         results = tensors_in(result)
         for x in results:
             if isinstance(x, DistTensor):
@@ -249,17 +250,32 @@ class ModuleGuard:
             )
 
     def _check_agreement(self, module: nn.Module) -> None:
-        """Raise on every rank if ranks train different parameters, or differ in `no_sync`."""
-        question, self._question = self._question, None
-        if self._grid.journal.answer(question):
+        """Raise on every rank if ranks call the module, or train its parameters, differently.
+
+        It waits for all ranks before the module sends any message, as modules in training and in
+        evaluation send different ones. Collective.
+        """
+        modules = self._modules if self._same_structure() else module.modules()
+        records, reduction = torch.is_grad_enabled(), self._reduction
+        number = crc32(bytes([bool(part.training) for part in modules]), records)
+        if records:
+            number ^= reduction.layout ^ reduction.enabled
+        called = type(module).__name__
+        if self._grid.journal.agrees(f"call of the parallelized {called}", number):
             return
-        names = (name for name, _ in module.named_parameters())
-        kinds = dict(zip(names, map(self._reduction.kind, self._parameters), strict=True))
-        kinds["no_sync"] = "off" if self._reduction.enabled else "on"
-        found = differences(self._grid.all_gather_object(kinds))
+        state = {
+            name or called: f"in {'training' if part.training else 'evaluation'} mode"
+            for name, part in module.named_modules()
+        }
+        state["the recording of gradients"] = "on" if records else "off"
+        if records:
+            names = (name for name, _ in module.named_parameters())
+            state |= zip(names, map(reduction.kind, self._parameters), strict=True)
+            state["no_sync"] = "off" if reduction.enabled else "on"
+        found = differences(self._grid.all_gather_object(state))
         more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
-        raise RuntimeError(
-            "the ranks call the parallelized module differently, and would sum gradients of "
-            f"different parameters: {'; '.join(found[:8])}{more}. Freeze and unfreeze parameters, "
-            "and enter no_sync, identically on every rank"
+        raise DivergenceError(
+            f"the ranks call the parallelized {called} differently: {'; '.join(found[:8])}{more}. "
+            "Call train() and eval(), freeze and unfreeze parameters, and enter no_grad and "
+            "no_sync, identically on every rank"
         )

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 def global_shape(
-    local: Tensor, grid: Grid, cuts: Cuts, layout: Layout, operator: str
+    local: Tensor, grid: Grid, cuts: Cuts, layout: Layout, operator: str, **arguments: object
 ) -> tuple[int, ...]:
     """Return the global shape of the tensor of which each rank passes its block. Collective.
 
-    `cuts` are the cuts of the tensor. `layout` is compared between ranks, as each may pass another;
-    `operator` is named in errors. In the first 16 calls, and in every 64th later, the contents are
-    compared, too: ranks that hold the same block must pass equal ones. Raises `ValueError` on every
-    rank, naming the rank whose block does not fit.
+    `cuts` are the cuts of the tensor. `layout` and further `arguments` are compared between ranks,
+    as each may pass another; `operator` is named in errors. In the first 16 calls, and in every
+    64th later, the contents are compared, too: ranks that hold the same block must pass equal ones.
+    Raises `ValueError` on every rank, naming the rank whose block does not fit.
     """
     # A tensor on the CPU moves to the grid's device.
     device = "cpu" if local.device == grid.device else str(local.device)
@@ -48,7 +48,7 @@ def global_shape(
     whole = None if any(cuts) else local.shape
     check = replicated and due((operator, line, whole), grid)
     mine = {"type": str(local.dtype), "requires_grad": local.requires_grad}
-    mine |= {"layout": layout, "grid": str(grid)}
+    mine |= {"layout": layout, "grid": str(grid), **arguments}
     number = checksum(local, grid.journal.debug) if check else None
     held = grid.all_gather_object((tuple(local.shape), mine, device, number, line))
     shapes, facts, devices, sums, lines = zip(*held, strict=True)

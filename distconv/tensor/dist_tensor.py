@@ -54,7 +54,7 @@ from distconv.tensor.dispatch import (
 )
 from distconv.tensor.memory_format import channels_last
 from distconv.tensor.ownership import started_at, undeclared
-from distconv.tensor.recording import check_brought, check_recorded, gradient_seed
+from distconv.tensor.recording import check_brought, check_recorded, gradient_seed, ignores_first
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
 from distconv.torch_private import (
     ShardFunction,
@@ -586,7 +586,7 @@ def _run(
         operands = tensors_in(*args, *named.values())
     entered: dict[int, Tensor] = {}
     if func not in UNCHECKED:
-        entered = check_recorded(func, *operands, unused_first=named.get("beta") == 0)
+        entered = check_recorded(func, *operands, unused_first=ignores_first(func, args, named))
     if func not in UNCHECKED and autocast_is_on():
         rule = autocast.under_autocast(rule, func, operands)
     if out is None:

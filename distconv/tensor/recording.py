@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,9 +85,12 @@ _OVERWRITING: set[Any] = {
     *(getattr(torch.Tensor, f"{name}_") for name in ("copy", "index_copy", "index_fill")),
     *(getattr(torch.Tensor, f"{name}_") for name in ("index_put", "put", "scatter")),
     *(getattr(torch.Tensor, f"masked_{name}_") for name in ("fill", "scatter")),
-    torch.index_put_,
+    *(torch.Tensor.fill_, torch.fill_, torch.index_put_),
 }
 """Functions whose first argument may be memory that nothing has been written to yet."""
+
+_ACCUMULATING = {torch.Tensor.index_put_, torch.Tensor.put_, torch.index_put_}
+"""Functions that read their first argument with accumulate=True, their fourth."""
 
 _OF_METADATA: set[Any] = {
     *(getattr(torch.Tensor, f"{name}_as") for name in ("expand", "reshape", "type", "view")),
@@ -97,10 +100,21 @@ _OF_METADATA: set[Any] = {
 
 _ADDED: set[Any] = {
     getattr(home, name)
-    for home in (torch, torch.Tensor)
     for name in ("addmm", "addmv", "baddbmm", "addbmm", "addr")
+    for home, name in ((torch, name), (torch.Tensor, name), (torch.Tensor, f"{name}_"))
 }
 """Functions that ignore their first argument with beta=0."""
+
+
+def ignores_first(operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Return whether `operator(*args, **named)` reads no element of its first argument.
+
+    An element that is not written over keeps its value, which counts as no reading.
+    """
+    if operator in _ADDED:
+        return named.get("beta") == 0
+    adds = operator in _ACCUMULATING and (named.get("accumulate") or any(args[3:]))
+    return operator in _OVERWRITING and not adds and named.get("reduce") is None
 
 
 def check_recorded(
@@ -117,8 +131,8 @@ def check_recorded(
     Raises UnsupportedOperation on every rank if a user's autograd Function was applied to a
     DistTensor itself, or a plain operand depends on a value of `to_local` or `full_tensor`;
     ValueError if operands live on different grids, or plain ones differ between ranks, unless
-    `compared` is false. The errors name `operator`. `unused_first` states that beta=0 was given,
-    with which some functions ignore their first argument.
+    `compared` is false. The errors name `operator`. With `unused_first` the first operand may
+    differ, too.
     """
     distributed, lost = [], None
     with without_torch_function():
@@ -159,8 +173,7 @@ def check_recorded(
             if grid is not None and grid.size > 1 and torch.is_grad_enabled():
                 # torch allows a scalar on the CPU beside tensors on a GPU.
                 entered[id(x)] = enter(x if x.dim() else x.to(grid.device), grid)
-    ignored = operator in _OVERWRITING or (unused_first and operator in _ADDED)
-    if ignored and plain and plain[0] is operands[0]:
+    if unused_first and plain and plain[0] is operands[0]:
         del plain[0]
     if plain and compared and operator not in _OF_METADATA:
         _check_plain(operator, plain, distributed)

@@ -141,13 +141,14 @@ def check_mpi_runs() -> None:
 
 
 def keep_launcher_from_children() -> None:
-    """Hide MPICH's connection to its launcher, once MPI runs, from processes that this rank starts.
+    """Hide MPI's connection to its launcher, once MPI runs, from processes that this rank starts.
 
-    A child that imports mpi4py, as a spawned worker may, would start MPI with a connection that it
-    does not have, and end the job.
+    A child that imports mpi4py, as a spawned worker may, would start MPI as this rank once more.
+    MPICH's job then ends, and Open MPI's, which connects by PMIx, crashes or never ends.
     """
     if _ranks_of_mpi():
-        os.environ.pop("PMI_FD", None)
+        for name in [name for name in os.environ if name == "PMI_FD" or name.startswith("PMIX_")]:
+            del os.environ[name]
 
 
 def _ranks_of_mpi() -> int:

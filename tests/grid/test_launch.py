@@ -174,6 +174,17 @@ def test_spawned_workers_of_a_script_that_imports_mpi4py_do_not_end_the_job(tmp_
     assert end.stdout.count("is a worker started by multiprocessing") == 4
 
 
+@pytest.mark.parallel([1, 2])
+def test_spawned_workers_get_no_connection_to_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PMI_FD", "PMIX_NAMESPACE", "PMIX_SERVER_URI41", "PMIX_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")  # by which a worker is known to be one
+    distconv.ProcessGrid(height=-1)
+    left = [name for name in os.environ if name.startswith(("PMI", "OMPI_COMM_WORLD_RANK"))]
+    assert "OMPI_COMM_WORLD_RANK" in left and not {"PMI_FD", "PMIX_RANK"} & {*left}
+    assert not any(name.startswith("PMIX_") for name in left)
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -181,3 +182,25 @@ def test_misuse_of_halo_exchanges_raises_on_every_rank() -> None:
     ):
         assert message in raised_everywhere(error, call)
     close(forward_halo_exchange(x, 1, ps).shape, (1, 1, 6, 2))
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("exchange", [forward_halo_exchange, backward_halo_exchange])
+def test_arguments_of_halo_exchanges_that_differ_between_ranks_raise_on_every_rank(
+    exchange: Callable[..., Tensor],
+) -> None:
+    ps, last = strategy(WORLD.size), WORLD.rank == WORLD.size - 1
+    x = torch.ones(1, 1, 8, 2)
+    for name, usual, other in (
+        ("halo_size", 1, 2),
+        ("halo_size", 2, 0),
+        ("halo_size", 1, -1),
+        ("dim_index", 0, 1),
+        ("is_periodic", False, True),
+    ):
+        given: dict[str, Any] = dict(halo_size=1) | {name: other if last else usual}
+        message = raised_everywhere(
+            ValueError, lambda given=given: exchange(x, parallel_strategy=ps, **given)
+        )
+        assert f"{name} is {usual} on rank" in message and f"and {other} on rank" in message
+    assert exchange(x, 1, ps).shape[2] in (6, 10)

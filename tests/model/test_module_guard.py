@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
 import distconv as dc
-from tests.grid.test_abort import job
+from distconv.grid.journal import DivergenceError
 from tests.support.serial import raised_everywhere
 
 WORLD = MPI.COMM_WORLD
@@ -75,22 +73,49 @@ def test_memory_formats_that_differ_are_named() -> None:
     assert "(27, 9, 3, 1)" in message
 
 
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.conv(x)))
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("axis", ["sample", "height"])
+@pytest.mark.parametrize("records", [True, False])
 @pytest.mark.parametrize("steps", [0, 20])
-def test_modes_that_differ_end_the_job_though_ranks_wait_in_the_forward_pass(
-    tmp_path: Path, steps: int
+def test_modules_whose_modes_differ_are_named_before_any_of_them_computes(
+    axis: str, records: bool, steps: int
 ) -> None:
-    body = f"""
-model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
-dc.parallelize(model, grid)
-small = dc.distribute_tensor(torch.rand(1, 1, 16, 8), grid)
-for step in range({steps}):
-    model(small)
-model.train(grid.rank != 1)(small)
-"""
-    end = job(tmp_path, body)
-    assert end.returncode != 0
-    assert "rank 0: call of a parallelized module in training mode" in end.stderr
-    assert "rank 1: call of a parallelized module in evaluation mode" in end.stderr
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(**{axis: -1})
+    model = dc.parallelize(Dropping(), grid)
+    x = dc.distribute_tensor(torch.rand(4, 3, 8, 8), grid)
+    others = "rank 0" if WORLD.size == 2 else "ranks 0, 2-3"
+    for name in ("", "norm", "drop"):
+        model.train()
+        with torch.set_grad_enabled(records):
+            for _ in range(steps):
+                model(x)
+            means = model.norm.running_mean.clone()
+            model.get_submodule(name).train(WORLD.rank != 1)
+            message = raised_everywhere(DivergenceError, lambda: model(x))
+        named = f"{name or 'Dropping'} is in training mode on {others} and in evaluation mode on"
+        assert f"{named} rank 1" in message and torch.equal(model.norm.running_mean, means)
+        assert message.count(" is in training mode on") == (1 if name else 4)
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_rank_that_records_no_gradients_is_named() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(net(), grid)
+    x = dc.distribute_tensor(torch.zeros(4, 3, 16, 8), grid)
+    with torch.set_grad_enabled(WORLD.rank != 1):
+        message = raised_everywhere(DivergenceError, lambda: model(x))
+    assert "the recording of gradients is on on rank" in message and "off on rank 1" in message
+    model(x)
 
 
 @pytest.mark.parallel([2])

@@ -267,6 +267,10 @@ OVER: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "scatter_": lambda out, y: out.scatter_(0, torch.arange(4)[:, None].expand(4, 6), y),
     "masked_fill_": lambda out, y: out.masked_fill_(y == y, 2.0),
     "masked_scatter_": lambda out, y: out.masked_scatter_(y == y, y),
+    "fill_": lambda out, y: out.fill_(y.sum()),
+    "torch.fill_": lambda out, y: torch.fill_(out, y.sum()),
+    "addmm_": lambda out, y: out.addmm_(y, y.T @ y, beta=0),
+    "addr_": lambda out, y: out.addr_(y[:, 0], y[0], beta=0),
 }
 
 
@@ -314,8 +318,27 @@ def test_memory_that_is_not_read_may_differ_between_ranks(name: str) -> None:
     agrees(function, [random_tensor(rng, (4, 6))], [], grid, rng)
 
 
-@pytest.mark.parallel([2])
-def test_memory_that_is_read_before_it_is_written_is_told() -> None:
+READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "+": lambda out, y: y + out,
+    "index_put_": lambda out, y: out.index_put_((torch.tensor([1, 1]),), y[:2], accumulate=True),
+    "torch.index_put_": lambda out, y: torch.index_put_(out, (torch.tensor([0]),), y[:1], True),
+    "put_": lambda out, y: out.put_(torch.tensor([1, 1]), y[0, :2], accumulate=True),
+    "put_ by position": lambda out, y: out.put_(torch.tensor([1, 1]), y[0, :2], True),
+    "scatter_": lambda out, y: out.scatter_(0, torch.zeros(4, 6).long(), y, reduce="add"),
+    "scatter_add_": lambda out, y: out.scatter_add_(0, torch.zeros(4, 6).long(), y),
+    "index_add_": lambda out, y: out.index_add_(0, torch.arange(4), y),
+    "addmm_": lambda out, y: out.addmm_(y, y.T @ y),
+}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("name", READ)
+def test_memory_that_is_read_before_it_is_written_is_told(name: str, recorded: bool) -> None:
     grid = dc.ProcessGrid(width=-1)
-    x = dc.distribute_tensor(torch.ones(1, 1, 4), grid)
-    raised_everywhere(ValueError, lambda: x + torch.full((4,), float(grid.rank)))
+    y = dc.distribute_tensor(torch.ones(4, 6), grid, dc.Layout(channel="width"))
+    out = torch.full((4, 6), float(grid.rank))
+    with torch.set_grad_enabled(recorded):
+        y.requires_grad_(recorded)
+        message = raised_everywhere(ValueError, lambda: READ[name](out, y))
+    assert "a plain tensor, (4, 6) of float32, takes part and is not the same" in message

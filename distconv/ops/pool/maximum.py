@@ -21,8 +21,9 @@ from distconv.ops.support.assembled import (
     plan_windows,
     window_arguments,
 )
+from distconv.ops.support.in_place import is_recorded
 from distconv.ops.support.operands import Placement, constant, empty_block, unravel
-from distconv.tensor.dispatch import implements
+from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import ShardFunction, max_pool_with_places
 
@@ -132,6 +133,16 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         windows = make_windows(kernel_size, stride, padding, dilation, ceil_mode, n)
         kernels, strides, _, dilations = window_arguments(windows)
         plan, starts = _planned(local, Placement.of(input), windows, ceil_mode)
+        if (places or is_recorded((input,))) and any(
+            window.misses_input(size) for window, size in zip(windows, input.shape[2:], strict=True)
+        ):
+            refuse(
+                name,
+                f"a window of dilation={dilations} covers padding only, and torch's place of its "
+                "maximum is outside the window",
+                input,
+                way_out="Choose a smaller dilation, or call it without indices under no_grad()",
+            )
         found: list[Tensor] = []
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:

@@ -47,6 +47,24 @@ def test_windows_of_nothing_but_the_lowest_value_take_their_first_element(
                 agrees(pooled, [x], [], random_grid(rng), rng)
 
 
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("axis", ["sample", "height", "width"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_windows_of_padding_only_have_serial_maxima_and_neither_places_nor_gradients(
+    n: int, axis: str
+) -> None:
+    grid = dc.ProcessGrid(**{axis: -1})
+    x = torch.arange(2 * 3 * 4.0**n).view(2, 3, *(4,) * n)
+    # The window at -1 has taps at -1 and 4, and the one at 2 at 2 and 7.
+    arguments: dict[str, Any] = dict(kernel_size=2, stride=3, padding=1, dilation=5)
+    serial, pooled = MAX[n](x, **arguments), MAX[n](dc.distribute_tensor(x, grid), **arguments)
+    assert torch.equal(pooled.full_tensor(), serial) and serial.isinf().any()
+    for leaf, indices in ((False, True), (True, False), (True, True)):
+        d = dc.distribute_tensor(x, grid).requires_grad_(leaf)
+        with pytest.raises(dc.UnsupportedOperation, match="dilation=.5, 5.* covers padding only"):
+            MAX[n](d, return_indices=indices, **arguments)
+
+
 @pytest.mark.parallel([2])
 def test_places_are_right_where_a_buffer_is_as_wide_as_the_plane_and_starts_within() -> None:
     x = torch.arange(12.0).view(1, 1, 2, 6)
