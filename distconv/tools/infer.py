@@ -7,12 +7,12 @@ dimension. A slab is read with a halo, so that the outputs that are kept of it a
 from __future__ import annotations
 
 import copy
-import json
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distconv.data.durable import remove, sync_folder, write_atomically, writing_to
-from distconv.data.errors import DataError, check_alike, on_rank_zero, together
+from distconv.data.errors import DataError, check_alike, together
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import Field, open_sources
 from distconv.data.writing.contiguous import Description
+from distconv.data.writing.resumable import StepwiseFile
 from distconv.data.writing.save import (
     create_file,
     describe,
@@ -425,66 +425,34 @@ def _write_all(
         return describe(None, shape, dtype, *given, found.chunks, attributes)
 
     array = together(grid, described)
-    partial = path.with_name(f"{path.name}.partial")
-    notes = path.with_name(f"{path.name}.partial.json")
     task = {
         **volume.facts(),
         "result": f"{shape} of {dtype}, {kind}",
         "slabs": f"{run.shape[0]} volumes at a time, {cut}",
         "transform": code_of(run.transform),
         "options": f"autocast={run.autocast}, argmax={run.argmax}",
+        "weights": _checksum(run.net),
     }
 
-    @writing_to(path)
-    def begin() -> dict[str, Any]:
-        task["weights"] = _checksum(run.net)
-        if restart:
-            remove(partial)
-            notes.unlink(missing_ok=True)
-        if notes.exists() and partial.exists():
-            state: dict[str, Any] = json.loads(notes.read_text())
-            other = [k for k in task if state["task"].get(k) != task[k]]
-            if other:
-                raise DataError(
-                    f"{partial} belongs to another run, with other {', '.join(other)}; finish that "
-                    "one, or discard its results by restart=True (--restart)"
-                )
-            return state
-        if partial.exists():
-            raise FileExistsError(
-                f"{partial} exists, and does not say how far it has come; remove it, or discard it "
-                "by restart=True (--restart)"
-            )
-        offset = create_file(partial, kind, {None: array}).get(None)
-        state = {"task": task, "offset": offset, "chunks": array.chunks, "finished": 0}
-        keep(state)
-        return state
+    def create(unfinished: Path) -> dict[str, Any]:
+        offset = create_file(unfinished, kind, {None: array}).get(None)
+        return {"offset": offset, "chunks": array.chunks}
 
-    def keep(state: dict[str, Any]) -> None:
-        write_atomically(notes, lambda file: file.write(json.dumps(state).encode()))
-        sync_folder(path.parent)
-
-    state = on_rank_zero(grid, begin)
-    if state["chunks"] is not None:
-        array = Description(shape, array.dtype, tuple(state["chunks"]), attributes=attributes)
     work = list(product(range(0, volume.samples, run.shape[0]), cut))
-    if state["finished"]:
-        progress(f"{state['finished']} of {len(work)} slabs were finished before")
-    for number, (first, slab) in enumerate(work[state["finished"] :], state["finished"] + 1):
-        y = run.output(first, slab)
-        start = replaced_at((first, *(0,) * (len(shape) - 1)), dim, slab.place)
-        write_block(partial, path, None, y, array, state["offset"], start)
-        del y
-        state["finished"] = number
-        on_rank_zero(grid, writing_to(path)(lambda: keep(state)))
-        progress(f"{number} of {len(work)} slabs are written")
-
-    @writing_to(path)
-    def finish() -> None:
-        finish_file(partial, path)
-        notes.unlink()
-
-    on_rank_zero(grid, finish)
+    finish = partial(finish_file, path=path)
+    with StepwiseFile(grid, path, task, create, finish, restart) as file:
+        state = file.state
+        if state["chunks"] is not None:
+            array = Description(shape, array.dtype, tuple(state["chunks"]), attributes=attributes)
+        if state["finished"]:
+            progress(f"{state['finished']} of {len(work)} slabs were finished before")
+        for number, (first, slab) in enumerate(work[state["finished"] :], state["finished"] + 1):
+            y = run.output(first, slab)
+            start = replaced_at((first, *(0,) * (len(shape) - 1)), dim, slab.place)
+            write_block(file.partial, path, None, y, array, state["offset"], start)
+            del y
+            file.keep(finished=number)
+            progress(f"{number} of {len(work)} slabs are written")
 
 
 def _checksum(net: nn.Module) -> str:

@@ -197,8 +197,24 @@ def test_a_run_that_ended_early_continues_where_it_was(
     assert notes["finished"] == 2
     WORLD.barrier()
     fails_everywhere(lambda: infer(argmax=True), "belongs to another run, with other result")
+
+    def breaks(self: Any, first: int, slab: Any, box: Any) -> Any:
+        if WORLD.rank == 0:
+            raise OSError("the disk is gone")
+        return read(self, first, slab, box)
+
+    read = module._Run._read
+    with monkeypatch.context() as context:
+        context.setattr(module._Run, "_read", breaks)
+        fails_everywhere(infer, f"the disk is gone. .*y{suffix}.partial keeps 2 finished steps")
+    count.pop()
     infer()
     assert len(count) == 5 and np.allclose(content(path)[0], serial(net, x), atol=1e-12)
+    WORLD.barrier()
+    with monkeypatch.context() as context:
+        context.setattr(module._Run, "_read", breaks)
+        fails_everywhere(lambda: infer(overwrite=True), "^the disk is gone$")
+    assert [found.name for found in folder.iterdir()] == [path.name]
     WORLD.barrier()
     count[:] = [None] * 9
     infer(overwrite=True, restart=True)
@@ -350,7 +366,14 @@ def test_the_command_segments_an_image_with_saved_weights(
     ended_with_one_line(lambda: main(case), "seg.zarr exists", capsys)
     on_rank_zero(lambda: torch.save({"0.weight": torch.ones(1)}, folder / "other.pt"))
     case[3] = str(folder / "other.pt")
-    ended_with_one_line(lambda: main(case), "Missing key(s) in state_dict", capsys)
+    ended_with_one_line(lambda: main(case), "holds the weights of another network: Error", capsys)
+    on_rank_zero(lambda: (folder / "other.pt").write_bytes(b"no weights") and None)
+    ended_with_one_line(lambda: main(case), "is damaged, or holds other objects", capsys)
+    case[3] = "none.pt"
+    with pytest.raises(SystemExit):
+        main(case)
+    expected = "python -m distconv infer: error: --weights none.pt: no such file\n"
+    assert capsys.readouterr().err == expected * (WORLD.rank == 0)  # without the usage
 
 
 def test_describe_says_what_ranks_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import nn
 
 from distconv.data.errors import DataError, together
 from distconv.data.sources.interface import Source, import_package
@@ -53,8 +55,7 @@ def _infer(given: argparse.Namespace) -> int:
     chosen = {k: getattr(given, k) for k in ("argmax", "slabs", "memory", "overwrite", "restart")}
     chosen |= {"autocast": shared.dtype_named(given.autocast), "field": given.field}
     with complaining(DataError), StatusLine(grid.rank == 0, "reading") as say:
-        weights = together(grid, lambda: _weights(given.weights))
-        together(grid, lambda: net.load_state_dict(weights))
+        together(grid, lambda: _load(net, given.weights))
         source: Any = given.input if len(given.input) > 1 else given.input[0]
         if given.stack:
             source, paths = None, source
@@ -66,6 +67,15 @@ def _infer(given: argparse.Namespace) -> int:
     return 0
 
 
+def _load(net: nn.Module, path: Path) -> None:
+    try:
+        net.load_state_dict(_weights(path))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--weights {path}: no such file") from error
+    except RuntimeError as error:
+        raise ValueError(f"{path} holds the weights of another network: {error}") from error
+
+
 def _weights(path: Path) -> dict[str, Any]:
     """Return a state_dict from a file, or the one under "state_dict" or "model" in it.
 
@@ -74,7 +84,13 @@ def _weights(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         safetensors = import_package("safetensors.torch", f"{path}: reading it", "safetensors")
         return dict(safetensors.load_file(path))
-    found = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} is damaged, or holds other objects than tensors; write it by "
+            "torch.save(model.state_dict(), ...)"
+        ) from error
     for name in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(name), dict):
             found = found[name]
