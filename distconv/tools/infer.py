@@ -28,6 +28,7 @@ from distconv.data.sources.opening import Field, open_sources
 from distconv.data.writing.contiguous import Description
 from distconv.data.writing.resumable import StepwiseFile
 from distconv.data.writing.save import (
+    check_sink,
     create_file,
     describe,
     finish_file,
@@ -146,7 +147,7 @@ def infer(
     check_alike(grid, {k: repr(v) for k, v in chosen.items()}, "Pass the same on every rank.")
     volume = together(grid, lambda: _opened(source, field))
     check_alike(grid, together(grid, volume.facts), "Give all ranks the same data.")
-    together(grid, lambda: _check_sink(path, overwrite))
+    together(grid, lambda: check_sink(path, overwrite))
     net = unparallelize(copy.deepcopy(model)).eval()
     dtype = dtype_of(net)
     shape = together(grid, lambda: _input_shape(net, volume, grid))
@@ -202,16 +203,6 @@ def _opened(source: Any, field: Field) -> Source:
     if len(found) != 1:
         raise ValueError(f"infer: the source has the fields {list(found)}; choose one by field=")
     return next(iter(found.values()))
-
-
-def _check_sink(path: Path, overwrite: bool) -> None:
-    kind_to_write(path)
-    if path.exists() and not overwrite:
-        raise FileExistsError(
-            f"{path} exists; choose another name, or overwrite=True (--overwrite)"
-        )
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
 
 
 _CONVOLUTIONS = {
