@@ -31,4 +31,5 @@ from distconv.data.sources.hdf5 import HDF5Source as HDF5Source
 from distconv.data.sources.interface import Source as Source
 from distconv.data.sources.opening import open_files as open_files
 from distconv.data.sources.opening import open_stack as open_stack
+from distconv.data.writing.convert import convert as convert
 from distconv.data.writing.save import save as save

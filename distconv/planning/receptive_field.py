@@ -6,7 +6,7 @@ neighbouring inputs, and a collective where they depend on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, lcm
@@ -42,11 +42,47 @@ class ReceptiveField:
     stride: the product of the strides on the way to the coarsest layer. What begins at a multiple
         of it is seen by all layers as in the whole.
     ratio: the number of inputs for each output.
+    ratios: the number of inputs for each output of a layer, by the names of all calls in order.
     """
 
     reach: int
     stride: int
     ratio: Fraction
+    ratios: Mapping[str, Fraction]
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A part of a volume along one dimension: what is read, and what is kept of its output.
+
+    Attributes
+    ----------
+    start, stop: the input that is read.
+    first, last: the output that is kept, from the first output of the slab on.
+    place: where it lies in the whole output.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    place: int
+
+
+def slabs_of(length: int, outputs: int, field: ReceptiveField, count: int) -> list[Slab]:
+    """Return at most `count` slabs whose kept outputs are all `outputs` of an input of `length`."""
+    stride, reach, ratio = field.stride, field.reach, field.ratio
+    edges = sorted({length * k // count // stride * stride for k in range(count)})
+    places = [min(int(edge / ratio), outputs) for edge in edges] + [outputs]
+    slabs = []
+    for edge, behind, place, end in zip(
+        edges, [*edges[1:], length], places[:-1], places[1:], strict=True
+    ):
+        start, stop = max(0, edge - reach), min(length, behind + reach)
+        origin = int(start / ratio)
+        if place < end:
+            slabs.append(Slab(start, stop, place - origin, end - origin, place))
+    return slabs
 
 
 class _Halo(NamedTuple):
@@ -64,7 +100,7 @@ class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
     def __init__(self, module: nn.Module, dim: int, ndim: int) -> None:
         super().__init__(module)
         self.halos: list[_Halo] = []
-        self.extents: list[int] = []
+        self.extents: list[tuple[str, int]] = []
         self._dim, self._ndim = dim, ndim
 
     @property
@@ -76,7 +112,7 @@ class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
     def left(self, name: str, module: nn.Module, output: Any) -> None:
         for x in tensors_in(output):
             if x.dim() == self._ndim:
-                self.extents.append(x.shape[self._dim])
+                self.extents.append((name, x.shape[self._dim]))
 
     def started(self, start: Start) -> None:
         """Raise `_NeedsAll` for a collective: a sum over the whole dimension, or a gather."""
@@ -127,17 +163,20 @@ def receptive_field(
         ratio = Fraction(_BLOCK, halo.block).limit_denominator(_LARGEST_STRIDE)
         reach += max(halo.before, halo.after) * ratio
         ratios.append(ratio)
-    for extent, longer in zip(small.extents, large.extents, strict=True):
+    of_layers = {}
+    for (layer, extent), (_, longer) in zip(small.extents, large.extents, strict=True):
         if extent == longer:
             raise ValueError(
                 f"the network has a layer of {extent} elements along {name} whatever the {name} "
                 f"of the input; {_WAY_OUT}"
             )
-        ratios.append(Fraction(_LENGTH, longer - extent).limit_denominator(_LARGEST_STRIDE))
+        ratio = Fraction(_LENGTH, longer - extent).limit_denominator(_LARGEST_STRIDE)
+        of_layers[layer] = ratio
+        ratios.append(ratio)
     # Without padding the output is smaller, and begins at another place than its blocks.
-    reach += abs(small.extents[-1] * ratios[-1] - _LENGTH)
+    reach += abs(small.extents[-1][1] * ratios[-1] - _LENGTH)
     stride = lcm(*(ratio.numerator for ratio in ratios))
-    return ReceptiveField(ceil(reach / stride) * stride, stride, ratios[-1])
+    return ReceptiveField(ceil(reach / stride) * stride, stride, ratios[-1], of_layers)
 
 
 _WAY_OUT = (

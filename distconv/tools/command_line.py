@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         of_command = commands.add_parser(name, help=command.purpose, description=command.purpose)
         command.options(of_command)
-        of_command.set_defaults(command=command, complain=of_command.error)
+        of_command.set_defaults(command=command, named=of_command.prog)
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         if is_first():
@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = parsed.command.run(parsed)
     except BadArguments as error:
-        if not is_first():
-            sys.exit(2)
-        parsed.complain(str(error))
+        if is_first():
+            text = str(error).removeprefix(f"{parsed.named.rpartition(' ')[2]}: ")
+            print(f"{parsed.named}: error: {text}", file=sys.stderr, flush=True)
+        sys.exit(2)
     return status

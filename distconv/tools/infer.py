@@ -7,12 +7,12 @@ dimension. A slab is read with a halo, so that the outputs that are kept of it a
 from __future__ import annotations
 
 import copy
-import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distconv.data.durable import remove, sync_folder, write_atomically, writing_to
-from distconv.data.errors import DataError, check_alike, on_rank_zero, together
+from distconv.data.errors import DataError, check_alike, together
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import Field, open_sources
 from distconv.data.writing.contiguous import Description
+from distconv.data.writing.resumable import StepwiseFile
 from distconv.data.writing.save import (
+    check_sink,
     commit_file,
     create_file,
     describe,
@@ -37,50 +38,17 @@ from distconv.data.writing.save import (
 from distconv.geometry.layout import Box, default_cuts, rank_box, replaced_at
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize, unparallelize
-from distconv.planning.receptive_field import ReceptiveField, receptive_field
+from distconv.planning.receptive_field import ReceptiveField, Slab, receptive_field, slabs_of
 from distconv.planning.recorded_step import dtype_of, record_step
 from distconv.planning.table import byte_size
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tensor.memory_format import in_sample_format
+from distconv.tools.global_norms import GlobalNorms, Statistics
 
 Transform = Callable[[Tensor, Box], Tensor]
 
 _MARGIN = 0.8
 """The share of the free memory that a forward pass may take."""
-
-
-@dataclass(frozen=True)
-class Slab:
-    """A part of a volume along one dimension: what is read, and what is kept of its output.
-
-    Attributes
-    ----------
-    start, stop: the input that is read.
-    first, last: the output that is kept, from the first output of the slab on.
-    place: where it lies in the whole output.
-    """
-
-    start: int
-    stop: int
-    first: int
-    last: int
-    place: int
-
-
-def slabs_of(length: int, outputs: int, field: ReceptiveField, count: int) -> list[Slab]:
-    """Return at most `count` slabs whose kept outputs are all `outputs` of an input of `length`."""
-    stride, reach, ratio = field.stride, field.reach, field.ratio
-    edges = sorted({length * k // count // stride * stride for k in range(count)})
-    places = [min(int(edge / ratio), outputs) for edge in edges] + [outputs]
-    slabs = []
-    for edge, behind, place, end in zip(
-        edges, [*edges[1:], length], places[:-1], places[1:], strict=True
-    ):
-        start, stop = max(0, edge - reach), min(length, behind + reach)
-        origin = int(start / ratio)
-        if place < end:
-            slabs.append(Slab(start, stop, place - origin, end - origin, place))
-    return slabs
 
 
 def infer(
@@ -109,9 +77,10 @@ def infer(
 
     A volume that is too large for all ranks together goes through in slabs along its longest
     dimension. Slabs overlap by the receptive field of the network, so that results are the same;
-    this is checked on random numbers before. Finished slabs stay in `sink` with the suffix
-    `.partial`, and another call with the same arguments continues there, also on a grid with other
-    spatial axes, if `slabs` is given.
+    this is checked on random numbers before. Each instance or group norm takes a pass over the
+    volume for its statistics, before the pass that writes. Finished slabs stay in `sink` with the
+    suffix `.partial`, and another call with the same arguments continues there, also on a grid with
+    other spatial axes, if `slabs` is given.
 
     Parameters
     ----------
@@ -146,7 +115,7 @@ def infer(
     check_alike(grid, {k: repr(v) for k, v in chosen.items()}, "Pass the same on every rank.")
     volume = together(grid, lambda: _opened(source, field))
     check_alike(grid, together(grid, volume.facts), "Pass the same data on all ranks.")
-    together(grid, lambda: _check_sink(path, overwrite))
+    together(grid, lambda: check_sink(path, overwrite))
     net = unparallelize(copy.deepcopy(model)).eval()
     dtype = dtype_of(net)
     shape = together(grid, lambda: _input_shape(net, volume, grid))
@@ -154,10 +123,14 @@ def infer(
     outputs = (volume.samples, *plan.shape[1:])
     free = memory or _free_memory(grid)
     dim = max(range(2, len(shape)), key=lambda d: shape[d])
-    cut, reach = [Slab(0, shape[dim], 0, outputs[dim], 0)], None
-    needed = plan.peak
+    cut, reach, count = [Slab(0, shape[dim], 0, outputs[dim], 0)], None, 1
+    norms, needed, extents = GlobalNorms(), plan.peak, {}
     if slabs is None and needed > free or (slabs or 1) > 1:
+        norms.replace_in(net, len(shape))
         reach = together(grid, lambda: receptive_field(net, shape, dim, dtype))
+        together(grid, lambda: norms.measured(reach, dim))
+        with norms.noting() as extents:
+            together(grid, lambda: _record(net, shape, grid, dtype, autocast))
         for count in _counts(slabs, needed / free):
             cut = slabs_of(shape[dim], outputs[dim], reach, count)
             longest = max(slab.stop - slab.start for slab in cut)
@@ -171,20 +144,22 @@ def infer(
                     f"{byte_size(needed)} on a rank, more than the available {byte_size(free)}. "
                     "Use more ranks (--grid), or fewer bytes (--autocast bfloat16)"
                 )
+    passes = f", after {len(norms.found)} passes for the statistics of norms" if norms.found else ""
     progress(
-        f"{volume.samples} volume(s) of {tuple(shape[1:])}, {len(cut)} slab(s) each: "
+        f"{volume.samples} volume(s) of {tuple(shape[1:])}, {len(cut)} slab(s) each{passes}: "
         f"{byte_size(needed)} of memory on a rank, of {byte_size(free)}"
     )
     parallelize(net, grid)
-    run = _Run(net, grid, volume, shape, dim, dtype, transform, autocast, argmax)
+    run = _Run(net, grid, volume, shape, dim, dtype, transform, autocast, argmax, norms)
     if len(cut) > 1 and reach is not None:
         run.check_slabs(reach)
+    statistics = partial(run.statistics, extents, count, progress)
     result = torch.int32 if outputs[1] > 256 else torch.uint8
     if not argmax:
         result = plan.dtype if plan.dtype != torch.bfloat16 else torch.float32
     else:
         outputs = (outputs[0], 1, *outputs[2:])
-    _write_all(run, path, outputs, result, cut, restart, progress)
+    _write_all(run, path, outputs, result, cut, statistics, restart, progress)
     return path
 
 
@@ -202,16 +177,6 @@ def _opened(source: Any, field: Field) -> Source:
     if len(found) != 1:
         raise ValueError(f"infer: the source has the fields {list(found)}; choose one by field=")
     return next(iter(found.values()))
-
-
-def _check_sink(path: Path, overwrite: bool) -> None:
-    kind_to_write(path)
-    if path.exists() and not overwrite:
-        raise FileExistsError(
-            f"{path} exists; choose another name, or overwrite=True (--overwrite)"
-        )
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
 
 
 _CONVOLUTIONS = {
@@ -312,35 +277,60 @@ class _Run:
         transform: Transform | None,
         autocast: torch.dtype | None,
         argmax: bool,
+        norms: GlobalNorms,
     ) -> None:
         self.net, self.grid, self.volume, self.shape, self.dim = net, grid, volume, shape, dim
         self._dtype, self.transform = dtype, transform
-        self.autocast, self.argmax = autocast, argmax
+        self.autocast, self.argmax, self.norms = autocast, argmax, norms
         self._classes = 0
 
-    def output(self, first: int, slab: Slab) -> DistTensor:
-        """Return the kept output of a slab of the volumes from number `first` on. Collective."""
+    def input(self, first: int, slab: Slab) -> DistTensor:
+        """Return a slab of the volumes from number `first` on. Collective."""
         count = min(self.shape[0], self.volume.samples - first)
         shape = replaced_at((count, *self.shape[1:]), self.dim, slab.stop - slab.start)
         cuts = default_cuts(len(shape), self.grid.topology)
         box = rank_box(shape, cuts, self.grid.topology, self.grid.rank)
         block = together(self.grid, lambda: self._read(first, slab, box))
         local = in_sample_format(block, shape, cuts, self.grid).to(self.grid.device)
-        x = DistTensor(local, shape, cuts, self.grid)
-        del block, local
-        y = self._computed(x, self.autocast)
+        return DistTensor(local, shape, cuts, self.grid)
+
+    def output(self, first: int, slab: Slab) -> DistTensor:
+        """Return the kept output of a slab of the volumes from number `first` on. Collective."""
+        y = self.computed(self.input(first, slab), self.autocast)
         y = y.narrow(self.dim, slab.first, slab.last - slab.first)
         if self.argmax:
             y = y.argmax(1, keepdim=True)
             return y.to(torch.int32) if self._classes > 256 else y.to(torch.uint8)  # type: ignore[return-value]
         return y.float() if y.dtype == torch.bfloat16 else y  # type: ignore[return-value]
 
-    def _computed(self, x: DistTensor, autocast: torch.dtype | None) -> Tensor:
+    def computed(self, x: DistTensor, autocast: torch.dtype | None) -> Tensor:
         kind = self.grid.device.type
         with torch.no_grad(), torch.autocast(kind, autocast) if autocast else nullcontext():
             y: Tensor = self.net(x)
         self._classes = y.shape[1]
         return y
+
+    def statistics(
+        self,
+        extents: Mapping[str, int],
+        count: int,
+        progress: Callable[[str], object],
+        first: int,
+        known: Sequence[Statistics],
+    ) -> Iterator[Statistics]:
+        """Take the statistics of the norms over the volumes from `first` on. Collective.
+
+        The other arguments are those of `GlobalNorms.gather`; yields what it does.
+        """
+
+        def compute(slab: Slab) -> None:
+            self.computed(self.input(first, slab), self.autocast)
+
+        length, number = self.shape[self.dim], len(known)
+        for found in self.norms.gather(extents, length, count, compute, known):
+            number += 1
+            progress(f"statistics of {number} of {len(self.norms.found)} norms")
+            yield found
 
     def _read(self, first: int, slab: Slab, box: Box) -> Tensor:
         """Return this rank's block of a slab, converted and transformed."""
@@ -375,17 +365,18 @@ class _Run:
         numbers = torch.Generator().manual_seed(0)
         x = torch.randn(small, generator=numbers, dtype=self._dtype)
 
-        def computed(a: int, b: int) -> Tensor:
-            part = x.narrow(self.dim, a, b - a)
-            return self._computed(distribute_tensor(part, self.grid), None).full_tensor()  # type: ignore[attr-defined]
+        def computed(slab: Slab) -> Tensor:
+            part = x.narrow(self.dim, slab.start, slab.stop - slab.start)
+            return self.computed(distribute_tensor(part, self.grid), None).full_tensor()  # type: ignore[attr-defined]
 
-        whole = computed(0, length)
+        self.norms.own()
+        with self.norms.noting() as extents:
+            whole = computed(Slab(0, length, 0, length, 0))
         cut = slabs_of(length, whole.shape[self.dim], reach, 3)
+        list(self.norms.gather(extents, length, 3, computed))
         differences = []
         for slab in cut:
-            kept = computed(slab.start, slab.stop).narrow(
-                self.dim, slab.first, slab.last - slab.first
-            )
+            kept = computed(slab).narrow(self.dim, slab.first, slab.last - slab.first)
             there = whole.narrow(self.dim, slab.place, slab.last - slab.first)
             differences.append((kept - there).abs().max())
         worst = torch.stack(differences).max().item()  # NaN if one of them is
@@ -406,6 +397,7 @@ def _write_all(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     cut: list[Slab],
+    statistics: Callable[[int, list[Statistics]], Iterator[Statistics]],
     restart: bool,
     progress: Callable[[str], object],
 ) -> None:
@@ -425,66 +417,40 @@ def _write_all(
         return describe(None, shape, dtype, *given, found.chunks, attributes)
 
     array = together(grid, described)
-    partial = path.with_name(f"{path.name}.partial")
-    notes = path.with_name(f"{path.name}.partial.json")
     task = {
         **volume.facts(),
         "result": f"{shape} of {dtype}, {kind}",
         "slabs": f"{run.shape[0]} volumes at a time, {cut}",
         "transform": code_of(run.transform),
         "options": f"autocast={run.autocast}, argmax={run.argmax}",
+        "weights": _checksum(run.net),
     }
 
-    @writing_to(path)
-    def begin() -> dict[str, Any]:
-        task["weights"] = _checksum(run.net)
-        if restart:
-            remove(partial)
-            notes.unlink(missing_ok=True)
-        if notes.exists() and partial.exists():
-            state: dict[str, Any] = json.loads(notes.read_text())
-            other = [k for k in task if state["task"].get(k) != task[k]]
-            if other:
-                raise DataError(
-                    f"{partial} belongs to another run, with other {', '.join(other)}; finish "
-                    "that run, or discard its results by restart=True (--restart)"
-                )
-            return state
-        if partial.exists():
-            raise FileExistsError(
-                f"{partial} exists, but has no record of its progress; remove it, or discard it "
-                "by restart=True (--restart)"
-            )
-        offset = create_file(partial, kind, {None: array}).get(None)
-        state = {"task": task, "offset": offset, "chunks": array.chunks, "finished": 0}
-        keep(state)
-        return state
+    def create(unfinished: Path) -> dict[str, Any]:
+        offset = create_file(unfinished, kind, {None: array}).get(None)
+        return {"offset": offset, "chunks": array.chunks, "statistics": {}}
 
-    def keep(state: dict[str, Any]) -> None:
-        write_atomically(notes, lambda file: file.write(json.dumps(state).encode()))
-        sync_folder(path.parent)
-
-    state = on_rank_zero(grid, begin)
-    if state["chunks"] is not None:
-        array = Description(shape, array.dtype, tuple(state["chunks"]), attributes=attributes)
     work = list(product(range(0, volume.samples, run.shape[0]), cut))
-    if state["finished"]:
-        progress(f"{state['finished']} of {len(work)} slabs were finished before")
-    for number, (first, slab) in enumerate(work[state["finished"] :], state["finished"] + 1):
-        y = run.output(first, slab)
-        start = replaced_at((first, *(0,) * (len(shape) - 1)), dim, slab.place)
-        write_block(partial, path, None, y, array, state["offset"], start)
-        del y
-        state["finished"] = number
-        on_rank_zero(grid, writing_to(path)(lambda: keep(state)))
-        progress(f"{number} of {len(work)} slabs are written")
-
-    @writing_to(path)
-    def commit() -> None:
-        commit_file(partial, path)
-        notes.unlink()
-
-    on_rank_zero(grid, commit)
+    finish = partial(commit_file, path=path)
+    with StepwiseFile(grid, path, task, create, finish, restart) as file:
+        state = file.state
+        if state["chunks"] is not None:
+            array = Description(shape, array.dtype, tuple(state["chunks"]), attributes=attributes)
+        if state["finished"]:
+            progress(f"{state['finished']} of {len(work)} slabs were finished before")
+        of_volume = -1
+        for number, (first, slab) in enumerate(work[state["finished"] :], state["finished"] + 1):
+            if first != of_volume:
+                of_volume, known = first, state["statistics"].get(str(first), [])
+                for found in statistics(first, known):
+                    known = [*known, found]
+                    file.keep(statistics={first: known})
+            y = run.output(first, slab)
+            start = replaced_at((first, *(0,) * (len(shape) - 1)), dim, slab.place)
+            write_block(file.partial, path, None, y, array, state["offset"], start)
+            del y
+            file.keep(finished=number)
+            progress(f"{number} of {len(work)} slabs are written")
 
 
 def _checksum(net: nn.Module) -> str:

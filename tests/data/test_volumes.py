@@ -243,6 +243,27 @@ def test_zarr_is_read_from_groups_in_groups_and_from_zip_files(tmp_path: Path) -
 
 
 @both
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_zarr_is_read_from_object_stores(folder: Path, kind: str) -> None:
+    zarr, fsspec = pytest.importorskip("zarr"), pytest.importorskip("fsspec")
+    url = f"file://{folder}/x.zarr" if kind == "file" else "memory://bucket/x.zarr"
+
+    def write() -> None:
+        zarr.open_group(folder / "x.zarr", mode="w")["x"] = X
+
+    on_rank_zero(write)
+    if kind == "memory":  # each rank has a store of its own
+        fsspec.filesystem("memory").put(str(folder / "x.zarr"), "/bucket/x.zarr", recursive=True)
+    data = Dataset(url, dc.ProcessGrid(depth=-1), inputs="x")
+    assert torch.equal(
+        data.batch([1, 0]).full_tensor(), torch.from_numpy(X[::-1, None].copy())[:, 0]
+    )
+    fails_everywhere(lambda: Dataset(f"{url}z", data.grid), "of object stores only zarr is read")
+    none = url.replace("x.zarr", "none.zarr")
+    fails_everywhere(lambda: Dataset(none, data.grid), r"none.zarr: not a whole zarr folder")
+
+
+@both
 @pytest.mark.parametrize(
     ("name", "message"),
     [

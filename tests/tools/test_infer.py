@@ -197,8 +197,24 @@ def test_a_run_that_ended_early_continues_where_it_was(
     assert notes["finished"] == 2
     WORLD.barrier()
     fails_everywhere(lambda: infer(argmax=True), "belongs to another run, with other result")
+
+    def breaks(self: Any, first: int, slab: Any, box: Any) -> Any:
+        if WORLD.rank == 0:
+            raise OSError("the disk is gone")
+        return read(self, first, slab, box)
+
+    read = module._Run._read
+    with monkeypatch.context() as context:
+        context.setattr(module._Run, "_read", breaks)
+        fails_everywhere(infer, f"the disk is gone. .*y{suffix}.partial keeps 2 finished steps")
+    count.pop()
     infer()
     assert len(count) == 5 and np.allclose(content(path)[0], serial(net, x), atol=1e-12)
+    WORLD.barrier()
+    with monkeypatch.context() as context:
+        context.setattr(module._Run, "_read", breaks)
+        fails_everywhere(lambda: infer(overwrite=True), "^the disk is gone$")
+    assert [found.name for found in folder.iterdir()] == [path.name]
     WORLD.barrier()
     count[:] = [None] * 9
     infer(overwrite=True, restart=True)
@@ -230,19 +246,37 @@ class Attention(nn.Module):
         return self.attend(z, z, z)[0].permute(1, 2, 0).reshape(y.shape)
 
 
-def norm(kind: Any, *arguments: Any) -> nn.Module:
-    """Return a convolution and a norm."""
-    return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), kind(*arguments))
+class OwnNorm(nn.Module):
+    """A norm by a function in place of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(1, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.instance_norm(self.conv(x))
+
+
+class CalledTwice(nn.Module):
+    """A module with a norm that is called with two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv3d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.norm(self.conv(x)).relu())
 
 
 @both
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: norm(nn.InstanceNorm3d, 4), r"1 \(InstanceNorm3d\) needs the whole depth at once"),
+        (OwnNorm, r"OwnNorm \(OwnNorm\) needs the whole depth at once.*more ranks"),
+        (CalledTwice, r"calls norm \(GroupNorm\) several times"),
         (
-            lambda: norm(nn.GroupNorm, 2, 4),
-            r"1 \(GroupNorm\) needs the whole depth at once.*more ranks",
+            lambda: nn.Sequential(nn.Conv3d(1, 1, 1), *(nn.InstanceNorm3d(1) for _ in range(65))),
+            r"65 \(InstanceNorm3d\) is norm 65 of 65 over the whole volume; .* at most 64",
         ),
         (Attention, r"\(MultiheadAttention\) needs the whole depth at once"),
         (Aligned, "outputs of a slab differ by .*align_corners=True"),
@@ -262,6 +296,74 @@ def test_networks_whose_slabs_would_differ_are_refused_and_run_whole(
     WORLD.barrier()
     path = dc.infer(net, x, folder / "y.npy", grid())
     assert np.allclose(content(path)[0], serial(net, x), atol=1e-12)
+
+
+class GlobalNet(nn.Module):
+    """A small U-Net whose norms have statistics of the whole volume, in float64."""
+
+    def __init__(self, padding: int = 1) -> None:
+        super().__init__()
+        self.unused = nn.GroupNorm(1, 4)
+        self.first = nn.Sequential(
+            *(nn.Conv3d(1, 4, 3, padding=padding), nn.InstanceNorm3d(4, affine=True), nn.ReLU()),
+            *(nn.Conv3d(4, 4, 3, padding=padding), nn.GroupNorm(2, 4), nn.ReLU()),
+        )
+        self.down = nn.Sequential(nn.Conv3d(4, 6, 3, 2, 1), nn.InstanceNorm3d(6), nn.ReLU())
+        self.up, self.norm = nn.ConvTranspose3d(6, 4, 2, 2), nn.GroupNorm(4, 4)
+        self.last = nn.Conv3d(8, 3, 1)
+        self.double()
+        numbers = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.normal_(generator=numbers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        z = self.norm(self.up(self.down(y)))[:, :, : y.shape[2], : y.shape[3], : y.shape[4]]
+        return self.last(torch.cat([y, z], 1))
+
+
+@every_size
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("slabs", [2, 5])
+def test_norms_over_the_whole_volume_go_through_slabs(
+    folder: Path, padding: int, slabs: int
+) -> None:
+    net = GlobalNet(padding)
+    x = np.random.default_rng(6).normal(5, 3, (2, 1, 61, 9, 8))
+    x[:, :, 40:] += 20  # the mean of a slab is not that of the volume
+    said: list[str] = []
+    path = dc.infer(net, x, folder / "y.npy", grid(), slabs=slabs, progress=said.append)
+    expected = serial(net, x)
+    assert np.abs(content(path)[0] - expected).max() <= 1e-12 * np.abs(expected).max()
+    assert "after 4 passes for the statistics of norms" in said[0]
+
+
+@both
+def test_statistics_of_norms_are_not_taken_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = GlobalNet(), np.random.default_rng(7).normal(5, 3, (1, 1, 61, 9, 8))
+    reads, read = [], module._Run.input
+
+    def counted(self: Any, first: int, slab: Any) -> Any:
+        reads.append(slab)
+        if len(reads) == stop:
+            raise KeyboardInterrupt
+        return read(self, first, slab)
+
+    monkeypatch.setattr(module._Run, "input", counted)
+    # Two norms have their statistics; then all four have, and two slabs are written.
+    for stop in (2 * 3 + 2, 2 * 3 + 2 + 1):
+        with pytest.raises(KeyboardInterrupt):
+            dc.infer(net, x, folder / "y.npy", grid(), slabs=3)
+        WORLD.barrier()
+        assert len(reads) == stop
+        reads.clear()
+    stop = -1
+    dc.infer(net, x, folder / "y.npy", grid(), slabs=3)
+    assert len(reads) == 1
+    assert np.allclose(content(folder / "y.npy")[0], serial(net, x), atol=1e-11)
 
 
 @both
@@ -350,7 +452,14 @@ def test_the_command_segments_an_image_with_saved_weights(
     ended_with_one_line(lambda: main(case), "seg.zarr exists", capsys)
     on_rank_zero(lambda: torch.save({"0.weight": torch.ones(1)}, folder / "other.pt"))
     case[3] = str(folder / "other.pt")
-    ended_with_one_line(lambda: main(case), "Missing key(s) in state_dict", capsys)
+    ended_with_one_line(lambda: main(case), "holds the weights of another network: Error", capsys)
+    on_rank_zero(lambda: (folder / "other.pt").write_bytes(b"no weights") and None)
+    ended_with_one_line(lambda: main(case), "is damaged, or holds other objects", capsys)
+    case[3] = "none.pt"
+    with pytest.raises(SystemExit):
+        main(case)
+    expected = "python -m distconv infer: error: --weights none.pt: no such file\n"
+    assert capsys.readouterr().err == expected * (WORLD.rank == 0)  # without the usage
 
 
 def test_describe_says_what_ranks_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

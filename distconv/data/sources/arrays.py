@@ -188,20 +188,41 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
     zarr = import_package("zarr", f"{path}: reading zarr", "data")
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such folder; expected a zarr folder")
+    place = zarr.storage.ZipStore(path) if path.suffix == ".zip" else str(path)
+    return _zarr_at(place, path, name, single)
+
+
+def open_zarr_url(url: str, name: str | None) -> ArraySource:
+    """Return a source on a zarr array, or a group of arrays, in an object store.
+
+    `url` is one of fsspec, such as "s3://bucket/train.zarr", and `name` as for `open_zarr`. Raises
+    ImportError if the package for this kind of store is missing.
+    """
+    import_package("zarr", f"{url}: reading zarr", "remote")
+    import_package("fsspec", f"{url}: reading an object store", "remote")
+    if not url.rstrip("/").endswith(".zarr"):
+        raise ValueError(f"{url}: of object stores only zarr is read; expected a name in .zarr")
+    return _zarr_at(url, Path(url), name, False)
+
+
+def _zarr_at(place: Any, path: Path, name: str | None, single: bool) -> ArraySource:
+    """Return a source on the zarr store at `place`, which messages call `path`."""
+    zarr = import_package("zarr", f"{path}: reading zarr", "data")
     try:
-        place = zarr.storage.ZipStore(path) if path.suffix == ".zip" else str(path)
         found: Any = zarr.open(place, mode="r")
         arrays = None if hasattr(found, "shape") else dict(found.arrays())
         if arrays is not None and name is not None and "/" in name and name in found:
             arrays[name] = found[name]
+    except ImportError as error:
+        raise ImportError(f"{place}: {error}") from error
     except Exception as error:
         raise OSError(
-            f"{path}: not a whole zarr folder; create or copy it again ({error})"
+            f"{place}: not a whole zarr folder; create or copy it again ({error})"
         ) from error
     if arrays is None:
         if name is not None:
             raise ValueError(
-                f"{path} is a single array and has no member {name!r}; leave out the name"
+                f"{place} is a single array and has no member {name!r}; leave out the name"
             )
         return ArraySource(found, path.name, single, path=path)
     name = only_name(path, name, sorted(arrays))

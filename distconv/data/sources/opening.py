@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from distconv.data.sources.arrays import ArraySource, open_npy, open_npz, open_zarr
+from distconv.data.sources.arrays import ArraySource, open_npy, open_npz, open_zarr, open_zarr_url
 from distconv.data.sources.files import FilesSource
 from distconv.data.sources.functions import Items, ItemSource
 from distconv.data.sources.hdf5 import HDF5Source
@@ -124,6 +124,8 @@ def _of_object(source: Any, field: Field, name: str) -> Source:
     """
     if isinstance(source, str | os.PathLike):
         text = os.fspath(source)
+        if "://" in text:
+            return open_zarr_url(text, field if field is None else str(field))
         path = Path(text)
         if _PATTERN & set(text) and not path.exists():
             return open_files(text, field)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import nn
 
 from distconv.data.errors import DataError, together
 from distconv.data.sources.interface import Source, import_package
 from distconv.data.sources.opening import open_sources, open_stack
+from distconv.data.writing.convert import chunks_for_readers, convert
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
 from distconv.planning.table import byte_size
@@ -21,6 +24,7 @@ from distconv.tools.arguments import (
     complaining,
     grid_axes,
     made_everywhere,
+    shape,
 )
 from distconv.tools.commands import options as shared
 from distconv.tools.commands.options import Command, StatusLine
@@ -61,8 +65,7 @@ def _infer(given: argparse.Namespace) -> int:
     chosen = {k: getattr(given, k) for k in ("argmax", "slabs", "memory", "overwrite", "restart")}
     chosen |= {"autocast": shared.dtype_named(given.autocast), "field": given.field}
     with complaining(DataError), StatusLine(grid.rank == 0, "reading") as say:
-        weights = together(grid, lambda: _weights(given.weights))
-        together(grid, lambda: net.load_state_dict(weights))
+        together(grid, lambda: _load(net, given.weights))
         source: Any = given.input if len(given.input) > 1 else given.input[0]
         if given.stack:
             source, paths = None, source
@@ -74,6 +77,15 @@ def _infer(given: argparse.Namespace) -> int:
     return 0
 
 
+def _load(net: nn.Module, path: Path) -> None:
+    try:
+        net.load_state_dict(_weights(path))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--weights {path}: no such file") from error
+    except RuntimeError as error:
+        raise ValueError(f"{path} holds the weights of another network: {error}") from error
+
+
 def _weights(path: Path) -> dict[str, Any]:
     """Return a state_dict from a file, or the one under "state_dict" or "model" in it.
 
@@ -82,7 +94,13 @@ def _weights(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         safetensors = import_package("safetensors.torch", f"{path}: reading it", "safetensors")
         return dict(safetensors.load_file(path))
-    found = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} is damaged, or holds other objects than tensors; write it by "
+            "torch.save(model.state_dict(), ...)"
+        ) from error
     for name in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(name), dict):
             found = found[name]
@@ -93,32 +111,57 @@ def _weights(path: Path) -> dict[str, Any]:
 
 def _data_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "action",
-        choices=("describe",),
-        help="print the content of a file and the bytes that each rank reads",
-    )
+    text = "print the content of a file and the bytes that each rank reads; or copy it to zarr"
+    add("action", choices=("describe", "convert"), help=text)
     add("input", nargs="+", metavar="FILE", help="a file, a folder, or several files")
-    add("--field", help="the name of the array in files that hold several")
+    text = "the name of an array in files that hold several; convert takes several"
+    add("--field", action="append", default=[], help=text)
     add("--stack", action="store_true", help="the files are planes of one volume")
     metavar, text = "AXIS=RANKS,...", "the grid that will read it, such as depth=4"
     add("--grid", type=grid_axes, default={}, metavar=metavar, help=text)
+    add("--output", type=Path, metavar="FOLDER.zarr", help="the zarr folder to write (convert)")
+    text = "the extents of its chunks, samples first (default: within the blocks of --grid)"
+    add("--chunks", type=shape, metavar="N,C,...", help=text)
+    text = "bytes that a rank copies at a time, such as 4GiB (default: 256MiB)"
+    add("--memory", type=byte_count, default=2**28, help=text)
+    add("--overwrite", action="store_true", help="replace the zarr folder")
+    add("--restart", action="store_true", help="discard the unfinished copy of another run")
 
 
 def _data(given: argparse.Namespace) -> int:
-    shared.check_alone("data")
-    path: Any = given.input if len(given.input) > 1 else given.input[0]
-    with complaining(OSError, ValueError, ImportError):
-        if given.stack:
-            source = open_stack(path, given.field)
-        else:
-            names = [] if given.field is None else [given.field]
-            source = next(iter(open_sources(path, names).values()))
     if min(given.grid.values(), default=1) < 1:
         raise BadArguments("--grid: give every axis its number of ranks, from 1")
-    print(_described(source))
-    if given.grid:
-        print(_read_by_ranks(source, Topology(tuple(given.grid.get(axis, 1) for axis in AXES))))
+    if given.action == "convert":
+        return _convert(given)
+    shared.check_alone("data describe")
+    with complaining(OSError, ValueError, ImportError, TypeError):
+        sources = _sources(given)
+    for source in sources.values():
+        print(_described(source))
+        if given.grid:
+            print(_read_by_ranks(source, Topology(tuple(given.grid.get(a, 1) for a in AXES))))
+    return 0
+
+
+def _sources(given: argparse.Namespace) -> dict[Any, Source]:
+    path: Any = given.input if len(given.input) > 1 else given.input[0]
+    if given.stack:
+        return {None: open_stack(path, given.field[0] if given.field else None)}
+    return dict(open_sources(path, given.field))
+
+
+def _convert(given: argparse.Namespace) -> int:
+    if given.output is None:
+        raise BadArguments("--output is missing; name the zarr folder to write")
+    grid = shared.grid_of_all_ranks({"sample": -1}, "data convert")
+    chosen = {k: getattr(given, k) for k in ("chunks", "memory", "overwrite", "restart")}
+    with complaining(DataError), StatusLine(grid.rank == 0, "reading") as say:
+        # One array alone needs no name in the result.
+        found = together(grid, lambda: _sources(given))
+        source: Any = found if len(found) > 1 else next(iter(found.values()))
+        convert(source, given.output, grid, readers=given.grid, progress=say, **chosen)
+    if grid.rank == 0:
+        print(f"wrote {given.output}", flush=True)
     return 0
 
 
@@ -150,14 +193,13 @@ def _read_by_ranks(source: Source, topology: Topology) -> str:
         f"fetches {byte_size(min(fetched))} to {byte_size(max(fetched))}"
     ]
     if sum(fetched) > 1.5 * sum(needed):
-        best = tuple(map(min, source.chunks or (), (1, *boxes[0].shape)))
         lines.append(
             f"the ranks fetch {sum(fetched) / sum(needed):.3g} times the bytes that they need; "
-            f"chunks of {best} would each lie within the block of one rank (dc.data.save(..., "
-            "chunks=))"
+            f"chunks of {chunks_for_readers(source, topology)} would each lie within the block of "
+            "one rank, as `data convert` with the same --grid writes them"
         )
     return "\n".join(lines)
 
 
 INFER = Command("apply a network to whole volumes, from file to file", _infer_options, _infer)
-DATA = Command("describe a file of samples", _data_options, _data)
+DATA = Command("describe a file of samples, or copy it to zarr", _data_options, _data)
