@@ -106,6 +106,8 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
         _check_bases(x, operator)
     x.__dict__.pop("_redistributed", None)
     x.settle()
+    if memory is not None:
+        memory.settle_readers()
 
 
 def _check_bases(x: DistTensorBase, operator: str) -> None:

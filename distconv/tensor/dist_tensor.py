@@ -326,7 +326,7 @@ class DistTensor(DistTensorBase):
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Return whether autograd records operations on the tensor."""
-        return self.held.requires_grad
+        return (self.pending or self.held).requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -372,7 +372,7 @@ class DistTensor(DistTensorBase):
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """Return whether the tensor is a leaf of the autograd graph."""
-        return self.held.is_leaf
+        return not self.pending.requires_grad if self.pending else self.held.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
