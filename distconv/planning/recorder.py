@@ -254,13 +254,16 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         """Call a function that has a rule, and record it."""
         start, before = torch_private.next_node_number(), len(self._events)
         between = bool(self.stack) and not is_layer(self.stack[-1][1]) and not self._backward
+        distributed = any(issubclass(t, DistTensor) for t in types)
+        # Not within a movement that has been recorded, and is about to start.
+        between = between and (distributed or not self.movements)
         if between:
             self._between(*self.stack[-1])
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if between:
             self._close(self.stack[-1][0], name, _first_of(result))
-        if any(issubclass(t, DistTensor) for t in types):
+        if distributed:
             name += _way(self._events[before:])
             if not self._backward:
                 self._origins.append(_Origin(start, self._place, name))

@@ -99,9 +99,10 @@ class TrafficCount:
             return module_path(), name, "forward"
         number = 2**62 if node is None else torch_private.node_number(node)
         place = bisect_right(self._starts, number) - 1
-        if number >= 2**62 or place < 0:  # of a parameter
+        if number >= 2**62:  # of a parameter
             return "gradients", "", "backward"
-        return (*self._labels[place], "backward")
+        # Nodes that were made before the context have no label.
+        return (*(self._labels[place] if place >= 0 else ("", "")), "backward")
 
 
 @contextmanager

@@ -52,8 +52,8 @@ def test_a_state_that_is_given_is_cut_like_the_samples() -> None:
 def test_a_partitioned_sequence_moves_to_the_samples_and_back(kind: Any) -> None:
     grid = dc.ProcessGrid(width=-1)
     n = grid.size
-    layer = kind(4, 4, batch_first=True).double().requires_grad_(False)
-    x = random_tensor(random.Random(5), (12, 12, 4))
+    layer = kind(12, 12, batch_first=True).double().requires_grad_(False)
+    x = random_tensor(random.Random(5), (12, 12, 12))
     for layout in (dc.Layout(channel="width"), dc.Layout(width="width")):
         agrees(lambda x: layer(x)[0], [x], [], grid, random.Random(6), [layout])
         shared = dc.distribute_tensor(x, grid, layout)

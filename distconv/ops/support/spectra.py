@@ -133,16 +133,18 @@ class Spectrum(Pending):
         self._source = ViewRecipe.now(
             DistTensor(x.shard, x.shape, x.cuts, x.grid), in_full, None
         )._replace(modules=module_calls())
-        self._version = None if x.shard.is_inference() else x.shard._version
+        self._writes = None if x.shard.is_inference() else x.shard._version
         self._shifts: dict[int, int] = {}
         self._along_first: dict[tuple[int, tuple[int, ...]], Tensor] = {}
         """Modes of the first dimension that was transformed, which several slices share."""
 
     @property
     def requires_grad(self) -> bool:
+        """Return whether the elements will require gradients."""
         return self._source.recorded and self._source.base.shard.requires_grad
 
     def block(self) -> Tensor:
+        """Return this rank's block of all elements. Collective."""
         field = self._field()
         with _in_full_precision(field.shard.device), self._source.as_when_made():
             made: Any = self._source.make(field)
@@ -151,6 +153,7 @@ class Spectrum(Pending):
             return cast(Tensor, made.shard)
 
     def part(self, x: DistTensor, index: tuple[Any, ...], runs: Sequence[Run]) -> Any:
+        """Return the slice by sums of products, if its modes are few. Collective."""
         transform, field = self._transform, self._field()
         grid, cuts, lengths = field.grid, field.cuts, transform.lengths
         count = prod(runs[d][2] for d in lengths)
@@ -176,6 +179,7 @@ class Spectrum(Pending):
         return kept if all(pick == slice(None) for pick in rest) else kept[rest]
 
     def rolled(self, x: DistTensor, shifts: Mapping[int, int]) -> Any:
+        """Return the spectrum rolled along transformed dimensions, still pending."""
         if not self._transform.lengths.keys() >= shifts.keys():
             return None
         other = Spectrum.__new__(Spectrum)
@@ -193,7 +197,7 @@ class Spectrum(Pending):
     def _field(self) -> DistTensorBase:
         """Return the field; raise RuntimeError if its block is no longer the transformed one."""
         field = self._source.base
-        if self._version is not None and field.shard._version != self._version:
+        if self._writes is not None and field.shard._version != self._writes:
             raise RuntimeError(
                 f"{self._transform.name}: the block of its input of shape {tuple(field.shape)} was "
                 "written to, as a plain tensor, before the transform was read; pass x.clone()"
@@ -234,9 +238,11 @@ class Modes(Pending):
 
     @property
     def requires_grad(self) -> bool:
+        """Return whether the elements will require gradients."""
         return any(kept.value.requires_grad for kept in self._kept)
 
     def block(self) -> Tensor:
+        """Return this rank's block of all elements. Collective."""
         own = box_on_rank(self._shape, self._cuts, self._grid).shape
         with torch.inference_mode(self._inference), torch.enable_grad():
             made: Any = DistTensor(
@@ -251,6 +257,7 @@ class Modes(Pending):
     def assign(
         self, x: DistTensor, index: tuple[Any, ...], runs: Sequence[Run], value: Any
     ) -> bool:
+        """Keep modes that overlap none before; the others are zeros until then. Collective."""
         sliced = all(isinstance(pick, slice) for pick in index)
         sizes = tuple(n for _, _, n in runs)
         if self._shifts or not sliced or not isinstance(value, DistTensor):
@@ -268,6 +275,7 @@ class Modes(Pending):
         return True
 
     def rolled(self, x: DistTensor, shifts: Mapping[int, int]) -> Any:
+        """Return the spectrum rolled along transformed dimensions, still pending."""
         other = Modes(self._shape, self._cuts, self._grid, self._example)
         other._kept, other._shifts = [*self._kept], _summed(self._shifts, shifts)
         return other.tensor()
