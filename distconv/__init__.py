@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from distconv.tools.explain import explain
     from distconv.tools.infer import infer
     from distconv.tools.timeline import timeline
+    from distconv.tools.traffic import Traffic, count_traffic
     from distconv.tools.verify import verify
 
 __all__ = [
@@ -38,9 +39,11 @@ __all__ = [
     "Layout",
     "ProcessGrid",
     "Redistribution",
+    "Traffic",
     "UnsupportedOperation",
     "clip_grad_norm_",
     "compile",
+    "count_traffic",
     "data",
     "default_layout",
     "distribute_tensor",
@@ -66,7 +69,9 @@ del _ops, TYPE_CHECKING
 
 _ON_DEMAND = {
     **{name: name for name in ("data", "horovod", "lbann", "planning", "training")},
+    "Traffic": "tools.traffic",
     "compile": "compiling.front",
+    "count_traffic": "tools.traffic",
     "explain": "tools.explain",
     "infer": "tools.infer",
     "load_checkpoint": "data.checkpoint",

@@ -85,24 +85,27 @@ class Strided(Ascending):
 
 
 @dataclass(frozen=True)
-class Concatenated:
-    """One operand of a concatenation: its n inputs are the outputs [offset, offset + n).
+class WrittenSlice:
+    """A slice that is written, such as one operand of a concatenation.
 
-    The other outputs need nothing of it.
+    Input i is the output offset + i*step. The other outputs need nothing of it.
     """
 
     offset: int
     outputs: int
+    step: int = 1
 
     def output_size(self, size: int) -> int:
         return self.outputs
 
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
-        first, last = max(start - self.offset, 0), min(stop - self.offset, size)
+        first = max(-((self.offset - start) // self.step), 0)
+        last = min(-((self.offset - stop) // self.step), size)
         return ((first, last),) if first < last else ()
 
     def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
-        return ((self.offset + start, self.offset + stop),)
+        first = self.offset + start * self.step
+        return ((first, self.offset + (stop - 1) * self.step + 1),)
 
 
 @dataclass(frozen=True)

@@ -326,7 +326,7 @@ def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]
     places = []
     for x in inputs:
         if isinstance(x, DistTensorBase):
-            x.separate()  # the function gets the same values in both runs
+            x.materialize()  # the function gets the same values in both runs
         places.append(_BlockPlace.of(x, x.grid) if isinstance(x, DistTensorBase) else None)
     return [shard_of(x) for x in inputs], places
 

@@ -1,6 +1,7 @@
 """Recurrent layers and cells: mini-batches stay cut.
 
-Layers make sequences and features whole on every rank.
+Layers need whole sequences and features: the axes that cut them move to the mini-batch for the
+call, if it has a sample for each rank, and back. Otherwise sequences and features are gathered.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from distconv.ops.support.operands import (
     common_grid,
     gather_whole,
     local_operand,
+    moved_elsewhere,
     uncut,
 )
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import redistribute
 
 
 def _recurrent(function: Callable[..., Any]) -> None:
@@ -50,7 +53,10 @@ def _recurrent(function: Callable[..., Any]) -> None:
         given = hx if isinstance(hx, Tensor) else tuple(hx)
         check_on_meta(function, input, given, tuple(params), *options)
         batch = 0 if batch_first else 1
-        x = uncut(as_distributed(input, grid), {0, 1, 2} - {batch}, name)
+        given_x = as_distributed(input, grid)
+        along = {0, 1, 2} - {batch}
+        moved = moved_elsewhere(given_x.shape, given_x.cuts, along, grid.topology)
+        x = uncut(given_x, along, name) if moved is None else redistribute(given_x, moved, name)
         cuts = (), x.cuts[batch], ()
 
         def own(operand: Tensor) -> Tensor:
@@ -61,7 +67,8 @@ def _recurrent(function: Callable[..., Any]) -> None:
         begun = own(hx) if isinstance(hx, Tensor) else tuple(map(own, hx))
         output, *ends = function(x.shard, begun, list(map(own, params)), *options)
         shape = (*x.shape[:2], output.shape[2])
-        return DistTensor(output, shape, x.cuts, grid), *(
+        result = DistTensor(output, shape, x.cuts, grid)
+        return result if moved is None else redistribute(result, given_x.cuts, name), *(
             DistTensor(end, state.shape, cuts, grid)
             for end, state in zip(ends, states, strict=True)
         )

@@ -143,7 +143,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._starts: list[int] = []
         self._seen: set[int] = set()
         self._operators: dict[LocalOperator, LocalOperator] = {}
-        self._streamed = self._reduced = self._kept = 0
+        self._streamed = self._reduced = self._received = self._kept = 0
         self._parameters: set[nn.Parameter] = set()
         self._last = _Output()
         self._nodes: list[Any] = []
@@ -182,8 +182,10 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
 
     def _start(self, start: Start) -> None:
         self._events.append(start._replace(place=self._where()))
-        if start.collective is not None and not self._backward:
-            self._reduced += start.arriving[0][1]
+        if not self._backward:
+            self._received += start.bytes
+            if start.collective is not None:
+                self._reduced += start.arriving[0][1]
 
     def _set_makes_message(self, begins: bool) -> None:
         self._makes_message = begins
@@ -252,13 +254,16 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         """Call a function that has a rule, and record it."""
         start, before = torch_private.next_node_number(), len(self._events)
         between = bool(self.stack) and not is_layer(self.stack[-1][1]) and not self._backward
+        distributed = any(issubclass(t, DistTensor) for t in types)
+        # Not within a movement that has been recorded, and is about to start.
+        between = between and (distributed or not self.movements)
         if between:
             self._between(*self.stack[-1])
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if between:
             self._close(self.stack[-1][0], name, _first_of(result))
-        if any(issubclass(t, DistTensor) for t in types):
+        if distributed:
             name += _way(self._events[before:])
             if not self._backward:
                 self._origins.append(_Origin(start, self._place, name))
@@ -319,10 +324,11 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         layer's, `parameters` the bytes of its parameters, and `refusal` the reason if it is
         refused.
         """
-        reduced, kept, self._reduced, self._kept = self._reduced, self._kept, 0, 0
+        reduced, kept, received = self._reduced, self._kept, self._received
+        self._reduced = self._kept = self._received = 0
         moved = [m for m in self.movements if m.redistributes or not m.plan.identity]
         self.movements.clear()
-        if not (always or moved or reduced or kept or parameters):
+        if not (always or moved or received or kept or parameters):
             return
         output = self._last = output or _Output()
         halos = tuple(halo_of_movement(m) for m in moved if not m.redistributes)
@@ -332,7 +338,8 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             if m.redistributes
         )
         layer = LayerPlan(
-            name, kind, *output, halos, redistributions, reduced, kept, parameters, refusal
+            *(name, kind, *output, halos, redistributions, reduced, kept, parameters, refusal),
+            forward_bytes=received,
         )
         self._layers.append(layer)
         self._progress(layer)

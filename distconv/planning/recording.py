@@ -144,6 +144,21 @@ class Start(NamedTuple):
     leaving: tuple[tuple[int, int], ...]
     place: Place = Place("", "forward")
 
+    @property
+    def bytes(self) -> int:
+        """Return the bytes that arrive from other ranks."""
+        if self.collective is None:
+            return sum(size for _, size in self.arriving)
+        return received_bytes(self.collective, self.arriving[0][1], len(self.arriving) + 1)
+
+
+def received_bytes(collective: str, size: int, ranks: int) -> int:
+    """Return the bytes that a rank receives in an `all_reduce` or `all_gather` of `size` bytes.
+
+    An all-reduce is counted as a reduce-scatter and an all-gather.
+    """
+    return 2 * size * (ranks - 1) // ranks if collective == "all_reduce" else size * (ranks - 1)
+
 
 class Completion(NamedTuple):
     """An event of a recording: the rank waits for the `Start` with the same number."""
@@ -189,6 +204,11 @@ class LayerPlan:
     """Bytes of this rank's blocks of the layer's own parameters, where they first appear."""
     refusal: str | None = None
     """The reason why the layer cannot run on this grid; None if it can."""
+    forward_bytes: int = 0
+    """All bytes received in the forward pass: halos, redistributions, sums and gathers."""
+    backward_bytes: int = 0
+    """All bytes received in the backward pass of all calls of the layer, in the row of the last;
+    without the sums of parameters' gradients."""
 
     @property
     def halo_bytes(self) -> int:
@@ -236,6 +256,18 @@ class Recording:
         for call in self.calls:
             kept[call.name] += call.kept_bytes
         return kept
+
+    @property
+    def backward(self) -> Counter[str]:
+        """Return the bytes that each layer receives in the backward pass.
+
+        Those of parameters' gradients are counted as "gradients", those of the loss as "loss".
+        """
+        received: Counter[str] = Counter()
+        for event in self.events:
+            if isinstance(event, Start) and event.place.phase == "backward":
+                received[event.place.layer] += event.bytes
+        return received
 
     @property
     def operators(self) -> Counter[LocalOperator]:

@@ -105,7 +105,9 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
     if x.recipe is not None:
         _check_bases(x, operator)
     x.__dict__.pop("_redistributed", None)
-    x.separate()
+    x.materialize()
+    if memory is not None:
+        memory.materialize_readers()
 
 
 def _check_bases(x: DistTensorBase, operator: str) -> None:

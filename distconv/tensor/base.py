@@ -7,7 +7,7 @@ these are DistTensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import cached_property
 from operator import attrgetter, index, is_
@@ -79,6 +79,8 @@ class SharedMemory:
     """For a copy, the tensor that it was made for."""
     _sharing: WeakValueDictionary[int, Any] | None = None
     """For a copy, the other tensors in it, by their identity."""
+    _readers: WeakValueDictionary[int, Any] | None = None
+    """The pending tensors that will be computed from this memory, by their identity."""
     _family: WeakSet[SharedMemory] | None = None
     """The memories in use that are, or may be, a single one in serial torch."""
 
@@ -106,6 +108,19 @@ class SharedMemory:
             if self._sharing is None:
                 self._sharing = WeakValueDictionary()
             self._sharing[id(view)] = view
+
+    def note_reader(self, pending: Any) -> None:
+        """Remember a pending tensor that is computed from the present elements."""
+        if self._readers is None:
+            self._readers = WeakValueDictionary()
+        self._readers[id(pending)] = pending
+
+    def materialize_readers(self) -> None:
+        """Compute all tensors that are pending on this memory, or on a copy of it. Collective."""
+        for memory in [self, *(self._family or ())]:
+            for reader in list((memory._readers or {}).values()):
+                reader.materialize()
+            memory._readers = None
 
     @property
     def alone(self) -> bool:
@@ -142,6 +157,10 @@ Distributed = TypeVar("Distributed", bound="DistTensorBase")
 
 
 Layout.dense = torch.strided
+
+
+Run = tuple[int, int, int]
+"""The first position, the step and the number of positions of a slice."""
 
 
 class ViewRecipe(NamedTuple):
@@ -181,14 +200,55 @@ class ViewRecipe(NamedTuple):
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return cls(base, make, write, writable, place, *modes)
 
-    def follow(self) -> Tensor:
-        """Return the view's block, made anew. All ranks call it if `make` moves elements."""
+    @contextmanager
+    def as_when_made(self) -> Iterator[None]:
+        """Compute in autograd's modes, and for the modules, of the time when this was made."""
         with (
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.recorded),
             nullcontext() if self.modules is None else on_behalf_of(self.modules),
         ):
+            yield
+
+    def follow(self) -> Tensor:
+        """Return the view's block, made anew. All ranks call it if `make` moves elements."""
+        with self.as_when_made():
             return self.make(self.base).shard
+
+
+class Pending:
+    """Elements of a tensor that are computed when they are read; see `DistTensorBase.pending`."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return whether the elements will require gradients."""
+        raise NotImplementedError
+
+    def block(self) -> Tensor:
+        """Return this rank's block of all elements. Collective."""
+        raise NotImplementedError
+
+    def part(self, x: Any, index: tuple[Any, ...], runs: Sequence[Run]) -> Any:
+        """Return `x[index]`, computed without other elements; None if that moves more. Collective.
+
+        Parameters
+        ----------
+        x: the tensor whose elements these are.
+        index: an integer or slice for each dimension of `x`.
+        runs: the first position, step and number of positions of each of them.
+        """
+        return None
+
+    def assign(self, x: Any, index: tuple[Any, ...], runs: Sequence[Run], value: Any) -> bool:
+        """Take `value` as the elements of `x[index]`, and return True; False to assign in full.
+
+        The other arguments are those of `part`. Collective.
+        """
+        return False
+
+    def rolled(self, x: Any, shifts: Mapping[int, int]) -> Any:
+        """Return `x` rolled by `shifts`, by dimension, and still pending; None if it cannot be."""
+        return None
 
 
 class DistTensorBase(torch.Tensor):
@@ -212,6 +272,9 @@ class DistTensorBase(torch.Tensor):
     """For a view whose block may have to be made anew, its recipe; None for any other tensor. Such
     views have elements on other ranks than their base, or are views of such views or of merged
     tensors."""
+    pending: Pending | None = None
+    """The elements of a tensor without a block, which are computed when `shard` is first read;
+    None for any other tensor."""
     made_after: int | None = None
     """The journal entry with arguments after which it was made, where known."""
     _shape: torch.Size
@@ -259,6 +322,25 @@ class DistTensorBase(torch.Tensor):
         return {}
 
     @classmethod
+    def with_pending(
+        cls: type[Distributed],
+        pending: Pending,
+        shape: Sequence[int],
+        cuts: Cuts,
+        grid: Grid,
+        example: Tensor,
+    ) -> Distributed:
+        """Return a tensor whose elements are `pending`, of the type of `example`, a plain tensor.
+
+        No communication.
+        """
+        self = cls(example.detach(), shape, cuts, grid)
+        self.pending = pending
+        del self.__dict__["shard"]
+        self.sync_requires_grad()
+        return self
+
+    @classmethod
     def merging(
         cls: type[Distributed],
         unmerged: DistTensorBase,
@@ -280,11 +362,17 @@ class DistTensorBase(torch.Tensor):
 
     @cached_property
     def shard(self) -> Tensor:
-        """Return this rank's block. Collective for a merged tensor and for views on other ranks.
+        """Return this rank's block. Collective for merged and pending tensors, and some views.
 
-        All ranks fetch the block of a merged tensor at the first call, and the block of such a view
-        again after each write to its base. For any other tensor nothing is sent.
+        All ranks fetch the block of a merged or pending tensor at the first call, and the block of
+        a view on other ranks again after each write to its base. For any other tensor nothing is
+        sent.
         """
+        if self.pending is not None:
+            block = self.pending.block()
+            self.__dict__["shard"], self.pending = block, None
+            self.sync_requires_grad()
+            return block
         if self.recipe is None:
             raise AttributeError("shard")
         block = self.recipe.follow()
@@ -309,10 +397,12 @@ class DistTensorBase(torch.Tensor):
         """Return this rank's block, or the base's block if the own one has yet to be brought.
 
         The base's block then shows type, device and `requires_grad`, but holds other elements. For
-        a leaf, it is the leaf of the autograd graph. No communication.
+        a leaf, it is the leaf of the autograd graph. No communication, but for a pending tensor.
         """
         if self.leaf is not None:
             return self.leaf
+        if self.pending is not None:
+            return self.shard
         if self.unmerged is not None:
             return self.unmerged.held
         block: Tensor | None = self.__dict__.get("shard")
@@ -323,15 +413,24 @@ class DistTensorBase(torch.Tensor):
         return elements if self.recipe.recorded else elements.detach()
 
     @property
+    def example(self) -> Tensor:
+        """Return a plain tensor of the same type and device. No communication."""
+        if self.pending is not None:
+            return torch.empty(0, dtype=self.dtype, device=self.device)
+        return self.held
+
+    @property
     def brought(self) -> bool:
         """Return whether this rank holds the tensor's own block, so that `shard` sends nothing."""
         return "shard" in self.__dict__
 
-    def separate(self) -> None:
-        """Turn a merged tensor into an ordinary one with a block and an autograd node of its own.
+    def materialize(self) -> None:
+        """Turn a merged or pending tensor into an ordinary one, with a block and an autograd node.
 
-        Collective for a merged tensor; any other tensor stays as it is.
+        Collective for such tensors; any other tensor stays as it is.
         """
+        if self.pending is not None:
+            self.shard  # noqa: B018
         if self.unmerged is not None:
             self.shard = self.shard
             self.unmerged = None
@@ -397,7 +496,7 @@ class DistTensorBase(torch.Tensor):
     def sync_requires_grad(self) -> None:
         """Copy the shard's `requires_grad` to the wrapping tensor that torch sees."""
         with torch_private.without_torch_function():
-            Tensor.requires_grad_(self, self.held.requires_grad)
+            Tensor.requires_grad_(self, (self.pending or self.held).requires_grad)
 
     @property
     def replicas(self) -> int:
@@ -448,7 +547,7 @@ def as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return the plain tensors that autograd knows: shards of DistTensors, and plain tensors.
 
-    A merged tensor gives the shard of its `unmerged`.
+    A merged tensor gives the shard of its `unmerged`; a pending one is computed, collectively.
     """
     return [x.held if isinstance(x, DistTensorBase) else x for x in as_list(tensors)]
 

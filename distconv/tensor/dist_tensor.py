@@ -261,7 +261,7 @@ class DistTensor(DistTensorBase):
         if self.replicas > 1:
             self._stay_distributed("to_local")
         if not self.requires_grad:
-            self.separate()  # what the program writes to the box is then the tensor's
+            self.materialize()  # what the program writes to the box is then the tensor's
         axes = replicating_axes(self.cuts, self.grid.topology)
         block = collectives.unreplicate(self.shard, self.grid, axes)
         if grad is not None or not any(self.cuts):
@@ -326,7 +326,7 @@ class DistTensor(DistTensorBase):
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Return whether autograd records operations on the tensor."""
-        return self.held.requires_grad
+        return (self.pending or self.held).requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -335,7 +335,7 @@ class DistTensor(DistTensorBase):
     def requires_grad_(self, requires_grad: bool = True) -> DistTensor:
         """Let autograd record operations on this leaf; its `.grad` is then the serial gradient."""
         if requires_grad != self.requires_grad:
-            self.separate()
+            self.materialize()
         fresh = requires_grad and not self.held.requires_grad
         if not requires_grad and self.leaf is not None:
             self.shard, self.leaf, self._memory.leaf = self.leaf, None, False
@@ -372,7 +372,7 @@ class DistTensor(DistTensorBase):
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """Return whether the tensor is a leaf of the autograd graph."""
-        return self.held.is_leaf
+        return not self.pending.requires_grad if self.pending else self.held.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
@@ -409,7 +409,7 @@ class DistTensor(DistTensorBase):
         if self.gradient_hook is not None:
             self.retained_gradient = value
         else:
-            self.separate()
+            self.materialize()
             self.held.grad = value.shard
 
     @run_eagerly

@@ -1,14 +1,16 @@
 """`explain`: layouts, halos, redistributions and memory of each layer of a module on a grid.
 
 It shows the forward pass of a recording (`planning.recorded_step`), made by the same code that will
-run, and agrees with `predict` and `plan`. `planning.recorder` counts the bytes.
+run, and agrees with `predict` and `plan`; and the bytes of the backward pass of another recording.
+`planning.recorder` counts the bytes.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ class Explanation:
     serial_kept_bytes: int | None
     """Bytes that the serial program keeps for the backward pass; None where the module runs on
     distributed tensors only."""
+    gradient_bytes: int | None = None
+    """Bytes received in sums of parameters' gradients; None where no backward pass was recorded."""
 
     @property
     def kept_bytes(self) -> int:
@@ -54,7 +58,9 @@ class Explanation:
         moved = sum(layer.redistributed_bytes for layer in self.layers)
         received = sum(layer.halo_bytes for layer in self.layers)
         reduced = sum(layer.reduced_bytes for layer in self.layers)
-        sums = *map(size_cell, (received, moved)), "", size_cell(reduced)
+        forward = sum(layer.forward_bytes for layer in self.layers)
+        backward = sum(layer.backward_bytes for layer in self.layers)
+        sums = *map(size_cell, (received, moved)), "", *map(size_cell, (reduced, forward, backward))
         memory = map(size_cell, (self.kept_bytes, self.parameter_bytes))
         total = "total", *("",) * 5, *sums, *memory
         lines = [
@@ -69,6 +75,8 @@ class Explanation:
             lines.append(
                 f"kept for backward: {byte_size(kept)}; serially {byte_size(alone)}{times}"
             )
+        if self.gradient_bytes:
+            lines.append(f"received for gradients of parameters: {byte_size(self.gradient_bytes)}")
         return "\n".join(lines)
 
 
@@ -122,13 +130,17 @@ def explain(
         serial = None if alone.refusal else sum(alone.kept.values())
     except RuntimeError:
         serial = None
+    received = None
+    if torch.is_grad_enabled() and recording.refusal is None:
+        received = _received_in_backward(module, shapes, extents, given | cut)
     explanation = Explanation(
         type(module).__name__,
         str(DryRunGrid(extents)),
         recording.rank,
-        recording.calls,
+        _with_backward(recording.calls, received or Counter()),
         recording.parameter_bytes,
         serial,
+        None if received is None else received["gradients"],
     )
     comm = grid if isinstance(grid, ProcessGrid) else world_if_rank()
     if show and (comm is None or comm.rank == 0):
@@ -136,9 +148,36 @@ def explain(
     return explanation
 
 
+def _received_in_backward(
+    module: nn.Module, shapes: Sequence[Shape], extents: Mapping[str, int], given: dict[str, Any]
+) -> Counter[str] | None:
+    """Return the bytes that each layer receives in the backward pass of a mean squared error.
+
+    Returns None if the module has no such backward pass.
+    """
+    options = given | {"loss": "mse", "progress": lambda layer: None}
+    try:
+        return record_step(module, shapes, extents, **options).backward  # type: ignore[arg-type]
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+
+
+def _with_backward(
+    calls: Sequence[LayerPlan], received: Mapping[str, int]
+) -> tuple[LayerPlan, ...]:
+    """Return `calls` with the bytes of each layer's backward pass in the row of its last call."""
+    last = {layer.name: i for i, layer in enumerate(calls)}
+    return tuple(
+        replace(layer, backward_bytes=received.get(layer.name, 0))
+        if last[layer.name] == i
+        else layer
+        for i, layer in enumerate(calls)
+    )
+
+
 HEADING = (
     *("layer", "type", "output", "layout", "local", "halo", "received", "moved"),
-    *("redistribution", "reduced", "kept", "parameters"),
+    *("redistribution", "reduced", "forward", "backward", "kept", "parameters"),
 )
 
 
@@ -164,6 +203,8 @@ def cells_of_layer(layer: LayerPlan) -> tuple[Cell, ...]:
         size_cell(layer.redistributed_bytes),
         "; ".join(dict.fromkeys(moved)),
         size_cell(layer.reduced_bytes),
+        size_cell(layer.forward_bytes),
+        size_cell(layer.backward_bytes),
         size_cell(layer.kept_bytes),
         size_cell(layer.parameter_bytes),
     )

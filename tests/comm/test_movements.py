@@ -16,7 +16,7 @@ from distconv.comm.collectives import all_reduce, all_reduce_with_grad, replicat
 from distconv.comm.packing import places_in
 from distconv.comm.transfer import gather
 from distconv.device.kinds import HOST
-from distconv.geometry.index_maps import Concatenated, Grouped, IndexMap, Pad, Same, Strided, Window
+from distconv.geometry.index_maps import Grouped, IndexMap, Pad, Same, Strided, Window, WrittenSlice
 from distconv.geometry.layout import Cuts, rank_box
 from distconv.geometry.plan import Plan, make_plan
 from distconv.geometry.topology import AXES
@@ -47,7 +47,7 @@ def random_map(rng: random.Random, n: int) -> IndexMap:
         Same(),
         Window(min(k, n + 2 * p), rng.randrange(1, 4), 1, (p, p)),
         Strided(rng.randrange(n), k, 0),
-        Concatenated(p, n + 2 * p),
+        WrittenSlice(p, n + 2 * p),
         Grouped(1 + p),
         Pad(min(p, n - 1), min(k, n - 1), rng.choice(["constant", "reflect", "circular"])),
     ]

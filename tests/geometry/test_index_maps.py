@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from distconv.geometry.index_maps import (
     AdaptiveWindow,
-    Concatenated,
     Grouped,
     IndexMap,
     Interval,
@@ -21,6 +20,7 @@ from distconv.geometry.index_maps import (
     Strided,
     TransposedWindow,
     Window,
+    WrittenSlice,
 )
 
 sizes = st.integers(1, 25)
@@ -177,7 +177,7 @@ def test_a_span_is_one_operand_of_a_concatenation(
     size: int, before: int, after: int, data: st.DataObject
 ) -> None:
     joined = [None] * before + list(range(size)) + [None] * after
-    span = Concatenated(before, len(joined))
+    span = WrittenSlice(before, len(joined))
     start, stop = data.draw(spans(len(joined)))
     assert span.output_size(size) == len(joined)
     assert taken(span, size, start, stop) == [i for i in joined[start:stop] if i is not None]

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from distconv import geometry
 from distconv.geometry.index_maps import (
     AdaptiveWindow,
-    Concatenated,
     Grouped,
     IndexMap,
     Interval,
@@ -29,6 +28,7 @@ from distconv.geometry.index_maps import (
     Strided,
     TransposedWindow,
     Window,
+    WrittenSlice,
 )
 from distconv.geometry.layout import Cuts, block, rank_box, replicating_axes
 from distconv.geometry.plan import Plan, elements_moved, make_plan
@@ -123,8 +123,8 @@ def _any_slice(draw: st.DrawFn, n: int) -> Strided:
     return Strided(first, step, len(range(first, n, step)))
 
 
-def _any_span(draw: st.DrawFn, n: int) -> Concatenated:
-    return Concatenated(offset := draw(SMALL), offset + n + draw(SMALL))
+def _any_span(draw: st.DrawFn, n: int) -> WrittenSlice:
+    return WrittenSlice(offset := draw(SMALL), offset + n + draw(SMALL))
 
 
 def _any_rows(draw: st.DrawFn, n: int) -> Rows:
@@ -161,7 +161,7 @@ MAPS: dict[type, Callable[[st.DrawFn, int], IndexMap]] = {
     TransposedWindow: _any_transposed_window,
     AdaptiveWindow: lambda draw, n: AdaptiveWindow(draw(st.integers(0, 9))),
     Strided: _any_slice,
-    Concatenated: _any_span,
+    WrittenSlice: _any_span,
     Grouped: lambda draw, n: Grouped(
         draw(st.integers(1, 3)), draw(st.sampled_from([m for m in range(1, 5) if n % m == 0]))
     ),
@@ -172,7 +172,7 @@ MAPS: dict[type, Callable[[st.DrawFn, int], IndexMap]] = {
     Resampled: _any_resampling,
 }
 """Every kind of index map, and how one for n inputs is drawn."""
-OF_NO_INPUTS = (Same, Window, Strided, Concatenated, Grouped, Rows, Pad, Reversed)
+OF_NO_INPUTS = (Same, Window, Strided, WrittenSlice, Grouped, Rows, Pad, Reversed)
 
 
 @st.composite

@@ -47,6 +47,23 @@ def test_a_state_that_is_given_is_cut_like_the_samples() -> None:
     agrees(lambda x, h: list(cell(x, h)), [x], [begun], random_grid(rng), rng)
 
 
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_partitioned_sequence_moves_to_the_samples_and_back(kind: Any) -> None:
+    grid = dc.ProcessGrid(width=-1)
+    n = grid.size
+    layer = kind(12, 12, batch_first=True).double().requires_grad_(False)
+    x = random_tensor(random.Random(5), (12, 12, 12))
+    for layout in (dc.Layout(channel="width"), dc.Layout(width="width")):
+        agrees(lambda x: layer(x)[0], [x], [], grid, random.Random(6), [layout])
+        shared = dc.distribute_tensor(x, grid, layout)
+        dc.redistributions(reset=True)
+        output, _ = layer(shared)
+        moved = sum(entry.bytes for entry in dc.redistributions(reset=True))
+        assert output.layout == layout
+        assert moved == 2 * x.nbytes * (n - 1) // n**2
+
+
 @pytest.mark.parallel([2])
 def test_dropout_between_layers_is_refused() -> None:
     layer = nn.LSTM(4, 3, num_layers=2, dropout=0.5)

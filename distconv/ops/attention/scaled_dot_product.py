@@ -203,14 +203,13 @@ def _partition(
     return sizes, Arrangement(batch, without(own, used), without(keys, used))
 
 
-def _on_block(
-    spec: Spec, operands: Sequence[tuple[Tensor, _Place]], block: Shape, dims: int
-) -> Tensor:
+def _on_block(spec: Spec, operands: list[tuple[Tensor, _Place]], block: Shape, dims: int) -> Tensor:
     """Return the attention of this rank's queries, (..., R, V). Collective.
 
     Parameters
     ----------
-    operands: blocks and places of q, k, v, and perhaps a mask.
+    operands: blocks and places of q, k, v, and perhaps a mask. The list is emptied, so that blocks
+        of which contiguous copies are made are freed.
     block: the shape of this rank's block of the result.
     dims: the number of dimensions of the operands in the program.
     """
@@ -222,10 +221,12 @@ def _on_block(
     mask: Tensor | None = None
     if operands[3:]:
         mask = operands[3][0].flatten(-columns - rows, -1 - columns)
+    places = [place for _, place in operands]
+    operands.clear()
     dense = schedule.causal and any(cuts.rows)
     if any(cuts.columns) or spec.p or (dense and not spec.accelerated):
         record_tours(spec, NAME, q, k, v)
-        again = partial(_recorded, spec, [place for _, place in operands])
+        again = partial(_recorded, spec, places)
         result: Tensor = BlockwiseAttention.apply(q, k, v, mask, spec, again)
         return result
     if 0 in block:
@@ -239,10 +240,14 @@ def _on_block(
         mask = numbers(own, q.device).unsqueeze(-1) >= numbers(keys, q.device)
     batch = block[: len(block) - rows - 1]
     if len(batch) + 2 > max(dims, 4):  # torch's kernels are for four dimensions
-        q, k, v = (as_planes(t, batch) for t in (q, k, v))
+        q = as_planes(q, batch)
+        k = as_planes(k, batch)
+        v = as_planes(v, batch)
         mask = as_planes(mask, batch) if mask is not None and mask.dim() > 2 else mask
     else:
-        q, k, v = (with_rows(t.expand((*batch, *t.shape[-2:]))) for t in (q, k, v))
+        q = with_rows(q.expand((*batch, *q.shape[-2:])))
+        k = with_rows(k.expand((*batch, *k.shape[-2:])))
+        v = with_rows(v.expand((*batch, *v.shape[-2:])))
     causal = schedule.causal and not dense
     return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=spec.scale)
 

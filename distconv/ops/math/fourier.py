@@ -3,18 +3,22 @@
 Each rank then transforms a part of the channels, for example, in place of all of them. If no
 other dimension is large enough, the dimensions are transformed one after the other, each cut while
 another is transformed. Results of inverse transforms are cut in space again.
+
+Nothing is moved before the modes are read: a slice of few modes is computed alone, as is the
+inverse transform of few modes that were assigned to zeros; see `ops/support/spectra.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distconv.geometry.layout import Cuts, cutting_axes, default_cuts
-from distconv.geometry.topology import AXES
+from distconv.geometry.topology import Topology
 from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dims
 from distconv.ops.support.operands import (
     apply_along,
@@ -22,8 +26,10 @@ from distconv.ops.support.operands import (
     common_grid,
     filled_block,
     gather_whole,
+    moved_elsewhere,
     uncut,
 )
+from distconv.ops.support.spectra import Modes, Spectrum, Transform, can_be_partial
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -84,54 +90,85 @@ def _transformed(
     `name` is the function that the user called, for the records of redistributions. `sizes` are the
     lengths to which the dimensions are cropped or padded first.
     """
-    last = dims[-1]
+    steps, shape, cuts = _steps(kind, x, dims, sizes)
+    positions = x.shape if kind in ("fft", "rfft") else shape
+    lengths = {d: positions[d] for d in dims} | {d: n for d, n in (sizes or {}).items() if n >= 0}
+    transform = Transform(kind, name, lengths, norm)
+    in_full = partial(_in_full, transform, steps, sizes, cuts)
+    if isinstance(x.pending, Modes) and kind in ("ifft", "irfft"):
+        made = x.pending.to_space(transform, cuts)
+        return in_full(x) if made is None else made
+    if can_be_partial(x, transform):
+        example = x.example.new_empty(0, dtype=x.dtype.to_complex())
+        return Spectrum(x, transform, in_full).tensor(shape, cuts, example)
+    return in_full(x)
+
+
+Step = tuple[Cuts, list[int]]
+"""Cuts to which a tensor is redistributed, and the dimensions that are then transformed."""
+
+
+def _in_full(
+    transform: Transform,
+    steps: Sequence[Step],
+    sizes: dict[int, int] | None,
+    cuts: Cuts,
+    x: DistTensor,
+) -> DistTensor:
+    """Return all elements of the transform of `x`, by the `steps` of `_steps`, cut by `cuts`."""
+    kind, name, last = transform.kind, transform.name, next(reversed(transform.lengths))
+    for moved, now in steps:
+        x = redistribute(x, moved, name)
+        function = getattr(torch.fft, f"{kind if last in now else _OF_OTHERS[kind]}n")
+        lengths = None if sizes is None else [sizes[d] for d in now]
+        x = apply_along(function, name, x, now, lengths, now, transform.norm)
+    return redistribute(x, cuts, name)
+
+
+def _steps(
+    kind: str, x: DistTensor, dims: Sequence[int], sizes: dict[int, int] | None
+) -> tuple[list[Step], tuple[int, ...], Cuts]:
+    """Return the steps in which `x` is transformed along `dims`, and shape and cuts of the result.
+
+    No communication.
+    """
+    last, topology, shape = dims[-1], x.grid.topology, list(x.shape)
     to_space = kind in ("ifft", "irfft")
-    cuts = _in_space(x, dims) if to_space else x.cuts
+    cuts = _in_space(x.cuts, dims, topology) if to_space else x.cuts
+    own = x.cuts
     left = sorted(dims, key=lambda d: bool(cuts[d]))
     if kind in ("rfft", "ihfft"):  # which take real numbers
         left.sort(key=lambda d: d != last)
     elif kind in ("irfft", "hfft"):  # which return them
         left.sort(key=lambda d: d == last)
+    steps: list[Step] = []
     while left:
-        now, moved = left, _elsewhere(x, cuts, left)
+        now, moved = left, moved_elsewhere(shape, cuts, left, topology)
         if moved is None:
             whole = next(i for i, d in enumerate(left) if cuts[d])
             now = left[: max(whole, 1)]
-            moved = _elsewhere(x, cuts, now)
-        x = redistribute(x, moved or x.cuts, name)
-        function = getattr(torch.fft, f"{kind if last in now else _OF_OTHERS[kind]}n")
-        now = sorted(now, key=dims.index)
-        lengths = None if sizes is None else [sizes[d] for d in now]
-        x = apply_along(function, name, x, now, lengths, now, norm)
-        left, cuts = left[len(now) :], x.cuts
-    return redistribute(x, _in_space(x, dims), name) if to_space else x
+            moved = moved_elsewhere(shape, cuts, now, topology)
+        left = left[len(now) :]
+        # Without room elsewhere the dimensions are whole on every rank.
+        cuts = own = moved or tuple(() if d in now else axes for d, axes in enumerate(own))
+        steps.append((cuts, sorted(now, key=dims.index)))
+        for d in now:
+            n = shape[d] if sizes is None or sizes[d] < 0 else sizes[d]
+            if d == last and kind in ("irfft", "hfft"):
+                n = 2 * (shape[d] - 1) if sizes is None or sizes[d] < 0 else n
+            shape[d] = n // 2 + 1 if d == last and kind in ("rfft", "ihfft") else n
+    return steps, tuple(shape), _in_space(cuts, dims, topology) if to_space else cuts
 
 
-def _elsewhere(x: DistTensor, cuts: Cuts, dims: Collection[int]) -> Cuts | None:
-    """Return `cuts` with the axes that cut `dims` moved to other dimensions.
-
-    Returns None if the other dimensions have too few elements for them.
-    """
-    topology = x.grid.topology
-    moved = [() if d in dims else axes for d, axes in enumerate(cuts)]
-    for axis in sorted(cutting_axes(cuts[d] for d in dims), key=AXES.index):
-        room = {d: n // topology.parts(moved[d]) for d, n in enumerate(x.shape) if d not in dims}
-        widest = max(room, key=room.__getitem__, default=0)
-        if room.get(widest, 0) < topology.extent(axis):
-            return None
-        moved[widest] += (axis,)
-    return tuple(moved)
-
-
-def _in_space(x: DistTensor, dims: Sequence[int]) -> Cuts:
-    """Return cuts of `x` with each spatial dimension in `dims` cut over the grid axis of its name.
+def _in_space(cuts: Cuts, dims: Sequence[int], topology: Topology) -> Cuts:
+    """Return `cuts` with each spatial dimension in `dims` cut over the grid axis of its name.
 
     These axes are taken from the dimensions that they cut before; other axes stay.
     """
-    own = default_cuts(x.dim(), x.grid.topology)
+    own = default_cuts(len(cuts), topology)
     own = tuple(axes if d in dims and d > 1 else () for d, axes in enumerate(own))
     taken = cutting_axes(own)
-    rest = (tuple(a for a in axes if a not in taken) for axes in x.cuts)
+    rest = (tuple(a for a in axes if a not in taken) for axes in cuts)
     return tuple(mine + others for mine, others in zip(own, rest, strict=True))
 
 
@@ -140,7 +177,12 @@ def _shift(function: Callable[..., Tensor], before: int) -> None:
     def rule(input: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
         check_on_meta(function, any_type(input), dim)
         over = normalize_dims(dim, input.dim())
-        return torch.roll(input, [(input.shape[d] + before) // 2 for d in over], over)
+        shifts = {d: (input.shape[d] + before) // 2 for d in over}
+        if isinstance(input, DistTensor) and input.pending is not None:
+            rolled: Tensor | None = input.pending.rolled(input, shifts)
+            if rolled is not None:
+                return rolled
+        return torch.roll(input, list(shifts.values()), over)
 
 
 _shift(torch.fft.fftshift, 0)

@@ -21,6 +21,7 @@ from distconv.ops.support.operands import (
     local_operand,
     shard_of,
 )
+from distconv.ops.support.spectra import zeros
 from distconv.tensor.aliasing import (
     finish_write,
     is_of_parameter,
@@ -302,7 +303,7 @@ def type_(input: DistTensor, dtype: Any = None, non_blocking: bool = False) -> A
 
 
 def _like(x: Any) -> Any:
-    return x.held if isinstance(x, DistTensor) else x
+    return x.example if isinstance(x, DistTensor) else x
 
 
 def _of_parameter_as(input: DistTensor, made: DistTensor) -> DistTensor:
@@ -318,6 +319,10 @@ def _of_parameter_as(input: DistTensor, made: DistTensor) -> DistTensor:
 def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
     @keeps_shape
     def filled(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
+        if function is torch.zeros_like and input.pending is not None:
+            example = function(input.example, *args, **kwargs)
+            _require_here("zeros_like", input, example.device)
+            return zeros(input.shape, input.cuts, input.grid, example)
         shard = function(input.shard, *args, **kwargs)
         _require_here(function.__name__, input, shard.device)
         return _of_parameter_as(input, DistTensor(shard, input.shape, input.cuts, input.grid))
@@ -346,7 +351,12 @@ def _made(
     cuts: Cuts = ((),) * len(shape)
     if len(shape) == input.dim():
         cuts = operand_cuts(shape, tuple(input.shape), input.cuts)
-    shard = function(input.held, box_on_rank(shape, cuts, input.grid).shape, *args, **kwargs)
+    if function is torch.Tensor.new_zeros and input.pending is not None:
+        example = function(input.example, 0, **kwargs)
+        _require_here("new_zeros", input, example.device)
+        result = zeros(shape, cuts, input.grid, example)
+        return result.requires_grad_() if requires_grad else result
+    shard = function(input.example, box_on_rank(shape, cuts, input.grid).shape, *args, **kwargs)
     _require_here(function.__name__, input, shard.device)
     result = _of_parameter_as(input, DistTensor(shard, shape, cuts, input.grid))
     return result.requires_grad_() if requires_grad else result
@@ -390,7 +400,7 @@ def new_tensor(
         shard, shape, cuts = data.shard.detach().clone(), data.shape, data.cuts
         shard = shard.to(kwargs.get("dtype") or shard.dtype)
     else:
-        shard = input.held.new_tensor(data, **kwargs)
+        shard = input.example.new_tensor(data, **kwargs)
         shape, cuts = shard.shape, ((),) * shard.dim()
     _require_here("new_tensor", input, shard.device)
     result = DistTensor(shard, shape, cuts, input.grid)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.index_maps import Same
-from distconv.geometry.layout import common_factors, cutting_axes, replaced_at
+from distconv.geometry.layout import Cuts, common_factors, cutting_axes, replaced_at
+from distconv.geometry.topology import Topology
 from distconv.ops.conv.channel_algorithms import LayerCall, WeightMeta, algorithm, local_layer
 from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.in_place import implements_in_place
@@ -118,6 +119,10 @@ def contract(
             if isinstance(x, DistTensor) and x.shape[d] == sizes[letter] and letter not in fixed:
                 if not set(x.cuts[d]) & set(cutting_axes(cuts.values())) and not cuts[letter]:
                     cuts[letter] = x.cuts[d]
+    back = None
+    if len(operands) == 2 and result:
+        cuts |= _cuts_by_leading(ranked, result, cuts, grid.topology)
+        back = _cuts_of_positions(ranked, result, sizes, cuts)
     blocks = [
         local_operand(x, tuple(sizes[c] for c in term), tuple(cuts[c] for c in term), grid, name)
         for term, x in zip(terms, operands, strict=True)
@@ -125,12 +130,74 @@ def contract(
     joined, blocks = _with_runs_joined(terms, result, blocks)
     local = torch.einsum(f"{','.join(joined)}->{result}", *blocks)
     summed = cutting_axes(cuts[c] for c in sizes if c not in result)
-    return DistTensor(
-        all_reduce_with_grad(local, grid, summed),
-        [sizes[c] for c in result],
-        tuple(cuts[c] for c in result),
-        grid,
+    shape = [sizes[c] for c in result]
+    made = DistTensor(
+        all_reduce_with_grad(local, grid, summed), shape, tuple(cuts[c] for c in result), grid
     )
+    if back is None:
+        return made
+    place, factors, along = back
+    split = cast(DistTensor, made.unflatten(place, factors)) if len(factors) > 1 else made
+    others = ((),) * (len(shape) - place - 1)
+    moved = redistribute(split, (*((),) * place, *along, *others), name)
+    return cast(DistTensor, merge_as(moved, shape)) if len(factors) > 1 else moved
+
+
+# Attention written as products: q and k, partitioned along their positions, and then v.
+
+
+Ranked = Sequence[tuple[str, Tensor]]
+"""The terms of a product with their operands, the largest first."""
+
+
+def _cuts_by_leading(
+    ranked: Ranked, result: str, cuts: dict[str, tuple[str, ...]], topology: Topology
+) -> dict[str, tuple[str, ...]]:
+    """Return other cuts for a product such as q k^T, whose operands cut different dimensions alike.
+
+    One operand would be gathered. If both have the first dimension of the result, in which samples
+    lie, and it is shared out evenly, the axes move there instead where that moves less.
+    """
+    (term, x), (other, y) = ranked
+    lead = result[0]
+    own, others = (
+        cutting_axes(z.cuts[d] for d, c in enumerate(t) if c in result and c not in u)
+        if isinstance(z, DistTensor)
+        else ()
+        for t, u, z in ((term, other, x), (other, term, y))
+    )
+    parts = topology.parts(own)
+    if not own or set(own) != set(others) or lead not in term or lead not in other:
+        return {}
+    size = x.shape[term.index(lead)]
+    if cuts[lead] or size % parts or y.shape[other.index(lead)] != size:
+        return {}
+    if (x.numel() + y.numel()) >= parts * y.numel():
+        return {}
+    return {c: () for c in term if c in result and c not in other} | {lead: own}
+
+
+def _cuts_of_positions(
+    ranked: Ranked, result: str, sizes: dict[str, int], cuts: dict[str, tuple[str, ...]]
+) -> tuple[int, tuple[int, ...], Cuts] | None:
+    """Return how the result of a product such as softmax(q k^T) v is cut like v, along positions.
+
+    v is cut over the axes that cut the first dimension of the other operand, and moves there; the
+    result moves back. Returns the dimension of the result, its factors and their cuts. None for
+    other products.
+    """
+    (term, _), (other, y) = ranked
+    lead, (free, *more) = result[0], [c for c in result if c not in other] or [""]
+    summed = [c for c in other if c in term and c not in result]
+    if not isinstance(y, DistTensor) or more or not free or free not in term or not cuts[lead]:
+        return None
+    along = tuple(y.cuts[other.index(c)] for c in summed)
+    factors = tuple(sizes[c] for c in summed)
+    if set(cutting_axes(along)) != set(cuts[lead]) or prod(factors) != sizes[free]:
+        return None
+    if cutting_axes(cuts.values()) != cuts[lead] or "".join(summed) not in other:
+        return None
+    return result.index(free), factors, along
 
 
 def _with_runs_joined(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distconv import torch_private
+from distconv.geometry.index_maps import IndexMap, Same, WrittenSlice
 from distconv.geometry.layout import Cuts
 from distconv.ops.shape.indexing import (
     assign_picked,
@@ -19,6 +20,7 @@ from distconv.ops.shape.indexing import (
     indices_of,
     is_mask,
     picks_elements,
+    runs_of,
     strided_run,
     unmerged_picks,
 )
@@ -35,20 +37,20 @@ from distconv.ops.support.operands import (
     as_distributed,
     common_grid,
     gather_whole,
-    local_operand,
 )
 from distconv.tensor.aliasing import finish_write, prepare_write
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gather_inputs
 
 
 @implements(torch.Tensor.__setitem__)
 def setitem(input: DistTensor, index: Any, value: Any) -> None:
     """Assign to slices and positions; each rank writes to its own block.
 
-    `value` is a number, or a tensor that is broadcast to the slice; a distributed one is made whole
-    along dimensions that are cut and written in part. With tensors as indices everything is made
+    `value` is a number, or a tensor that is broadcast to the slice; of a distributed one each rank
+    gets what it writes. With tensors as indices everything is made
     whole, except for a single mask beside full slices. A plain `input` becomes distributed under
     autograd.
     """
@@ -62,6 +64,11 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
         return
     if input.unmerged is not None and not input.brought and _assign_unmerged(input, items, value):
         return
+    if input.pending is not None and not picked:
+        index = tuple(index_per_dimension(input, items))
+        runs = runs_of(input, index)
+        if runs is not None and input.pending.assign(input, index, runs, value):
+            return
     prepare_write(input, "assignment")
     if picked:
         first = _before_mask(items)
@@ -146,12 +153,16 @@ implements_in_place(torch.Tensor.masked_scatter_, masked_scatter)
 
 
 def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
-    """Assign at one integer or slice per dimension; each rank writes to its own block."""
+    """Assign at one integer or slice per dimension; each rank writes to its own block.
+
+    A distributed value sends each rank the elements that it writes, and no others.
+    """
     box = input.box
     into: list[Any] = []
     taken: list[slice] = []
     shape: list[int] = []
     cuts: list[tuple[str, ...]] = []
+    needs: list[IndexMap] = []
     d = 0
     for pick in picks:
         if pick is None:
@@ -159,6 +170,7 @@ def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
             taken.append(slice(None))
             shape.append(1)
             cuts.append(())
+            needs.append(Same())
             continue
         first, step, outputs = strided_run(pick, input.shape[d], d)
         # The positions low to high of the run lie in this rank's block.
@@ -169,14 +181,31 @@ def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
             slice(begin, begin + max(high - low, 0) * step, step) if high > low else slice(0, 0)
         )
         full = (first, step, outputs) == (0, 1, input.shape[d]) and not isinstance(pick, int)
-        # A value that is cut in the same way already has only this part.
-        taken.append(slice(None) if full else slice(low, high))
-        cuts.append(input.cuts[d] if full else ())
+        taken.append(slice(box.start[d], box.stop[d]) if full else slice(low, high))
+        cuts.append(input.cuts[d])
+        needs.append(
+            Same() if full or not input.cuts[d] else WrittenSlice(first, input.shape[d], step)
+        )
         # The value has no dimension for an integer; it is written as a slice of one element.
         shape.append(-1 if isinstance(pick, int) else outputs)
         d += 1
     if isinstance(value, Tensor):
-        value = _part(value, shape, tuple(cuts), taken, input)
+        kept = [n for n in shape if n >= 0]
+        while value.dim() > len(kept) and value.shape[0] == 1:
+            value = value.squeeze(0)
+        value = value.expand(kept)
+        for at, n in enumerate(shape):
+            if n < 0:
+                value = value.unsqueeze(at)
+        written = zip(cuts, needs, strict=True)
+        if not isinstance(value, DistTensor):
+            value = value[tuple(taken)]
+        elif value.cuts == tuple(axes if isinstance(need, Same) else () for axes, need in written):
+            here = zip(taken, needs, strict=True)
+            own = [t if isinstance(need, WrittenSlice) else slice(None) for t, need in here]
+            value = value.shard[tuple(own)]
+        else:
+            value = gather_inputs(value, needs, tuple(cuts), "assignment")
     input.shard[tuple(into)] = value
     finish_write(input)
 
@@ -280,27 +309,3 @@ def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
     rest = (None,) * (input.dim() - mask.dim())
     # A number of another type is converted as in an assignment, which masked_fill_ refuses.
     input.masked_fill_(mask[(..., *rest)], torch.tensor(value, dtype=input.dtype).item())
-
-
-def _part(
-    value: Tensor, shape: list[int], cuts: Cuts, taken: list[slice], input: DistTensor
-) -> Tensor:
-    """Return the elements of an assigned value that this rank writes to its block of `input`.
-
-    Parameters
-    ----------
-    shape: the shape to which the value is broadcast; -1 marks a dimension indexed by an integer.
-    cuts: the cuts of that shape.
-    taken: the slices of that shape that this rank writes.
-    """
-    kept = [n for n in shape if n >= 0]
-    own_cuts = tuple(axes for n, axes in zip(shape, cuts, strict=True) if n >= 0)
-    while value.dim() > len(kept) and value.shape[0] == 1:
-        value = value.squeeze(0)
-    value = local_operand(value.expand(kept), tuple(kept), own_cuts, input.grid, "assignment")
-    for d, n in enumerate(shape):
-        if n < 0:
-            value = value.unsqueeze(d)
-    return value[
-        tuple(slice(0, t.stop - t.start) if n < 0 else t for n, t in zip(shape, taken, strict=True))
-    ]

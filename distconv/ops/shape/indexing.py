@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distconv.geometry.index_maps import Concatenated, IndexMap, Same, Strided
+from distconv.geometry.index_maps import IndexMap, Same, Strided, WrittenSlice
 from distconv.geometry.layout import Shape
 from distconv.ops.shape.lookup import index_select, picked_by_mask, rows_of, wrap_negative
 from distconv.ops.shape.reshape import unflatten, unsqueeze
@@ -23,9 +23,10 @@ from distconv.ops.support.arguments import any_type, check_on_meta, normalize_di
 from distconv.ops.support.merged import factors_of, fitting_factors, is_merged, merge_as, unmerge
 from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.aliasing import make_view
+from distconv.tensor.base import Run
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gather_inputs
+from distconv.tensor.redistribution import gather_inputs, redistribute
 
 
 @implements(torch.Tensor.__getitem__)
@@ -46,6 +47,8 @@ def getitem(input: Tensor, index: Any) -> DistTensor:
     if len(tensors) == 1:
         return _looked_up(input, items, tensors[0])
     picks = index_per_dimension(input, items)
+    if input.pending is not None:
+        return _of_pending(input, tuple(picks))
     part = None if input.unmerged is None else _of_merged(input, picks)
     return _sliced(input, tuple(picks)) if part is None else part
 
@@ -97,6 +100,31 @@ def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
         write if moved else None,
         place=index,
     )
+
+
+def _of_pending(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
+    """Return a part of a pending tensor, which stays pending if the part is computed alone."""
+    assert input.pending is not None
+    runs = runs_of(input, index)
+    part = None if runs is None else input.pending.part(input, index, runs)
+    if part is None:
+        return _sliced(input, index)
+
+    def make(base: DistTensor) -> DistTensor:
+        return redistribute(getitem(base, index), part.cuts, "indexing")
+
+    def write(base: DistTensor, view: DistTensor) -> None:
+        base[index] = view
+
+    return make_view(input, part.shard, part.shape, part.cuts, make, write, place=index)
+
+
+def runs_of(input: Tensor, index: Sequence[Any]) -> list[Run] | None:
+    """Return `strided_run` of each integer or slice; None if the index inserts a dimension."""
+    if None in index:
+        return None
+    pairs = zip(index, input.shape, strict=True)
+    return [strided_run(pick, n, d) for d, (pick, n) in enumerate(pairs)]
 
 
 def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:
@@ -245,7 +273,7 @@ def _is_integer(item: Any) -> bool:
     return hasattr(item, "__index__") and not isinstance(item, bool)
 
 
-def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
+def strided_run(pick: Any, size: int, dimension: int) -> Run:
     """Return first position, step and number of positions of `pick`, an integer or slice.
 
     `size` is the number of positions along `dimension`, whose number is for errors. Raises
@@ -348,7 +376,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     for x in pieces:
         needs: list[IndexMap] = [Same()] * x.dim()
         if cuts[d]:
-            needs[d] = Concatenated(offset, total)
+            needs[d] = WrittenSlice(offset, total)
         buffers.append(gather_inputs(x, needs, cuts, "cat"))
         offset += x.shape[d]
     shape = (*largest.shape[:d], total, *largest.shape[d + 1 :])

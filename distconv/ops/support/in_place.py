@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.utils import swap_tensors
 
 from distconv import torch_private
-from distconv.geometry.layout import Cuts, cuts_of_broadcast
+from distconv.geometry.layout import Cuts, cuts_of_broadcast, cutting_axes
+from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.operands import box_on_rank, common_grid, gather_whole
+from distconv.ops.support.spectra import is_fresh_spectrum, zeros
 from distconv.tensor.aliasing import prepare_write
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import implements, refuse
@@ -140,12 +142,10 @@ def become_distributed(
         finally:
             plain.become(view)  # type: ignore[attr-defined]
         return plain if result is view else result
-    whole = plain
-    if plain.requires_grad and grid.size > 1 and "free" in origins([plain.grad_fn], remember=True):
-        whole = enter(plain, grid)
-    block = whole[box_on_rank(shape, cuts, grid).slices].clone()
-    del whole  # which is a view of the plain tensor
-    target = DistTensor(block, shape, cuts, grid)
+    if cutting_axes(cuts) and is_fresh_spectrum(plain):
+        target = zeros(shape, cuts, grid, plain)
+    else:
+        target = _block_of(plain, cuts, grid)
     result = write(target)
     if result is NotImplemented:  # Python then asks the other operand
         return result
@@ -154,6 +154,15 @@ def become_distributed(
         notes.pop(plain, None)
     swap_tensors(plain, target)
     return plain if result is target else result
+
+
+def _block_of(plain: Tensor, cuts: Cuts, grid: Grid) -> DistTensor:
+    """Return a copy of a plain tensor as a DistTensor, whose gradient is summed if need be."""
+    whole = plain
+    if plain.requires_grad and grid.size > 1 and "free" in origins([plain.grad_fn], remember=True):
+        whole = enter(plain, grid)
+    block = whole[box_on_rank(plain.shape, cuts, grid).slices].clone()
+    return DistTensor(block, plain.shape, cuts, grid)
 
 
 def _slices_of(base: Tensor, view: Tensor) -> tuple[Any, ...] | None:

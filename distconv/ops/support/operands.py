@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, lru_cache, wraps
 from math import prod
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -24,7 +24,7 @@ from distconv.geometry.layout import (
     rank_box,
 )
 from distconv.geometry.plan import concatenation
-from distconv.geometry.topology import Topology
+from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
 from distconv.tensor.dist_tensor import DistTensor
@@ -115,6 +115,24 @@ def uncut(x: DistTensor, dimensions: Iterable[int], operator: str) -> DistTensor
     """
     chosen = set(dimensions)
     return redistribute(x, tuple(() if d in chosen else a for d, a in enumerate(x.cuts)), operator)
+
+
+def moved_elsewhere(
+    shape: Sequence[int], cuts: Cuts, dims: Collection[int], topology: Topology
+) -> Cuts | None:
+    """Return `cuts` of a tensor of `shape` with the axes that cut `dims` moved to other dimensions.
+
+    Each axis goes to the dimension with the most elements for each of its parts. Returns None if
+    the other dimensions have too few elements.
+    """
+    moved = [() if d in dims else axes for d, axes in enumerate(cuts)]
+    for axis in sorted(cutting_axes(cuts[d] for d in dims), key=AXES.index):
+        room = {d: n // topology.parts(moved[d]) for d, n in enumerate(shape) if d not in dims}
+        widest = max(room, key=room.__getitem__, default=0)
+        if room.get(widest, 0) < topology.extent(axis):
+            return None
+        moved[widest] += (axis,)
+    return tuple(moved)
 
 
 def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -> Any:

@@ -1,0 +1,366 @@
+"""Spectra of which few modes are kept: partial Fourier transforms by products with small matrices.
+
+A Fourier neural operator transforms its fields, keeps a few of the modes, and transforms back a
+spectrum that is zero but for as many. Each rank multiplies its own block by the columns of the
+Fourier matrix of the kept modes; the sums over the ranks, which are as small as the kept modes, are
+all that moves. On the way back each rank gathers the kept modes and computes its own block.
+
+Both spectra are pending tensors: their elements are computed in full only if something else reads
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.layout import Cuts, cutting_axes
+from distconv.grid.interface import Grid
+from distconv.grid.words import module_calls
+from distconv.ops.support.operands import box_on_rank, remembered
+from distconv.tensor.base import DistTensorBase, Pending, Run, ViewRecipe
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import redistribute, reduce_scatter
+from distconv.torch_private import autocast_is_on, count_modes
+
+FEW = 1.0
+"""The most numbers that kept modes may have, relative to a rank's block of the field. With more of
+them, a transform in full moves less."""
+
+_TYPES = {torch.float32, torch.float64, torch.complex64, torch.complex128}
+
+
+class Transform(NamedTuple):
+    """A Fourier transform of several dimensions, such as `torch.fft.rfftn`.
+
+    Attributes
+    ----------
+    kind: "fft", "rfft", "ifft" or "irfft".
+    name: the function that the user called, for the records of redistributions.
+    lengths: for each transformed dimension, in torch's order, the number of positions in space.
+    norm: torch's name of the normalisation, or None.
+    """
+
+    kind: str
+    name: str
+    lengths: dict[int, int]
+    norm: str | None
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of the normalisation."""
+        count, inverse = prod(self.lengths.values()), self.kind.startswith("i")
+        if self.norm == "ortho":
+            return count**-0.5
+        return 1 / count if inverse != (self.norm == "forward") else 1.0
+
+
+@remembered
+def _waves(
+    device: torch.device,
+    length: int,
+    frequencies: tuple[int, ...],
+    start: int,
+    stop: int,
+    sign: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return exp(sign 2 pi i f j / length), for positions j from `start` to `stop` as rows."""
+    with torch.inference_mode(False):  # autograd may save it later
+        positions = torch.arange(start, stop, device=device).unsqueeze(1)
+        steps = positions * torch.tensor(frequencies, dtype=torch.int64, device=device) % length
+        angles = steps.double() * (sign * 2 * torch.pi / length)
+        return torch.polar(torch.ones_like(angles), angles).to(dtype)
+
+
+def _to_modes(y: Tensor, d: int, length: int, frequencies: tuple[int, ...], start: int) -> Tensor:
+    """Return the summands of modes along dimension `d`, of this rank's positions from `start` on.
+
+    Positions beyond `length` do not count.
+    """
+    y = y.narrow(d, 0, min(max(length - start, 0), y.shape[d])).movedim(d, -1)
+    stop, dtype = start + y.shape[-1], y.dtype.to_complex()
+    waves = _waves(y.device, length, frequencies, start, stop, -1, dtype)
+    if y.is_complex():
+        return (y @ waves).movedim(-1, d)
+    pairs = y @ torch.view_as_real(waves).flatten(1)
+    return torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).movedim(-1, d)
+
+
+def _to_space(
+    y: Tensor, d: int, length: int, frequencies: tuple[int, ...], start: int, stop: int, real: bool
+) -> Tensor:
+    """Return the positions from `start` to `stop` along dimension `d`, of modes `y`.
+
+    `real` states that the other half of the modes are the conjugates of these.
+    """
+    waves = _waves(y.device, length, frequencies, start, stop, 1, y.dtype)
+    y = y.movedim(d, -1)
+    if not real:
+        return (y @ waves.mT).movedim(-1, d)
+    # A pair of conjugate modes adds twice the real part of one; mode 0 and the last are single.
+    weights = [1.0 if f == 0 or 2 * f == length else 2.0 for f in frequencies]
+    doubled = waves.conj() * torch.tensor(weights, dtype=waves.dtype.to_real(), device=y.device)
+    matrix = torch.view_as_real(doubled.resolve_conj()).flatten(1).mT
+    return (torch.view_as_real(y.resolve_conj()).flatten(-2) @ matrix).movedim(-1, d)
+
+
+@contextmanager
+def _in_full_precision(device: torch.device) -> Iterator[None]:
+    """Switch autocast off, which would multiply in half precision."""
+    off = autocast_is_on() and device.type != "meta"
+    with torch.autocast(device.type, enabled=False) if off else nullcontext():
+        yield
+
+
+def _are_few(count: int, field: Iterable[int], complex: bool, parts: int) -> bool:
+    """Return whether `count` modes are few for a field of these sizes, partitioned in `parts`."""
+    return 0 < (1 if complex else 2) * count * parts <= FEW * prod(field)
+
+
+class Spectrum(Pending):
+    """The modes of a partitioned field; those of a slice are computed without the others."""
+
+    def __init__(
+        self, x: DistTensor, transform: Transform, in_full: Callable[[DistTensor], DistTensor]
+    ) -> None:
+        self._transform, self._memory = transform, x._memory
+        self._source = ViewRecipe.now(
+            DistTensor(x.shard, x.shape, x.cuts, x.grid), in_full, None
+        )._replace(modules=module_calls())
+        self._writes = None if x.shard.is_inference() else x.shard._version
+        self._shifts: dict[int, int] = {}
+        self._along_first: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+        """Modes of the first dimension that was transformed, which several slices share."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return whether the elements will require gradients."""
+        return self._source.recorded and self._source.base.shard.requires_grad
+
+    def block(self) -> Tensor:
+        """Return this rank's block of all elements. Collective."""
+        field = self._field()
+        with _in_full_precision(field.shard.device), self._source.as_when_made():
+            made: Any = self._source.make(field)
+            if self._shifts:
+                made = torch.roll(made, list(self._shifts.values()), list(self._shifts))
+            return cast(Tensor, made.shard)
+
+    def part(self, x: DistTensor, index: tuple[Any, ...], runs: Sequence[Run]) -> Any:
+        """Return the slice by sums of products, if its modes are few. Collective."""
+        transform, field = self._transform, self._field()
+        grid, cuts, lengths = field.grid, field.cuts, transform.lengths
+        count = prod(runs[d][2] for d in lengths)
+        axes = cutting_axes(cuts[d] for d in lengths)
+        sizes = (field.shape[d] for d in lengths)
+        if not _are_few(count, sizes, field.dtype.is_complex, grid.topology.parts(axes)):
+            return None
+        frequencies: dict[int, tuple[int, ...]] = {}
+        for d in lengths:
+            first, step, n = runs[d]
+            shift, size = self._shifts.get(d, 0), x.shape[d]
+            frequencies[d] = tuple((first + i * step - shift) % size for i in range(n))
+        with _in_full_precision(field.shard.device), self._source.as_when_made():
+            partial = self._project(field, frequencies) * transform.scale
+            shape = tuple(len(frequencies.get(d, range(n))) for d, n in enumerate(field.shape))
+            apart = tuple(() if d in lengths else a for d, a in enumerate(cuts))
+            block = reduce_scatter(partial, shape, apart, cuts, grid, transform.name)
+            kept: Any = DistTensor(block, shape, cuts, grid)
+        rest = tuple(
+            pick if d not in lengths else 0 if isinstance(pick, int) else slice(None)
+            for d, pick in enumerate(index)
+        )
+        return kept if all(pick == slice(None) for pick in rest) else kept[rest]
+
+    def rolled(self, x: DistTensor, shifts: Mapping[int, int]) -> Any:
+        """Return the spectrum rolled along transformed dimensions, still pending."""
+        if not self._transform.lengths.keys() >= shifts.keys():
+            return None
+        other = Spectrum.__new__(Spectrum)
+        other.__dict__.update(self.__dict__)
+        other._shifts = _summed(self._shifts, shifts)
+        return other.tensor(x.shape, x.cuts, x.example)
+
+    def tensor(self, shape: Sequence[int], cuts: Cuts, example: Tensor) -> DistTensor:
+        """Return the spectrum as a tensor; a write to the field computes its elements before."""
+        grid = self._source.base.grid
+        made = DistTensor.with_pending(self, shape, cuts, grid, example)
+        self._memory.note_reader(made)
+        return made
+
+    def _field(self) -> DistTensorBase:
+        """Return the field; raise RuntimeError if its block is no longer the transformed one."""
+        field = self._source.base
+        if self._writes is not None and field.shard._version != self._writes:
+            raise RuntimeError(
+                f"{self._transform.name}: the block of its input of shape {tuple(field.shape)} was "
+                "written to, as a plain tensor, before the transform was read; pass x.clone()"
+            )
+        return field
+
+    def _project(self, field: DistTensorBase, frequencies: dict[int, tuple[int, ...]]) -> Tensor:
+        """Return this rank's summands of the modes of these frequencies."""
+        y, start = field.shard, field.box.start
+        # The last dimension, of torch's order, first: it takes real numbers.
+        for place, d in enumerate(reversed(frequencies)):
+            key = d, frequencies[d]
+            if place or key not in self._along_first:
+                y = _to_modes(y, d, self._transform.lengths[d], frequencies[d], start[d])
+                if not place:
+                    self._along_first[key] = y
+            else:
+                y = self._along_first[key]
+        return y
+
+
+class _Kept(NamedTuple):
+    """Modes that were assigned to a slice: its index, its positions along each dimension."""
+
+    picks: tuple[slice, ...]
+    positions: tuple[range, ...]
+    value: DistTensor
+
+
+class Modes(Pending):
+    """A spectrum that is zero but for slices that were assigned."""
+
+    def __init__(self, shape: Sequence[int], cuts: Cuts, grid: Grid, example: Tensor) -> None:
+        self._shape, self._cuts, self._grid = tuple(shape), cuts, grid
+        self._example, self._inference = example, torch.is_inference_mode_enabled()
+        self._kept: list[_Kept] = []
+        self._shifts: dict[int, int] = {}
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return whether the elements will require gradients."""
+        return any(kept.value.requires_grad for kept in self._kept)
+
+    def block(self) -> Tensor:
+        """Return this rank's block of all elements. Collective."""
+        own = box_on_rank(self._shape, self._cuts, self._grid).shape
+        with torch.inference_mode(self._inference), torch.enable_grad():
+            made: Any = DistTensor(
+                self._example.new_zeros(own), self._shape, self._cuts, self._grid
+            )
+            for kept in self._kept:
+                made[kept.picks] = kept.value
+            if self._shifts:
+                made = torch.roll(made, list(self._shifts.values()), list(self._shifts))
+            return cast(Tensor, made.shard)
+
+    def assign(
+        self, x: DistTensor, index: tuple[Any, ...], runs: Sequence[Run], value: Any
+    ) -> bool:
+        """Keep modes that overlap none before; the others are zeros until then. Collective."""
+        sliced = all(isinstance(pick, slice) for pick in index)
+        sizes = tuple(n for _, _, n in runs)
+        if self._shifts or not sliced or not isinstance(value, DistTensor):
+            return False
+        if tuple(value.shape) != sizes or not value.is_complex() or value.grid != self._grid:
+            return False
+        positions = tuple(range(a, a + n * step, step) for a, step, n in runs)
+        for other in self._kept:
+            pairs = zip(positions, other.positions, strict=True)
+            if all(not set(a).isdisjoint(b) for a, b in pairs):
+                return False
+        # A copy, as the program may write to the value later.
+        self._kept.append(_Kept(index, positions, value.to(x.dtype).clone()))  # type: ignore[arg-type]
+        x.sync_requires_grad()
+        return True
+
+    def rolled(self, x: DistTensor, shifts: Mapping[int, int]) -> Any:
+        """Return the spectrum rolled along transformed dimensions, still pending."""
+        other = Modes(self._shape, self._cuts, self._grid, self._example)
+        other._kept, other._shifts = [*self._kept], _summed(self._shifts, shifts)
+        return other.tensor()
+
+    def tensor(self) -> DistTensor:
+        """Return the spectrum as a tensor."""
+        return DistTensor.with_pending(self, self._shape, self._cuts, self._grid, self._example)
+
+    def to_space(self, transform: Transform, cuts: Cuts) -> DistTensor | None:
+        """Return the field of the modes, cut by `cuts`. Collective.
+
+        Returns None if the modes are not few.
+        """
+        lengths, grid = transform.lengths, self._grid
+        real = transform.kind == "irfft"
+        axes = cutting_axes(cuts[d] for d in lengths)
+        full = all(
+            len(p) == n
+            for kept in self._kept
+            for d, (p, n) in enumerate(zip(kept.positions, self._shape, strict=True))
+            if d not in lengths
+        )
+        count = sum(prod(len(kept.positions[d]) for d in lengths) for kept in self._kept)
+        few = _are_few(count, lengths.values(), not real, grid.topology.parts(axes))
+        if not (full and few) or not lengths.keys() >= self._shifts.keys():
+            return None
+        shape = tuple(lengths.get(d, n) for d, n in enumerate(self._shape))
+        apart = tuple(() if d in lengths else a for d, a in enumerate(cuts))
+        box = box_on_rank(shape, cuts, grid)
+        sums: dict[Any, Tensor] = {}
+        for kept in self._kept:
+            y = redistribute(kept.value, apart, transform.name).shard * transform.scale
+            rows: list[tuple[int, ...]] = []
+            for d, n in lengths.items():
+                most = n // 2 + 1 if real and d == next(reversed(lengths)) else n
+                shift, size = self._shifts.get(d, 0), self._shape[d]
+                modes = [(p + shift) % size for p in kept.positions[d]]
+                inside = [i for i, f in enumerate(modes) if f < most]
+                if len(inside) < len(modes):
+                    y = y.index_select(d, torch.tensor(inside, device=y.device))
+                rows.append(tuple(modes[i] for i in inside))
+            sums[tuple(rows)] = y
+        with _in_full_precision(self._example.device):
+            for d, n in lengths.items():
+                found: dict[Any, Tensor] = {}
+                for (own, *others), y in sums.items():
+                    last = real and not others
+                    y = _to_space(y, d, n, own, box.start[d], box.stop[d], last)
+                    before = found.get(tuple(others))
+                    found[tuple(others)] = y if before is None else before + y
+                sums = found
+        (block,) = sums.values()
+        return DistTensor(block, shape, cuts, grid)
+
+
+def zeros(shape: Sequence[int], cuts: Cuts, grid: Grid, example: Tensor) -> DistTensor:
+    """Return zeros of the type of `example`; a spectrum takes no memory until it is read."""
+    if example.dtype in _TYPES and example.is_complex() and cutting_axes(cuts):
+        return Modes(shape, cuts, grid, example.new_empty(0)).tensor()
+    own = box_on_rank(shape, cuts, grid).shape
+    return DistTensor(example.new_zeros(own), shape, cuts, grid)
+
+
+def is_fresh_spectrum(plain: Tensor) -> bool:
+    """Return whether a plain tensor is complex and all zeros, as a new spectrum is.
+
+    A tensor without elements, in a dry run, counts as zeros if nothing has been written to it.
+    False while a mode of torch's dispatcher looks on, which would record that elements are read.
+    """
+    if plain.dtype not in _TYPES or not plain.is_complex() or plain.requires_grad:
+        return False
+    if plain.is_inference() or plain._version or not plain.numel():
+        return False
+    return plain.is_meta or not (count_modes() or plain.any())
+
+
+def can_be_partial(x: DistTensor, transform: Transform) -> bool:
+    """Return whether the transform of `x` may be pending: a transformed dimension is cut."""
+    return (
+        transform.kind in ("fft", "rfft")
+        and x.dtype in _TYPES
+        and x.numel() > 0
+        and bool(cutting_axes(x.cuts[d] for d in transform.lengths))
+    )
+
+
+def _summed(shifts: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
+    return {d: shifts.get(d, 0) + more.get(d, 0) for d in {**shifts, **more}}
