@@ -177,6 +177,8 @@ class Thresholds(NamedTuple):
         in place of exchanging blocks.
     gathered_plane: the most elements of planes that every rank gathers to sample them, in place of
         asking for a box.
+    gathered_rows: the most elements in all rows of a partitioned dimension that every rank gathers
+        to look some of them up, in place of asking for these.
     """
 
     overlapped: int
@@ -186,6 +188,7 @@ class Thresholds(NamedTuple):
     own_group_norm: bool
     gathered_attention: int
     gathered_plane: int
+    gathered_rows: int
 
 
 HOST = Thresholds(
@@ -208,6 +211,7 @@ HOST = Thresholds(
     # 0.99, and the peak of its memory was 0.86 and 0.37 of the gather's.
     gathered_attention=2**17,
     gathered_plane=2**12,
+    gathered_rows=2**12,
 )
 
 ACCELERATOR = Thresholds(
@@ -223,6 +227,7 @@ ACCELERATOR = Thresholds(
     # Not measured: torch's fused kernels need whole keys. From here on these take 1 GiB in float32.
     gathered_attention=2**28,
     gathered_plane=2**20,
+    gathered_rows=2**20,
 )
 
 

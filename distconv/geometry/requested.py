@@ -7,9 +7,12 @@ only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
+from math import prod
 
-from distconv.geometry.layout import Box, Cuts, Shape, rank_box
+from distconv.geometry.layout import Box, Cuts, Shape, rank_box, replaced_at
 from distconv.geometry.plan import Plan, Route, Slices
 from distconv.geometry.topology import Topology
 
@@ -60,3 +63,40 @@ def _within(box: Box, outer: Box) -> Slices:
     """Return the index of `box` in an array of the elements of `outer`."""
     bounds = zip(box.start, box.stop, outer.start, strict=True)
     return tuple(slice(a - start, b - start) for a, b, start in bounds)
+
+
+def rows_plan(
+    sent: Sequence[int],
+    received: Sequence[int],
+    ranks: Sequence[int],
+    rank: int,
+    row: Shape,
+    d: int,
+) -> Plan:
+    """Return `rank`'s plan for sending rows to each of `ranks`, and receiving rows from each.
+
+    The block has the rows to send, and the buffer the rows received, both one rank after the other.
+
+    Parameters
+    ----------
+    sent, received: for each of `ranks`, which include `rank`, the number of rows sent and received.
+    row: the shape of block and buffer; the size of dimension `d`, along which rows lie, is ignored.
+    """
+    whole = tuple(slice(0, n) for n in row)
+    size = prod(replaced_at(row, d, 1))
+
+    def boxes(counts: Sequence[int]) -> list[Slices]:
+        starts = accumulate(counts, initial=0)
+        places = zip(starts, counts, strict=False)
+        return [replaced_at(whole, d, slice(a, a + n)) for a, n in places]
+
+    here, leaving, arriving = ranks.index(rank), boxes(sent), boxes(received)
+    full = [i for i in range(len(ranks)) if i != here and size]
+    return Plan(
+        block_shape=replaced_at(row, d, sum(sent)),
+        buffer_shape=replaced_at(row, d, sum(received)),
+        own=((leaving[here], arriving[here]),) if sent[here] and size else (),
+        sends=tuple(Route.of(ranks[i], (leaving[i],)) for i in full if sent[i]),
+        receives=tuple(Route.of(ranks[i], (arriving[i],)) for i in full if received[i]),
+        identity=len(ranks) == 1,
+    )

@@ -18,7 +18,7 @@ from distconv.comm.ledger import Movement, record
 from distconv.comm.transfer import gather
 from distconv.device.kinds import on_accelerator, thresholds
 from distconv.geometry.index_maps import Interval
-from distconv.geometry.layout import Box, Cuts, Layout, cutting_axes
+from distconv.geometry.layout import Box, Cuts, Layout, cutting_axes, rank_box
 from distconv.geometry.requested import boxes_plan
 from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.operands import (
@@ -98,7 +98,9 @@ def _gathers(x: DistTensor) -> bool:
     if not any(x.cuts[2:]) or 0 in x.shape or not may_read(x):
         return True
     accelerated = on_accelerator(x.shard, x.grid.computes_on_gpu)
-    gathered = prod(x.shard.shape[:2]) * prod(x.shape[2:])
+    # The first rank holds the most samples and channels.
+    most = rank_box(tuple(x.shape), x.cuts, x.grid.topology, 0).shape[:2]
+    gathered = prod(most) * prod(x.shape[2:])
     return x.shard.element_size() < 4 or gathered <= thresholds(accelerated).gathered_plane
 
 
