@@ -13,6 +13,7 @@ from benchmarks.attention import attentions
 from benchmarks.channels import channels
 from benchmarks.halo import halos
 from benchmarks.layer import layers
+from benchmarks.lookups import graphs, warps
 from benchmarks.measuring.memory import memory
 from benchmarks.measuring.network import named_network
 from benchmarks.measuring.own_step import own_step, step_rows
@@ -36,6 +37,8 @@ BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "memory": lambda settings: memory(settings, (MESH, UNET3D, NETWORKS[2], NETWORKS[-1])),
     "overhead": overheads,
     "attention": attentions,
+    "warp": warps,
+    "graph": graphs,
 }
 """The benchmarks by name; all ranks call one."""
 

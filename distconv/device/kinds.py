@@ -175,6 +175,10 @@ class Thresholds(NamedTuple):
     own_group_norm: whether torch's own group norm is fast and accurate for blocks in channels last.
     gathered_attention: the most elements of keys and values that every rank gathers for attention,
         in place of exchanging blocks.
+    gathered_plane: the most elements of planes that every rank gathers to sample them, in place of
+        asking for a box.
+    gathered_rows: the most elements in all rows of a partitioned dimension that every rank gathers
+        to look some of them up, in place of asking for these.
     """
 
     overlapped: int
@@ -183,6 +187,8 @@ class Thresholds(NamedTuple):
     most_indices: int
     own_group_norm: bool
     gathered_attention: int
+    gathered_plane: int
+    gathered_rows: int
 
 
 HOST = Thresholds(
@@ -204,6 +210,8 @@ HOST = Thresholds(
     # all-to-all took 1.53 of the time of a gather, 0.83 if causal. With 2**19 it took 1.08 and
     # 0.99, and the peak of its memory was 0.86 and 0.37 of the gather's.
     gathered_attention=2**17,
+    gathered_plane=2**12,
+    gathered_rows=2**12,
 )
 
 ACCELERATOR = Thresholds(
@@ -218,6 +226,8 @@ ACCELERATOR = Thresholds(
     own_group_norm=True,
     # Not measured: torch's fused kernels need whole keys. From here on these take 1 GiB in float32.
     gathered_attention=2**28,
+    gathered_plane=2**20,
+    gathered_rows=2**20,
 )
 
 

@@ -1,7 +1,4 @@
-"""Interpolation on cut planes: outputs are weighted sums of inputs, one dimension after another.
-
-The points of `grid_sample` may lie anywhere, so the plane is made whole on every rank for it.
-"""
+"""Interpolation on cut planes: outputs are weighted sums of inputs, one dimension after another."""
 
 from __future__ import annotations
 
@@ -19,15 +16,10 @@ from distconv.geometry.layout import Box
 from distconv.geometry.resampling import Resampled
 from distconv.ops.support.arguments import TensorMeta, check_on_meta
 from distconv.ops.support.operands import (
-    as_distributed,
     box_on_rank,
-    common_grid,
     empty_block,
-    filled_block,
-    local_operand,
     remembered,
     to_accumulation_type,
-    uncut,
 )
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -254,48 +246,3 @@ def _taps(
             )
             for positions, weights in pairs
         ]
-
-
-@implements(F.grid_sample)
-def grid_sample(
-    input: Tensor,
-    grid: Tensor,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool | None = None,
-) -> DistTensor:
-    """Return values of the planes of `input`, (sample, channel, *plane), at the points of `grid`.
-
-    The points are (sample, *outputs, coordinates). Samples and channels stay cut; every rank
-    gathers the whole plane. The output dimensions are cut as the plane's dimensions are.
-    """
-    options = mode, padding_mode, bool(align_corners)
-    shape = check_on_meta(F.grid_sample, input, grid, *options)
-    x = as_distributed(input, common_grid("grid_sample", (input, grid)))
-    cuts = x.cuts
-    points = (cuts[0], *cuts[2:], ())
-    own = local_operand(grid, tuple(grid.shape), points, x.grid, "grid_sample")
-    plane = uncut(x, range(2, x.dim()), "grid_sample").shard
-    block = box_on_rank(shape, cuts, x.grid).shape
-    if 0 in block:
-        # Depends on both operands in the graph, as on the ranks that have elements.
-        shard = empty_block(plane, block) + empty_block(own, block)
-    else:
-        shard = F.grid_sample(plane, own, *options)
-    return DistTensor(shard, shape, cuts, x.grid)
-
-
-@implements(F.affine_grid)
-def affine_grid(
-    theta: DistTensor, size: Sequence[int], align_corners: bool | None = None
-) -> DistTensor:
-    """Return the points, (sample, *plane, coordinates), of a regular grid under the maps `theta`.
-
-    The samples are cut as in `theta`; other dimensions are whole on every rank.
-    """
-    shape = check_on_meta(F.affine_grid, theta, tuple(size), bool(align_corners))
-    maps = uncut(theta, (1, 2), "affine_grid")
-    own = maps.shard.shape[0]
-    block = maps.shard if own else filled_block(maps.shard, (1, *maps.shape[1:]))
-    shard = F.affine_grid(block, [block.shape[0], *size[1:]], bool(align_corners))[:own]
-    return DistTensor(shard, shape, (maps.cuts[0], *((),) * (len(shape) - 1)), theta.grid)

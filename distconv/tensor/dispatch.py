@@ -179,6 +179,11 @@ def own_mode(mode: AbstractContextManager[object]) -> Iterator[None]:
             _own_modes -= 1
 
 
+def is_traced() -> bool:
+    """Return whether the library itself traces the program, to replay it (`compiling/trace.py`)."""
+    return _own_modes > 0
+
+
 def others_look_on() -> bool:
     """Return whether the program has a torch dispatch mode active, which sees every kernel."""
     return count_modes() > _own_modes

@@ -21,6 +21,7 @@ from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.attention import attentions
 from benchmarks.halo import exchange, halos, plan_of, sendrecv
 from benchmarks.layer import Case, layers
+from benchmarks.lookups import graphs, warps
 from benchmarks.measuring.memory import peak_of
 from benchmarks.measuring.network import Network, cut_sample, sgd_step
 from benchmarks.measuring.own_step import (
@@ -269,6 +270,14 @@ def test_attention_is_compared_with_a_gather_of_its_keys() -> None:
     rows = list(attentions(QUICK, ((2, 8, 8, False), (3, 8, 16, True))))
     check(rows, "attention")
     assert sum("all-to-all" in row.measure for row in rows) == 2  # three heads do not divide
+
+
+@pytest.mark.parallel(2)
+def test_warps_and_graphs_are_compared_with_gathering() -> None:
+    check(list(warps(QUICK, ((1, (8, 8)), (2, (4, 4, 4))))), "warp")
+    rows = list(graphs(QUICK, ((128, 2),)))
+    check(rows, "graph")
+    assert sum("new indices" in row.measure for row in rows) == 2
 
 
 @pytest.mark.parallel(2)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Same, Strided, WrittenSlice
 from distconv.geometry.layout import Shape
-from distconv.ops.shape.lookup import index_select, picked_by_mask, rows_of, wrap_negative
+from distconv.ops.shape.lookup import picked_by_mask, rows_of, selected
 from distconv.ops.shape.reshape import unflatten, unsqueeze
 from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dim
 from distconv.ops.support.merged import factors_of, fitting_factors, is_merged, merge_as, unmerge
@@ -262,7 +262,7 @@ def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor
     x = getitem(input, tuple(picks))
     if isinstance(index, DistTensor) and not (d or any(x.cuts) or is_merged(index)):
         return rows_of(x, index)
-    picked = index_select(x, d, wrap_negative(index.flatten(), x.shape[d]))
+    picked = selected(x, d, index.flatten(), wraps=True)
     return picked if index.dim() == 1 else unflatten(picked, d, tuple(index.shape))
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.layout import Shape, cuts_of_broadcast, cutting_axes, replaced_at
+from distconv.ops.shape.rows import row_exchange
 from distconv.ops.support.arguments import check_on_meta, in_range, normalize_dim
 from distconv.ops.support.merged import (
     factors_of,
@@ -24,6 +25,7 @@ from distconv.ops.support.operands import (
     as_distributed,
     broadcast_shape,
     common_grid,
+    empty_block,
     gather_whole,
     local_operand,
     uncut,
@@ -32,10 +34,12 @@ from distconv.tensor.aliasing import finish_write
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
-# Elements at positions given by tensors along one dimension, which is made whole first.
+# Elements at positions given by tensors along one dimension.
 #
 # The result is cut as the input, or as the tensor of positions if the input is whole: each rank
-# looks up the positions in its own block. The rank that meets a position out of range raises.
+# looks up the positions in its own block. If that dimension is cut, a rank receives the rows that
+# its positions name (`rows.py`), or all rows if they are few. All ranks raise for a position out of
+# range, but where rows are gathered only the rank that meets it.
 
 
 def wrap_negative(index: Tensor, size: int) -> Tensor:
@@ -46,6 +50,11 @@ def wrap_negative(index: Tensor, size: int) -> Tensor:
 
 @implements(torch.index_select, torch.Tensor.index_select)
 def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
+    return selected(input, dim, index)
+
+
+def selected(input: Tensor, dim: int, index: Tensor, wraps: bool = False) -> DistTensor:
+    """Return torch.index_select; if `wraps`, negative positions are counted from the end."""
     grid = common_grid("index_select", (input, index))
     x = as_distributed(input, grid)
     if index.dtype not in (torch.int32, torch.int64):
@@ -61,7 +70,12 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
     d = normalize_dim(dim, x.dim())
     vector = index if index.dim() else index.reshape(1)
     own = local_operand(vector, shape[d : d + 1], x.cuts[d : d + 1], grid, "index_select")
+    rows = row_exchange(x, d, index, own, x.cuts[d : d + 1], "index_select, position", wraps=wraps)
+    if rows is not None:
+        shard = rows.fetch(x.shard, d, x.cuts).index_select(d, rows.places)
+        return DistTensor(shard, shape, x.cuts, grid)
     whole = uncut(x, [d], "index_select").shard
+    own = wrap_negative(own, x.shape[d]) if wraps else own
     with in_range("index_select, position", own, x.shape[d]):
         shard = whole.index_select(d, own)
     return DistTensor(shard, shape, x.cuts, grid)
@@ -91,13 +105,21 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
         return cast(DistTensor, merge_as(gather(unmerge(input, factors), place, named), shape))
     # Where the index is shorter than the input their blocks do not match.
     shorter = [i for i, n in enumerate(shape) if i != d and n != x.shape[i]]
-    table = uncut(x, [d, *shorter], "gather")
-    cuts = list(table.cuts)
+    cuts = [() if i in shorter else axes for i, axes in enumerate(x.cuts)]
     # Where the input is whole, each rank looks up its own block of the index.
     for i, axes in enumerate(as_distributed(index, grid).cuts):
         if not cuts[i] and i not in shorter and not set(axes) & set(cutting_axes(cuts)):
             cuts[i] = axes
     own = local_operand(index, shape, tuple(cuts), grid, "gather")
+    if not shorter:
+        among = tuple(cuts)
+        block = local_operand(x, tuple(x.shape), among, grid, "gather")
+        table = DistTensor(block, x.shape, among, grid)
+        rows = row_exchange(table, d, index, own, among, "gather, position", error=RuntimeError)
+        if rows is not None:
+            shard = rows.fetch(block, d, among).gather(d, rows.places)
+            return DistTensor(shard, shape, among, grid)
+    table = uncut(x, [d, *shorter], "gather")
     along = replaced_at(tuple(cuts), d, ())
     here = local_operand(table, tuple(x.shape), along, grid, "gather")
     with in_range("gather, position", own, x.shape[d]):
@@ -156,7 +178,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> DistTensor:
-    """Return the row of `weight` at each position in `input`; every rank gathers the weight."""
+    """Return the row of `weight` at each position in `input`, partitioned as `input` is."""
     grid = common_grid("embedding", (input, weight))
     if max_norm is not None or scale_grad_by_freq or sparse:
         reason = "max_norm, scale_grad_by_freq and sparse are not supported"
@@ -167,14 +189,30 @@ def embedding(
     if is_merged(input):
         return cast(DistTensor, merge_as(embedding(unmerged(input), weight, padding_idx), shape))
     x = as_distributed(input, grid)
-    table = gather_whole(weight, "embedding")
-    own = x.shard
+    own, rows = x.shard, None
+    if isinstance(weight, DistTensor) and weight.cuts[0]:
+        weight = uncut(weight, [1], "embedding")
+        rows = row_exchange(weight, 0, input, own, x.cuts, "embedding, position")
+    if rows is not None:
+        table, own = rows.fetch(weight.shard, 0, weight.cuts), rows.places
+        padding_idx = _place_of(padding_idx, len(weight), rows.wanted)
+    else:
+        table = gather_whole(weight, "embedding")
     if input.numel() and not own.numel():
         # Without positions torch cannot differentiate its gradient.
-        own = own.new_zeros([max(n, 1) for n in own.shape])
-    with in_range("embedding, position", own, len(table)):
-        shard = F.embedding(own, table, padding_idx)[tuple(slice(n) for n in x.shard.shape)]
+        shard = empty_block(table, (*x.shard.shape, table.shape[1]))
+    else:
+        with in_range("embedding, position", own, len(table)):
+            shard = F.embedding(own, table, padding_idx)
     return DistTensor(shard, shape, (*x.cuts, ()), grid)
+
+
+def _place_of(row: int | None, size: int, wanted: Tensor) -> int | None:
+    """Return the place of a row of `size` in the vector `wanted`; None if it is not there."""
+    if row is None:
+        return None
+    places = (wanted == row % size).nonzero()
+    return int(places) if len(places) else None
 
 
 @implements(torch.embedding)

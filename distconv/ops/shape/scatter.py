@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_with_grad
-from distconv.geometry.layout import cutting_axes
+from distconv.geometry.layout import cutting_axes, replaced_at
 from distconv.grid.interface import Grid
 from distconv.ops.shape.lookup import check_mask, wrap_negative
+from distconv.ops.shape.rows import row_exchange
 from distconv.ops.support.arguments import check_on_meta, in_range, normalize_dim, normalize_dims
 from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.merged import factors_of, is_merged, unmerge
@@ -58,6 +59,10 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
                 way_out="Use x.full_tensor()",
             )
         d = normalize_dim(dim, x.dim())
+        if name == "scatter_add" and not is_merged(index):
+            added = _added_to_rows(x, d, index, *values, *options.values())
+            if added is not None:
+                return added
         if name == "scatter_add" and _counts(x, d, index):
             given = (*values, *options.values())
             return as_distributed(x + _added_up(x, d, index, given[0], grid), grid)
@@ -84,6 +89,28 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 _scatter(torch.scatter, torch.Tensor.scatter)
 _scatter(torch.scatter_add, torch.Tensor.scatter_add)
 _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
+
+
+def _added_to_rows(x: DistTensor, d: int, index: Tensor, src: Tensor) -> DistTensor | None:
+    """Return the result of scatter_add along a cut dimension, by an exchange of rows. Collective.
+
+    Each rank adds up the values of its block of the index, and sends the sums to the rows' owners.
+    Returns None, alike on all ranks, if dimension `d` should be made whole.
+    """
+    name = "scatter_add"
+    if not x.cuts[d] or any(n != x.shape[i] for i, n in enumerate(index.shape) if i != d):
+        return None
+    # torch reads only as many values as there are indices.
+    for i, n in enumerate(index.shape):
+        src = src.narrow(i, 0, n) if src.shape[i] != n else src
+    own = local_operand(index, tuple(index.shape), x.cuts, x.grid, name)
+    rows = row_exchange(x, d, index, own, x.cuts, f"{name}, position", error=RuntimeError)
+    if rows is None:
+        return None
+    values = local_operand(src, tuple(src.shape), x.cuts, x.grid, name)
+    zeros = values.new_zeros(replaced_at(tuple(x.shard.shape), d, len(rows.wanted)))
+    sums = zeros.scatter_add(d, rows.places, values)
+    return DistTensor(rows.add(x.shard, d, x.cuts, sums), x.shape, x.cuts, x.grid)
 
 
 def _counts(input: Tensor, d: int, index: Tensor) -> bool:
@@ -254,8 +281,34 @@ def _placed(
     """
     function: Callable[..., Tensor] = getattr(torch, name)
     check_on_meta(function, input, dim, index, source, *reduce, **options)
+    if name == "index_add":
+        x = as_distributed(input, common_grid(name, (input, index, source)))
+        added = _slices_added(x, dim, index, source, **options) if x.dim() else None
+        if added is not None:
+            return added
     x, d, places = _places(name, input, dim, index)
     return _written_at(function, x, d, [places], source, *reduce, **options)
+
+
+def _slices_added(
+    x: DistTensor, dim: int, index: Tensor, source: Tensor, alpha: Any = 1
+) -> DistTensor | None:
+    """Return the result of index_add along a cut dimension, by an exchange of rows. Collective.
+
+    Each rank adds up its block of `source`, and sends the sums to the rows' owners. Returns None,
+    alike on all ranks, if `source` should be made whole along the dimension.
+    """
+    d, name = normalize_dim(dim, x.dim()), "index_add"
+    positions = index.reshape(-1)
+    along = x.cuts[d : d + 1]
+    own = local_operand(positions, tuple(positions.shape), along, x.grid, name)
+    rows = row_exchange(x, d, index, own, along, f"{name}, position", wraps=True)
+    if rows is None:
+        return None
+    values = local_operand(source, tuple(source.shape), x.cuts, x.grid, name)
+    zeros = values.new_zeros(replaced_at(tuple(x.shard.shape), d, len(rows.wanted)))
+    sums = zeros.index_add(d, rows.places, values, alpha=alpha)
+    return DistTensor(rows.add(x.shard, d, x.cuts, sums), x.shape, x.cuts, x.grid)
 
 
 def _written_at(

@@ -27,6 +27,7 @@ from distconv.geometry.plan import concatenation
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
+from distconv.tensor.dispatch import is_traced
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import common_grid as common_grid
 from distconv.tensor.redistribution import redistribute
@@ -96,6 +97,15 @@ def as_distributed(x: Tensor, grid: Grid) -> DistTensor:
 def shard_of(x: Any) -> Any:
     """Return the shard of a DistTensor; other values are returned unchanged."""
     return x.shard if isinstance(x, DistTensor) else x
+
+
+def may_read(x: DistTensor) -> bool:
+    """Return whether a rule may read elements, to move only what they ask for; alike on all ranks.
+
+    In a dry run there are none. While dc.compile traces a program, what is read once would hold in
+    all replays.
+    """
+    return not x.shard.is_meta and not is_traced()
 
 
 def gather_whole(x: Any, operator: str) -> Any:

@@ -1,0 +1,102 @@
+"""Plans of what ranks ask for: a box of a tensor each, or rows of one dimension.
+
+The needs of most operators follow from shapes alone (`plan`). What a warp samples, and what a
+tensor of positions picks, depends on values, so the ranks tell each other first. Index arithmetic
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+
+from distconv.geometry.layout import Box, Cuts, Shape, rank_box, replaced_at
+from distconv.geometry.plan import Plan, Route, Slices
+from distconv.geometry.topology import Topology
+
+
+@lru_cache(maxsize=256)
+def boxes_plan(
+    topology: Topology,
+    rank: int,
+    shape: Shape,
+    cuts: Cuts,
+    ranks: tuple[int, ...],
+    boxes: tuple[Box, ...],
+) -> Plan:
+    """Return `rank`'s plan for bringing to each of `ranks` the box of a tensor that it asks for.
+
+    Parameters
+    ----------
+    shape, cuts: the global shape of the tensor, and its cuts.
+    ranks: ranks that hold all elements of the boxes, `rank` among them.
+    boxes: the box of global indices for which each of `ranks` asks; it may be empty.
+    """
+    blocks = [rank_box(shape, cuts, topology, peer) for peer in ranks]
+    here = ranks.index(rank)
+    own: tuple[tuple[Slices, Slices], ...] = ()
+    sends, receives = [], []
+    for i, peer in enumerate(ranks):
+        arriving = _common(blocks[i], boxes[here])
+        leaving = _common(blocks[here], boxes[i])
+        if peer == rank and arriving is not None:
+            own = ((_within(arriving, blocks[here]), _within(arriving, boxes[here])),)
+        elif peer != rank:
+            if arriving is not None:
+                receives.append(Route.of(peer, (_within(arriving, boxes[here]),)))
+            if leaving is not None:
+                sends.append(Route.of(peer, (_within(leaving, blocks[here]),)))
+    shapes = blocks[here].shape, boxes[here].shape
+    return Plan(*shapes, own, tuple(sends), tuple(receives), identity=len(ranks) == 1)
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """Return the intersection of two boxes, None if it is empty."""
+    start = tuple(map(max, one.start, other.start))
+    stop = tuple(map(min, one.stop, other.stop))
+    return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+
+def _within(box: Box, outer: Box) -> Slices:
+    """Return the index of `box` in an array of the elements of `outer`."""
+    bounds = zip(box.start, box.stop, outer.start, strict=True)
+    return tuple(slice(a - start, b - start) for a, b, start in bounds)
+
+
+def rows_plan(
+    sent: Sequence[int],
+    received: Sequence[int],
+    ranks: Sequence[int],
+    rank: int,
+    row: Shape,
+    d: int,
+) -> Plan:
+    """Return `rank`'s plan for sending rows to each of `ranks`, and receiving rows from each.
+
+    The block has the rows to send, and the buffer the rows received, both one rank after the other.
+
+    Parameters
+    ----------
+    sent, received: for each of `ranks`, which include `rank`, the number of rows sent and received.
+    row: the shape of block and buffer; the size of dimension `d`, along which rows lie, is ignored.
+    """
+    whole = tuple(slice(0, n) for n in row)
+    size = prod(replaced_at(row, d, 1))
+
+    def boxes(counts: Sequence[int]) -> list[Slices]:
+        starts = accumulate(counts, initial=0)
+        places = zip(starts, counts, strict=False)
+        return [replaced_at(whole, d, slice(a, a + n)) for a, n in places]
+
+    here, leaving, arriving = ranks.index(rank), boxes(sent), boxes(received)
+    full = [i for i in range(len(ranks)) if i != here and size]
+    return Plan(
+        block_shape=replaced_at(row, d, sum(sent)),
+        buffer_shape=replaced_at(row, d, sum(received)),
+        own=((leaving[here], arriving[here]),) if sent[here] and size else (),
+        sends=tuple(Route.of(ranks[i], (leaving[i],)) for i in full if sent[i]),
+        receives=tuple(Route.of(ranks[i], (arriving[i],)) for i in full if received[i]),
+        identity=len(ranks) == 1,
+    )

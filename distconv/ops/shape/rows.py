@@ -1,0 +1,254 @@
+"""Rows of a partitioned dimension, of which each rank asks for those that its positions name.
+
+The ranks tell each other how many rows they ask for, then which, and then exchange the rows. What
+has been told is kept for as long as the tensor of positions lives and is not written to, so a mesh
+or graph with constant connectivity sends its indices once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from distconv.comm.collectives import all_gather
+from distconv.comm.ledger import Movement, record
+from distconv.comm.transfer import accumulate, gather
+from distconv.device.kinds import on_accelerator, thresholds
+from distconv.geometry.layout import Axes, Cuts, Layout, cutting_axes, rank_box, replaced_at
+from distconv.geometry.plan import Plan
+from distconv.geometry.requested import rows_plan
+from distconv.grid.interface import Grid
+from distconv.ops.support.operands import constant, may_read
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import base_of
+
+MOST_KEPT = 32
+"""The number of exchanges kept for one tensor of positions."""
+
+MOST_MOVED = 0.75
+"""The largest share of all rows that the busiest rank receives, its indices counted by their bytes.
+
+If it is more, every rank gathers all rows."""
+
+_KEPT = WeakTensorKeyDictionary()
+"""For each tensor of positions the number of writes to it, and what is known of its exchanges."""
+
+
+class RowExchange(NamedTuple):
+    """An exchange of rows along one partitioned dimension, as one rank sees it.
+
+    Attributes
+    ----------
+    ranks: the ranks that hold rows, in the order of their blocks.
+    places: for each position on this rank, the place of its row in the result of `fetch`.
+    wanted: the numbers of the rows of `fetch`, ascending.
+    asked: the number of rows for which this rank asks each of `ranks`.
+    requests: the rows of this rank's block for which `ranks` ask, one rank after the other.
+    requested: the number of rows for which each of `ranks` asks this rank.
+    plans: the plans for blocks of different shapes.
+    """
+
+    operator: str
+    grid: Grid
+    ranks: tuple[int, ...]
+    places: Tensor
+    wanted: Tensor
+    asked: tuple[int, ...]
+    requests: Tensor
+    requested: tuple[int, ...]
+    plans: dict[Any, Plan]
+
+    def fetch(self, block: Tensor, d: int, cuts: Cuts) -> Tensor:
+        """Return the rows along `d` for which this rank asks, from all ranks' blocks.
+
+        Differentiable. All ranks call it; `cuts` are those of the tensor, for the ledger.
+        """
+        plan = self._plan(block, d, cuts, adjoint=False)
+        return gather(block.index_select(d, self.requests), plan, self.grid)
+
+    def add(self, block: Tensor, d: int, cuts: Cuts, rows: Tensor) -> Tensor:
+        """Return `block` plus what the `rows` of all ranks, in the order of `fetch`, add to it.
+
+        Differentiable, the adjoint of `fetch`. All ranks call it.
+        """
+        plan = self._plan(block, d, cuts, adjoint=True)
+        return block.index_add(d, self.requests, accumulate(rows, plan, self.grid))
+
+    def _plan(self, block: Tensor, d: int, cuts: Cuts, adjoint: bool) -> Plan:
+        row = replaced_at(tuple(block.shape), d, 0)
+        plan = self.plans.get((row, d))
+        if plan is None:
+            moved = self.requested, self.asked, self.ranks
+            plan = self.plans[row, d] = rows_plan(*moved, self.grid.rank, row, d)
+        layouts = Layout.of(cuts), Layout.of(replaced_at(cuts, d, ()))
+        record(Movement(self.operator, *layouts, plan, block.element_size(), adjoint))
+        return plan
+
+
+class _Asked(NamedTuple):
+    """The rows for which this rank asks: see `RowExchange`.
+
+    `message` is what it tells the others: whether a position is out of range, which, and `asked`.
+    """
+
+    wanted: Tensor
+    places: Tensor
+    message: Tensor
+
+
+class _Known(NamedTuple):
+    """What is known of some positions. The exchange is None if all rows are to be gathered."""
+
+    asked: _Asked
+    exchange: RowExchange | None
+
+
+def row_exchange(
+    x: DistTensor,
+    d: int,
+    positions: Tensor,
+    own: Tensor,
+    among: Cuts,
+    operator: str,
+    *,
+    wraps: bool = False,
+    error: type[Exception] = IndexError,
+) -> RowExchange | None:
+    """Return the exchange of the rows of `x` along `d` that all ranks' positions name. Collective.
+
+    Returns None, alike on all ranks, if all rows should be gathered: dimension `d` is whole, they
+    are few, nearly all are needed, or positions must not be read.
+
+    Parameters
+    ----------
+    positions: the tensor of positions that the program passes.
+    own: this rank's block of it.
+    among: the cuts of these blocks.
+    operator: the called function, for errors and records.
+    wraps: whether negative positions are counted from the end.
+    error: what is raised on every rank if a position is out of range.
+    """
+    grid, size, axes = x.grid, x.shape[d], x.cuts[d]
+    if not axes or not may_read(x) or _few(x, d):
+        return None
+    key = own.storage_offset(), own.shape, own.stride(), size, axes, grid, among, operator, wraps
+    kept = _kept(own)
+    known: _Known | None = kept.get(key)
+    # A plain tensor is equal on all ranks, and so is what they have kept for it.
+    if known is not None and not isinstance(positions, DistTensor):
+        return known.exchange
+    ranks = _holders(size, axes, grid)
+    with torch.inference_mode(False):
+        asked = _ask(own, size, ranks, axes, grid, wraps) if known is None else known.asked
+        keeps = constant(own.device, (int(known is not None),))
+        every = tuple(dict.fromkeys((*axes, *cutting_axes(among))))
+        told = all_gather(torch.cat([keeps, asked.message]), grid, every).tolist()
+        for _, wrong, position, *_ in told:
+            if wrong:
+                raise error(
+                    f"{operator}: {position} is out of range; expected numbers from 0 to "
+                    f"{size - 1}, of {size}"
+                )
+        if known is None or not all(row[0] for row in told):
+            counts = {r: row[3:] for r, row in zip(_peers(grid, every), told, strict=True)}
+            known = kept[key] = _Known(asked, None)
+            if _moves_less(counts, x, d):
+                made = _exchange(asked, counts, ranks, x, d, operator)
+                known = kept[key] = _Known(asked, made)
+    return known.exchange
+
+
+def _peers(grid: Grid, axes: Axes) -> tuple[int, ...]:
+    return grid.topology.peers(grid.rank, axes)
+
+
+def _kept(own: Tensor) -> dict[Any, _Known]:
+    """Return what is known of the memory of `own`, emptied after a write to it."""
+    if own.is_inference():
+        return {}
+    base = base_of(own)
+    root = own if base is None else base
+    version, kept = _KEPT.get(root, (None, {}))
+    if version != root._version or len(kept) >= MOST_KEPT:
+        kept = {}
+        _KEPT[root] = root._version, kept
+    return kept
+
+
+def _size_of_row(x: DistTensor, d: int) -> int:
+    """Return the number of elements in a row of `x` along `d`, on the rank that has most."""
+    largest = rank_box(tuple(x.shape), x.cuts, x.grid.topology, 0)
+    elements = 1
+    for i, n in enumerate(largest.shape):
+        elements *= 1 if i == d else n
+    return elements
+
+
+def _few(x: DistTensor, d: int) -> bool:
+    """Return whether the rows of `x` along `d` are so few that it is faster to gather them."""
+    accelerated = on_accelerator(x.shard, x.grid.computes_on_gpu)
+    return _size_of_row(x, d) * x.shape[d] <= thresholds(accelerated).gathered_rows
+
+
+def _moves_less(counts: dict[int, list[int]], x: DistTensor, d: int) -> bool:
+    """Return whether the exchange moves fewer bytes to the busiest rank than `MOST_MOVED` allows.
+
+    `counts` has for each rank the number of rows for which it asks each holder.
+    """
+    topology = x.grid.topology
+    moved = max(
+        sum(asked) - asked[topology.part(topology.coordinates(rank), x.cuts[d])]
+        for rank, asked in counts.items()
+    )
+    bytes_of_row = max(_size_of_row(x, d), 1) * x.shard.element_size()
+    return moved * (1 + 8 / bytes_of_row) <= MOST_MOVED * x.shape[d]
+
+
+def _holders(size: int, axes: Axes, grid: Grid) -> tuple[int, ...]:
+    """Return the ranks that hold the rows, in the order of their blocks."""
+    topology = grid.topology
+    return tuple(
+        sorted(_peers(grid, axes), key=lambda r: topology.part(topology.coordinates(r), axes))
+    )
+
+
+def _start(size: int, axes: Axes, grid: Grid, rank: int) -> int:
+    return rank_box((size,), (axes,), grid.topology, rank).start[0]
+
+
+def _ask(
+    own: Tensor, size: int, ranks: tuple[int, ...], axes: Axes, grid: Grid, wraps: bool
+) -> _Asked:
+    rows = own.long()
+    if wraps:
+        rows = rows + size * (rows < 0)
+    wanted, places = torch.unique(rows, return_inverse=True)
+    outside = (wanted < 0) | (wanted >= size)
+    wrong = outside.any()
+    edges = constant(own.device, (*(_start(size, axes, grid, r) for r in ranks), size))
+    position = torch.where(outside, wanted, 0)
+    position = position[position.abs().argmax()] if len(wanted) else wrong
+    counts = torch.searchsorted(wanted, edges).diff()
+    return _Asked(wanted, places, torch.cat([torch.stack([wrong.long(), position.long()]), counts]))
+
+
+def _exchange(
+    asked: _Asked,
+    counts: dict[int, list[int]],
+    ranks: tuple[int, ...],
+    x: DistTensor,
+    d: int,
+    operator: str,
+) -> RowExchange:
+    """Tell the holders which rows this rank asks for, and return the exchange. Collective."""
+    grid, cuts = x.grid, x.cuts
+    here = ranks.index(grid.rank)
+    to, of = tuple(counts[grid.rank]), tuple(counts[peer][here] for peer in ranks)
+    plan = rows_plan(to, of, ranks, grid.rank, (0,), 0)
+    layouts = Layout.of(cuts), Layout.of(replaced_at(cuts, d, ()))
+    record(Movement(operator, *layouts, plan, asked.wanted.element_size()))
+    requests = gather(asked.wanted, plan, grid) - _start(x.shape[d], cuts[d], grid, grid.rank)
+    return RowExchange(operator, grid, ranks, asked.places, asked.wanted, to, requests, of, {})

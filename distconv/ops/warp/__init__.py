@@ -1,0 +1,1 @@
+"""Warps: values of planes at positions that a tensor gives."""

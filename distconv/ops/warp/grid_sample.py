@@ -1,0 +1,155 @@
+"""`grid_sample` and `affine_grid` on partitioned planes: each rank gets the box that it samples.
+
+Which box that is depends on the values of the points. The ranks tell each other the bounds of their
+boxes, a few numbers, and then exchange the boxes by one plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.comm.collectives import all_gather
+from distconv.comm.ledger import Movement, record
+from distconv.comm.transfer import gather
+from distconv.device.kinds import on_accelerator, thresholds
+from distconv.geometry.index_maps import Interval
+from distconv.geometry.layout import Box, Cuts, Layout, cutting_axes, rank_box
+from distconv.geometry.requested import boxes_plan
+from distconv.ops.support.arguments import check_on_meta
+from distconv.ops.support.operands import (
+    as_distributed,
+    box_on_rank,
+    common_grid,
+    empty_block,
+    local_operand,
+    may_read,
+    uncut,
+)
+from distconv.ops.warp.positions import Relocate, Sampling, extremes
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+
+NAME = "grid_sample"
+
+
+@implements(F.grid_sample)
+def grid_sample(
+    input: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> DistTensor:
+    """Return values of the planes of `input`, (sample, channel, *plane), at the points of `grid`.
+
+    The points are (sample, *outputs, coordinates). The output dimensions are partitioned as the
+    plane's dimensions are, or as the points' where the plane has no partition. A rank receives the
+    box of the plane in which it samples; planes that are small are gathered. Collective.
+    """
+    options = mode, padding_mode, bool(align_corners)
+    shape = check_on_meta(F.grid_sample, input, grid, *options)
+    x = as_distributed(input, common_grid(NAME, (input, grid)))
+    cuts = _result_cuts(x, grid)
+    points = (cuts[0], *cuts[2:], ())
+    own = local_operand(grid, tuple(grid.shape), points, x.grid, NAME)
+    block = box_on_rank(shape, cuts, x.grid).shape
+    if _gathers(x):
+        plane = uncut(x, range(2, x.dim()), NAME).shard
+        box = [(0, n) for n in x.shape[2:]]
+    else:
+        accelerated = on_accelerator(own, x.grid.computes_on_gpu)
+        sampling = Sampling(*options, x.dim() == 4 or accelerated, accelerated)
+        box = (
+            extremes(sampling, own.detach(), x.shape[2:])
+            if own.numel()
+            else [(0, 0)] * (x.dim() - 2)
+        )
+        plane = _boxes(x, box)
+    if 0 in block:
+        # Depends on both operands in the graph, as on the ranks that have elements.
+        shard = empty_block(plane, block) + empty_block(own, block)
+    elif all(pair == (0, n) for pair, n in zip(box, x.shape[2:], strict=True)):
+        shard = F.grid_sample(plane, own, *options)
+    else:
+        moved = Relocate.apply(own, sampling, x.shape[2:], box)
+        shard = F.grid_sample(plane, moved, mode, sampling.padding_in_box, bool(align_corners))
+    return DistTensor(shard, shape, cuts, x.grid)
+
+
+def _result_cuts(x: DistTensor, points: Tensor) -> Cuts:
+    """Return the cuts of the values at `points` of the planes of `x`."""
+    if any(x.cuts[2:]) or not isinstance(points, DistTensor):
+        return x.cuts
+    used = cutting_axes(x.cuts)
+    free = [() if set(axes) & set(used) else axes for axes in points.cuts[1:-1]]
+    return (*x.cuts[:2], *free)
+
+
+def _gathers(x: DistTensor) -> bool:
+    """Return whether every rank gathers the planes of `x`, alike on all ranks.
+
+    Half types cannot express positions in a box.
+    """
+    if not any(x.cuts[2:]) or 0 in x.shape or not may_read(x):
+        return True
+    accelerated = on_accelerator(x.shard, x.grid.computes_on_gpu)
+    # The first rank holds the most samples and channels.
+    most = rank_box(tuple(x.shape), x.cuts, x.grid.topology, 0).shape[:2]
+    gathered = prod(most) * prod(x.shape[2:])
+    return x.shard.element_size() < 4 or gathered <= thresholds(accelerated).gathered_plane
+
+
+def _boxes(x: DistTensor, own: Sequence[Interval]) -> Tensor:
+    """Return the box of the planes of `x` for which this rank asks, of its samples and channels.
+
+    Differentiable. All ranks call it, each with an interval of pixels for each dimension of the
+    plane.
+    """
+    grid, axes = x.grid, cutting_axes(x.cuts[2:])
+    bounds = torch.tensor(own, dtype=torch.int64, device=x.shard.device)
+    start, stop = x.box.start[:2], x.box.stop[:2]
+    boxes = tuple(
+        Box((*start, *(a for a, _ in asked)), (*stop, *(b for _, b in asked)))
+        for asked in all_gather(bounds, grid, axes).tolist()
+    )
+    ranks = grid.topology.peers(grid.rank, axes)
+    plan = boxes_plan(grid.topology, grid.rank, tuple(x.shape), x.cuts, ranks, boxes)
+    whole = (*x.cuts[:2], *((),) * len(own))
+    record(Movement(NAME, x.layout, Layout.of(whole), plan, x.shard.element_size()))
+    return gather(x.shard, plan, grid)
+
+
+@implements(F.affine_grid)
+def affine_grid(
+    theta: DistTensor, size: Sequence[int], align_corners: bool | None = None
+) -> DistTensor:
+    """Return the points, (sample, *plane, coordinates), of a regular grid under the maps `theta`.
+
+    The samples are partitioned as in `theta`, and the dimensions of the plane over the axes of the
+    process grid of their names, as an image is by default. Nothing else moves than `theta`.
+    """
+    shape = check_on_meta(F.affine_grid, theta, tuple(size), bool(align_corners))
+    maps = uncut(theta, (1, 2), "affine_grid")
+    names = ("depth", "height", "width")[-(len(shape) - 2) :]
+    topology, used = theta.grid.topology, cutting_axes(maps.cuts)
+    plane = [(a,) if topology.extent(a) > 1 and a not in used else () for a in names]
+    cuts = (maps.cuts[0], *plane, ())
+    box = box_on_rank(shape, cuts, theta.grid)
+    if 0 in box.shape:
+        return DistTensor(empty_block(maps.shard, box.shape), shape, cuts, theta.grid)
+    *columns, shard = maps.shard.unflatten(1, (*(1,) * len(names), -1)).unbind(-1)
+    for d, (column, n) in enumerate(zip(reversed(columns), shape[1:-1], strict=True)):
+        along = (
+            torch.linspace(-1, 1, n, dtype=theta.dtype, device=theta.device)
+            if n > 1
+            else column.new_zeros(1)
+        )
+        along = along if align_corners else along * (n - 1) / n
+        own = along[box.start[d + 1] : box.stop[d + 1]]
+        shard = shard + column * own.view(-1, *(1,) * (len(names) - d))
+    return DistTensor(shard.expand(box.shape), shape, cuts, theta.grid)

@@ -1,0 +1,229 @@
+"""Arithmetic of `grid_sample`: pixels from coordinates, and coordinates in a box of the plane.
+
+Torch's kernels take coordinates from -1 to 1 across the plane that they are given. To sample a box
+of the plane, coordinates are turned into pixels as the kernel does it, to the last bit, moved into
+the image as the padding mode says, and turned into coordinates across the box. A coordinate in the
+box is rounded otherwise. So where its pixel would be rounded down to another integer than in the
+plane, it is moved by a few units in the last place: the slope of linear interpolation jumps at
+integers.
+
+No communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil, floor, inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.index_maps import Interval
+from distconv.torch_private import ShardFunction
+
+CHUNK = 2**15
+"""The number of points computed at a time on CPUs, so that intermediate results stay in cache."""
+
+WILD = 2.0**20
+"""Pixels from here on are not reflected or clipped: kernels disagree about them, and about nan."""
+
+FEWEST = 3
+"""The least width of a box, unless the plane is narrower."""
+
+
+class Sampling(NamedTuple):
+    """The arguments of `grid_sample`, and the rounding of torch's kernel.
+
+    Attributes
+    ----------
+    mode, padding, corners: mode, padding_mode and align_corners.
+    fused: whether the kernel multiplies and adds with one rounding, as all kernels do but that of
+        CPUs for volumes.
+    accelerated: whether the kernel runs on an accelerator.
+    """
+
+    mode: str
+    padding: str
+    corners: bool
+    fused: bool
+    accelerated: bool
+
+    @property
+    def padding_in_box(self) -> str:
+        """Return the padding mode with which to sample a box.
+
+        Pixels of the bicubic mode are not moved into the image as far as its taps reach.
+        """
+        return self.padding if self.mode == "bicubic" else "zeros"
+
+    def pixels(self, x: Tensor, size: int) -> Tensor:
+        """Return the pixels of the coordinates `x` across `size` pixels, as torch's kernel does."""
+        y = x + 1
+        if self.corners:
+            return y.mul_((size - 1) / 2)
+        if self.fused:
+            return torch.add(y.new_full((), -0.5), y, alpha=size / 2, out=y)
+        return y.mul_(size).sub_(1).mul_(0.5)
+
+    def slope(self, size: int) -> float:
+        """Return the derivative of a pixel by its coordinate."""
+        return (size - 1) / 2 if self.corners else size / 2
+
+    def edges(self, size: int) -> tuple[float, float]:
+        """Return the pixels at which the plane is reflected."""
+        return (0.0, size - 1.0) if self.corners else (-0.5, size - 0.5)
+
+    def inside(self, pixels: Tensor, size: int) -> Tensor:
+        """Return the pixels at which the plane is sampled, for its padding mode."""
+        if self.padding == "border":
+            reach = 3 if self.mode == "bicubic" else 0
+            return pixels.clamp_(-reach, size - 1 + reach)
+        if self.padding == "reflection":
+            low, high = self.edges(size)
+            span = high - low
+            far = pixels.sub_(low).abs_().fmod_(2 * span) if span else pixels.zero_()
+            pixels = torch.minimum(far, 2 * span - far).add_(low)
+            if self.mode != "bicubic":
+                pixels.clamp_(0, size - 1)
+        return pixels
+
+    def signs(self, pixels: Tensor, size: int) -> Tensor | None:
+        """Return the derivative of `inside` by `pixels`, -1, 0 or 1; None if it is 1 everywhere.
+
+        Where the bicubic mode clips, the gradient of the kernel is 0 anyway.
+        """
+        if self.padding == "zeros" or (self.padding, self.mode) == ("border", "bicubic"):
+            return None
+        if self.padding == "border":
+            return ((pixels > 0) & (pixels < size - 1)).to(pixels.dtype)
+        low, high = self.edges(size)
+        far = pixels - low
+        turned = far < 0
+        turned ^= far.abs_().fmod_(2 * (high - low)) > high - low
+        signs = 1 - 2 * turned.to(pixels.dtype)
+        if self.mode != "bicubic":
+            at = self.inside(pixels, size)
+            signs *= (at > 0) & (at < size - 1)
+        return signs
+
+    def in_box(self, x: Tensor, size: int, box: Interval) -> Tensor:
+        """Return the coordinates across `box`, of a plane of `size` pixels, for coordinates `x`."""
+        start, width = box[0], box[1] - box[0]
+        pixels = self.inside(self.pixels(x, size), size).sub_(start)
+        if self.mode == "nearest":
+            pixels.round_()
+        first = -1.0 if self.corners else 1 / width - 1
+        unit = 1 / (self.slope(width) or 1.0)
+        moved = torch.add(pixels.new_full((), first), pixels, alpha=unit)
+        if self.mode == "bilinear":
+            jump = pixels.floor_().sub_(self.pixels(moved, width).floor_())
+            moved.add_(jump, alpha=4 * torch.finfo(x.dtype).eps)
+        return moved
+
+    def interval(self, low: float, high: float, size: int) -> Interval:
+        """Return the interval of a plane's `size` pixels from which pixels low to high are sampled.
+
+        It has `FEWEST` pixels, or all. With padding that moves pixels into the image, nan and wild
+        pixels need all.
+        """
+        if not low <= high:
+            return 0, min(FEWEST, size)
+        if self.padding != "zeros" and max(-low, high) >= WILD:
+            return 0, size
+        margin = 2 if self.mode == "bicubic" else 0
+        if self.padding == "reflection":
+            first, last = self.edges(size)
+            if low < first or high > last:
+                low, high = _reflected(low, high, first, last)
+                margin += 1  # the kernel may round otherwise
+        start = max(min(floor(max(low, -1)) - margin, size - FEWEST), 0)
+        stop = min(max(floor(min(high, size)) + 2 + margin, start + FEWEST), size)
+        return start, stop
+
+
+def _reflected(low: float, high: float, first: float, last: float) -> tuple[float, float]:
+    """Return the extremes of an interval after reflections at `first` and `last`."""
+    span = last - first
+    if not span:
+        return first, first
+    turns = [
+        first + k * span
+        for k in range(ceil((low - first) / span), floor((high - first) / span) + 1)
+    ]
+    if len(turns) > 1:
+        return first, last
+    ends = [abs(p - first) % (2 * span) for p in (low, high, *turns)]
+    ends = [min(p, 2 * span - p) + first for p in ends]
+    return min(ends), max(ends)
+
+
+def extremes(sampling: Sampling, points: Tensor, plane: tuple[int, ...]) -> list[Interval]:
+    """Return for each dimension of the plane the interval of pixels from which `points` sample.
+
+    `points` are (..., coordinates), the last dimension of the plane first.
+    """
+    bounds = torch.stack([torch.stack(x.aminmax()) for x in points.unbind(-1)][::-1])
+    found = _pixels_of(sampling, bounds, plane)
+    if not all(abs(p) < inf for pair in found for p in pair):
+        if sampling.padding != "zeros":
+            return [(0, n) for n in plane]
+        # Positions that are not finite lie outside of any plane.
+        finite = points.isfinite()
+        low, high = points.where(finite, inf), points.where(finite, -inf)
+        ends = [
+            torch.stack([a.amin(), b.amax()])
+            for a, b in zip(low.unbind(-1), high.unbind(-1), strict=True)
+        ]
+        found = _pixels_of(sampling, torch.stack(ends[::-1]), plane)
+    return [sampling.interval(low, high, n) for (low, high), n in zip(found, plane, strict=True)]
+
+
+def _pixels_of(sampling: Sampling, bounds: Tensor, plane: tuple[int, ...]) -> list[list[float]]:
+    """Return pixels of coordinates, one row for each dimension of the plane."""
+    rows = [sampling.pixels(row, n) for row, n in zip(bounds.unbind(0), plane, strict=True)]
+    return torch.stack(rows).tolist()
+
+
+class Relocate(ShardFunction):
+    """Coordinates across a box, of points given by coordinates across the plane; see `Sampling`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, points: Tensor, sampling: Sampling, plane: tuple[int, ...], boxes: list[Interval]
+    ) -> Tensor:
+        ctx.save_for_backward(points)
+        ctx.relocation = sampling, plane, boxes
+        moved = torch.empty(points.shape, dtype=points.dtype, device=points.device)
+        for size, box, source, target in _chunks(sampling, plane, boxes, points, moved):
+            target.copy_(sampling.in_box(source, size, box))
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (points,) = ctx.saved_tensors
+        sampling, plane, boxes = ctx.relocation
+        result = torch.empty(points.shape, dtype=points.dtype, device=points.device)
+        tensors = points, grads[0], result
+        for size, box, source, grad, target in _chunks(sampling, plane, boxes, *tensors):
+            across = sampling.slope(box[1] - box[0]) or 1.0
+            torch.mul(grad, sampling.slope(size) / across, out=target)
+            signs = sampling.signs(sampling.pixels(source, size), size)
+            if signs is not None:
+                target *= signs
+        return result, None, None, None
+
+
+def _chunks(
+    sampling: Sampling, plane: tuple[int, ...], boxes: list[Interval], *tensors: Tensor
+) -> Iterator[Any]:
+    """Yield size and box of each dimension of the plane, with its coordinates in each tensor.
+
+    `CHUNK` points at a time are passed on CPUs, and all on accelerators.
+    """
+    flat = [x.reshape(-1, len(plane)) for x in tensors]
+    step = max(len(flat[0]), 1) if sampling.accelerated else CHUNK
+    for first in range(0, len(flat[0]), step):
+        for d, (size, box) in enumerate(zip(plane, boxes, strict=True)):
+            column = len(plane) - 1 - d
+            yield size, box, *(x[first : first + step, column] for x in flat)

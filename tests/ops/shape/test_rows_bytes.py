@@ -1,0 +1,114 @@
+"""Positions along a partitioned dimension move the rows that they name, and indices once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+import distconv as dc
+from benchmarks.measuring.memory import peak_of
+from tests.ops.attention.test_attention_bytes import arriving
+
+SIDE, FEATURES = 32, 8
+BOUNDARY = SIDE * FEATURES * 4
+"""The bytes of the nodes on one side of a block of a mesh whose rows are partitioned."""
+
+
+def _mesh() -> tuple[Tensor, Tensor]:
+    """Return the source and target of all edges of a mesh, by target."""
+    nodes = torch.arange(SIDE * SIDE).view(SIDE, SIDE)
+    pairs = [(nodes[:-1], nodes[1:]), (nodes[1:], nodes[:-1])]
+    pairs += [(nodes[:, :-1], nodes[:, 1:]), (nodes[:, 1:], nodes[:, :-1])]
+    source, target = (torch.cat([p[i].flatten() for p in pairs]) for i in (0, 1))
+    order = target.argsort(stable=True)
+    return source[order], target[order]
+
+
+def _most(*sizes: float) -> list[float]:
+    """Return the maximum over ranks of each number."""
+    return [max(of_rank) for of_rank in zip(*MPI.COMM_WORLD.allgather(sizes), strict=True)]
+
+
+def _messages(x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """Return for each node the sum of messages of its neighbours."""
+    messages = x.index_select(0, source).sin()
+    return torch.zeros_like(x).index_add(0, target, messages)
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_mesh_costs_its_boundary_from_the_second_call_on() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    sides = min(grid.size - 1, 2)
+    layout = dc.Layout(sample="height")
+    given = torch.randn(SIDE * SIDE, FEATURES, generator=torch.Generator().manual_seed(1))
+    x = dc.distribute_tensor(given, grid, layout).requires_grad_()
+    edges = torch.stack(_mesh())
+    found = []
+    for _ in range(3):
+        source, target = edges  # other tensors each time, in the same memory
+        dc.redistributions(reset=True)
+        with arriving(grid) as forward:
+            y = _messages(x, source, target)
+        with arriving(grid) as backward:
+            y.sum().backward()
+        told = sum(entry.bytes for entry in dc.redistributions(reset=True))
+        found.append(_most(sum(forward), sum(backward), told))
+    # The blocks of nodes and of edges do not begin at the same rows of the mesh.
+    first, second, third = found
+    assert second == third
+    assert sides * BOUNDARY <= second[0] == second[1] == second[2] <= 3 * sides * BOUNDARY
+    assert second[0] < first[0] == pytest.approx(first[2], abs=400)
+
+
+@pytest.mark.parallel([2, 3])
+def test_indices_are_sent_anew_after_a_write_to_them() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    given = torch.arange(4000.0).view(1000, 4) + 1
+    x = dc.distribute_tensor(given, grid, dc.Layout(sample="height"))
+    index = torch.arange(10)
+    for cut in (False, True):
+        own = dc.distribute_tensor(index, grid, dc.Layout(sample="height")) if cut else index
+        for change in range(4):
+            assert torch.equal(x.index_select(0, own).full_tensor(), given[index + change])
+            own[:1] += 1  # written by one rank, if it is partitioned
+            own[1:] += 1
+        index -= 0 if cut else 4
+
+
+@pytest.mark.parallel([4])
+def test_few_rows_and_rows_that_are_nearly_all_needed_are_gathered() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    layout = dc.Layout(sample="height")
+    for nodes, positions in ((32, torch.arange(4)), (8192, torch.arange(8192).flip(0))):
+        x = dc.distribute_tensor(torch.ones(nodes, 8), grid, layout)
+        every = positions.repeat(4) if nodes > 32 else positions
+        dc.redistributions(reset=True)
+        x.index_select(0, every)
+        told = sum(entry.bytes for entry in dc.redistributions(reset=True))
+        assert told == nodes * 8 * 4 * 3 / 4
+
+
+def _step(serial: bool) -> Callable[[], object]:
+    x, edges = torch.ones(2**14, 16), torch.stack([(torch.arange(2**14) + 1) % 2**14] * 2)
+    if not serial:
+        grid = dc.ProcessGrid(height=-1)
+        x = dc.distribute_tensor(x, grid, dc.Layout(sample="height"))
+    x.requires_grad_()
+
+    def step() -> None:
+        x.grad = None
+        _messages(x, *edges).sum().backward()
+
+    return step
+
+
+@pytest.mark.parallel([4])
+def test_a_rank_needs_its_share_of_the_serial_memory() -> None:
+    serial = peak_of(partial(_step, serial=True)).whole
+    most = max(MPI.COMM_WORLD.allgather(peak_of(partial(_step, serial=False)).whole))
+    assert most / serial < 2 / 4, most / serial

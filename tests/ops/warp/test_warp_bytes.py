@@ -1,0 +1,99 @@
+"""A warp moves the boxes that the ranks sample, forward and backward, and holds no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor
+
+import distconv as dc
+from benchmarks.measuring.memory import peak_of
+from tests.ops.attention.test_attention_bytes import arriving
+from tests.ops.warp.test_warp_properties import identity
+
+
+def _moved(
+    grid: dc.ProcessGrid, x: Tensor, points: Tensor, **options: object
+) -> tuple[float, float, float]:
+    """Return the bytes at the busiest rank over those of `x`: forward, backward, and ledger."""
+    image = dc.distribute_tensor(x, grid).requires_grad_()
+    field = dc.distribute_tensor(points, grid, dc.Layout.of((*_space(image), ()))).requires_grad_()
+    dc.redistributions(reset=True)
+    with arriving(grid) as forward:
+        y = F.grid_sample(image, field, **options)
+    with arriving(grid) as backward:
+        y.sum().backward()
+    told = sum(entry.bytes for entry in dc.redistributions(reset=True))
+    own = [n / (x.numel() * x.element_size()) for n in (sum(forward), sum(backward), told)]
+    everywhere = MPI.COMM_WORLD.allgather(own)
+    return tuple(max(row) for row in zip(*everywhere, strict=True))  # type: ignore[return-value]
+
+
+def _space(x: dc.DistTensor) -> list[tuple[str, ...]]:
+    cuts = x.layout.cuts(x.dim())
+    return [cuts[0], *cuts[2:]]
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_warp_by_a_voxel_moves_the_neighbouring_planes() -> None:
+    n, plane = MPI.COMM_WORLD.size, (64, 32, 32)
+    grid = dc.ProcessGrid(depth=-1)
+    away = 2 * torch.rand(1, *plane, 3, generator=torch.Generator().manual_seed(1)) - 1
+    points = identity(plane, True, torch.float32) + away * 2 / (torch.tensor(plane[::-1]) - 1)
+    forward, backward, told = _moved(grid, torch.ones(1, 2, *plane), points, align_corners=True)
+    sides = min(n - 1, 2)
+    assert told == sides / 64
+    assert [forward, backward] == pytest.approx([told, told], abs=0.001)
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("shift", [0.5, 4.0])
+def test_points_far_away_move_their_box_and_no_others(shift: float) -> None:
+    grid = dc.ProcessGrid(height=2, width=2)
+    points = identity((64, 64), False, torch.float32) + shift
+    forward, _, told = _moved(grid, torch.ones(1, 2, 64, 64), points, align_corners=False)
+    # A shift by a quarter of the plane moves three quarters of a block, at most; or three pixels.
+    expected = 3 / 16 + 0.04 if shift < 1 else 0.01
+    assert told <= expected and forward < told + 0.01
+
+
+@pytest.mark.parallel([4])
+def test_small_planes_are_gathered() -> None:
+    grid = dc.ProcessGrid(height=2, width=2)
+    points = identity((8, 8), False, torch.float32)
+    forward, backward, told = _moved(grid, torch.ones(1, 2, 8, 8), points, align_corners=False)
+    assert forward == backward == told == 0.75
+
+
+def _step(serial: bool) -> Callable[[], object]:
+    """Return a step that integrates a velocity field by scaling and squaring, and its gradients."""
+    plane = (48, 32, 32)
+    velocity, points = torch.ones(1, 3, *plane) / 32, identity(plane, True, torch.float32)
+    if not serial:
+        grid = dc.ProcessGrid(depth=-1)
+        velocity = dc.distribute_tensor(velocity, grid)
+        points = dc.distribute_tensor(points, grid, dc.Layout(channel="depth"))
+    velocity.requires_grad_()
+
+    def step() -> None:
+        velocity.grad = None
+        flow = velocity / 4
+        for _ in range(2):
+            moved = points + flow.permute(0, 2, 3, 4, 1)
+            flow = flow + F.grid_sample(flow, moved, padding_mode="border", align_corners=True)
+        flow.sum().backward()
+
+    return step
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_rank_needs_its_share_of_the_serial_memory() -> None:
+    serial = peak_of(partial(_step, serial=True)).whole
+    own = peak_of(partial(_step, serial=False)).whole
+    most = max(MPI.COMM_WORLD.allgather(own))
+    assert most / serial < 1.6 / MPI.COMM_WORLD.size, most / serial

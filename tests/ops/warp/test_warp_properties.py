@@ -1,0 +1,120 @@
+"""Warps equal serial torch's, forward and backward, wherever the points lie."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor
+
+import distconv as dc
+from distconv.device.kinds import thresholds
+from distconv.ops.warp import grid_sample
+from tests.support.serial import agrees, random_tensor
+from tests.support.strategies import Case, on_any_grid, sizes
+
+MODES = ("bilinear", "nearest", "bicubic")
+PADDINGS = ("zeros", "border", "reflection")
+
+
+@pytest.fixture(autouse=True)
+def _no_plane_is_small() -> Iterator[None]:
+    """Let boxes move in all tests, however small the planes are."""
+
+    def none_gathered(accelerator: bool) -> object:
+        return thresholds(accelerator)._replace(gathered_plane=0)
+
+    with mock.patch.object(grid_sample, "thresholds", none_gathered):
+        yield
+
+
+def identity(shape: tuple[int, ...], corners: bool, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the points of a plane's own pixels, (1, *plane, coordinates)."""
+    along = [torch.linspace(-1, 1, n, dtype=dtype) * (1 if corners else (n - 1) / n) for n in shape]
+    return torch.stack(torch.meshgrid(*along, indexing="ij")[::-1], -1)[None]
+
+
+@on_any_grid(60, more=[3, 6])
+def test_sampling_anywhere_equals_serial(case: Case) -> None:
+    n = case.one_of(2, 3)
+    mode = case.one_of(*MODES) if n == 2 else case.one_of(*MODES[:2])
+    options = mode, case.one_of(*PADDINGS), case.flag()
+    plane = case.plane(n)
+    outputs = case.one_of(plane[2:], [case.draw(sizes(1, 7)) for _ in range(n)])
+    x = case.tensor(plane)
+    points = case.tensor([plane[0], *outputs, n]) * case.one_of(0.4, 1.0, 3.0, 30.0)
+    if outputs == plane[2:] and case.flag():
+        # Points near their own pixel, and none beside an edge, where the slope is a toss.
+        points = identity(tuple(outputs), options[2]) + 0.013 * points
+    cut = case.one_of([0, 1], [0], [1])
+    case.agrees(lambda x, points: F.grid_sample(x, points, *options), x, points, cut=cut)
+
+
+@on_any_grid(30, more=[3])
+def test_points_that_are_not_finite_equal_serial(case: Case) -> None:
+    n = case.one_of(2, 3)
+    mode = case.one_of(*MODES) if n == 2 else case.one_of(*MODES[:2])
+    options = mode, case.one_of(*PADDINGS), case.flag()
+    plane = case.plane(n)
+    points = case.tensor([plane[0], *plane[2:], n], "nan", "wild", "infinite")
+    if case.flag():
+        points = points.nan_to_num(1e30, 1e20, -1e25)
+    # Torch's own kernels end the process in the backward pass, but for zeros.
+    frozen = [] if options[1] == "zeros" else [0]
+    case.agrees(
+        lambda x: F.grid_sample(x, points, *options), case.tensor(plane), cut=[0], frozen=frozen
+    )
+
+
+@on_any_grid(20, more=[3])
+def test_affine_warps_equal_serial(case: Case) -> None:
+    n = case.one_of(2, 3)
+    plane, corners = case.plane(n), case.flag()
+    theta = case.tensor([plane[0], n, n + 1])
+
+    def warp(x: Tensor, theta: Tensor) -> Tensor:
+        points = F.affine_grid(theta, plane, corners)
+        return F.grid_sample(x, points, padding_mode="border", align_corners=corners)
+
+    case.agrees(warp, case.tensor(plane), theta, cut=case.one_of([0, 1], [1]))
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_slopes_at_integer_pixels_are_the_serial_ones(
+    n: int, corners: bool, dtype: torch.dtype
+) -> None:
+    """The slope jumps at integers, so it shows which two pixels were taken, to the last bit."""
+    grid = dc.ProcessGrid(height=-1)
+    rng = random.Random(1)
+    plane = (41, 29) if n == 2 else (19, 11, 13)
+    layout = dc.Layout(height="height")
+    points = identity(plane, corners, dtype)
+    x = random_tensor(rng, (1, 2, *plane), dtype)
+    agrees(
+        lambda x, flow: F.grid_sample(x, points + flow, "bilinear", "border", corners),
+        [x, torch.zeros_like(points)],
+        [],
+        grid,
+        rng,
+        [layout, dc.Layout.of(((), *layout.cuts(n + 2)[2:], ()))],
+        1e-10 if dtype == torch.float64 else 1e-4,
+    )
+
+
+@pytest.mark.parallel([2])
+def test_points_of_a_whole_plane_keep_their_partition() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(1, 2, 4, 6), grid, dc.Layout())
+    points = dc.distribute_tensor(torch.zeros(1, 8, 3, 2), grid, dc.Layout(channel="height"))
+    dc.redistributions(reset=True)
+    y = F.grid_sample(x, points, align_corners=False)
+    assert y.layout == dc.Layout(height="height") and not dc.redistributions()
+    assert y.shard.shape == (1, 2, 8 // MPI.COMM_WORLD.size, 3)
