@@ -20,6 +20,7 @@ from distconv.comm.packing import (
     padding,
     places_apart,
     places_in,
+    resolved_contiguous,
 )
 from distconv.geometry.plan import Plan
 from distconv.grid.interface import Grid
@@ -44,20 +45,22 @@ class InFlight:
     def wait(self) -> list[Tensor]:
         """Wait for the messages, and return each of them in the shape of its route, in order."""
         self._request.wait()
-        routes = self._transfer.plan.receives
-        messages = zip(routes, self._buffers.messages, strict=True)
-        return [message.view(route.shape) for route, (_, message) in messages]
+        plan = self._transfer.plan
+        pairs = zip(plan.packed.receives, self._buffers.messages, strict=True)
+        halos = [message.view(route.shape) for route, (_, message) in pairs]
+        return [x.movedim(-1, 1) for x in halos] if plan.channels_last else halos
 
     def wait_into(self, buffer: Tensor) -> None:
         """Wait for the messages, and copy them to their boxes of `buffer`."""
         self._request.wait()
-        self._buffers.copy_to(buffer)
+        self._buffers.copy_to(self._transfer.packed(buffer))
 
     def wait_and_add_to(self, block: Tensor) -> None:
         """Wait for the messages, and add them to their boxes of `block`."""
         self._request.wait()
-        plan, grid = self._transfer.plan, self._transfer.grid
+        plan, grid = self._transfer.plan.packed, self._transfer.grid
         if plan.sends:
+            block = self._transfer.packed(block)
             self._buffers.add_to(block, places_in(block, plan, grid, of_block=True, sums=True))
 
 
@@ -76,17 +79,22 @@ class Transfer:
         self.plan, self.grid = plan, grid
         self.tag = grid.transport.next_tag()
 
+    def packed(self, tensor: Tensor) -> Tensor:
+        """Return a view of a block or buffer with its dimensions in the order of the messages."""
+        return tensor.movedim(1, -1) if self.plan.channels_last else tensor
+
     def start_forward(self, block: Tensor, buffer: Tensor | None = None) -> InFlight:
         """Start to send the boxes of `block` that other ranks need, and to receive the halos.
 
         Halos arrive in `buffer` itself where they are contiguous there, else in memory of their
         own.
         """
-        plan, grid = self.plan, self.grid
-        leaving = pack_messages(block, plan, grid)
+        plan, grid = self.plan.packed, self.grid
+        leaving = pack_messages(self.packed(block), plan, grid)
         if buffer is None:
             places = places_apart(plan, block, grid, of_block=False, sums=False)
         else:
+            buffer = self.packed(buffer)
             places = places_in(buffer, plan, grid, of_block=False)
         return InFlight(self, ReceiveBuffers(places, block, grid, buffer), leaving)
 
@@ -130,19 +138,23 @@ class Transfer:
     def start_backward(self, gradients: Sequence[Tensor], like: Tensor) -> InFlight:
         """Start to send gradients of halos to their owners, and receive gradients of the own block.
 
-        `gradients` has for each route of `plan.receives` the gradient of its halo, contiguous.
-        Messages arrive in memory of the type and device of `like`.
+        `gradients` has for each route of `plan.receives` the gradient of its halo. Messages arrive
+        in memory of the type and device of `like`.
         """
-        plan, grid = self.plan, self.grid
-        leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]
+        pairs = zip(self.plan.receives, gradients, strict=True)
+        leaving = [(r.peer, resolved_contiguous(self.packed(d))) for r, d in pairs]
+        return self._start_backward(leaving, like)
+
+    def _start_backward(self, leaving: Sequence[Message], like: Tensor) -> InFlight:
+        plan, grid = self.plan.packed, self.grid
         places = places_apart(plan, like, grid, of_block=True, sums=True)
         return InFlight(self, ReceiveBuffers(places, like, grid), leaving)
 
     def backward(self, buffer: Tensor) -> Tensor:
         """Return this rank's block: the sum of its elements in all ranks' buffers."""
         plan = self.plan
-        leaving = [m for _, m in pack_messages(buffer, plan, self.grid, of_block=False)]
-        gradients = self.start_backward(leaving, buffer)
+        leaving = pack_messages(self.packed(buffer), plan.packed, self.grid, of_block=False)
+        gradients = self._start_backward(leaving, buffer)
         own = plan.own
         if own and own[0][0] == plan.whole_block:
             block = buffer[own[0][1]].clone()

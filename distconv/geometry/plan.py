@@ -14,7 +14,7 @@ Index arithmetic only. Read backwards, a plan is the adjoint: the accumulation o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from math import prod
@@ -81,6 +81,8 @@ class Plan:
     The routes `sends` have boxes of the rank's own block, the routes `receives` have boxes of its
     buffer. `own` pairs boxes of the block with boxes of the buffer, to which they are copied on the
     rank. `identity` says, alike on all ranks, whether every rank's buffer is its own block.
+    `channels_last`, the same on all ranks, says whether messages hold the channels of one position
+    after those of another, as tensors with channels last do.
     """
 
     block_shape: tuple[int, ...]
@@ -89,8 +91,32 @@ class Plan:
     sends: tuple[Route, ...]
     receives: tuple[Route, ...]
     identity: bool
+    channels_last: bool = False
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What is derived from the plan, such as indices of elements in memory, and lives as long."""
+
+    @cached_property
+    def with_channels_last(self) -> Plan:
+        """Return this plan with `channels_last`. Every route has a single box."""
+        return replace(self, channels_last=True)
+
+    @cached_property
+    def packed(self) -> Plan:
+        """Return the plan for tensors whose dimensions are in the order of the messages.
+
+        With `channels_last`, the channels are the last dimension of these tensors.
+        """
+        if not self.channels_last:
+            return self
+        moved = _channels_moved_last
+        sends, receives = (
+            tuple(Route.of(r.peer, tuple(map(moved, r.boxes))) for r in routes)
+            for routes in (self.sends, self.receives)
+        )
+        own = tuple((moved(a), moved(b)) for a, b in self.own)
+        return Plan(
+            moved(self.block_shape), moved(self.buffer_shape), own, sends, receives, self.identity
+        )
 
     @cached_property
     def buffer_is_block(self) -> bool:
@@ -126,6 +152,12 @@ class Plan:
             return None
         d, pieces = found
         return d, tuple(p - 1 if isinstance(p, int) else p for p in pieces)
+
+
+def _channels_moved_last(sides: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return `sides`, one for each dimension, with that of the channels after all others."""
+    samples, channels, *space = sides
+    return samples, *space, channels
 
 
 def pieces_along(

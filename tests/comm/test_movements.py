@@ -179,6 +179,26 @@ def test_the_backward_of_a_gather_is_its_adjoint() -> None:
 
 
 @pytest.mark.parallel(RANKS)
+def test_messages_with_channels_last_bring_what_others_bring_whatever_the_formats() -> None:
+    rng = random.Random(8)
+    for seed in examples(30):
+        case = Case(rng)
+        while len(case.shape) != 4:
+            case = Case(rng)
+        # Every rank has its own memory format.
+        last = (seed + case.grid.rank) % 2 == 0
+        form = torch.channels_last if last else torch.contiguous_format
+        x = case.index[case.box.slices].double().contiguous(memory_format=form).requires_grad_()
+        buffer = gather(x, case.plan.with_channels_last, case.grid, fill=OUTSIDE)
+        assert torch.equal(buffer, case.wanted.double()), case
+        y = integers(case.plan.buffer_shape, seed).contiguous(memory_format=form)
+        buffer.backward(y)
+        expected = x.detach().clone().requires_grad_()
+        gather(expected, case.plan, case.grid).backward(y)
+        assert torch.equal(x.grad, expected.grad), case
+
+
+@pytest.mark.parallel(RANKS)
 def test_no_kernel_adds_to_an_element_twice_where_the_order_of_sums_is_not_fixed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

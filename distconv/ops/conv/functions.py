@@ -204,7 +204,9 @@ def _plan(
     )
     if overlaps and spec.needs_halo(maps, x.shape[2:], parts):
         boundary = spec.boundary(x.topology, x.rank, *part.alone(x), maps)
-    inputs = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, part.needs, part.cuts)
+        boundary = replace(boundary, plan=x.messages(boundary.plan))
+    gathered = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, part.needs, part.cuts)
+    inputs = gathered and x.messages(gathered)
     local = replace(spec.local, groups=part.groups)
     given, made = rank_box(x.shape, x.cuts, x.topology, x.rank).shape, part.box.shape
     elements = max(prod(given), prod(made))

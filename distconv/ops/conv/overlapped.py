@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from distconv.comm.packing import padding, resolved_contiguous
+from distconv.comm.packing import padding
 from distconv.comm.transfer import Transfer, accumulate, gather
 from distconv.geometry.halo import Boundary, HaloSlab
 from distconv.geometry.layout import cutting_axes
@@ -138,12 +138,11 @@ class _OverlappedConvolution(ShardFunction):
                 of_taps.append((slab.taps, dtaps))
             for part in slab.halo if of_input else ():
                 if part.fills:
-                    leaving[part.message] = resolved_contiguous(dhalo[part.place])
+                    leaving[part.message] = dhalo[part.place]
                 else:
                     part.of(leaving)[part.box].add_(dhalo[part.place])
         if of_input:
-            gradients = [leaving[i] for i in range(len(plan.receives))]
-            arriving = transfer.start_backward(gradients, dy)
+            arriving = transfer.start_backward([leaving[i] for i in range(len(plan.receives))], dy)
         dx, dw, db = local.backward(edge.own, dmade, x, weight, bias_shape, mask)
         for taps, dtaps in of_taps:
             dw[taps].add_(dtaps)

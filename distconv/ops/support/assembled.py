@@ -85,7 +85,8 @@ def plan_windows(
     shape = (x.shape[0], x.shape[1] if channels is None else channels, *sizes)
     box = rank_box(shape, x.cuts, x.topology, x.rank)
     needs = (Same(), Same(), *window_needs(windows, x.cuts))
-    inputs = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, needs, x.cuts)
+    gathered = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, needs, x.cuts)
+    inputs = gathered and x.messages(gathered)
     left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, x.cuts))
     return PlannedWindows(windows, shape, box, box.shape, inputs, left)
 

@@ -23,7 +23,7 @@ from distconv.geometry.layout import (
     operand_cuts,
     rank_box,
 )
-from distconv.geometry.plan import concatenation
+from distconv.geometry.plan import Plan, concatenation
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
@@ -72,19 +72,34 @@ def constant(
 
 
 class Placement(NamedTuple):
-    """The shape, cuts, type and rank of a tensor, from which plans are derived and cached."""
+    """The shape, cuts, type and rank of a tensor, from which plans are derived and cached.
+
+    `on_gpu` says whether operators on the tensor run on a GPU.
+    """
 
     shape: Shape
     cuts: Cuts
     topology: Topology
     rank: int
     dtype: torch.dtype
+    on_gpu: bool
 
     @classmethod
     def of(cls, x: DistTensor) -> Placement:
         """Return the placement of `x`."""
         grid = x.grid
-        return cls(tuple(x.shape), x.cuts, grid.topology, grid.rank, x.shard.dtype)
+        where = grid.topology, grid.rank
+        return cls(tuple(x.shape), x.cuts, *where, x.shard.dtype, grid.computes_on_gpu)
+
+    def messages(self, plan: Plan) -> Plan:
+        """Return a halo exchange with messages in the memory format of most such tensors.
+
+        That is channels last for planes in float32 on CPUs (`tensor.memory_format`). Halo rows of
+        one sample are then contiguous, and are sent and received without a copy. Blocks of
+        different ranks may differ in format, so the block's own format cannot decide.
+        """
+        last = len(self.shape) == 4 and self.dtype == torch.float32 and not self.on_gpu
+        return plan.with_channels_last if last else plan
 
 
 def as_distributed(x: Tensor, grid: Grid) -> DistTensor:

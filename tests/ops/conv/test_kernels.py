@@ -63,6 +63,14 @@ def test_an_assembled_convolution_has_few_kernels_more_than_plain_torchs(
     assert kernels.total() <= most, kernels
 
 
+def test_halo_rows_of_one_sample_with_channels_last_are_not_copied() -> None:
+    # The block is copied into the buffer, where halos arrive, and back.
+    kernels = added({"height": 4}, form=LAST)
+    assert kernels == {"copy_": 1, "clone": 1, "index_add_": 1}, kernels
+    kernels = added({"height": 4}, "overlapped", LAST)
+    assert not {"index_select", "index_copy_", "clone", "copy_"} & kernels.keys(), kernels
+
+
 def test_corners_are_added_one_after_the_other_where_their_order_is_not_fixed() -> None:
     both = {"height": 4, "width": 4}
     assert added(both)["index_add_"] == 1
