@@ -652,6 +652,16 @@ hooks_of_module: Callable[[nn.Module], Any] = attrgetter("_forward_pre_hooks", "
 hooks, but not their handles, and could not be made ordinary without it."""
 
 
+def innermost_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """Return the `saved_tensors_hooks` that are in force, (pack, unpack), or None.
+
+    torch calls only the innermost ones. Hooks of a module for its own weights could not hand over
+    other tensors to those around, such as `save_on_cpu`.
+    """
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found  # type: ignore[no-any-return]
+
+
 def versions_in_state(state: Mapping[str, Any]) -> Any:
     """Return the modules' versions in a `state_dict()`, or None if it has none.
 
@@ -692,6 +702,29 @@ def before_data_parallel(check: Callable[[nn.Module, str, nn.Module], None]) -> 
         make(self, module, *args, **kwargs)
 
     DistributedDataParallel.__init__ = checked  # type: ignore[method-assign]
+
+
+def before_fully_shard(check: Callable[[nn.Module], None]) -> None:
+    """Call `check(module)` first when the program passes a module to `fully_shard`.
+
+    Without it the error comes with the first forward pass, when the parameters are cut already. It
+    is no error if the program has not imported `fully_shard`, which takes seconds.
+    """
+    state: Any = getattr(sys.modules.get(_FULLY_SHARD), "FSDPState", None)
+    if state is None or hasattr(state.init, "__wrapped__"):
+        return
+    init: Any = state.init
+
+    @wraps(init)
+    def checked(self: Any, modules: Sequence[nn.Module], *args: Any, **kwargs: Any) -> None:
+        for module in modules:
+            check(module)
+        init(self, modules, *args, **kwargs)
+
+    state.init = checked
+
+
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
 def is_flat_parameter(x: Tensor) -> bool:

@@ -789,6 +789,31 @@ def test_wrappers_are_known() -> None:
     assert "_is_flat_param" in Path(_flat_param.__file__).read_text()
 
 
+def test_fully_shard_asks_first() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_state
+
+    init = _fsdp_state.FSDPState.init
+    seen: list[Any] = []
+    try:
+        private.before_fully_shard(seen.append)
+        if hasattr(init, "__wrapped__"):
+            return  # by an earlier call of parallelize
+        private.before_fully_shard(seen.append)
+        module, state = nn.Linear(1, 1), _fsdp_state.FSDPState()
+        with pytest.raises(TypeError):
+            state.init((module,))
+        assert seen == [module]
+    finally:
+        _fsdp_state.FSDPState.init = init
+
+
+def test_hooks_for_saved_tensors_know_those_around_them() -> None:
+    assert private.innermost_saved_hooks() is None
+    pack, unpack = (lambda x: x), (lambda x: x)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert private.innermost_saved_hooks() == (pack, unpack)
+
+
 # torch.distributed
 
 

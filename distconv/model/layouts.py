@@ -52,7 +52,7 @@ def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: Proces
         cuts = _cuts(part, weight, _layout_of(name, layouts, grid), grid.topology)
         if any(cuts):
             # Other holders of the parameter, such as an optimizer, hold its block from now on.
-            swap_tensors(weight, _sharded(weight, cuts, grid))
+            swap_tensors(weight, sharded(weight, cuts, grid))
 
 
 def make_whole(weight: DistTensor) -> None:
@@ -104,7 +104,7 @@ def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) 
     return (channels, filters, *kernel) if transposed else (filters, channels, *kernel)
 
 
-def _sharded(weight: Tensor, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
+def sharded(weight: Tensor, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
     """Return this rank's block of a weight as a sharded parameter, cut by `cuts`."""
     box = rank_box(tuple(weight.shape), cuts, grid.topology, grid.rank)
     block = weight.detach()[box.slices].clone().requires_grad_(weight.requires_grad)

@@ -23,6 +23,7 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import is_owned
 from distconv.torch_private import (
     before_data_parallel,
+    before_fully_shard,
     in_data_parallel,
     is_flat_parameter,
     parts_and_parameters,
@@ -45,7 +46,7 @@ _SHARDED = frozenset(("DTensor",))
 _WAY_OUT = (
     "parallelize sums the gradients over all ranks itself: call parallelize(module, grid) with "
     "the unwrapped module. The grid's sample axis divides the mini-batch, as data parallelism "
-    "does, and shard_parameters=True keeps a block of the weights on each rank"
+    'does, and shard="zero3" shards the weights over it, as fully_shard does'
 )
 
 
@@ -97,6 +98,23 @@ def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
 
     register_module_module_registration_hook(check)
     before_data_parallel(check)
+
+
+def refuse_fully_shard(parallelized: Callable[[nn.Module], object]) -> None:
+    """Let `fully_shard` raise TypeError for a module with a parallelized submodule.
+
+    This holds for a program that has imported it by now. For others, the module itself raises the
+    error when it is called. `parallelized(module)` is true for a parallelized module.
+    """
+
+    def check(module: nn.Module) -> None:
+        if any(map(parallelized, module.modules())):
+            raise TypeError(
+                "fully_shard is called with a parallelized module, whose gradients it would sum "
+                f"once more. {_WAY_OUT}"
+            )
+
+    before_fully_shard(check)
 
 
 def _among(kind: type, names: frozenset[str]) -> str:

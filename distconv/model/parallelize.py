@@ -32,7 +32,18 @@ from distconv.model.layouts import (
     redistribute_inputs,
     shard_weights,
 )
-from distconv.model.module_guard import ModuleGuard, check_unwrapped, refuse_wrappers_around
+from distconv.model.module_guard import (
+    ModuleGuard,
+    check_unwrapped,
+    refuse_fully_shard,
+    refuse_wrappers_around,
+)
+from distconv.model.sample_shards import (
+    SHARDS,
+    GatheredWeights,
+    gather_in_calls,
+    shard_over_samples,
+)
 from distconv.tensor.dispatch import SERIAL, check_untraced, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import disown, is_owned
@@ -44,6 +55,9 @@ Module = TypeVar("Module", bound=nn.Module)
 _SCRIPT = "__prepare_scriptable__"
 """The attribute of a module that torch.jit.script calls first."""
 
+_HOOKS = ModuleGuard, InputLayout, GatheredWeights
+"""The classes of the forward hooks that `parallelize` puts on modules."""
+
 _WITHOUT_SHAPE = "without shape yet"
 
 
@@ -53,6 +67,7 @@ def parallelize(
     *,
     layouts: Mapping[str, Layout] | None = None,
     shard_parameters: bool = False,
+    shard: str | None = None,
     bucket_bytes: int = 2**20,
     wire: str | None = None,
     error_feedback: bool = False,
@@ -78,6 +93,10 @@ def parallelize(
         fully connected layers whose layout partitions channels. They become DistTensors; an
         optimizer made before this call stays valid if it has no state yet. Weights that are
         parametrized stay whole.
+    shard: "zero3" or "zero2" to shard all other weights over the samples, with their gradients and
+        their optimizer state. A module gathers its weights while it is called. With "zero3" it
+        gathers them again in the backward pass; with "zero2" they stay whole until then. All ranks
+        must call each module together, also without gradients.
     bucket_bytes: the bytes of gradients in one message.
     wire: "bfloat16" or "float16" to send gradients in half precision, and sum them in float32. They
         are then the serial ones within two roundings to this type, and are sent after the backward
@@ -93,9 +112,9 @@ def parallelize(
     ValueError
         On every rank, if the ranks' modules differ in the names, shapes, types or strides of their
         parameters and buffers, if some of these have no shape yet, if the module is parallelized
-        already, if a pattern matches nothing, if `bucket_bytes` is below 1, if `wire` is another
-        type, if `error_feedback` is given without it, or if torch's settings of TF32, cuDNN, oneDNN
-        or deterministic algorithms differ between ranks.
+        already, if a pattern matches nothing, if `bucket_bytes` is below 1, if `wire` or `shard` is
+        another text, if `error_feedback` is given without `wire`, or if torch's settings of TF32,
+        cuDNN, oneDNN or deterministic algorithms differ between ranks.
 
     Examples
     --------
@@ -114,6 +133,7 @@ def parallelize(
     check_grid(grid)
     check_unwrapped(module)
     refuse_wrappers_around(reduction_of)
+    refuse_fully_shard(reduction_of)
     if any(map(reduction_of, module.modules())):
         raise ValueError(
             "parallelize: the module, or a part of it, is already parallelized; after a change of "
@@ -126,13 +146,15 @@ def parallelize(
             "parallelized; parallelize both together, for example in a torch.nn.ModuleList"
         )
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
-    options |= {"grid": str(grid), "layouts": layouts, "wire": wire}
+    options |= {"grid": str(grid), "layouts": layouts, "wire": wire, "shard": shard}
     options["error_feedback"] = error_feedback
     _compare(options | kinds.settings(), grid, "pass the same on every rank")
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(
             f"parallelize: bucket_bytes={bucket_bytes!r} is not a size; expected 1 byte or more"
         )
+    if shard not in (None, *SHARDS):
+        raise ValueError(f"parallelize: shard={shard!r}; expected one of {', '.join(SHARDS)}")
     half = None if wire is None else wire_type("parallelize", wire)
     if error_feedback and half is None:
         raise ValueError(
@@ -147,9 +169,13 @@ def parallelize(
         broadcast(tensor, grid)
     if shard_parameters:
         shard_weights(module, chosen, grid)
+    if shard is not None:
+        shard_over_samples(module, grid)
     redistribute_inputs(module, chosen)
     reduction = GradientReduction(module, grid, bucket_bytes, half, error_feedback)
     ModuleGuard(module, reduction)
+    if shard is not None:
+        gather_in_calls(module, shard)
     for part in module.modules():
         part.__dict__[REDUCTION_ATTRIBUTE] = reduction
         part.__dict__[_SCRIPT] = _refuse_script
@@ -206,7 +232,9 @@ def unparallelize(module: Module) -> Module:
         hooks: Any
         for hooks in hooks_of_module(part):
             for number, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", hook), (ModuleGuard, InputLayout)):
+                if isinstance(
+                    getattr(hook, "__self__", hook), (ModuleGuard, InputLayout, GatheredWeights)
+                ):
                     del hooks[number]
     disown(module.buffers())
     for p in module.parameters():

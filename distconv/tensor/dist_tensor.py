@@ -32,6 +32,7 @@ from distconv.tensor.base import (
     tensors_in,
     whole_numbers,
 )
+from distconv.tensor.chunks import Chunked
 from distconv.tensor.conversion import (
     block_of_dtensor,
     check_block,
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class DistTensor(DistTensorBase):
+class DistTensor(Chunked):
     """A tensor that is partitioned over the ranks of a grid; `.shape` is the global shape.
 
     Made by `distribute_tensor`, `DistTensor.from_local` and by operators on DistTensors. Operators

@@ -114,11 +114,15 @@ def test_plain_modules_are_wrapped_as_ever() -> None:
 
 
 @pytest.mark.parallel([2, 3])
-def test_a_parallelized_module_that_is_sharded_says_so_when_it_is_called() -> None:
+@pytest.mark.parametrize("part", [False, True])
+def test_fully_shard_refuses_a_parallelized_module(part: bool) -> None:
     grid = dc.ProcessGrid(sample=-1)
-    module = sharded(dc.parallelize(net(), grid))
-    message = raised_everywhere(TypeError, lambda: module(batch(grid)))
-    assert "is wrapped by FSDPModule" in message
+    module = dc.parallelize(net(), grid)
+    whole = nn.Sequential(module, nn.ReLU()) if part else module
+    message = raised_everywhere(TypeError, lambda: sharded(whole))
+    assert "fully_shard is called with" in message and 'shard="zero3"' in message
+    module(batch(grid)).sum().backward()
+    sharded(net())
 
 
 @pytest.mark.parallel([2, 3])

@@ -1,0 +1,177 @@
+"""Weights sharded over the samples: each is whole only while its module computes with it.
+
+A weight is then a DistTensor partitioned over the grid's sample axis, so a rank of P_N replicas
+keeps 1/P_N of it, of its gradient and of its optimizer state (Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models", SC 2020). A module gathers its weights
+when it is called. The adjoint of the gathering sums their gradients over the samples onto the rank
+that keeps the block, and `gradient_reduction` sums over the other axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import swap_tensors
+
+from distconv.comm.transfer import Transfer
+from distconv.geometry.index_maps import Same
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.layouts import sharded
+from distconv.tensor.dispatch import SerialTrace
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gather_inputs, plan_to_gather
+from distconv.torch_private import address_of_memory, innermost_saved_hooks, run_eagerly
+
+SHARDS = ("zero2", "zero3")
+"""The choices of `parallelize(shard=...)`: weights stay whole from the forward pass to the backward
+pass, or are gathered again for the backward pass."""
+
+_AXIS = "sample"
+
+
+def shard_over_samples(module: nn.Module, grid: ProcessGrid) -> None:
+    """Make the weights of a module DistTensors partitioned over the samples.
+
+    Each is partitioned along its longest dimension. Vectors, such as biases, stay whole: they have
+    few elements, and would need as many messages. So do weights that are sharded already, and those
+    of recurrent layers, which do not read them by their names. No communication.
+    """
+    if grid.shape[_AXIS] == 1:
+        return
+    kept = {
+        p for part in module.modules() if isinstance(part, nn.RNNBase) for p in part.parameters()
+    }
+    for p in list(module.parameters()):
+        if p.dim() > 1 and p not in kept and not isinstance(p, DistTensor):
+            longest = max(range(p.dim()), key=p.shape.__getitem__)
+            cuts = tuple((_AXIS,) if d == longest else () for d in range(p.dim()))
+            # Other holders of the parameter, such as an optimizer, hold its block from now on.
+            swap_tensors(p, sharded(p, cuts, grid))
+
+
+def gather_in_calls(module: nn.Module, shard: str) -> None:
+    """Let each module gather its weights, sharded by `shard_over_samples`, in its calls."""
+    for part in module.modules():
+        # Attention computes with the weights of its output layer, which it does not call.
+        owners = part.modules() if isinstance(part, nn.MultiheadAttention) else [part]
+        names = [
+            (owner, name)
+            for owner in owners
+            for name, p in owner.named_parameters(recurse=False)
+            if isinstance(p, DistTensor) and (_AXIS,) in p.cuts
+        ]
+        if names:
+            GatheredWeights(part, names, again=shard == "zero3")
+
+
+class _Whole(NamedTuple):
+    """A gathered weight, the block that it was gathered from, and how to gather it again."""
+
+    weight: Tensor
+    block: Tensor
+    version: int
+    """The version of the block, which each write to it raises."""
+    transfer: Transfer
+
+    def holds(self, x: Tensor) -> bool:
+        """Return whether `x` has the memory of the weight, or is its copy in another type."""
+        if address_of_memory(x) == address_of_memory(self.weight):
+            return True
+        node: Any = x.grad_fn
+        if node is None or node.name() != "ToCopyBackward0" or x.stride() != self.weight.stride():
+            return False
+        return node.next_functions[0][0] is self.weight.grad_fn
+
+
+class _Saved(NamedTuple):
+    """A gathered weight that autograd has saved, without its memory."""
+
+    block: Tensor
+    version: int
+    transfer: Transfer
+    view: tuple[Any, Any, Any]
+    """The shape, strides and offset of the saved tensor in the whole weight."""
+    dtype: torch.dtype
+
+    def gathered(self) -> Tensor:
+        """Return the saved tensor, gathered again. All ranks call it."""
+        if self.block._version != self.version:
+            raise RuntimeError(
+                f"backward: a weight of shape {tuple(self.transfer.plan.buffer_shape)} has been "
+                "written since the forward pass, and shard='zero3' would gather its new elements; "
+                "run the backward pass before the optimizer's step"
+            )
+        with torch.no_grad():
+            # Autocast's copies are gathered in their own type.
+            whole = self.transfer.forward(self.block.detach().to(self.dtype))
+            return whole.as_strided(*self.view)
+
+
+class GatheredWeights:
+    """The forward hooks of a module that gather its sharded weights for each of its calls.
+
+    Within the call an attribute of the module, such as `weight`, is the whole weight in place of
+    the parameter. With `again`, autograd saves no whole weight: the backward pass gathers the
+    weight again where it is used.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[tuple[nn.Module, str]], again: bool):
+        self._names, self._again = names, again
+        self._open: list[tuple[saved_tensors_hooks, list[_Whole]]] = []
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        if not SerialTrace.under_way:
+            self._gather()
+
+    @run_eagerly
+    def _gather(self) -> None:
+        found = [_gathered(getattr(owner, name)) for owner, name in self._names]
+        for (owner, name), whole in zip(self._names, found, strict=True):
+            vars(owner)[name] = whole.weight
+        if self._again and torch.is_grad_enabled():
+            hooks = saved_tensors_hooks(*_hooks(found))
+            hooks.__enter__()
+            self._open.append((hooks, found))
+
+    def _after(self, module: nn.Module, _: Any, __: Any) -> None:
+        for owner, name in self._names:
+            vars(owner).pop(name, None)
+        if self._open:
+            hooks, found = self._open.pop()
+            hooks.__exit__()
+            found.clear()  # autograd keeps the hooks
+
+
+def _gathered(p: DistTensor) -> _Whole:
+    """Return a sharded weight as a whole. All ranks of the grid call it."""
+    cuts, same = ((),) * p.dim(), (Same(),) * p.dim()
+    weight = gather_inputs(p, same, cuts, "shard")
+    plan = plan_to_gather(p.grid.topology, p.grid.rank, tuple(p.shape), p.cuts, same, cuts)
+    assert plan is not None
+    return _Whole(weight, p.shard, p.shard._version, Transfer(plan, p.grid))
+
+
+def _hooks(found: Sequence[_Whole]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Return hooks for saved tensors that leave gathered weights out.
+
+    Other tensors go to the hooks around, such as those of `save_on_cpu` or of a checkpoint.
+    """
+    pack, unpack = innermost_saved_hooks() or (lambda x: x, lambda x: x)
+
+    def save(x: Tensor) -> Any:
+        for whole in found:
+            if whole.holds(x):
+                view = x.shape, x.stride(), x.storage_offset()
+                return _Saved(whole.block, whole.version, whole.transfer, view, x.dtype)
+        return pack(x)
+
+    def restore(saved: Any) -> Tensor:
+        return saved.gathered() if isinstance(saved, _Saved) else unpack(saved)
+
+    return save, restore
