@@ -258,7 +258,7 @@ def test_a_weight_written_before_the_backward_pass_raises() -> None:
 def test_other_choices_are_refused() -> None:
     grid = dc.ProcessGrid(sample=-1)
     message = raised_everywhere(ValueError, lambda: dc.parallelize(net(), grid, shard="zero1"))
-    assert "shard='zero1' is unknown; choose zero2 or zero3" in message
+    assert "shard='zero1'; expected one of zero2, zero3" in message
 
 
 @pytest.mark.parallel([2, 4])
