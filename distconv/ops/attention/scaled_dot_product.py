@@ -250,7 +250,7 @@ def _on_block(
 def _recorded(
     spec: Spec, places: Sequence[_Place], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Return the attention of `_on_block` with all keys gathered, for second derivatives.
+    """Return this rank's block of the attention, with all keys gathered, for second derivatives.
 
     q, k, v and `mask` are this rank's blocks of the operands at `places`. Collective.
     """
