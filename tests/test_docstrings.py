@@ -94,6 +94,43 @@ def riddles(sources: Mapping[str, ast.Module]) -> list[str]:
     ]
 
 
+def borrowed(sources: Mapping[str, ast.Module]) -> list[str]:
+    """Return the names whose docstrings explain them by a private name of the package."""
+    private = {
+        node.name if isinstance(node, Definition) else node.id
+        for tree in sources.values()
+        for node in ast.walk(tree)
+        if isinstance(node, Definition) or isinstance(node, ast.Name)
+        if is_private(node.name if isinstance(node, Definition) else node.id)
+    }
+    return [
+        f"{name}: {word}"
+        for module, tree in sources.items()
+        for name, node in definitions(tree, module)
+        for word in re.findall(r"`(?:\w+\.)?(_\w+)`", ast.get_docstring(node) or "")
+        if word in private
+    ]
+
+
+BROKEN = re.compile(r"^Raises\n-+\n(?!\w+(?:, \w+)*\n {4}\S)|^[A-Z]\w+Error [A-Z]", re.MULTILINE)
+"""A section of errors in which a type does not have a line of its own, above its condition."""
+
+
+def test_sections_of_errors_list_types_and_conditions() -> None:
+    assert [
+        name
+        for module, tree in read_sources(ROOT).items()
+        for name, node in definitions(tree, module)
+        if BROKEN.search(ast.get_docstring(node) or "")
+    ] == []
+    assert BROKEN.search("Raises\n------\nValueError If so.")
+    assert not BROKEN.search("Raises\n------\nValueError\n    If so.\nOSError\n    If not.")
+
+
+def test_docstrings_do_without_private_names() -> None:
+    assert borrowed(read_sources(ROOT)) == []
+
+
 def test_public_names_have_docstrings() -> None:
     assert undocumented(read_sources(ROOT)) == []
 
@@ -134,12 +171,15 @@ def parameter():
     x, y: of the grid.
     """
 def none(): ...
+def same():
+    """Return a sum as `_Private` and `_FillValue` have it."""
 '''
     )
 }
 
 
 def test_planted_faults_are_found() -> None:
+    assert borrowed(PLANTED) == ["distconv.planted.same: _Private"]
     missing = ["Interface.bare", "none"]
     assert undocumented(PLANTED) == [f"distconv.planted.{name}" for name in missing]
     assert riddles(PLANTED) == [

@@ -181,9 +181,10 @@ def _values(x: Tensor) -> tuple[float, Any]:
 
 
 def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
-    """Return whether the elements in two results of `_values` differ by rounding only.
+    """Return whether the elements of one tensor on two ranks differ, but by rounding only.
 
-    False if they are equal, and if they differ by more than the tolerance of `mine`.
+    `mine` and `other` hold a tolerance and an array of elements each. The result is False if the
+    arrays are equal, and if they differ by more than the tolerance of `mine`.
     """
     (tolerance, a), (_, b) = mine, other
     if not tolerance or a.shape != b.shape or np.array_equal(a, b, equal_nan=True):

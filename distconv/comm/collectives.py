@@ -91,7 +91,7 @@ def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 
 def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
-    """Overwrite `tensor` by that of the first of the ranks along `axes`, which all call it."""
+    """Overwrite `tensor` by that of the first rank along `axes`; all ranks along them call it."""
     axes = tuple(axes)
     if not tensor.numel() or grid.topology.parts(axes) == 1:
         return

@@ -182,7 +182,8 @@ def _meet(some: Sequence[Slices], others: Sequence[Slices]) -> bool:
 def _indexed(places: Places, tensor: Tensor, most: int, apart: bool) -> Places:
     """Return `places` with indices, if these are faster than a copy of each box.
 
-    The arguments are those of `places_in` and `_arranged`; `most` is the largest number of indices.
+    `tensor` is the block or buffer that holds the places, `most` the largest number of indices, and
+    `apart` is true if no kernel may use an element twice.
     """
     boxes = [box for i in places.order for box in places.routes[i].boxes]
     if len(boxes) < 2:

@@ -213,7 +213,7 @@ class Compiled(Generic[Given, Result]):
         return result
 
     def _by_front(self, call: _Call, given: Any) -> Any:
-        """Return the result of a call by Dynamo's code, which calls `_run` where guards hold."""
+        """Return the result of a call by Dynamo's code, and trace the program if no guards hold."""
         if any(map(_differs, self._watched.values())):
             self._former, self._graphs, self._front = self._graphs, [], None
             self._watched.clear()
@@ -360,12 +360,12 @@ class _Call:
     Attributes
     ----------
     tensors: the DistTensors among the arguments, each once.
-    stand_ins, behind: their stand-ins, and the DistTensors by the ids of these.
+    stand_ins, behind: the stand-ins of `tensors`, and `tensors` by the ids of their stand-ins.
     kind: types and shapes of the tensors, and modes.
     inputs: the inputs of the graph that the guards have chosen.
-    begins: the graph of which this call begins a case, or None.
-    agreed: whether the ranks have compared what they do.
-    stays: whether further calls of its kind run as they are.
+    begins: the graph to which this call adds a new case, or None.
+    agreed: whether the ranks have compared their graph and case.
+    stays: whether further calls of the same kind run uncompiled.
     """
 
     def __init__(self, tensors: list[DistTensor], training: bool | None) -> None:

@@ -132,8 +132,8 @@ _INDUCTOR = {"fallback_random": True, "size_asserts": False}
 def compiled(one: Pass, backend: str) -> Callable[..., Any]:
     """Return a pass as a function, compiled by `backend`, one of torch.compile.
 
-    It is compiled as a whole, or in pieces around the nodes `_apart`. Each rank compiles for itself
-    in the first call.
+    The backend compiles the whole pass, or the pieces between nodes that stay in Python, such as
+    convolutions of oneDNN. Each rank compiles separately, in the first call.
     """
     lowering = _Lowering(fx.GraphModule(one.constants, one.graph))
     whole = lowering.transform()

@@ -51,7 +51,7 @@ def _stays(x: Tensor) -> bool:
 
 
 def key_of(inputs: Sequence[Tensor]) -> Any:
-    """Return by which a call's case differs from others of a graph: layouts, parameters, modes."""
+    """Return the key of a call among the cases of its graph: layouts, parameters and modes."""
     about = tuple(
         (x.cuts, x.grid)
         if isinstance(x, DistTensor)
@@ -112,7 +112,7 @@ class ReplayCase:
     def decide(self, grid: Grid, warn: Warn) -> None:
         """Decide with all ranks whether to replay, after each traced call. Collective.
 
-        `warn` is called on one rank if the case runs as it is, with that and the reason.
+        If the case is not replayed, one rank calls `warn` with this and the reason.
         """
         if self.is_replayed or not self._traces:
             return
@@ -274,7 +274,10 @@ def _gradients(
     given: Sequence[Tensor],
     leaves: Sequence[Tensor],
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of `ends`. `_Apart` hands out those of `leaves`, with their hooks."""
+    """Return the gradients of `ends` in a backward pass from `roots` with the gradients `given`.
+
+    Hooks of `leaves` do not run in this pass: autograd runs them when it receives the gradients.
+    """
     hooks = [(of, dict(of)) for x in leaves if (of := hooks_of(x))]
     for of, _ in hooks:
         of.clear()

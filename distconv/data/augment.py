@@ -310,9 +310,10 @@ class Augmentations:
         return view
 
     def changes(self, field: int, name: str | int | None) -> list[tuple[int, Change]]:
-        """Return the changes of values of the field called `name`, each with its index in `chosen`.
+        """Return the changes of values that apply to a field, each with its number in the program.
 
-        `field` is the position of the field: changes that name no fields apply to the first one.
+        `field` is the position of the field, and `name` its name: changes without names of fields
+        apply to the first field.
         """
         return [
             (number, one)
@@ -376,8 +377,9 @@ class Normalize:
 
     Raises
     ------
-    ValueError For means that are not finite, deviations that are not positive, or unequal numbers
-    of them.
+    ValueError
+        For means that are not finite, deviations that are not positive, or different numbers of
+        means and deviations.
     """
 
     def __init__(self, mean: Any, deviation: Any, limit: float | None = None) -> None:

@@ -172,7 +172,7 @@ class Homes:
         return new
 
     def after(self, axes: Axes, part: int, arrivals: Iterable[Arrivals]) -> int:
-        """Return the number of samples that a part will keep when all `arrivals` are settled."""
+        """Return the number of samples that a part will keep when all `arrivals` are kept."""
         coming = chain.from_iterable(own.parts[axes] for own in arrivals)
         new = {s for s, home in coming if home == part and s not in self._parts[axes]}
         return self.kept(axes, part) + len(new)

@@ -670,7 +670,10 @@ def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
 
 
 def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise `DataError` if two results of `_described` differ: the state is another optimizer's."""
+    """Raise `DataError` if the class or the parameters of two optimizers differ.
+
+    `saved` and `own` describe the optimizer in the file `path` and the one to load, in words.
+    """
     for what, value in saved.items():
         _check_same(path, "optimizer", value, own[what], what)
 

@@ -29,8 +29,9 @@ def together(grid: Grid, action: Callable[[], Result]) -> Result:
 
     Raises
     ------
-    DataError On every rank, if `action` raises on any. The message, in one line, is that of the
-    lowest rank on which it raised. On ranks where it raised, the exception is the cause.
+    DataError
+        On every rank, if `action` raises on any rank. The message, in one line, is that of the
+        lowest rank on which it raised. On ranks where it raised, the exception is the cause.
     """
     error: Exception | None = None
     try:

@@ -88,7 +88,8 @@ class Sampler:
 
     Raises
     ------
-    ValueError If there would be no mini-batch.
+    ValueError
+        If an epoch would have no mini-batch.
     """
 
     def __init__(

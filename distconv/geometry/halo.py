@@ -456,8 +456,8 @@ def _transposed_outputs_with_halo(
     """Return the number of a part's outputs to which halos contribute; None if it cannot overlap.
 
     A part is one rank's share of a dimension of `size` inputs: `own` is the interval of its inputs,
-    `made` that of its outputs. It cannot overlap if one of them is empty, or `_crop_arguments`
-    returns None.
+    `made` that of its outputs. It cannot overlap if one of them is empty, or if no padding makes
+    torch's operator compute the outputs `made` from the inputs `own`.
     """
     if own[0] == own[1] or made[0] == made[1] or _crop_arguments(m, own, made) is None:
         return None

@@ -121,7 +121,7 @@ class Board:
         return notes if found else [None] * len(keys)
 
     def serve(self, seconds: float) -> None:
-        """Pass messages on for some seconds, or until some have come, or another thread wakes."""
+        """Pass messages on for at most `seconds`; return earlier after a message or a wake-up."""
         waiting = select.poll()
         waiting.register(self._woken, select.POLLIN)
         links = self._links()
@@ -143,7 +143,7 @@ class Board:
         """Wait until the programs of all ranks have ended, or cannot be reached; close all links.
 
         The ranks below close theirs first. If one of them has been lost, nobody can count all ranks
-        that have ended, and the wait takes `_FAREWELL` seconds.
+        that have ended, and the wait takes five seconds.
         """
         until = math.inf
         while self.reaches and LEFT not in self.announced and time.monotonic() < until:

@@ -152,7 +152,7 @@ def _transport(
         for name in names
     }
     if "nccl" not in names:
-        obstacles["nccl"] = "it requires GPUs, but the ranks compute on CPUs"
+        obstacles["nccl"] = "it requires GPUs, but the ranks compute on CPUs; use GPUs"
     possible = [name for name in names if not obstacles[name]]
     if asked in possible:
         return asked

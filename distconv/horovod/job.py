@@ -150,8 +150,9 @@ class Job:
     ) -> Pending:
         """Announce a collective, which starts now or in the round in which the last rank does.
 
-        All ranks call it, except ranks that have joined. `mine` is this rank's announcement;
-        `start` is as for `Pending`.
+        All ranks call it, except ranks that have joined. `mine` is this rank's announcement.
+        `start` gets the announcements of all ranks, None for a rank that has joined, starts the
+        collective, and returns a function that waits for the result and returns it.
 
         Raises HorovodInternalError on every rank, if the ranks announce collectives that do not
         match, or one that a rank without samples cannot take part in.

@@ -148,7 +148,8 @@ class _Trained:
     ----------
     passes_left: the number of backward passes left before the gradient is sent.
     reduced: the parameter in its bucket; None before the first pass, and if it is not trained.
-    seen: the gradient after the last pass, as `_state` returns it; None if it may have changed.
+    seen: the identity and version of the gradient after the last pass; None if the gradient may
+        have changed since.
     """
 
     passes_left: int

@@ -147,9 +147,10 @@ class ReducedParameter:
         return True
 
     def defer_hooks(self, enabled: bool) -> None:
-        """Let the program's post-accumulate-gradient hooks wait for the sum over the ranks.
+        """Defer the program's post-accumulate-gradient hooks until the sum over the ranks is set.
 
-        Raises RuntimeError if there are any and sums are not `enabled`.
+        `enabled` is false within no_sync, where no sum is computed: RuntimeError is raised if the
+        program has registered such a hook.
         """
         hooks = torch_private.accumulation_hooks_of(self.leaf)
         if len(hooks) == 1:

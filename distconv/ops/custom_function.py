@@ -104,7 +104,7 @@ class _FunctionCall:
         self._several = False
 
     def run(self) -> Any:
-        """Run the Function as one node of the shards' graph, and return its result."""
+        """Return the Function's result, computed as one node of the graph that connects shards."""
         arguments, self._arguments = self._arguments, ()
         shards = [shard_of(x) for x in arguments if isinstance(x, Tensor)]
         results = _OnShards.apply(self, arguments, *shards)
@@ -218,11 +218,11 @@ class _ModuleHooks(_FunctionCall):
     """
 
     def _distributed(self, output: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return an output, which may be a plain tensor that passes through."""
+        """Return `output` unchanged: it is one of the inputs, which may be plain."""
         return output
 
     def _check(self, outputs: tuple[Any, ...]) -> None:
-        """Accept plain tensors, which pass through."""
+        """Do nothing: the outputs are the inputs, which may be plain."""
 
     def forward(self, node: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         node.serial_hooks = []
@@ -239,7 +239,7 @@ class _ModuleHooks(_FunctionCall):
 
 
 class _OnShards(Function):
-    """The torch Function that makes a `_Call` one node of the shards' graph."""
+    """The torch Function of a user's call: one node of the autograd graph that connects shards."""
 
     @staticmethod
     def forward(node: Any, call: _FunctionCall, arguments: tuple[Any, ...], *shards: Tensor) -> Any:
@@ -320,7 +320,7 @@ def _of_torch(function: Any) -> bool:
 def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:
     """Return a checkpoint's inputs with shards in place of DistTensors, and their places.
 
-    torch.utils.checkpoint saves the first list. The second has the `_BlockPlace` of each
+    torch.utils.checkpoint saves the first list. The second has the shape and layout of each
     DistTensor, and None for every other input.
     """
     places = []
@@ -332,7 +332,7 @@ def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]
 
 
 def _restored(shards: list[Any], places: list[_BlockPlace | None]) -> list[Any]:
-    """Return the checkpoint's inputs with DistTensors again; the inverse of `_saved`."""
+    """Return a checkpoint's inputs with DistTensors made of the saved shards and places."""
     pairs = zip(shards, places, strict=True)
     return [x if place is None else place.tensor(x) for x, place in pairs]
 

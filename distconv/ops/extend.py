@@ -70,7 +70,7 @@ def elementwise(function: Function) -> Function:
 def _on_contiguous(function: Function) -> Function:
     """Return `function` wrapped: its blocks are made contiguous, as a compiled kernel may expect.
 
-    The result is checked by `_check_closed`.
+    Raises UnsupportedOperation if the result depends on a tensor whose gradient would be lost.
     """
 
     @wraps(function)

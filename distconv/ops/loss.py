@@ -118,8 +118,8 @@ def _terms(reduction: str, *tensors: Any) -> list[Any]:
 def _elements(reduction: str, *tensors: Any) -> list[Any]:
     """Return the tensors of an element-wise loss in the form in which it is computed and summed.
 
-    They are returned by `_terms`, with dimensions in the order of memory. If `reduction` is "none"
-    they are returned unchanged.
+    Half types become float32, and dimensions have the order of memory. If `reduction` is "none" the
+    tensors are returned unchanged.
     """
     return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
 

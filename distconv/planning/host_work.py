@@ -216,11 +216,11 @@ def _passes(
 
 
 def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
-    """Return the seconds by which one more parameter makes a step longer.
+    """Return the seconds that each trained parameter adds to a step.
 
-    The list has one time for each number of bytes in `STREAMED`, which are passed through the
-    caches. The time covers the parameter's gradient on `grid`, and its update; it is measured with
-    `layers` parameters, which are trained in one module and frozen in another.
+    The list has one time for each entry of `STREAMED`, the bytes of other data that pass through
+    the caches between layers. A time includes the reduction of the gradient on `grid` and the
+    update. It is the difference between two modules with `layers` parameters, trained or frozen.
     """
     others = _Others(DryRunGrid({}, 0))
     trained, frozen = _Chain(layers, others), _Chain(layers, others)

@@ -115,7 +115,7 @@ class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
                 self.extents.append((name, x.shape[self._dim]))
 
     def started(self, start: Start) -> None:
-        """Raise `_NeedsAll` for a collective: a sum over the whole dimension, or a gather."""
+        """Raise for a collective, which needs the whole dimension: a sum over it, or a gather."""
         if start.collective is not None:
             raise _NeedsAll(self.layer)
 

@@ -71,7 +71,7 @@ _KNOWN: dict[Any, _Types | None] = {}
 def _types(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> _Types | None:
-    """Return the result of `_seen`, cached: the types for a call of `func`, or None."""
+    """Return the types to which autocast converts the arguments of `func`, or None; cached."""
     key = func, device, torch.get_autocast_dtype(device), _kind(args), _kind(kwargs)
     try:
         return _KNOWN[key]

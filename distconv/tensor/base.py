@@ -569,7 +569,7 @@ def tensors_in(*arguments: Any) -> list[Tensor]:
 
 
 def replaced(argument: Any, others: Mapping[int, Any]) -> Any:
-    """Return a nested argument with `others[id(x)]` in place of tensors `x` whose id is there."""
+    """Return a nested argument in which `others[id(x)]`, if it exists, replaces each tensor `x`."""
     if isinstance(argument, Tensor):
         return others.get(id(argument), argument)
     if isinstance(argument, (tuple, list)):

@@ -178,7 +178,7 @@ def _check_not_owned(node: Any, _: Tensor | None) -> None:
 def started_at(shards: Iterable[Tensor]) -> Iterator[None]:
     """Note that the backward pass in the context starts at these blocks of distributed tensors.
 
-    `_plain_roots` then returns the others.
+    All other tensors at which it starts then count as plain.
     """
     _DISTRIBUTED.append(list(shards))
     try:

@@ -274,9 +274,10 @@ _ROUNDS = 10
 
 
 class Offset(NamedTuple):
-    """A rank's clock minus rank 0's, and the largest error of this, in nanoseconds.
+    """The offset of a rank's clock from rank 0's, with an error bound; times are in nanoseconds.
 
-    `at` is the time of the measurement by the rank's own clock.
+    `ahead` is the rank's time minus rank 0's, `error` the largest error of `ahead`, and `at` the
+    time of the measurement by the rank's own clock.
     """
 
     ahead: float
@@ -451,7 +452,7 @@ def times_as_text(rows: Sequence[RankTimes]) -> str:
         for kind, length in row.under_way.items():
             hidden = 1 - row.exposed[kind] / length if length else 1.0
             lines.append(
-                f"  {kind}: {row.bytes[kind]} bytes, under way {1e3 * length:.1f} ms, "
-                f"waited for {1e3 * row.exposed[kind]:.1f} ms, {100 * hidden:.0f}% hidden"
+                f"  {kind}: {row.bytes[kind]} bytes, in flight {1e3 * length:.1f} ms, "
+                f"waited for {1e3 * row.exposed[kind]:.1f} ms, {100 * hidden:.0f}% overlapped"
             )
     return "\n".join(lines)

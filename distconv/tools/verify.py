@@ -267,12 +267,12 @@ def _judged_by_float64(
     """Return the rows, those that deviate judged once more by the module in float64. Collective.
 
     Such a row is ok if grid and serial program agree in float64, and differ in their own types at
-    most `_AMPLIFIED` times as much as the serial program does from itself in float64. A module that
-    cannot compute in float64 keeps its rows.
+    most 100 times as much as the serial program does from itself in float64. A module that cannot
+    compute in float64 keeps its rows.
 
     Parameters
     ----------
-    how: the arguments of `_compare` between the inputs and `progress`.
+    how: the layouts of the inputs, the layouts by module, the grid and the seed.
     serial: the serial run in the module's own types.
     """
     grid: ProcessGrid = how[2]
@@ -303,7 +303,7 @@ def _judged_by_float64(
 
 
 def _layer(row: TensorComparison) -> tuple[str, str]:
-    """Return the kind of a row, and its layer: of a parameter or buffer the one that has it."""
+    """Return the kind of a row, and its layer, which is the owner of a parameter or buffer."""
     return row.kind, row.layer if row.kind == "output" else row.layer.rpartition(".")[0]
 
 
@@ -628,8 +628,8 @@ def _comparison(
 ) -> TensorComparison:
     """Compare a tensor with the serial one. All ranks call it for a DistTensor.
 
-    `name` and `kind` are the layer and the kind of tensor, for the row of the result; `scale` is as
-    for `_difference`.
+    `name` and `kind` are the layer and the kind of tensor, for the row of the result; `scale`
+    is the largest magnitude in the layer's tensors, to which the difference is relative.
     """
     whole = actual.detach()
     if isinstance(whole, DistTensor):

@@ -50,7 +50,7 @@ class TrainingLoss(Loss):
 
 @dataclass
 class History:
-    """The losses in the course of a training with a server, in earlier runs too.
+    """The losses of a training with a server, including runs before it was resumed.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Return the time that the server has served for, in earlier runs too."""
+        """Return the seconds that the server has served, including runs before it was resumed."""
         return time.monotonic() - self._begun
 
     def state_dict(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_what_is_no_axis_names_the_six(given: tuple, extents: dict, said: str) -
     with pytest.raises(TypeError) as error:
         dc.ProcessGrid(*given, **extents)
     assert said in str(error.value)
-    assert "the axes are sample, channel, filter, depth, height, width" in str(error.value)
+    assert "sample, channel, filter, depth, height, width" in str(error.value)
 
 
 @pytest.mark.parallel([2])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distconv.training.requests import Connection, MessageKind, ServerParts
 from distconv.training.server import Server
-from distconv.transport.link import Message
+from distconv.transport.link import LinkMessage
 
 
 class Direct:
@@ -19,13 +19,13 @@ class Direct:
 
     def __init__(self, peer: int, servers: InProcess):
         self.peer, self._servers = peer, servers
-        self.arrived: deque[Message] = deque()
+        self.arrived: deque[LinkMessage] = deque()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: LinkMessage) -> None:
         """Let the server take in a message at once."""
         self._servers.give(self._servers.shards[0].handle(self.peer, message))
 
-    def receive(self, until: float) -> Message:
+    def receive(self, until: float) -> LinkMessage:
         """Return the answer, which is there already where the server does not wait for others."""
         return self.arrived.popleft()
 
@@ -66,7 +66,7 @@ class InProcess:
         """Return the only shard."""
         return self.shards[0]
 
-    def give(self, due: Sequence[tuple[int, Message]]) -> None:
+    def give(self, due: Sequence[tuple[int, LinkMessage]]) -> None:
         """Hand out answers."""
         for client, answer in due:
             self._links[client].arrived.append(answer)

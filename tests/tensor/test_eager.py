@@ -146,7 +146,7 @@ TOOLS: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
     "functionalize": (lambda m, d: torch.func.functionalize(loss_of)(W, d), F),
     "jvp": (lambda m, d: torch.func.jvp(m, (d,), (d,)), F),
     "dual": (dual, "forward-mode derivatives are not"),
-    "storage": (lambda m, d: d.untyped_storage(), "this rank's part"),
+    "storage": (lambda m, d: d.untyped_storage(), "this rank's block"),
 }
 
 

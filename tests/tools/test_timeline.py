@@ -188,7 +188,7 @@ def test_a_timeline_is_added_up(tmp_path: Path, capsys: pytest.CaptureFixture) -
     assert main(["timeline", str(file)]) == 0
     assert capsys.readouterr().out == (
         "rank 0: 8.0 ms, computes 6.0 ms, waits 1.0 ms\n"
-        "  halo: 64 bytes, under way 4.0 ms, waited for 1.0 ms, 75% hidden\n"
+        "  halo: 64 bytes, in flight 4.0 ms, waited for 1.0 ms, 75% overlapped\n"
     )
     assert main(["timeline", str(file), "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)

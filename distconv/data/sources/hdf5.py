@@ -36,8 +36,10 @@ class HDF5Source(Source):
 
     Raises
     ------
-    OSError For a file that is missing, damaged, or may not be read. ValueError For a dataset that
-    is missing, or not made of numbers in the file itself.
+    OSError
+        For a file that is missing or damaged, or without the permission to read it.
+    ValueError
+        For a dataset that is missing, or not made of numbers in the file itself.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ class _Pass:
         return self.spec.pair(schedule.rows(rows), keys, mask, self.tour)
 
     def places(self, keys: Positions) -> tuple[Any, ...]:
-        """Return the index of keys in the mask, whose last dimensions are those of the keys."""
+        """Return the index of the mask's columns for `keys`, an item for each dimension."""
         assert self.mask is not None
         if not self.spec.schedule.ring:  # the mask has the columns of this rank's keys only
             return (...,)

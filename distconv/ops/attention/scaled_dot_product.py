@@ -255,7 +255,7 @@ def _on_block(spec: Spec, operands: list[tuple[Tensor, _Place]], block: Shape, d
 def _recorded(
     spec: Spec, places: Sequence[_Place], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Return the attention of `_on_block` with all keys gathered, for second derivatives.
+    """Return this rank's block of the attention, with all keys gathered, for second derivatives.
 
     q, k, v and `mask` are this rank's blocks of the operands at `places`. Collective.
     """

@@ -107,7 +107,7 @@ implements(F.batch_norm)(works_on_channels(of_each_sample=False)(partial(batch_n
 
 
 class _Statistics(NamedTuple):
-    """The ranks and elements of the statistics of one call of batch norm, found by `_decide`."""
+    """The ranks and elements of the statistics of one call of batch norm."""
 
     training: bool
     """Whether the batch's own statistics are used; torch uses none for an empty batch."""

@@ -276,7 +276,7 @@ def _of_block(x: Tensor, form: Form) -> Tensor:
 
 
 def _of_runs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of each run, which is a channel of `x`."""
+    """Return mean and biased variance of each channel of `x`, over all other dimensions."""
     over = (0, *range(2, x.dim()))
     if not x.is_cpu:  # torch has no meta kernel for the following functions
         variance, mean = torch.var_mean(x, over, correction=0)

@@ -96,7 +96,10 @@ def _for_kernel(
 
 
 def _statistics_of_groups(x: Tensor, form: Form, eps: float) -> tuple[Tensor, Tensor]:
-    """Return `_of_channels` for groups of channels, expanded to (N * groups, channels of each)."""
+    """Return mean and 1 / deviation of groups of channels.
+
+    Each is expanded to (N * groups, channels of a group).
+    """
     groups = x.shape[0] * form.groups
     own = _of_channels(x.view(1, groups, x.numel() // max(groups, 1)), eps)
     mean, invstd = (t.unsqueeze(1).expand(groups, x.shape[1] // max(form.groups, 1)) for t in own)
@@ -149,7 +152,9 @@ def _gradients_of_groups(
     counts: tuple[int, ...],
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `_gradients_of_channels` for statistics of each sample and group.
+    """Return the gradients of input, weight and bias for statistics of each sample and group.
+
+    The ranks along `group` call it.
 
     dx = gain * dy - mean(gain * dy) - standardised x * mean(gain * dy * standardised x)
     """
@@ -239,7 +244,7 @@ def _affine(
 def _sums(dy: Tensor, x: Tensor, channels: Sequence[int], mean: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums of dy and of dy * (x - mean) over the rank's elements, each (C,).
 
-    `dy` has the memory format of `x`; `channels` are N and C as for `_affine`.
+    `dy` has the memory format of `x`; `channels` are N and C.
     """
     n, c = channels
     if not x.numel():

@@ -66,7 +66,7 @@ def _reshaped_cuts(
     An unchanged dimension keeps any cut. If the leading dimension of a run is cut, the leading
     dimension of the result is cut over all axes of the run; a run whose leading dimension is whole
     becomes whole. If parts of either leading dimension differ in length, neighbours exchange parts
-    of rows: one `_Regrouping` for each such run.
+    of rows: one regrouping for each such run.
     """
     asked: list[tuple[str, ...]] = [()] * len(before)
     made: list[tuple[str, ...]] = [()] * len(after)
@@ -128,10 +128,10 @@ def _write_reshaped(base: DistTensor, view: DistTensor) -> None:
 
 @lru_cache(maxsize=4096)
 def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology) -> Shape | None:
-    """Return the unmerged shape in which the result of a reshape stays cut.
+    """Return the stored shape of a reshape to `after` whose result has merged dimensions.
 
-    Returns None if no cut dimension becomes an inner factor of another, or if there are no factors
-    that fit both shapes.
+    A merged dimension is stored as its factors, so that the tensor stays cut. Returns None if no
+    cut dimension becomes an inner factor, or if no factors fit both shapes.
     """
     if not any(cuts) or 0 in before:
         return None

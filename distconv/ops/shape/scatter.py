@@ -157,9 +157,8 @@ def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> 
 def _count_into_plain(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     """Add `src` to the plain tensor `input` at the positions `index`, as scatter_add_. Collective.
 
-    Each rank adds up its block of `src`; then the ranks' sums are added up. Returns NotImplemented,
-    and adds nothing, if `_counts` says that operands should be made whole instead, or dimensions do
-    not match.
+    Each rank sums its block of `src`, and an all-reduce sums over the ranks. Returns NotImplemented
+    without a change if `index` is no larger than `input`, is whole along `dim`, or does not fit.
     """
     d = normalize_dim(dim, input.dim()) if input.dim() else 0
     if not input.dim() or input.dim() != index.dim() or not _counts(input, d, index):
@@ -249,7 +248,7 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 def _places(
     name: str, input: Tensor, dim: int, index: Tensor, *others: Tensor
 ) -> tuple[DistTensor, int, Tensor]:
-    """Return `input` as a DistTensor, `dim` counted from 0, and the positions of `_whole_places`.
+    """Return `input` as a DistTensor, `dim` counted from 0, and `index` whole, counted from 0.
 
     `name` is the called function, for errors.
     """
@@ -263,8 +262,8 @@ def _places(
 def _whole_places(name: str, index: Tensor, n: int, among: str) -> Tensor:
     """Return all positions in `index`, counted from 0 on, on every rank. Collective.
 
-    Raises on every rank for positions out of range, of `n` elements. `name` is the called function,
-    and `among` is what has the elements, for the error.
+    Raises on every rank for positions outside of `n` elements. For the error message, `name` is the
+    called function, and `among` the name of the dimension or tensor with these elements.
     """
     places = gather_whole(index, name)
     within = ((places >= -n) & (places < n)).all()

@@ -319,7 +319,7 @@ def _distributed(result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], gri
     """Return one block, or a tuple of blocks, as DistTensors of these global shapes.
 
     `cuts_of` takes the global shape of a result and returns its cuts. A rank without elements has
-    computed with substitutes (`filled_block`, `_matrices`); its results are cropped to no elements.
+    computed with substitutes, and its results are cropped to no elements.
     """
     if not isinstance(result, Tensor):
         pairs = zip(result, shapes, strict=True)

@@ -401,7 +401,7 @@ def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) 
     ]
     times: list[Sequence[Cell]] = [("rank", "recorded, ms", "computes", "waits")]
     kinds: list[Sequence[Cell]] = [
-        ("rank", "messages", "received", "in flight, ms", "waited for, ms", "hidden")
+        ("rank", "messages", "received", "in flight, ms", "waited for, ms", "overlapped")
     ]
     for row in rows:
         rank = str(row.rank), row.rank
