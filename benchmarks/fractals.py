@@ -27,7 +27,7 @@ from distconv.planning.recording import Compute, Recording
 from distconv.planning.table import markdown
 from examples.fractals.network import UNet
 
-MACHINE = Path(__file__).parents[1] / "machines" / "el-capitan.json"
+MACHINE = "el-capitan"
 
 CLASSES = 6
 """Five categories and the background."""

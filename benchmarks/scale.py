@@ -29,7 +29,7 @@ from distconv.planning.recording import Recording
 from distconv.planning.table import markdown
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 
-MACHINE = Path(__file__).parents[1] / "machines" / "lassen.json"
+MACHINE = "lassen"
 
 STYLE: Any = {
     "font.size": 7,

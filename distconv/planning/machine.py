@@ -25,6 +25,9 @@ ALLOCATOR = {
 """Environment variables with which freed memory stays with the process, and lies in huge pages
 where Linux gives them on request (glibc 2.35 or later)."""
 
+DESCRIBED = Path(__file__).with_name("machines")
+"""The folder of files of machines that distconv describes."""
+
 FORMAT = 2
 """The version of the files. Since 2, operators on volumes are timed as distconv computes them."""
 
@@ -218,9 +221,14 @@ class Machine:
     def load(cls, path: str | Path) -> Machine:
         """Return the machine in a file, written by `save` or by hand.
 
-        Raises ValueError for a file that holds no machine, naming the wrong entry.
+        A name without suffix, such as "frontier", stands for a machine that distconv describes,
+        where no file has this name. Raises ValueError for a file that holds no machine, naming the
+        wrong entry.
         """
         path = Path(path)
+        described = DESCRIBED / f"{path}.json"
+        if path.name == str(path) and not path.exists() and described.is_file():
+            path = described
         try:
             given = json.loads(path.read_text())
             if not isinstance(given, dict):
@@ -234,12 +242,17 @@ class Machine:
         except FileNotFoundError:
             raise ValueError(
                 f"there is no machine file {str(path)!r}; create it by python -m distconv "
-                f"calibrate --output {path}"
+                f"calibrate --output {path}, or name one of {', '.join(names_of_machines())}"
             ) from None
         except OSError as error:
             raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise ValueError(f"{str(path)!r} describes no machine: {error}") from None
+
+
+def names_of_machines() -> list[str]:
+    """Return the names of the machines that distconv describes."""
+    return sorted(path.stem for path in DESCRIBED.glob("*.json"))
 
 
 def allocator_here() -> dict[str, str]:

@@ -174,7 +174,7 @@ def predict(
     shape: the global shape of its input, or one for each input.
     grid: the ranks along the axes, such as {"sample": 2, "height": 2}.
     machine: the result of `Machine.load(path)`. `python -m distconv calibrate` measures a machine
-        and writes the file; the repository's folder `machines/` has files that describe others.
+        and writes the file; names such as "h100" are machines that distconv describes.
     options: options of the step, as for `record_step`: `layout`, `dtype`, `loss`, `optimizer`,
         `autocast`, and options of `parallelize`, such as `layouts` and `shard_parameters`.
     """

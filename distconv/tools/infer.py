@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from distconv.data.errors import DataError, check_alike, together
-from distconv.data.sources.interface import Source
+from distconv.data.sources.interface import Coordinate, Source
 from distconv.data.sources.opening import Field, open_sources
 from distconv.data.writing.contiguous import Description
 from distconv.data.writing.resumable import StepwiseFile
@@ -414,7 +414,8 @@ def _write_all(
     def described() -> Description:
         given = cuts, grid.topology, kind
         found = describe(None, slab_shape, dtype, *given)  # chunks within a slab
-        return describe(None, shape, dtype, *given, found.chunks, attributes)
+        found = describe(None, shape, dtype, *given, found.chunks, attributes)
+        return replace(found, coordinates=_coordinates(volume, shape))
 
     array = together(grid, described)
     task = {
@@ -435,7 +436,7 @@ def _write_all(
     with StepwiseFile(grid, path, task, create, finish, restart) as file:
         state = file.state
         if state["chunks"] is not None:
-            array = Description(shape, array.dtype, tuple(state["chunks"]), attributes=attributes)
+            array = replace(array, chunks=tuple(state["chunks"]))
         if state["finished"]:
             progress(f"{state['finished']} of {len(work)} slabs were finished before")
         of_volume = -1
@@ -451,6 +452,21 @@ def _write_all(
             del y
             file.keep(finished=number)
             progress(f"{number} of {len(work)} slabs are written")
+
+
+def _coordinates(volume: Source, shape: tuple[int, ...]) -> dict[int, Coordinate]:
+    """Return the coordinates of the source along dimensions of a result (N, C, *spatial).
+
+    Channels have none, and neither have dimensions with another extent than the source.
+    """
+    stored = (volume.samples, *volume.shape)
+    moved = len(shape) - len(stored)
+    places = {d: d + moved if d else 0 for d in volume.coordinates}
+    return {
+        place: volume.coordinates[d]
+        for d, place in places.items()
+        if place != 1 and shape[place] == stored[d]
+    }
 
 
 def _checksum(net: nn.Module) -> str:

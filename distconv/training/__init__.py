@@ -37,4 +37,6 @@ from distconv.training.server import Report as Report
 from distconv.training.server import server_state as server_state
 from distconv.training.serving import AllWorkersLost as AllWorkersLost
 from distconv.training.serving import serve as serve
+from distconv.training.stopping import EarlyStopping as EarlyStopping
+from distconv.training.stopping import TimeToStop as TimeToStop
 from distconv.training.team import Team as Team

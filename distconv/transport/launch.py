@@ -22,11 +22,11 @@ ALLOW_SINGLE = "DISTCONV_ALLOW_SINGLE"
 _SIZES = {
     "PMI_SIZE": "the mpiexec of MPICH or Intel MPI, or srun with PMI, which belongs to another MPI "
     "library than mpi4py uses",
-    "OMPI_COMM_WORLD_SIZE"
-    "": "the mpiexec of Open MPI, which belongs to another MPI library than mpi4py uses",
-    "WORLD_SIZE"
-    "": "a launcher like torchrun, but RANK, MASTER_ADDR and MASTER_PORT, which ranks need to "
-    "connect, are not all set",
+    "OMPI_COMM_WORLD_SIZE": "the mpiexec of Open MPI, which belongs to another MPI library than "
+    "mpi4py uses",
+    "SUBMITIT_LOCAL_NTASKS": "submitit",
+    "WORLD_SIZE": "a launcher like torchrun, but RANK, MASTER_ADDR and MASTER_PORT, which ranks "
+    "need to connect, are not all set",
 }
 """The variables with the number of processes that launchers set, each with its launcher."""
 
@@ -293,6 +293,11 @@ def notice_of_tasks(ranks: int, environment: Mapping[str, str] = os.environ) -> 
 def _way_out(name: str, size: int) -> str:
     """Return advice: which launcher has set variable `name`, and how to start `size` ranks."""
     by_torch = f"torchrun --nproc-per-node {size}"
+    if name == "SUBMITIT_LOCAL_NTASKS":
+        return (
+            "It was set by submitit; call submitit.helpers.TorchDistributedEnvironment().export() "
+            "before the first grid, by which its tasks become ranks"
+        )
     if name != "WORLD_SIZE" and importlib.util.find_spec("mpi4py") is None:
         return (
             "mpi4py, which connects ranks of MPI, is not installed: pip install "

@@ -16,10 +16,11 @@ from benchmarks.contention import Event, Step, Trace, all_gather, all_reduce, re
 from benchmarks.scale import ASSUMPTIONS, Experiment, outcome, page, picture
 from distconv.geometry.topology import Topology
 from distconv.planning import Machine
+from distconv.planning.machine import DESCRIBED
 from distconv.planning.timeline import collective_cost, messages_cost
 from tests.planning.machines import described
 
-MACHINES = sorted((Path(__file__).parents[2] / "machines").glob("*.json"))
+MACHINES = sorted(DESCRIBED.glob("*.json"))
 
 
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)

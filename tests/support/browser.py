@@ -17,7 +17,7 @@ from tests.support.fresh_environment import ROOT, run, without_foreign
 FOLDER = ROOT / "build" / "reports"
 MODULE = "examples.mesh_tangling.network:mesh_tangling_1k"
 SHAPE = "--shape", "4,18,64,64"
-MACHINE = "--machine", str(ROOT / "machines" / "h100.json")
+MACHINE = "--machine", "h100"
 PAGES: dict[str, tuple[int, tuple[str, ...]]] = {
     "explain": (0, ("explain", MODULE, *SHAPE, "--grid", "sample=2,height=4,width=2")),
     "verify": (2, ("verify", MODULE, *SHAPE, "--grid", "height=2", "--float64")),

@@ -115,6 +115,29 @@ def test_each_format_becomes_what_one_device_computes(
     assert not list(folder.glob("*.partial*"))
 
 
+@both
+def test_coordinates_of_netcdf_are_kept_where_extents_are_equal(folder: Path) -> None:
+    netcdf4 = pytest.importorskip("netCDF4")
+    source = write(folder, "x.nc")
+
+    def add_units() -> None:
+        with netcdf4.Dataset(source, "a") as file:
+            file["time"].units = "hours since 2000-01-01"
+            file["lat"][:] = np.linspace(-90, 90, SHAPE[1])
+
+    on_rank_zero(add_units)
+    net = nn.Conv3d(1, 1, (1, 1, 3)).double()  # two longitudes fewer
+    path = dc.infer(net, source, folder / "y.nc", grid(), field="t2m", slabs=2)
+    xarray = pytest.importorskip("xarray")
+    with xarray.open_dataset(path, engine="netcdf4") as found:
+        data = found["data"]
+        assert data.dims == ("time", "data_dimension_1", "lev", "lat", "data_dimension_4")
+        assert set(data.coords) == {"time", "lev", "lat"} and data.shape == (1, 1, 27, 10, 7)
+        assert str(data.time.values[0]) == "2000-01-01T00:00:00.000000000"
+        assert np.array_equal(data.lat, np.linspace(-90, 90, SHAPE[1]))
+        assert np.allclose(data[:, 0, :, :, 1], content(path)[0][:, 0, :, :, 1])
+
+
 @every_size
 def test_several_volumes_are_transformed_and_labelled(folder: Path) -> None:
     x = np.stack([VOLUME, VOLUME[::-1], VOLUME + 1])[:, None].repeat(2, 1)

@@ -143,7 +143,7 @@ SAYS = {
 def machine_command(name: str) -> list[str]:
     """Return the command line of `launch` for a machine, as the page has it."""
     text = PAGE.read_text().replace("\\\n", " ")
-    found = [line for line in text.splitlines() if f"--machine machines/{name}.json" in line]
+    found = [line for line in text.splitlines() if f"--machine {name} " in line]
     (line,) = found
     return shlex.split(line)[3:]
 
@@ -155,7 +155,7 @@ def test_scripts_for_machines_are_bound_and_have_their_variables(
     monkeypatch.chdir(ROOT)
     assert main(machine_command(name)) == 0
     text = capsys.readouterr().out
-    machine = Machine.load(f"machines/{name}.json")
+    machine = Machine.load(name)
     assert machine.launch is not None
     assert machine.sources["launch"]
     assert machine.sources.get("environment") or not machine.environment
@@ -184,7 +184,7 @@ HOSTILE = """a"; touch x; $(touch x) `touch x` ${A:-$(touch x)} \\" $1 ' !! & é
 
 
 def test_no_value_of_a_machine_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    machine = Machine.load(ROOT / "machines/perlmutter.json")
+    machine = Machine.load("perlmutter")
     machine.environment = {"A": HOSTILE, "B": "$HOME/${C:-/tmp}/${D}"}
     machine.save(tmp_path / "machine.json")
     assert main(["launch", "--dry-run", f"--machine={tmp_path}/machine.json", *JOB, *PROGRAM]) == 0
@@ -214,7 +214,7 @@ def test_no_value_of_a_machine_runs(capsys: pytest.CaptureFixture[str], tmp_path
 def test_a_machine_cannot_add_lines_to_a_script(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, entries: dict[str, Any], message: str
 ) -> None:
-    machine = Machine.load(ROOT / "machines/perlmutter.json")
+    machine = Machine.load("perlmutter")
     assert machine.launch is not None
     machine.environment = entries.get("environment", {})
     machine.launch = replace(machine.launch, options=entries.get("options", ()))
@@ -227,13 +227,13 @@ def test_a_path_with_a_line_break_does_not_leave_its_comment(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "a\ntouch x #.json"
-    Machine.load(ROOT / "machines/perlmutter.json").save(path)
+    Machine.load("perlmutter").save(path)
     said = refusal(capsys, "--dry-run", f"--machine={path}", *JOB, *PROGRAM)
     assert "has more than one line" in said
 
 
 def test_options_go_before_those_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    of = f"--machine={ROOT}/machines/perlmutter.json"
+    of = "--machine=perlmutter"
     one = ("--nodes=1", "--time=5", "--ranks-per-node=2", "--gpus-per-node=2", *PROGRAM)
     assert main(["launch", "--dry-run", of, *one]) == 0
     text = capsys.readouterr().out
@@ -247,8 +247,82 @@ def test_what_no_machine_says_has_to_be_given(capsys: pytest.CaptureFixture[str]
     assert "--scheduler is missing" in refusal(capsys, "--nodes=1", "--time=5", *PROGRAM)
     rest = ("--nodes=1", "--time=5", *PROGRAM)
     assert "--ranks-per-node is missing" in refusal(capsys, "--scheduler=slurm", *rest)
-    lassen = f"--machine={ROOT}/machines/lassen.json"
+    lassen = "--machine=lassen"
     assert "does not describe how jobs start" in refusal(capsys, lassen, *rest)
+
+
+def test_machines_are_found_by_name_outside_of_a_clone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["launch", "--dry-run", "--machine=frontier", "--nodes=1", "--time=5", *PROGRAM]
+    assert main(given) == 0
+    assert "ROCR_VISIBLE_DEVICES" in capsys.readouterr().out
+    assert "or name one of alps, aurora" in refusal(capsys, "--machine=none", *given[3:])
+    machine = Machine.load("perlmutter")
+    machine.save(tmp_path / "frontier")  # a file goes before a name
+    assert main(given) == 0
+    assert "ROCR_VISIBLE_DEVICES" not in capsys.readouterr().out
+
+
+def test_ranks_that_share_gpus_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["launch", "--dry-run", "--scheduler=slurm", "--gpus-per-node=2", *JOB, *PROGRAM]) == 0
+    )
+    assert "4 ranks on a node share 2 GPUs" in capsys.readouterr().err
+    assert (
+        main(["launch", "--dry-run", "--scheduler=slurm", "--gpus-per-node=4", *JOB, *PROGRAM]) == 0
+    )
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_job_is_queued_again_where_its_program_has_stopped(
+    stops: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = script(capsys, "slurm", "--requeue", "--warn=10", "--cores-per-rank=1")
+    assert "#SBATCH --signal=USR1@600\n" in text and "#SBATCH --requeue\n" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    touch = 'touch "$DISTCONV_CONTINUE"' if stops else "true"
+    for name, line in (("srun", touch), ("scontrol", 'echo "$@" > asked')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    (tmp_path / "train-7.continue").touch()  # of the job before it was queued again
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    assert not subprocess.run(
+        ["bash"], input=text, text=True, cwd=tmp_path, env=environment
+    ).returncode
+    asked = tmp_path / "asked"
+    assert (asked.read_text() == "requeue 7\n") if stops else not asked.exists()
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "says", "after"),
+    [
+        ("slurm", "Submitted batch job 41", "--dependency=afterany:41"),
+        ("lsf", "Job <41> is submitted to queue <batch>.", "-w ended(41)"),
+        ("flux", "f41xY", "batch --dependency=afterany:f41xY"),
+        ("pbs", "41.server", "-W depend=afterany:41.server"),
+    ],
+)
+def test_a_chain_of_jobs_waits_each_for_the_one_before(
+    scheduler: str,
+    says: str,
+    after: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    submit = tmp_path / SCHEDULERS[scheduler][0]
+    submit.write_text(f"#!/bin/sh\ncat > /dev/null\necho \"$@\" >> calls\necho '{says}'\n")
+    submit.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    given = ["--chain=3", "--submit", "--cores-per-rank=1"]
+    assert main(["launch", f"--scheduler={scheduler}", *JOB, *given, *PROGRAM]) == 0
+    first = "batch" if scheduler == "flux" else ""
+    assert (tmp_path / "calls").read_text().splitlines() == [first, after, after]
+    assert capsys.readouterr().out.count(says) == 3
 
 
 def test_the_environment_follows_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,6 +379,11 @@ def test_the_number_of_cores_is_counted_where_it_is_not_given(
         (("--scheduler=lsf", "--cores-per-rank=1", "--mpi=pmi2"), "option of Slurm"),
         (("--scheduler=flux", "--mpi=pmi2"), "option of Slurm"),
         (("--submit", "--dry-run"), "--dry-run submits nothing"),
+        (("--warn=90",), "--warn 90 of 90 minutes; expected fewer"),
+        (("--chain=0",), "--chain 0: expected a number of jobs from 1"),
+        (("--chain=2", "--requeue"), "--chain 2 and --requeue: expected"),
+        (("--scheduler=pbs", "--warn=5"), "pbs sends no signal before the end"),
+        (("--scheduler=flux", "--requeue"), "submit a chain of jobs, as by --chain 4"),
     ],
 )
 def test_nonsense_is_refused(

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distconv.data.sources.arrays import check_file, check_unchanged, facts_of_file, only_name
-from distconv.data.sources.interface import Array, Source, import_package
-from distconv.data.sources.packing import ScaleAndOffset, described, put
+from distconv.data.sources.interface import (
+    NUMBERS,
+    Array,
+    Coordinate,
+    Source,
+    import_package,
+)
+from distconv.data.sources.packing import OF_HDF5, ScaleAndOffset, described, put
 from distconv.geometry.layout import Box
 
 if TYPE_CHECKING:
@@ -73,6 +79,8 @@ class HDF5Source(Source):
         self.samples, self.shape = (1, shape) if self._single else (shape[0], shape[1:])
         self._packing = ScaleAndOffset(self._dataset.attrs, self.name)
         self.attributes = described(self._dataset.attrs)
+        found = {d + self._single: _coordinate(own) for d, own in enumerate(self._dataset.dims)}
+        self.coordinates = {d: own for d, own in found.items() if own is not None}
         self.dtype = self._dataset.dtype.newbyteorder("=")
         if self._packing:
             self.dtype = self._packing.unpacked(np.empty(0, self.dtype)).dtype
@@ -172,6 +180,18 @@ def dataset_in(
 def _is_coordinate(found: Any) -> bool:
     """Return whether a dataset holds the positions along a dimension of others, as in NetCDF."""
     return getattr(found, "attrs", {}).get("CLASS") == b"DIMENSION_SCALE"
+
+
+def _coordinate(dimension: Any) -> Coordinate | None:
+    """Return the positions along a dimension of a dataset; None if the file has none."""
+    if not len(dimension):
+        return None
+    scale = dimension[0]
+    # NetCDF keeps a dimension without positions as a dataset of this name.
+    if b"not a netCDF variable" in scale.attrs.get("NAME", b"") or scale.dtype.kind not in NUMBERS:
+        return None
+    attributes = {key: value for key, value in scale.attrs.items() if key not in OF_HDF5}
+    return Coordinate(scale.name.rpartition("/")[2], scale[...], attributes)
 
 
 def _attributes(place: h5py.File | h5py.Dataset) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -19,6 +19,21 @@ Array = NDArray[Any]
 
 NUMBERS = "biufc"
 """The kinds of numbers that may be read, by numpy's letters."""
+
+
+class Coordinate(NamedTuple):
+    """A coordinate of an array in a file: the positions along a dimension, such as latitudes.
+
+    Attributes
+    ----------
+    name: the name of the dimension.
+    values: the positions as they are stored, one for each index.
+    attributes: what the file states about them, such as units.
+    """
+
+    name: str
+    values: Array
+    attributes: Mapping[str, Any]
 
 
 class Source(ABC):
@@ -37,6 +52,8 @@ class Source(ABC):
     attributes: the file's further statements about the values, as numbers, texts, and lists of
         these. For images, "affine" is the map of 4 x 4 numbers from indices to millimetres, as in
         NIfTI, and "spacing" the distance of elements along each spatial dimension, in the "unit".
+    coordinates: the positions along dimensions of a NetCDF file, by the number of the dimension;
+        0 is that of the samples.
     """
 
     name: str
@@ -45,6 +62,7 @@ class Source(ABC):
     dtype: np.dtype[Any]
     chunks: tuple[int, ...] | None = None
     attributes: Mapping[str, Any] = MappingProxyType({})
+    coordinates: Mapping[int, Coordinate] = MappingProxyType({})
 
     @abstractmethod
     def read_into(self, out: Array, sample: int, box: Box) -> None:

@@ -145,11 +145,11 @@ def described(attributes: Mapping[str, Any]) -> dict[str, Any]:
             kept[key] = json.loads(json.dumps(value))
     with suppress(KeyError, TypeError, ValueError):
         kept["affine"] = np.reshape(kept["affine"], (4, 4)).tolist()
-    hidden = {*_KEYS, "_ARRAY_DIMENSIONS", *_OF_HDF5}
+    hidden = {*_KEYS, "_ARRAY_DIMENSIONS", *OF_HDF5}
     return {key: value for key, value in kept.items() if key not in hidden}
 
 
-_OF_HDF5 = (
+OF_HDF5 = (
     "CLASS",
     "NAME",
     "DIMENSION_LIST",

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distconv.data.durable import unseen
-from distconv.data.sources.interface import import_package
+from distconv.data.sources.interface import Coordinate, import_package
 from distconv.geometry.layout import Box
 
 
@@ -30,7 +30,7 @@ class Description:
     ----------
     chunks: the extents of its chunks in zarr.
     order: its dimensions in the order in which the file stores them; None as they are.
-    attributes: as in `Source.attributes`; formats without room for them keep none.
+    attributes, coordinates: as in `Source`; formats without room for them keep none.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +38,7 @@ class Description:
     chunks: tuple[int, ...] | None = None
     order: tuple[int, ...] | None = None
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    coordinates: Mapping[int, Coordinate] = field(default_factory=dict)
 
 
 def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]:
@@ -63,9 +64,28 @@ def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]
                 given = array.attributes.items()
                 flat = {key: np.ravel(v) if np.ndim(v) > 1 else v for key, v in given}
                 file[name].attrs.update(flat)
+                if array.coordinates:
+                    _add_coordinates(file, name, array)
     except RuntimeError as error:  # HDF5's own, where the file is closed on a full disk
         raise OSError(errno.EIO, str(error)) from error
     return offsets
+
+
+def _add_coordinates(file: Any, name: str, array: Description) -> None:
+    """Give the dimensions of an array in an HDF5 file their coordinates, as NetCDF does."""
+    for d, size in enumerate(array.shape):
+        own = array.coordinates.get(d)
+        if own is None or own.name == name:
+            # Where some dimensions have names, NetCDF's library needs one for all.
+            own = Coordinate(f"{name}_dimension_{d}", np.zeros(size, ">f4"), {})
+            label = f"This is a netCDF dimension but not a netCDF variable.{size:10d}"
+        else:
+            label = own.name
+        if own.name not in file:
+            file[own.name] = own.values
+            file[own.name].attrs.update(own.attributes)
+            file[own.name].make_scale(label)
+        file[name].dims[d].attach_scale(file[own.name])
 
 
 def create_npy(path: Path, array: Description) -> int:

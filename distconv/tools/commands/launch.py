@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path, PurePath
 
@@ -20,9 +21,25 @@ from distconv.planning.machine import ALLOCATOR
 from distconv.tools.arguments import BadArguments, complaining
 from distconv.tools.commands.options import Command, check_alone, loaded
 from distconv.tools.templates import render
+from distconv.training.stopping import CONTINUE
 
 SCHEDULERS = {"slurm": ("sbatch",), "lsf": ("bsub",), "flux": ("flux", "batch"), "pbs": ("qsub",)}
 """The schedulers, each with the command that reads a script."""
+
+_JOB = {
+    "slurm": re.compile(r"job (\d+)"),
+    "lsf": re.compile(r"Job <(\d+)>"),
+    **{name: re.compile(r"^(\S+)\s*$", re.MULTILINE) for name in ("flux", "pbs")},
+}
+"""What each scheduler prints of a job that it has received."""
+
+_AFTER = {
+    "slurm": ["--dependency=afterany:{}"],
+    "lsf": ["-w", "ended({})"],
+    "flux": ["--dependency=afterany:{}"],
+    "pbs": ["-W", "depend=afterany:{}"],
+}
+"""Options of the commands of `SCHEDULERS` for a job that starts when another has ended."""
 
 TRANSPORTS = ("mpi", "torch", "nccl")
 
@@ -34,7 +51,7 @@ MARK = "# Written by: python -m distconv launch"
 
 _TOLD = (
     "machine scheduler nodes ranks_per_node time cores_per_rank gpus_per_node transport name "
-    "account queue mpi setup directive"
+    "account queue mpi warn requeue chain setup directive"
 ).split()
 """Options that make the same script again."""
 
@@ -47,7 +64,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="-- COMMAND",
         help="the program that each rank runs, after --",
     )
-    text = "the file of a machine, such as machines/frontier.json: its scheduler and options"
+    text = "a machine by its file, or by name, such as frontier: its scheduler and options"
     add("--machine", type=Path, metavar="FILE", help=text)
     add("--scheduler", choices=SCHEDULERS, help="the scheduler of the job (default: the machine's)")
     add("--nodes", type=int, required=True, help="the number of nodes, for this job alone")
@@ -67,6 +84,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--account", help="the account, project or bank that is charged")
     add("--queue", help="the partition or queue of the job")
     add("--mpi", help="the option --mpi of srun: pmi2 for MPICH, pmix for Open MPI (Slurm only)")
+    text = "minutes before the end at which ranks receive the signal USR1 (Slurm and LSF)"
+    add("--warn", type=int, metavar="MINUTES", help=text)
+    text = "requeue the job when its program has stopped by dc.training.TimeToStop (Slurm)"
+    add("--requeue", action="store_true", help=text)
+    text = "the number of jobs to submit; each starts when the one before it has ended"
+    add("--chain", type=int, metavar="JOBS", help=text)
     text = "a shell command to run first, such as 'source .venv/bin/activate'; may be repeated"
     add("--setup", action="append", default=[], metavar="LINE", help=text)
     text = "a further option of the scheduler, such as --directive=--qos=debug; may be repeated"
@@ -98,6 +121,12 @@ def _run(job: Namespace) -> int:
         raise BadArguments(f"--mpi {job.mpi} is an option of Slurm's srun; leave it out")
     with complaining(ValueError):
         check_job(job)
+    if 0 < job.gpus_per_node < job.ranks_per_node:
+        print(
+            f"{job.ranks_per_node} ranks on a node share {job.gpus_per_node} GPUs, and send their "
+            f"messages by MPI; {job.gpus_per_node} ranks, one for each GPU, send by NCCL",
+            file=sys.stderr,
+        )
     script = _script_of(job, origin)
     if job.dry_run:
         print(script, end="")
@@ -115,7 +144,9 @@ def _as_given(job: Namespace) -> str:
     for option in _TOLD:
         given = getattr(job, option)
         for value in given if isinstance(given, list) else [given]:
-            if value not in (None, 0):
+            if value is True:
+                words.append(f"--{option.replace('_', '-')}")
+            elif value not in (None, 0):
                 words.append(f"--{option.replace('_', '-')}={value}")
     return shlex.join([*words, "--", *job.command_line])
 
@@ -168,6 +199,7 @@ def check_job(job: Namespace) -> None:
         if number is not None and number < 1:
             unit = "minutes" if what == "time" else what.replace("_", " ")
             raise ValueError(f"{number} {unit} is not a valid number; choose 1 or more")
+    _check_continuing(job)
     _check_gpus(job.ranks_per_node, job.gpus_per_node, job.transport)
     program = PurePath(job.command_line[0]).name if job.command_line else ""
     if not program or program in LAUNCHERS:
@@ -182,6 +214,26 @@ def check_job(job: Namespace) -> None:
             "cores"
         )
     _check_texts(job)
+
+
+def _check_continuing(job: Namespace) -> None:
+    """Raise `ValueError` for a warning, requeueing or chain that the scheduler does not support."""
+    if job.warn is not None and job.scheduler not in ("slurm", "lsf"):
+        raise ValueError(
+            f"--warn {job.warn}: {job.scheduler} sends no signal before the end of a job; give the "
+            "limit in the program, as dc.training.TimeToStop(grid, limit=6600)"
+        )
+    if job.warn is not None and not 0 < job.warn < job.time:
+        raise ValueError(f"--warn {job.warn} of {job.time} minutes; expected fewer, from 1")
+    if job.requeue and job.scheduler != "slurm":
+        raise ValueError(
+            f"--requeue is for Slurm; with {job.scheduler} submit a chain of jobs, as by --chain 4"
+        )
+    if job.chain is not None and (job.chain < 1 or job.requeue):
+        raise ValueError(
+            f"--chain {job.chain}{' and --requeue' if job.requeue else ''}: expected a number of "
+            "jobs from 1, or one job that is queued again"
+        )
 
 
 def _check_gpus(ranks: int, gpus: int, transport: str | None) -> None:
@@ -235,6 +287,7 @@ def _script_of(job: Namespace, origin: str) -> str:
         origin=origin,
         title=_title_of(job),
         ranks=job.nodes * job.ranks_per_node,
+        program_continues=CONTINUE,
         clock=f"{job.time // 60:02d}:{job.time % 60:02d}",
         transport=transport,
         variables={name: _word(value) for name, value in variables.items()},
@@ -287,7 +340,17 @@ def _submit(job: Namespace, script: str) -> int:
             f"there is no {submit[0]} here; submit the script on a login node of the cluster, with "
             f"{' '.join(submit)} < FILE"
         )
-    return subprocess.run(submit, input=script, text=True).returncode
+    after: list[str] = []
+    for _ in range(job.chain or 1):
+        ran = subprocess.run([*submit, *after], input=script, text=True, stdout=subprocess.PIPE)
+        print(ran.stdout, end="", flush=True)
+        if ran.returncode or not job.chain:
+            return ran.returncode
+        name = _JOB[job.scheduler].search(ran.stdout)
+        if name is None:
+            raise BadArguments(f"{submit[0]} printed no number of a job, for the next to wait for")
+        after = [word.format(name[1]) for word in _AFTER[job.scheduler]]
+    return 0
 
 
 LAUNCH = Command("write the batch script of a job for a scheduler, and submit it", _options, _run)

@@ -157,7 +157,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add_module_options(parser)
     add_dtype_option(parser)
     add = parser.add_argument
-    text = "the file of a machine, measured by `calibrate` or described (default: %(default)s)"
+    text = "a machine: a file by `calibrate`, or a name such as h100 (default: %(default)s)"
     add("--machine", type=Path, default=Path("machine.json"), metavar="FILE", help=text)
     add("--loss", choices=LOSSES, default="mse", help="the loss of each result (%(default)s)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the optimizer (%(default)s)")
