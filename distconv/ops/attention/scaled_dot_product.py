@@ -203,9 +203,7 @@ def _partition(
     return sizes, Arrangement(batch, without(own, used), without(keys, used))
 
 
-def _on_block(
-    spec: Spec, operands: list[tuple[Tensor, _Place]], block: Shape, dims: int
-) -> Tensor:
+def _on_block(spec: Spec, operands: list[tuple[Tensor, _Place]], block: Shape, dims: int) -> Tensor:
     """Return the attention of this rank's queries, (..., R, V). Collective.
 
     Parameters

@@ -180,11 +180,11 @@ def _cuts_by_leading(
 def _cuts_of_positions(
     ranked: Ranked, result: str, sizes: dict[str, int], cuts: dict[str, tuple[str, ...]]
 ) -> tuple[int, tuple[int, ...], Cuts] | None:
-    """Return how the result of a product such as softmax(q k^T) v is cut like v, along positions.
+    """Return the partition along positions of the result of a product such as softmax(q k^T) v.
 
     v is cut over the axes that cut the first dimension of the other operand, and moves there; the
-    result moves back. Returns the dimension of the result, its factors and their cuts. None for
-    other products.
+    result moves back, and is cut along its positions as v is. Returns the dimension of the
+    positions in the result, its factors and their cuts; None for other products.
     """
     (term, _), (other, y) = ranked
     lead, (free, *more) = result[0], [c for c in result if c not in other] or [""]
