@@ -347,7 +347,7 @@ def is_fresh_spectrum(plain: Tensor) -> bool:
     """
     if plain.dtype not in _TYPES or not plain.is_complex() or plain.requires_grad:
         return False
-    if plain.is_inference() or plain._version or not plain.numel():
+    if not plain.numel() or not (plain.is_inference() or plain._version == 0):
         return False
     return plain.is_meta or not (count_modes() or plain.any())
 

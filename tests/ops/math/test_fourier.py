@@ -196,6 +196,27 @@ def test_a_fourier_neural_operator_moves_and_holds_what_its_modes_take() -> None
     assert max(grid.comm.allgather(own)) < 1.2 * alone / grid.size
 
 
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_within_a_module_keeps_fields_partitioned(mode: Callable) -> None:
+    grid = dc.ProcessGrid(height=2, width=-1)
+    torch.manual_seed(0)
+    serial = FNO2d(modes=3, width=4, layers=2)
+    module = dc.parallelize(deepcopy(serial), grid)
+    plain = random_tensor(random.Random(0), (1, 3, 24, 24), torch.float32)
+    kinds: set[type] = set()
+    module.convs[0].register_forward_hook(lambda *call: kinds.add(type(call[-1])))
+    with mode():
+        x = dc.distribute_tensor(plain, grid)
+        for _ in range(17):
+            with arriving(grid) as sizes:
+                y = module(x)
+        assert y.layout == x.layout
+        assert deviation(y, serial(plain)) < 1e-5
+    assert kinds == {dc.DistTensor}
+    assert max(grid.comm.allgather(sum(sizes))) < plain.nbytes
+
+
 @on_any_grid(60, more=[3, 6])
 def test_slices_of_modes_and_their_inverse_equal_serial(case: Case) -> None:
     """Check few modes and many, in several slices, rolled, cropped and padded."""
