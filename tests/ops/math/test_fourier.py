@@ -321,6 +321,20 @@ def test_metadata_of_a_pending_transform_moves_nothing() -> None:
 
 
 @pytest.mark.parallel([2])
+def test_a_pending_transform_is_recorded_as_when_it_was_called() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(1, 4, 8, 8), grid)
+    before = torch.fft.rfft2(x)
+    x.requires_grad_()
+    after = torch.fft.rfft2(x)
+    with torch.no_grad():
+        assert not after[..., :1, :1].requires_grad
+        assert after.requires_grad
+    assert after[..., :1, :1].requires_grad and (after + 0).requires_grad
+    assert not before[..., :1, :1].requires_grad and not (before + 0).requires_grad
+
+
+@pytest.mark.parallel([2])
 def test_a_transform_of_a_block_that_the_program_wrote_to_raises() -> None:
     grid = dc.ProcessGrid(height=-1)
     x = dc.distribute_tensor(torch.ones(1, 4, 8, 8), grid)
