@@ -35,6 +35,7 @@ from benchmarks.measuring.plain import ONEDNN, best, plain_forms
 from benchmarks.measuring.report import Row, as_table, minus, over, plot, speedup
 from benchmarks.measuring.settings import Settings
 from benchmarks.measuring.turns import alternate
+from benchmarks.modes import modes
 from benchmarks.networks import NETWORKS
 from benchmarks.overhead import cut_convolution, kernels, overheads
 from benchmarks.record import record
@@ -269,6 +270,11 @@ def test_attention_is_compared_with_a_gather_of_its_keys() -> None:
     rows = list(attentions(QUICK, ((2, 8, 8, False), (3, 8, 16, True))))
     check(rows, "attention")
     assert sum("all-to-all" in row.measure for row in rows) == 2  # three heads do not divide
+
+
+@pytest.mark.parallel(2)
+def test_partial_transforms_are_compared_with_transforms_in_full() -> None:
+    check(list(modes(QUICK, ((8, 2),))), "modes")
 
 
 @pytest.mark.parallel(2)
