@@ -19,6 +19,7 @@ from benchmarks.measuring.network import named_network
 from benchmarks.measuring.own_step import own_step, step_rows
 from benchmarks.measuring.report import Row, as_table, plot
 from benchmarks.measuring.settings import Settings
+from benchmarks.modes import modes
 from benchmarks.networks import MESH, NETWORKS, UNET3D
 from benchmarks.overhead import overheads
 from distconv.grid.process_grid import ProcessGrid
@@ -39,6 +40,7 @@ BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "attention": attentions,
     "warp": warps,
     "graph": graphs,
+    "modes": modes,
 }
 """The benchmarks by name; all ranks call one."""
 

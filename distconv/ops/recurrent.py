@@ -2,6 +2,7 @@
 
 Layers need whole sequences and features: the axes that cut them move to the mini-batch for the
 call, if it has a sample for each rank, and back. Otherwise sequences and features are gathered.
+Rows of images, as sequences, are merged samples.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.geometry.layout import Cuts
 from distconv.ops.support.arguments import check_on_meta
+from distconv.ops.support.merged import factors_of, in_blocks, merge_as, unmerge, unmerged
 from distconv.ops.support.operands import (
     as_distributed,
     common_grid,
@@ -53,25 +56,44 @@ def _recurrent(function: Callable[..., Any]) -> None:
         given = hx if isinstance(hx, Tensor) else tuple(hx)
         check_on_meta(function, input, given, tuple(params), *options)
         batch = 0 if batch_first else 1
-        given_x = as_distributed(input, grid)
-        along = {0, 1, 2} - {batch}
-        moved = moved_elsewhere(given_x.shape, given_x.cuts, along, grid.topology)
-        x = uncut(given_x, along, name) if moved is None else redistribute(given_x, moved, name)
-        cuts = (), x.cuts[batch], ()
+        x = as_distributed(input, grid)
+        if any(len(run) > 1 for d, run in enumerate(factors_of(x)) if d != batch):
+            x = as_distributed(in_blocks(x), grid)
+        # Samples that are merged, as rows of images are, lie along several dimensions.
+        factors = factors_of(x)[batch]
+        n = len(factors)
+        lead = slice(batch, batch + n)
+        apart = x if n == 1 else unmerged(x)
+        along = set(range(apart.dim())) - set(range(apart.dim())[lead])
+        moved = moved_elsewhere(apart.shape, apart.cuts, along, grid.topology)
+        own = uncut(apart, along, name) if moved is None else redistribute(apart, moved, name)
+        cuts = (), *own.cuts[lead], ()
 
-        def own(operand: Tensor) -> Tensor:
+        def of_samples(operand: Tensor) -> Tensor:
             if any(operand is state for state in states):
-                return local_operand(operand, tuple(operand.shape), cuts, grid, name)
+                whole = unmerge(operand, ((operand.shape[0],), factors, (operand.shape[2],)))
+                part: Tensor = local_operand(whole, tuple(whole.shape), cuts, grid, name)
+                return part.flatten(1, n)
             return gather_whole(operand, name)
 
-        begun = own(hx) if isinstance(hx, Tensor) else tuple(map(own, hx))
-        output, *ends = function(x.shard, begun, list(map(own, params)), *options)
-        shape = (*x.shape[:2], output.shape[2])
-        result = DistTensor(output, shape, x.cuts, grid)
-        return result if moved is None else redistribute(result, given_x.cuts, name), *(
-            DistTensor(end, state.shape, cuts, grid)
-            for end, state in zip(ends, states, strict=True)
+        begun = of_samples(hx) if isinstance(hx, Tensor) else tuple(map(of_samples, hx))
+        block = own.shard.flatten(batch, batch + n - 1)
+        output, *ends = function(block, begun, list(map(of_samples, params)), *options)
+        here = own.shard.shape[lead]
+
+        def whole(block: Tensor, place: int, shape: Sequence[int], cuts: Cuts) -> DistTensor:
+            """Return the result of `shape` of this block; samples are along dimension `place`."""
+            split = *shape[:place], *factors, *shape[place + 1 :]
+            return DistTensor(block.unflatten(place, here), split, cuts, grid)
+
+        result = whole(output, batch, (*x.shape[:2], output.shape[2]), own.cuts)
+        result = result if moved is None else redistribute(result, apart.cuts, name)
+        made = (
+            result,
+            *(whole(end, 1, state.shape, cuts) for end, state in zip(ends, states, strict=True)),
         )
+        shapes = (*x.shape[:2], output.shape[2]), *(state.shape for state in states)
+        return made if n == 1 else tuple(map(merge_as, made, shapes))
 
 
 for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):

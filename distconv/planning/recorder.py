@@ -286,6 +286,8 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         """Record a module's call as the layer `name`, and return to the module around it."""
         if self._backward:
             return
+        if not is_layer(module) and any(moved.redistributes for moved in self.movements):
+            self._between(name, module)
         own = set(module.parameters(recurse=False)) - self._parameters
         self._parameters |= own
         result = _first_of(output)

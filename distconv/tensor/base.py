@@ -505,7 +505,8 @@ class DistTensorBase(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         value = f"{self.shard.item()!r}, " if self.dim() == 0 else ""
-        node = self.held.grad_fn
+        value = "pending, " if self.pending is not None else value
+        node = None if self.pending is not None else self.held.grad_fn
         gradient = f", grad_fn={node.name()}" if node is not None else ""
         return (
             f"DistTensor({value}shape={tuple(self.shape)}, "

@@ -236,9 +236,10 @@ class DistTensor(Chunked):
     def to_local(self, *, grad: str | None = None) -> Tensor:
         """Return this rank's block as a plain tensor that shares its memory.
 
-        Its channels may be last in memory. No communication, except for a merged reshape and for a
-        view of elements on other ranks: all ranks gather a copy of the block together, at the first
-        call and after each write to the base; an earlier copy keeps its values.
+        Its channels may be last in memory. No communication, except for a merged reshape, a pending
+        Fourier transform and a view of elements on other ranks: all ranks compute the block
+        together, at the first call and after each write to the base; an earlier copy keeps its
+        values.
 
         If n ranks hold the block, each rank passes 1/n of its result's gradient on to the tensor.
         If the tensor is partitioned, a loss computed from the block is another one on each rank.
@@ -385,7 +386,7 @@ class DistTensor(Chunked):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """Return the gradient of a leaf, or a retained one, in the tensor's own layout."""
-        if self.gradient_hook is not None:
+        if self.gradient_hook is not None or self.pending is not None:
             return self.retained_gradient
         x = self if self.unmerged is None else self.unmerged
         if x.held.grad is None:

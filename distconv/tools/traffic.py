@@ -43,12 +43,7 @@ class Traffic:
 
 
 class TrafficCount:
-    """The result of `count_traffic`; prints as a table.
-
-    Attributes
-    ----------
-    entries: a `Traffic` for each layer, function and phase, in order of appearance.
-    """
+    """The result of `count_traffic`; prints as a table."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str, str], Traffic] = {}
@@ -57,6 +52,7 @@ class TrafficCount:
 
     @property
     def entries(self) -> list[Traffic]:
+        """Return a `Traffic` for each layer, function and phase, in order of appearance."""
         return list(self._entries.values())
 
     @property

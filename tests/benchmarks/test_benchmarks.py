@@ -36,6 +36,7 @@ from benchmarks.measuring.plain import ONEDNN, best, plain_forms
 from benchmarks.measuring.report import Row, as_table, minus, over, plot, speedup
 from benchmarks.measuring.settings import Settings
 from benchmarks.measuring.turns import alternate
+from benchmarks.modes import modes
 from benchmarks.networks import NETWORKS
 from benchmarks.overhead import cut_convolution, kernels, overheads
 from benchmarks.record import record
@@ -278,6 +279,11 @@ def test_warps_and_graphs_are_compared_with_gathering() -> None:
     rows = list(graphs(QUICK, ((128, 2),)))
     check(rows, "graph")
     assert sum("new indices" in row.measure for row in rows) == 2
+
+
+@pytest.mark.parallel(2)
+def test_partial_transforms_are_compared_with_transforms_in_full() -> None:
+    check(list(modes(QUICK, ((8, 2),))), "modes")
 
 
 @pytest.mark.parallel(2)

@@ -64,6 +64,51 @@ def test_a_partitioned_sequence_moves_to_the_samples_and_back(kind: Any) -> None
         assert moved == 2 * x.nbytes * (n - 1) // n**2
 
 
+class ReNet(nn.Module):
+    """Sequences along the rows of images, and along the columns of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.GRU(4, 3, batch_first=True, bidirectional=True)
+        self.columns = nn.LSTM(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, _, h, w = x.shape
+        y, end = self.rows(x.permute(0, 2, 3, 1).reshape(n * h, w, -1))
+        y = y.reshape(n, h, w, -1) + end.sum(0).reshape(n, h, 1, -1).repeat(1, 1, 1, 2)
+        y, _ = self.columns(y.permute(1, 0, 2, 3).reshape(h, n * w, -1))
+        return y.reshape(h, n, w, -1).permute(1, 3, 0, 2)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_rows_and_columns_of_images_are_sequences() -> None:
+    rng = random.Random(8)
+    torch.manual_seed(0)
+    network = ReNet().double()
+    keys, weights = zip(*network.named_parameters(), strict=True)
+
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        return functional_call(network, dict(zip(keys, weights, strict=True)), (x,))
+
+    for _ in examples(8):
+        x = random_tensor(rng, (rng.randrange(1, 4), 4, rng.randrange(1, 7), rng.randrange(1, 7)))
+        agrees(function, [x], [w.detach() for w in weights], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([4])
+def test_rows_and_columns_of_partitioned_images_stay_partitioned() -> None:
+    grid = dc.ProcessGrid(height=2, width=2)
+    torch.manual_seed(0)
+    network = dc.parallelize(ReNet(), grid)
+    plain = torch.ones(2, 4, 16, 16)
+    x = dc.distribute_tensor(plain, grid)
+    for _ in range(17):  # the first calls compare parameters
+        with dc.count_traffic() as traffic:
+            y = network(x)
+    assert y.layout == x.layout
+    assert max(grid.comm.allgather(traffic.forward)) < plain.nbytes
+
+
 @pytest.mark.parallel([2])
 def test_dropout_between_layers_is_refused() -> None:
     layer = nn.LSTM(4, 3, num_layers=2, dropout=0.5)

@@ -180,24 +180,24 @@ def _cuts_by_leading(
 def _cuts_of_positions(
     ranked: Ranked, result: str, sizes: dict[str, int], cuts: dict[str, tuple[str, ...]]
 ) -> tuple[int, tuple[int, ...], Cuts] | None:
-    """Return how the result of a product such as softmax(q k^T) v is cut like v, along positions.
+    """Return the partition along positions of the result of a product such as softmax(q k^T) v.
 
     v is cut over the axes that cut the first dimension of the other operand, and moves there; the
-    result moves back. Returns the dimension of the result, its factors and their cuts. None for
-    other products.
+    result moves back, and is cut along its positions as v is. Returns the dimension of the
+    positions in the result, its factors and their cuts; None for other products.
     """
     (term, _), (other, y) = ranked
-    lead, (free, *more) = result[0], [c for c in result if c not in other] or [""]
+    lead, free = result[0], [c for c in result if c not in other]
     summed = [c for c in other if c in term and c not in result]
-    if not isinstance(y, DistTensor) or more or not free or free not in term or not cuts[lead]:
+    if not isinstance(y, DistTensor) or len(free) != 1 or lead in free or not cuts[lead]:
         return None
     along = tuple(y.cuts[other.index(c)] for c in summed)
     factors = tuple(sizes[c] for c in summed)
-    if set(cutting_axes(along)) != set(cuts[lead]) or prod(factors) != sizes[free]:
+    if set(cutting_axes(along)) != set(cuts[lead]) or prod(factors) != sizes[free[0]]:
         return None
     if cutting_axes(cuts.values()) != cuts[lead] or "".join(summed) not in other:
         return None
-    return result.index(free), factors, along
+    return result.index(free[0]), factors, along
 
 
 def _with_runs_joined(

@@ -38,9 +38,10 @@ from distconv.ops.support.operands import (
     common_grid,
     gather_whole,
 )
+from distconv.ops.support.spectra import is_fresh_spectrum
 from distconv.tensor.aliasing import finish_write, prepare_write
 from distconv.tensor.base import tensors_in
-from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dispatch import UnsupportedOperation, implements, innermost_call, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs
 
@@ -252,19 +253,22 @@ def _before_mask(items: tuple[Any, ...]) -> int | None:
 def _assign_to_plain(input: Tensor, index: Any, value: Any) -> None:
     """Assign to a plain tensor, equal on all ranks, which becomes distributed under autograd.
 
-    Outside autograd the value is made whole on every rank.
+    Outside autograd the value is made whole on every rank, unless a parallelized module assigns
+    modes to a new spectrum.
     """
     items = indices_of(index)
     operands = tensors_in(items, value)
-    if is_recorded((input, *operands)):
-        become_distributed(
-            "assignment",
-            input,
-            operands,
-            lambda x: setitem(x, index, value),
-            _cuts_by_index(input, items, value),
-        )
-        return
+    recorded = is_recorded((input, *operands))
+    if recorded or (innermost_call() is not None and is_fresh_spectrum(input)):
+        cuts = _cuts_by_index(input, items, value)
+        try:
+            become_distributed(
+                "assignment", input, operands, lambda x: setitem(x, index, value), cuts
+            )
+            return
+        except UnsupportedOperation:
+            if recorded:
+                raise
     common_grid("assignment", operands)
     picked = tuple(gather_whole(item, "assignment") for item in items)
     input[picked] = gather_whole(value, "assignment")

@@ -132,7 +132,9 @@ class Spectrum(Pending):
         self._transform, self._memory = transform, x._memory
         self._source = ViewRecipe.now(
             DistTensor(x.shard, x.shape, x.cuts, x.grid), in_full, None
-        )._replace(modules=module_calls())
+        )._replace(
+            recorded=torch.is_grad_enabled() and x.shard.requires_grad, modules=module_calls()
+        )
         self._writes = None if x.shard.is_inference() else x.shard._version
         self._shifts: dict[int, int] = {}
         self._along_first: dict[tuple[int, tuple[int, ...]], Tensor] = {}
@@ -141,7 +143,7 @@ class Spectrum(Pending):
     @property
     def requires_grad(self) -> bool:
         """Return whether the elements will require gradients."""
-        return self._source.recorded and self._source.base.shard.requires_grad
+        return self._source.recorded
 
     def block(self) -> Tensor:
         """Return this rank's block of all elements. Collective."""
@@ -171,7 +173,8 @@ class Spectrum(Pending):
             shape = tuple(len(frequencies.get(d, range(n))) for d, n in enumerate(field.shape))
             apart = tuple(() if d in lengths else a for d, a in enumerate(cuts))
             block = reduce_scatter(partial, shape, apart, cuts, grid, transform.name)
-            kept: Any = DistTensor(block, shape, cuts, grid)
+        block = block if torch.is_grad_enabled() else block.detach()
+        kept: Any = DistTensor(block, shape, cuts, grid)
         rest = tuple(
             pick if d not in lengths else 0 if isinstance(pick, int) else slice(None)
             for d, pick in enumerate(index)
@@ -317,15 +320,15 @@ class Modes(Pending):
                 if len(inside) < len(modes):
                     y = y.index_select(d, torch.tensor(inside, device=y.device))
                 rows.append(tuple(modes[i] for i in inside))
-            sums[tuple(rows)] = y
+            sums[tuple(rows)] = sums[tuple(rows)] + y if tuple(rows) in sums else y
         with _in_full_precision(self._example.device):
             for d, n in lengths.items():
                 found: dict[Any, Tensor] = {}
                 for (own, *others), y in sums.items():
                     last = real and not others
                     y = _to_space(y, d, n, own, box.start[d], box.stop[d], last)
-                    before = found.get(tuple(others))
-                    found[tuple(others)] = y if before is None else before + y
+                    rest = tuple(others)
+                    found[rest] = found[rest] + y if rest in found else y
                 sums = found
         (block,) = sums.values()
         return DistTensor(block, shape, cuts, grid)
@@ -347,7 +350,7 @@ def is_fresh_spectrum(plain: Tensor) -> bool:
     """
     if plain.dtype not in _TYPES or not plain.is_complex() or plain.requires_grad:
         return False
-    if plain.is_inference() or plain._version or not plain.numel():
+    if not plain.numel() or not (plain.is_inference() or plain._version == 0):
         return False
     return plain.is_meta or not (count_modes() or plain.any())
 

@@ -196,6 +196,27 @@ def test_a_fourier_neural_operator_moves_and_holds_what_its_modes_take() -> None
     assert max(grid.comm.allgather(own)) < 1.2 * alone / grid.size
 
 
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_within_a_module_keeps_fields_partitioned(mode: Callable) -> None:
+    grid = dc.ProcessGrid(height=2, width=-1)
+    torch.manual_seed(0)
+    serial = FNO2d(modes=3, width=4, layers=2)
+    module = dc.parallelize(deepcopy(serial), grid)
+    plain = random_tensor(random.Random(0), (1, 3, 24, 24), torch.float32)
+    kinds: set[type] = set()
+    module.convs[0].register_forward_hook(lambda *call: kinds.add(type(call[-1])))
+    with mode():
+        x = dc.distribute_tensor(plain, grid)
+        for _ in range(17):
+            with arriving(grid) as sizes:
+                y = module(x)
+        assert y.layout == x.layout
+        assert deviation(y, serial(plain)) < 1e-5
+    assert kinds == {dc.DistTensor}
+    assert max(grid.comm.allgather(sum(sizes))) < plain.nbytes
+
+
 @on_any_grid(60, more=[3, 6])
 def test_slices_of_modes_and_their_inverse_equal_serial(case: Case) -> None:
     """Check few modes and many, in several slices, rolled, cropped and padded."""
@@ -295,8 +316,22 @@ def test_metadata_of_a_pending_transform_moves_nothing() -> None:
         assert (x_ft.shape, x_ft.dtype) == ((1, 4, 8, 5), torch.cfloat)
         assert x_ft.requires_grad and not x_ft.is_leaf and x_ft.is_complex()
         assert not kept.requires_grad and kept.is_leaf and kept.layout == x_ft.layout
+        assert "pending, shape=(1, 4, 8, 5)" in repr(x_ft) and x_ft.grad is None
     assert not sizes
-    assert "8x5" in repr(x_ft).replace(", ", "x")
+
+
+@pytest.mark.parallel([2])
+def test_a_pending_transform_is_recorded_as_when_it_was_called() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(1, 4, 8, 8), grid)
+    before = torch.fft.rfft2(x)
+    x.requires_grad_()
+    after = torch.fft.rfft2(x)
+    with torch.no_grad():
+        assert not after[..., :1, :1].requires_grad
+        assert after.requires_grad
+    assert after[..., :1, :1].requires_grad and (after + 0).requires_grad
+    assert not before[..., :1, :1].requires_grad and not (before + 0).requires_grad
 
 
 @pytest.mark.parallel([2])
