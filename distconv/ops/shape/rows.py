@@ -134,11 +134,14 @@ def row_exchange(
     grid, size, axes = x.grid, x.shape[d], x.cuts[d]
     if not axes or not may_read(x) or _few(x, d):
         return None
-    key = own.storage_offset(), own.shape, own.stride(), size, axes, grid, among, operator, wraps
+    plain = not isinstance(positions, DistTensor)
+    views = [own, positions] if plain else [own]
+    memory = tuple((v.storage_offset(), v.shape, v.stride()) for v in views)
+    key = memory, positions.shape, size, axes, grid, among, operator, wraps
     kept = _kept(own)
     known: _Known | None = kept.get(key)
     # A plain tensor is equal on all ranks, and so is what they have kept for it.
-    if known is not None and not isinstance(positions, DistTensor):
+    if plain and known is not None:
         return known.exchange
     ranks = _holders(size, axes, grid)
     with torch.inference_mode(False):
