@@ -7,6 +7,7 @@ or graph with constant connectivity sends its indices once.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +138,8 @@ def row_exchange(
     plain = not isinstance(positions, DistTensor)
     views = [own, positions] if plain else [own]
     memory = tuple((v.storage_offset(), v.shape, v.stride()) for v in views)
-    key = memory, positions.shape, size, axes, grid, among, operator, wraps
+    row = _size_of_row(x, d), x.shard.element_size()
+    key = memory, positions.shape, size, axes, grid, row, among, operator, wraps
     kept = _kept(own)
     known: _Known | None = kept.get(key)
     # A plain tensor is equal on all ranks, and so is what they have kept for it.
@@ -184,10 +186,7 @@ def _kept(own: Tensor) -> dict[Any, _Known]:
 def _size_of_row(x: DistTensor, d: int) -> int:
     """Return the number of elements in a row of `x` along `d`, on the rank that has most."""
     largest = rank_box(tuple(x.shape), x.cuts, x.grid.topology, 0)
-    elements = 1
-    for i, n in enumerate(largest.shape):
-        elements *= 1 if i == d else n
-    return elements
+    return prod(replaced_at(largest.shape, d, 1))
 
 
 def _few(x: DistTensor, d: int) -> bool:

@@ -64,11 +64,7 @@ def grid_sample(
     else:
         accelerated = on_accelerator(own, x.grid.computes_on_gpu)
         sampling = Sampling(*options, x.dim() == 4 or accelerated, accelerated)
-        box = (
-            extremes(sampling, own.detach(), x.shape[2:])
-            if own.numel()
-            else [(0, 0)] * (x.dim() - 2)
-        )
+        box = extremes(sampling, own.detach(), x.shape[2:])
         plane = _boxes(x, box)
     if 0 in block:
         # Depends on both operands in the graph, as on the ranks that have elements.
