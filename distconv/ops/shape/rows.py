@@ -1,8 +1,8 @@
 """Rows of a partitioned dimension, of which each rank asks for those that its positions name.
 
-The ranks tell each other how many rows they ask for, then which, and then exchange the rows. What
-has been told is kept for as long as the tensor of positions lives and is not written to, so a mesh
-or graph with constant connectivity sends its indices once.
+The ranks exchange the numbers of rows for which they ask, then their indices, and then the rows.
+Indices are kept for as long as the tensor of positions exists and is not written to, so a mesh or
+graph with constant connectivity sends them once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_MOVED = 0.75
 If it is more, every rank gathers all rows."""
 
 _KEPT = WeakTensorKeyDictionary()
-"""For each tensor of positions the number of writes to it, and what is known of its exchanges."""
+"""For each tensor of positions the number of writes to it, and its kept exchanges."""
 
 
 class RowExchange(NamedTuple):
@@ -101,7 +101,7 @@ class _Asked(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is known of some positions. The exchange is None if all rows are to be gathered."""
+    """A kept exchange for some positions; None if all rows are to be gathered."""
 
     asked: _Asked
     exchange: RowExchange | None
@@ -118,7 +118,7 @@ def row_exchange(
     wraps: bool = False,
     error: type[Exception] = IndexError,
 ) -> RowExchange | None:
-    """Return the exchange of the rows of `x` along `d` that all ranks' positions name. Collective.
+    """Return the exchange of the rows along `d` at some positions. Collective.
 
     Returns None, alike on all ranks, if all rows should be gathered: dimension `d` is whole, they
     are few, nearly all are needed, or positions must not be read.
@@ -171,7 +171,7 @@ def _peers(grid: Grid, axes: Axes) -> tuple[int, ...]:
 
 
 def _kept(own: Tensor) -> dict[Any, _Known]:
-    """Return what is known of the memory of `own`, emptied after a write to it."""
+    """Return the kept exchanges for the memory of `own`, none after a write to it."""
     if own.is_inference():
         return {}
     base = base_of(own)
