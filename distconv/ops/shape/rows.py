@@ -130,7 +130,7 @@ def row_exchange(
     among: the cuts of these blocks.
     operator: the called function, for errors and records.
     wraps: whether negative positions are counted from the end.
-    error: what is raised on every rank if a position is out of range.
+    error: the type raised on every rank if a position is out of range.
     """
     grid, size, axes = x.grid, x.shape[d], x.cuts[d]
     if not axes or not may_read(x) or _few(x, d):
