@@ -292,7 +292,7 @@ def _placed(
 
 
 def _slices_added(
-    x: DistTensor, dim: int, index: Tensor, source: Tensor, alpha: Any = 1
+    x: DistTensor, dim: int, index: Tensor, source: Tensor, alpha: Any = 1, name: str = "index_add"
 ) -> DistTensor | None:
     """Return the result of index_add, of which each rank adds up its block of `source`. Collective.
 
@@ -300,7 +300,7 @@ def _slices_added(
     than `source`, the ranks' sums are added up. Returns None, alike on all ranks, if `source`
     should be made whole along the dimension.
     """
-    d, name = normalize_dim(dim, x.dim()), "index_add"
+    d = normalize_dim(dim, x.dim())
     positions = index.reshape(-1)
     if isinstance(source, DistTensor) and not x.cuts[d] and source.numel() > x.numel():
         axes = source.cuts[d]
@@ -411,11 +411,13 @@ def added_at(input: Tensor, indices: Sequence[Tensor], values: Tensor) -> DistTe
     if not 0 < len(found) <= x.dim():
         raise IndexError(f"{name}: {len(found)} indices; expected 1 to {x.dim()}")
     picked, rest = broadcast_shape(name, found), tuple(x.shape[len(found) :])
+    rows = values.expand(*picked, *rest).reshape(prod(picked), *rest)
+    if len(found) == 1 and (added := _slices_added(x, 0, found[0], rows, name=name)) is not None:
+        return added
     places = [
         _whole_places(name, item.expand(picked).reshape(-1), n, f"dimension {d}")
         for d, (item, n) in enumerate(zip(found, x.shape, strict=False))
     ]
-    rows = values.expand(*picked, *rest).reshape(prod(picked), *rest)
     return _written_at(torch.index_add, x, 0, places, rows)
 
 
