@@ -6,19 +6,21 @@ One call with its backward pass is timed. The numbers decide `gathered_plane` an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.measuring.memory import peak_of
 from benchmarks.measuring.report import Row, of_bytes, over
 from benchmarks.measuring.settings import Settings, by
 from benchmarks.measuring.turns import alternate
-from distconv.device.kinds import thresholds
+from distconv.device.kinds import Thresholds, thresholds
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.ops.shape import rows
@@ -68,7 +70,7 @@ def _compared(
     grid: ProcessGrid,
     name: str,
     case: str,
-    runs: dict[str, Callable[[], Callable[[], None]]],
+    runs: Mapping[str, Callable[[], Callable[[], None]]],
 ) -> Iterator[Row]:
     sides = [Contender(make(), settings.threads) for make in runs.values()]
     times = dict(zip(runs, alternate(grid.comm, sides, settings.seconds), strict=True))
@@ -97,7 +99,7 @@ def _warp(
     field = distribute_tensor(points, grid, _layout(grid, "channel")).requires_grad_()
 
     def step() -> None:
-        with _limits(gathered_plane=gathered):
+        with _limits(grid_sample, gathered_plane=gathered):
             F.grid_sample(image, field, align_corners=False).sum().backward()
         image.grad = field.grad = None
 
@@ -108,7 +110,8 @@ def _messages(
     grid: ProcessGrid, nodes: int, features: int, anew: bool, gathered: int
 ) -> Callable[[], None]:
     layout = _layout(grid, "sample")
-    x = distribute_tensor(torch.randn(nodes, features), grid, layout).requires_grad_()
+    given = torch.randn(nodes, features, generator=torch.Generator().manual_seed(1))
+    x = distribute_tensor(given, grid, layout).requires_grad_()
     own = torch.arange(nodes)
     sources = torch.cat([(own + shift) % nodes for shift in (-64, -1, 1, 64)])
     order = own.repeat(4).argsort(stable=True)
@@ -116,7 +119,7 @@ def _messages(
 
     def step() -> None:
         source, target = edges.clone() if anew else edges
-        with _limits(gathered_rows=gathered):
+        with _limits(rows, gathered_rows=gathered):
             messages = x.index_select(0, source).sin()
             torch.zeros_like(x).index_add(0, target, messages).sum().backward()
         x.grad = None
@@ -124,9 +127,12 @@ def _messages(
     return step
 
 
-def _limits(**sizes: int) -> mock._patch_multiple:
-    def limited(accelerator: bool) -> Tensor:
+@contextmanager
+def _limits(module: ModuleType, **sizes: Any) -> Iterator[None]:
+    """Replace thresholds for the rules of a module."""
+
+    def limited(accelerator: bool) -> Thresholds:
         return thresholds(accelerator)._replace(**sizes)
 
-    module = rows if "gathered_rows" in sizes else grid_sample
-    return mock.patch.object(module, "thresholds", limited)
+    with mock.patch.object(module, "thresholds", limited):
+        yield

@@ -190,11 +190,11 @@ def embedding(
         return cast(DistTensor, merge_as(embedding(unmerged(input), weight, padding_idx), shape))
     x = as_distributed(input, grid)
     own, rows = x.shard, None
-    if isinstance(weight, DistTensor) and weight.cuts[0]:
-        weight = uncut(weight, [1], "embedding")
-        rows = row_exchange(weight, 0, input, own, x.cuts, "embedding, position")
+    if isinstance(weight, DistTensor):
+        held = uncut(weight, [1], "embedding")
+        rows = row_exchange(held, 0, input, own, x.cuts, "embedding, position")
     if rows is not None:
-        table, own = rows.fetch(weight.shard, 0, weight.cuts), rows.places
+        table, own = rows.fetch(held.shard, 0, held.cuts), rows.places
         padding_idx = _place_of(padding_idx, len(weight), rows.wanted)
     else:
         table = gather_whole(weight, "embedding")

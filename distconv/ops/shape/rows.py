@@ -1,12 +1,13 @@
 """Rows of a partitioned dimension, of which each rank asks for those that its positions name.
 
-The ranks tell each other how many rows they ask for, then which, and then exchange the rows. What
-has been told is kept for as long as the tensor of positions lives and is not written to, so a mesh
-or graph with constant connectivity sends its indices once.
+The ranks exchange the numbers of rows for which they ask, then their indices, and then the rows.
+Indices are kept for as long as the tensor of positions exists and is not written to, so a mesh or
+graph with constant connectivity sends them once.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ MOST_MOVED = 0.75
 If it is more, every rank gathers all rows."""
 
 _KEPT = WeakTensorKeyDictionary()
-"""For each tensor of positions the number of writes to it, and what is known of its exchanges."""
+"""For each tensor of positions the number of writes to it, and its kept exchanges."""
 
 
 class RowExchange(NamedTuple):
@@ -100,7 +101,7 @@ class _Asked(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is known of some positions. The exchange is None if all rows are to be gathered."""
+    """A kept exchange for some positions; None if all rows are to be gathered."""
 
     asked: _Asked
     exchange: RowExchange | None
@@ -117,7 +118,7 @@ def row_exchange(
     wraps: bool = False,
     error: type[Exception] = IndexError,
 ) -> RowExchange | None:
-    """Return the exchange of the rows of `x` along `d` that all ranks' positions name. Collective.
+    """Return the exchange of the rows along `d` at some positions. Collective.
 
     Returns None, alike on all ranks, if all rows should be gathered: dimension `d` is whole, they
     are few, nearly all are needed, or positions must not be read.
@@ -129,16 +130,20 @@ def row_exchange(
     among: the cuts of these blocks.
     operator: the called function, for errors and records.
     wraps: whether negative positions are counted from the end.
-    error: what is raised on every rank if a position is out of range.
+    error: the type raised on every rank if a position is out of range.
     """
     grid, size, axes = x.grid, x.shape[d], x.cuts[d]
     if not axes or not may_read(x) or _few(x, d):
         return None
-    key = own.storage_offset(), own.shape, own.stride(), size, axes, grid, among, operator, wraps
+    plain = not isinstance(positions, DistTensor)
+    views = [own, positions] if plain else [own]
+    memory = tuple((v.storage_offset(), v.shape, v.stride()) for v in views)
+    row = _size_of_row(x, d), x.shard.element_size()
+    key = memory, positions.shape, size, axes, grid, row, among, operator, wraps
     kept = _kept(own)
     known: _Known | None = kept.get(key)
     # A plain tensor is equal on all ranks, and so is what they have kept for it.
-    if known is not None and not isinstance(positions, DistTensor):
+    if plain and known is not None:
         return known.exchange
     ranks = _holders(size, axes, grid)
     with torch.inference_mode(False):
@@ -166,7 +171,7 @@ def _peers(grid: Grid, axes: Axes) -> tuple[int, ...]:
 
 
 def _kept(own: Tensor) -> dict[Any, _Known]:
-    """Return what is known of the memory of `own`, emptied after a write to it."""
+    """Return the kept exchanges for the memory of `own`, none after a write to it."""
     if own.is_inference():
         return {}
     base = base_of(own)
@@ -181,10 +186,7 @@ def _kept(own: Tensor) -> dict[Any, _Known]:
 def _size_of_row(x: DistTensor, d: int) -> int:
     """Return the number of elements in a row of `x` along `d`, on the rank that has most."""
     largest = rank_box(tuple(x.shape), x.cuts, x.grid.topology, 0)
-    elements = 1
-    for i, n in enumerate(largest.shape):
-        elements *= 1 if i == d else n
-    return elements
+    return prod(replaced_at(largest.shape, d, 1))
 
 
 def _few(x: DistTensor, d: int) -> bool:

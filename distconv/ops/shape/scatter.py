@@ -21,6 +21,7 @@ from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.merged import factors_of, is_merged, unmerge
 from distconv.ops.support.operands import (
     as_distributed,
+    box_on_rank,
     broadcast_shape,
     common_grid,
     gather_whole,
@@ -290,15 +291,26 @@ def _placed(
 
 
 def _slices_added(
-    x: DistTensor, dim: int, index: Tensor, source: Tensor, alpha: Any = 1
+    x: DistTensor, dim: int, index: Tensor, source: Tensor, alpha: Any = 1, name: str = "index_add"
 ) -> DistTensor | None:
-    """Return the result of index_add along a cut dimension, by an exchange of rows. Collective.
+    """Return the result of index_add, of which each rank adds up its block of `source`. Collective.
 
-    Each rank adds up its block of `source`, and sends the sums to the rows' owners. Returns None,
-    alike on all ranks, if `source` should be made whole along the dimension.
+    Along a cut dimension the sums are sent to the rows' owners. Along a whole one that is smaller
+    than `source`, the ranks' sums are added up. Returns None, alike on all ranks, if `source`
+    should be made whole along the dimension.
     """
-    d, name = normalize_dim(dim, x.dim()), "index_add"
+    d = normalize_dim(dim, x.dim())
     positions = index.reshape(-1)
+    if isinstance(source, DistTensor) and not x.cuts[d] and source.numel() > x.numel():
+        axes = source.cuts[d]
+        if axes and not set(axes) & set(cutting_axes(x.cuts)):
+            cuts = replaced_at(x.cuts, d, axes)
+            values = local_operand(source, tuple(source.shape), cuts, x.grid, name)
+            places = _whole_places(name, positions, x.shape[d], f"dimension {d}")
+            own = places[box_on_rank(places.shape, (axes,), x.grid).slices]
+            sums = torch.zeros_like(x.shard).index_add(d, own, values, alpha=alpha)
+            total = all_reduce_with_grad(sums, x.grid, axes)
+            return DistTensor(x.shard + total, x.shape, x.cuts, x.grid)
     along = x.cuts[d : d + 1]
     own = local_operand(positions, tuple(positions.shape), along, x.grid, name)
     rows = row_exchange(x, d, index, own, along, f"{name}, position", wraps=True)
@@ -398,11 +410,13 @@ def added_at(input: Tensor, indices: Sequence[Tensor], values: Tensor) -> DistTe
     if not 0 < len(found) <= x.dim():
         raise IndexError(f"{name}: {len(found)} indices; expected 1 to {x.dim()}")
     picked, rest = broadcast_shape(name, found), tuple(x.shape[len(found) :])
+    rows = values.expand(*picked, *rest).reshape(prod(picked), *rest)
+    if len(found) == 1 and (added := _slices_added(x, 0, found[0], rows, name=name)) is not None:
+        return added
     places = [
         _whole_places(name, item.expand(picked).reshape(-1), n, f"dimension {d}")
         for d, (item, n) in enumerate(zip(found, x.shape, strict=False))
     ]
-    rows = values.expand(*picked, *rest).reshape(prod(picked), *rest)
     return _written_at(torch.index_add, x, 0, places, rows)
 
 

@@ -64,11 +64,7 @@ def grid_sample(
     else:
         accelerated = on_accelerator(own, x.grid.computes_on_gpu)
         sampling = Sampling(*options, x.dim() == 4 or accelerated, accelerated)
-        box = (
-            extremes(sampling, own.detach(), x.shape[2:])
-            if own.numel()
-            else [(0, 0)] * (x.dim() - 2)
-        )
+        box = extremes(sampling, own.detach(), x.shape[2:])
         plane = _boxes(x, box)
     if 0 in block:
         # Depends on both operands in the graph, as on the ranks that have elements.
@@ -142,14 +138,17 @@ def affine_grid(
     box = box_on_rank(shape, cuts, theta.grid)
     if 0 in box.shape:
         return DistTensor(empty_block(maps.shard, box.shape), shape, cuts, theta.grid)
-    *columns, shard = maps.shard.unflatten(1, (*(1,) * len(names), -1)).unbind(-1)
-    for d, (column, n) in enumerate(zip(reversed(columns), shape[1:-1], strict=True)):
-        along = (
-            torch.linspace(-1, 1, n, dtype=theta.dtype, device=theta.device)
-            if n > 1
-            else column.new_zeros(1)
-        )
-        along = along if align_corners else along * (n - 1) / n
-        own = along[box.start[d + 1] : box.stop[d + 1]]
-        shard = shard + column * own.view(-1, *(1,) * (len(names) - d))
-    return DistTensor(shard.expand(box.shape), shape, cuts, theta.grid)
+    spans = zip(shape[1:-1], box.start[1:-1], box.stop[1:-1], strict=True)
+    own = [_coordinates(n, bool(align_corners), maps.shard)[a:b] for n, a, b in spans]
+    pixels = torch.stack(torch.meshgrid(*own, indexing="ij")[::-1], -1)
+    base = F.pad(pixels, (0, 1), value=1.0).flatten(0, -2)
+    shard = (base @ maps.shard.mT).view(box.shape)
+    return DistTensor(shard, shape, cuts, theta.grid)
+
+
+def _coordinates(size: int, align_corners: bool, like: Tensor) -> Tensor:
+    """Return the coordinates of the pixels along a dimension of the plane."""
+    if size == 1:
+        return like.new_zeros(1)
+    along = torch.linspace(-1, 1, size, dtype=like.dtype, device=like.device)
+    return along if align_corners else along * (size - 1) / size

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from distconv.geometry.index_maps import Interval
 from distconv.torch_private import ShardFunction
@@ -91,9 +92,10 @@ class Sampling(NamedTuple):
     def signs(self, pixels: Tensor, size: int) -> Tensor | None:
         """Return the derivative of `inside` by `pixels`, -1, 0 or 1; None if it is 1 everywhere.
 
-        Where the bicubic mode clips, the gradient of the kernel is 0 anyway.
+        Where the bicubic mode clips, and for the nearest pixel, the kernel's gradient is 0 anyway.
         """
-        if self.padding == "zeros" or (self.padding, self.mode) == ("border", "bicubic"):
+        clipped = (self.padding, self.mode) == ("border", "bicubic")
+        if self.padding == "zeros" or self.mode == "nearest" or clipped:
             return None
         if self.padding == "border":
             return ((pixels > 0) & (pixels < size - 1)).to(pixels.dtype)
@@ -161,8 +163,11 @@ def _reflected(low: float, high: float, first: float, last: float) -> tuple[floa
 def extremes(sampling: Sampling, points: Tensor, plane: tuple[int, ...]) -> list[Interval]:
     """Return for each dimension of the plane the interval of pixels from which `points` sample.
 
-    `points` are (..., coordinates), the last dimension of the plane first.
+    `points` are (..., coordinates), the last dimension of the plane first. Without points the
+    intervals are empty.
     """
+    if not points.numel():
+        return [(0, 0)] * len(plane)
     bounds = torch.stack([torch.stack(x.aminmax()) for x in points.unbind(-1)][::-1])
     found = _pixels_of(sampling, bounds, plane)
     if not all(abs(p) < inf for pair in found for p in pair):
@@ -200,6 +205,7 @@ class Relocate(ShardFunction):
         return moved
 
     @staticmethod
+    @once_differentiable  # as torch's kernels are
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (points,) = ctx.saved_tensors
         sampling, plane, boxes = ctx.relocation

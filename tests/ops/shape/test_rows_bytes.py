@@ -54,14 +54,15 @@ def test_a_mesh_costs_its_boundary_from_the_second_call_on() -> None:
         dc.redistributions(reset=True)
         with arriving(grid) as forward:
             y = _messages(x, source, target)
+        told = sum(entry.bytes for entry in dc.redistributions())
         with arriving(grid) as backward:
             y.sum().backward()
-        told = sum(entry.bytes for entry in dc.redistributions(reset=True))
         found.append(_most(sum(forward), sum(backward), told))
     # The blocks of nodes and of edges do not begin at the same rows of the mesh.
     first, second, third = found
     assert second == third
-    assert sides * BOUNDARY <= second[0] == second[1] == second[2] <= 3 * sides * BOUNDARY
+    assert sides * BOUNDARY <= second[0] == second[2] <= 3 * sides * BOUNDARY
+    assert second[1] == pytest.approx(second[0], abs=400)
     assert second[0] < first[0] == pytest.approx(first[2], abs=400)
 
 
@@ -70,14 +71,14 @@ def test_indices_are_sent_anew_after_a_write_to_them() -> None:
     grid = dc.ProcessGrid(height=-1)
     given = torch.arange(4000.0).view(1000, 4) + 1
     x = dc.distribute_tensor(given, grid, dc.Layout(sample="height"))
-    index = torch.arange(10)
-    for cut in (False, True):
-        own = dc.distribute_tensor(index, grid, dc.Layout(sample="height")) if cut else index
-        for change in range(4):
-            assert torch.equal(x.index_select(0, own).full_tensor(), given[index + change])
-            own[:1] += 1  # written by one rank, if it is partitioned
-            own[1:] += 1
-        index -= 0 if cut else 4
+    for layout in (None, dc.Layout(sample="height")):
+        expected, index = torch.arange(10), torch.arange(10)
+        own = index if layout is None else dc.distribute_tensor(index, grid, layout)
+        for _ in range(3):
+            for _ in range(2):
+                assert torch.equal(x.index_select(0, own).full_tensor(), given[expected])
+            expected[:1] += 1
+            own[:1] += 1  # written on one rank, if it is partitioned
 
 
 @pytest.mark.parallel([4])

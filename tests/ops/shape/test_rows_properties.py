@@ -85,6 +85,18 @@ def test_added_slices_equal_serial(case: Case) -> None:
     )
 
 
+@on_any_grid(15, more=[3])
+def test_rows_added_by_index_put_equal_serial(case: Case) -> None:
+    shape = [case.draw(sizes(1, 9)), *(case.draw(sizes(0, 3)) for _ in range(case.one_of(1, 0)))]
+    index = _positions(case, [case.draw(st.integers(0, 5)), 2], shape[0], -shape[0]).long()
+    values = case.tensor([*case.one_of(index.shape, [1]), *shape[1:]])
+    case.agrees(
+        lambda x, i, values: x.index_put((i,), values, accumulate=True),
+        *(case.tensor(shape), index, values),
+        cut=[0, *case.some([1, 2])],
+    )
+
+
 @on_any_grid(40, more=[3, 6])
 def test_added_elements_equal_serial(case: Case) -> None:
     shape, d = _table(case)

@@ -13,8 +13,10 @@ from mpi4py import MPI
 from torch import Tensor
 
 import distconv as dc
+from distconv.comm.ledger import trace_movements
 from distconv.device.kinds import thresholds
 from distconv.ops.warp import grid_sample
+from distconv.planning.dry_run import DryRunGrid
 from tests.support.serial import agrees, random_tensor
 from tests.support.strategies import Case, on_any_grid, sizes
 
@@ -118,3 +120,31 @@ def test_points_of_a_whole_plane_keep_their_partition() -> None:
     y = F.grid_sample(x, points, align_corners=False)
     assert y.layout == dc.Layout(height="height") and not dc.redistributions()
     assert y.shard.shape == (1, 2, 8 // MPI.COMM_WORLD.size, 3)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.filterwarnings("error:compile")
+def test_a_compiled_program_is_replayed_with_other_points_and_positions() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    rng = random.Random(2)
+    x, table = random_tensor(rng, (1, 2, 9, 7)), random_tensor(rng, (11, 3))
+
+    def program(x: Tensor, points: Tensor, table: Tensor, index: Tensor) -> Tensor:
+        return F.grid_sample(x, points, align_corners=False).sum() + table[index].cos().sum()
+
+    compiled = dc.compile(program)
+    image = dc.distribute_tensor(x, grid)
+    rows = dc.distribute_tensor(table, grid, dc.Layout(sample="height"))
+    for shift in range(6):
+        points, index = random_tensor(rng, (1, 4, 4, 2)), (torch.arange(8) + shift) % 11
+        found = compiled(image, points, rows, index)
+        expected = program(x, points, table, index)
+        assert abs(float(found) - float(expected)) < 1e-10
+
+
+def test_a_dry_run_gathers_the_plane() -> None:
+    grid = DryRunGrid({"height": 4})
+    image, field = grid.tensor((1, 2, 64, 64)), torch.empty(1, 64, 64, 2, device="meta")
+    with trace_movements() as movements:
+        assert F.grid_sample(image, field, align_corners=False).shape == (1, 2, 64, 64)
+    assert sum(m.bytes for m in movements) == 4 * 2 * 64 * 64 * 3 / 4
