@@ -59,7 +59,7 @@ class NoiseScale:
             if isinstance(p, DistTensor) and "sample" in cutting_axes(p.cuts):
                 raise ValueError(
                     f"NoiseScale: {name} is cut over the replicas, which have no gradients of "
-                    "their own then; cut channels over other axes than sample"
+                    "their own then; partition channels over axes other than sample, without shard="
                 )
         self._model, self._reduction, self._grid = model, reduction, reduction.grid
         self.decay = decay
