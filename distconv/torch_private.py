@@ -29,7 +29,11 @@ from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunc
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 _TENSOR = vars(torch._C.TensorBase)
 _KERNELS: Any = torch._C._nn
@@ -660,6 +664,20 @@ def innermost_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]
     """
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found  # type: ignore[no-any-return]
+
+
+def in_selective_checkpoint() -> bool:
+    """Return whether a policy of selective checkpointing chooses which results are kept.
+
+    Without it a convolution whose boundary is added to its result fails in the backward pass: torch
+    keeps the result, and it must not be written.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+_SELECTIVE = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
 
 
 def versions_in_state(state: Mapping[str, Any]) -> Any:

@@ -807,6 +807,15 @@ def test_fully_shard_asks_first() -> None:
         _fsdp_state.FSDPState.init = init
 
 
+def test_policies_of_checkpoints_are_noticed() -> None:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    assert not private.in_selective_checkpoint()
+    for context in create_selective_checkpoint_contexts([torch.ops.aten.add.Tensor]):
+        with context:
+            assert private.in_selective_checkpoint()
+
+
 def test_hooks_for_saved_tensors_know_those_around_them() -> None:
     assert private.innermost_saved_hooks() is None
     pack, unpack = (lambda x: x), (lambda x: x)

@@ -205,7 +205,7 @@ class Compiled(Generic[Given, Result]):
         with reductions_used() as reductions:
             result = self._as_it_is(args, kwargs)
         if why and call.grid.rank == 0:
-            sharded = "its weights are sharded (shard_parameters=True)"
+            sharded = "its weights are sharded (shard_parameters=True, shard=)"
             self._warn(_RUNS, sharded if any(r.is_of_shards for r in reductions) else why)
         if call.begins is not None:
             call.begins.begin(call.inputs, reductions, self._made, self._backend)

@@ -169,13 +169,11 @@ def parallelize(
         broadcast(tensor, grid)
     if shard_parameters:
         shard_weights(module, chosen, grid)
-    if shard is not None:
-        shard_over_samples(module, grid)
+    over_samples = set() if shard is None else shard_over_samples(module, grid)
     redistribute_inputs(module, chosen)
     reduction = GradientReduction(module, grid, bucket_bytes, half, error_feedback)
     ModuleGuard(module, reduction)
-    if shard is not None:
-        gather_in_calls(module, shard)
+    gather_in_calls(module, over_samples, shard == "zero3")
     for part in module.modules():
         part.__dict__[REDUCTION_ATTRIBUTE] = reduction
         part.__dict__[_SCRIPT] = _refuse_script

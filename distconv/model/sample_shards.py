@@ -24,7 +24,12 @@ from distconv.model.layouts import sharded
 from distconv.tensor.dispatch import SerialTrace
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs, plan_to_gather
-from distconv.torch_private import address_of_memory, innermost_saved_hooks, run_eagerly
+from distconv.torch_private import (
+    address_of_memory,
+    innermost_saved_hooks,
+    parts_and_parameters,
+    run_eagerly,
+)
 
 SHARDS = ("zero2", "zero3")
 """The choices of `parallelize(shard=...)`: weights stay whole from the forward pass to the backward
@@ -33,15 +38,16 @@ pass, or are gathered again for the backward pass."""
 _AXIS = "sample"
 
 
-def shard_over_samples(module: nn.Module, grid: ProcessGrid) -> None:
-    """Make the weights of a module DistTensors partitioned over the samples.
+def shard_over_samples(module: nn.Module, grid: ProcessGrid) -> set[Tensor]:
+    """Make the weights of a module DistTensors partitioned over the samples, and return them.
 
     Each is partitioned along its longest dimension. Vectors, such as biases, stay whole: they have
     few elements, and would need as many messages. So do weights that are sharded already, and those
     of recurrent layers, which do not read them by their names. No communication.
     """
+    found: set[Tensor] = set()
     if grid.shape[_AXIS] == 1:
-        return
+        return found
     kept = {
         p for part in module.modules() if isinstance(part, nn.RNNBase) for p in part.parameters()
     }
@@ -51,10 +57,15 @@ def shard_over_samples(module: nn.Module, grid: ProcessGrid) -> None:
             cuts = tuple((_AXIS,) if d == longest else () for d in range(p.dim()))
             # Other holders of the parameter, such as an optimizer, hold its block from now on.
             swap_tensors(p, sharded(p, cuts, grid))
+            found.add(p)
+    return found
 
 
-def gather_in_calls(module: nn.Module, shard: str) -> None:
-    """Let each module gather its weights, sharded by `shard_over_samples`, in its calls."""
+def gather_in_calls(module: nn.Module, weights: set[Tensor], again: bool) -> None:
+    """Let each module gather its weights in its calls: those that `shard_over_samples` returned.
+
+    With `again` the backward pass gathers them again, as in "zero3".
+    """
     for part in module.modules():
         # Attention computes with the weights of its output layer, which it does not call.
         owners = part.modules() if isinstance(part, nn.MultiheadAttention) else [part]
@@ -62,20 +73,22 @@ def gather_in_calls(module: nn.Module, shard: str) -> None:
             (owner, name)
             for owner in owners
             for name, p in owner.named_parameters(recurse=False)
-            if isinstance(p, DistTensor) and (_AXIS,) in p.cuts
+            if p in weights
         ]
         if names:
-            GatheredWeights(part, names, again=shard == "zero3")
+            GatheredWeights(part, names, again)
 
 
-class _Whole(NamedTuple):
-    """A gathered weight, the block that it was gathered from, and how to gather it again."""
+class _Whole:
+    """A gathered weight, and how to gather it again. All ranks of the grid make it."""
 
-    weight: Tensor
-    block: Tensor
-    version: int
-    """The version of the block, which each write to it raises."""
-    transfer: Transfer
+    def __init__(self, weight: Tensor, p: DistTensor):
+        self.weight, self.block, self.version = weight, p.shard, p.shard._version
+        shape, same, whole = tuple(p.shape), (Same(),) * p.dim(), ((),) * p.dim()
+        plan = plan_to_gather(p.grid.topology, p.grid.rank, shape, p.cuts, same, whole)
+        assert plan is not None
+        # Made here, as the backward passes of the ranks may differ.
+        self.transfer = Transfer(plan, p.grid)
 
     def holds(self, x: Tensor) -> bool:
         """Return whether `x` has the memory of the weight, or is its copy in another type."""
@@ -92,6 +105,7 @@ class _Saved(NamedTuple):
 
     block: Tensor
     version: int
+    """The version of the block, which each write to it raises."""
     transfer: Transfer
     view: tuple[Any, Any, Any]
     """The shape, strides and offset of the saved tensor in the whole weight."""
@@ -131,10 +145,12 @@ class GatheredWeights:
 
     @run_eagerly
     def _gather(self) -> None:
-        found = [_gathered(getattr(owner, name)) for owner, name in self._names]
-        for (owner, name), whole in zip(self._names, found, strict=True):
-            vars(owner)[name] = whole.weight
+        blocks = [parts_and_parameters(owner)[0][name] for owner, name in self._names]
+        weights = [_gathered(p) for p in blocks]
+        for (owner, name), weight in zip(self._names, weights, strict=True):
+            vars(owner)[name] = weight
         if self._again and torch.is_grad_enabled():
+            found = [_Whole(*each) for each in zip(weights, blocks, strict=True)]
             hooks = saved_tensors_hooks(*_hooks(found))
             hooks.__enter__()
             self._open.append((hooks, found))
@@ -148,13 +164,9 @@ class GatheredWeights:
             found.clear()  # autograd keeps the hooks
 
 
-def _gathered(p: DistTensor) -> _Whole:
+def _gathered(p: DistTensor) -> Tensor:
     """Return a sharded weight as a whole. All ranks of the grid call it."""
-    cuts, same = ((),) * p.dim(), (Same(),) * p.dim()
-    weight = gather_inputs(p, same, cuts, "shard")
-    plan = plan_to_gather(p.grid.topology, p.grid.rank, tuple(p.shape), p.cuts, same, cuts)
-    assert plan is not None
-    return _Whole(weight, p.shard, p.shard._version, Transfer(plan, p.grid))
+    return gather_inputs(p, (Same(),) * p.dim(), ((),) * p.dim(), "shard")
 
 
 def _hooks(found: Sequence[_Whole]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

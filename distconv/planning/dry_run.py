@@ -90,6 +90,10 @@ class LiveMemory:
         self._kept.add(key)
         return size
 
+    def kind(self, x: Tensor) -> str:
+        """Return the kind of memory of a tensor; "" if it is not counted."""
+        return self._live.get(address_of_memory(x), (0, ""))[1]
+
     def turn(self) -> None:
         """End the forward pass: live results of layers become activations."""
         for key, (size, kind, reference, layer) in self._live.items():

@@ -6,7 +6,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from inspect import Parameter, signature
 from math import inf
 from pathlib import Path
@@ -211,6 +211,20 @@ class Machine:
         times_in = [table(rows, right=(1, 2, 3, 4)), "times in microseconds"] if tables else []
         assumed = " (assumed)" if self.assumed else ""
         return "\n".join((f"{self.name}{assumed}: {devices}", *times_in))
+
+    def in_graph(self) -> Machine:
+        """Return the machine as a step sees it that is replayed as a graph of the device.
+
+        Such a graph, as `dc.compile` captures it, needs no Python between its kernels. The host's
+        time for parameters stays, as optimizers step outside of the graph. Times of operators are
+        shared with this machine. Raises ValueError if the devices are CPUs, which have no graphs.
+        """
+        if not self.asynchronous:
+            raise ValueError(
+                f"{self.name} computes on CPUs, which have no graphs; predict the eager step"
+            )
+        kept = {name: table for name, table in self.host.items() if name.startswith("parameter")}
+        return replace(self, host=kept)
 
     def save(self, path: str | Path) -> None:
         """Write the machine as JSON, into a new file that replaces an old one in one step."""

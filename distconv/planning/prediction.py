@@ -176,7 +176,8 @@ def predict(
     machine: the result of `Machine.load(path)`. `python -m distconv calibrate` measures a machine
         and writes the file; names such as "h100" are machines that distconv describes.
     options: options of the step, as for `record_step`: `layout`, `dtype`, `loss`, `optimizer`,
-        `autocast`, and options of `parallelize`, such as `layouts` and `shard_parameters`.
+        `autocast`, `checkpoint`, `accumulate`, `offload`, and options of `parallelize`, such as
+        `layouts`, `shard_parameters` and `shard`.
     """
     shapes = shapes_of(shape)
     check_ranks(machine, DryRunGrid(grid, 0).size)

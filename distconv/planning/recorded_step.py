@@ -7,7 +7,8 @@ gradients are those of `parallelize` itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -15,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as _checkpoint
 
 from distconv.comm.ledger import trace_movements, without_counting
 from distconv.device.kinds import rehearsed
 from distconv.geometry.layout import Layout
-from distconv.model.parallelize import parallelize
+from distconv.model.parallelize import no_sync, parallelize
 from distconv.planning.dry_run import DryRunGrid, without_elements
 from distconv.planning.recorder import Recorder, RuleCalls
 from distconv.planning.recording import LayerPlan, Place, Recording
@@ -66,6 +68,8 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "momentum": partial(_SGD, lr=1e-3, momentum=0.9),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
 }
 
 
@@ -81,6 +85,9 @@ def record_step(
     loss: LossFunction | str | None = "mse",
     optimizer: OptimizerFactory | str = "sgd",
     autocast: torch.dtype | None = None,
+    checkpoint: str | Sequence[str] = (),
+    accumulate: int = 1,
+    offload: bool = False,
     input_gradients: bool = False,
     gpu: bool = False,
     serial: bool = False,
@@ -107,6 +114,11 @@ def record_step(
         forward pass alone is recorded, up to the first layer that is refused.
     optimizer: a function of the parameters, or a name in `OPTIMIZERS`.
     autocast: the type of `torch.autocast` around the module and the loss; None without it.
+    checkpoint: the modules that are computed again in the backward pass; see `with_checkpoints`.
+    accumulate: the number of mini-batches of the given shapes in a step. All but the last run
+        within `no_sync`.
+    offload: whether saved activations are kept on the host, as by `save_on_cpu`. The time of their
+        copies is not recorded.
     input_gradients: whether the inputs require gradients, too.
     gpu: whether the ranks compute on GPUs, where the library runs other code for some operators.
     serial: whether the plain module runs on plain tensors, as in the serial program.
@@ -117,8 +129,12 @@ def record_step(
     make_optimizer = _named(optimizer, OPTIMIZERS, "optimizer")
     dtypes = _each_input(dtype or dtype_of(module), len(shapes), f"{caller}: dtype")
     cuts = _each_input(layout, len(shapes), f"{caller}: layout")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(
+            f"{caller}: accumulate={accumulate!r} is no number of mini-batches, from 1"
+        )
     grid = DryRunGrid(extents, rank, gpu=gpu)
-    hollow = without_elements(module, caller)
+    hollow = with_checkpoints(without_elements(module, caller), checkpoint)
     recorder = Recorder(hollow, grid, progress)
     if not serial:
         with grid.all_alike():
@@ -140,7 +156,17 @@ def record_step(
             RuleCalls(recorder),
             _autocast(rehearsed() if gpu else "cpu", autocast),
         ):
-            _run(hollow, inputs, minimised, made, recorder)
+            for number in range(accumulate):
+                last = number == accumulate - 1 or minimised is None
+                with nullcontext() if last or serial else no_sync(hollow):
+                    _run(hollow, inputs, minimised, recorder, offload)
+                if last:
+                    break
+                recorder.repeat()
+            if minimised is not None:
+                recorder.move(Place("optimizer", "optimizer"))
+                if made is not None:
+                    made.step()
     except UnsupportedOperation as refusal:
         if minimised is not None:
             raise
@@ -170,13 +196,14 @@ def _run(
     module: nn.Module,
     inputs: Sequence[Tensor],
     loss: LossFunction | None,
-    optimizer: torch.optim.Optimizer | None,
     recorder: Recorder,
+    offload: bool,
 ) -> None:
-    """Run a training step; with `loss` None the forward pass alone."""
+    """Run forward and backward pass of a mini-batch; with `loss` None the forward pass alone."""
+    hooks = (recorder.offload, lambda make: make()) if offload else (recorder.keep, lambda x: x)
     with (
         trace_movements(recorder.movements),
-        saved_tensors_hooks(recorder.keep, lambda x: x),
+        saved_tensors_hooks(*hooks),
         torch.device("meta"),  # also for tensors that a forward makes without naming one
     ):
         output = module(*inputs)
@@ -189,9 +216,6 @@ def _run(
     if scalar.requires_grad:
         scalar.backward()
     del scalar
-    recorder.move(Place("optimizer", "optimizer"))
-    if optimizer is not None:
-        optimizer.step()
 
 
 @contextmanager
@@ -235,6 +259,46 @@ def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     finally:
         torch.set_autocast_enabled(device, before[0])
         torch.set_autocast_dtype(device, before[1])
+
+
+def with_checkpoints(module: nn.Module, chosen: str | Sequence[str]) -> nn.Module:
+    """Let modules recompute their activations by `torch.utils.checkpoint`; return `module`.
+
+    `chosen` has names of classes, such as "ResBlock", and shell patterns of module names, such as
+    "encoder.*". Modules within a chosen one are computed again with it. "blocks" stands for the
+    modules at the first level of nesting that has three or more; if there is none, for no module.
+    Raises ValueError for a name or pattern that matches no module.
+    """
+    patterns = [chosen] if isinstance(chosen, str) else list(chosen)
+    found: set[nn.Module] = set()
+    named = dict(module.named_modules())
+    for pattern in patterns:
+        if pattern == BLOCKS:
+            level = [module]
+            while 0 < len(level) < 3:
+                level = [child for part in level for child in part.children()]
+            found |= set(level)
+            continue
+        matching = {
+            part
+            for name, part in named.items()
+            if name and (type(part).__name__ == pattern or fnmatchcase(name, pattern))
+        }
+        if not matching:
+            kinds = dict.fromkeys(type(part).__name__ for name, part in named.items() if name)
+            raise ValueError(
+                f"checkpoint={pattern!r} is no class or name of a module; choose {BLOCKS}, or of "
+                f"{', '.join(kinds)}"
+            )
+        found |= matching
+    inner = {part for each in found for part in each.modules() if part is not each}
+    for part in found - inner:
+        part.forward = partial(_checkpoint, part.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return module
+
+
+BLOCKS = "blocks"
+"""The name for the blocks of a module in `with_checkpoints`."""
 
 
 def shapes_of(given: Any) -> list[tuple[int, ...]]:

@@ -138,7 +138,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._types: dict[str, str] = {}
         self._blocks: dict[str, tuple[int, ...]] = {}
         self._place = Place("", "forward")
-        self._backward = self._makes_message = False
+        self._backward = self._makes_message = self._repeats = False
         self._origins: list[_Origin] = []
         self._starts: list[int] = []
         self._seen: set[int] = set()
@@ -250,6 +250,22 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self._kept += self.memory.keep(x.held if isinstance(x, DistTensor) else x)
         return x
 
+    def offload(self, x: Tensor) -> Callable[[], Tensor]:
+        """Return a function that makes `x` anew, which autograd saves for the backward pass.
+
+        The memory of `x` is then on the host. Parameters stay.
+        """
+        if self.memory.kind(x) == "parameters":
+            return lambda: x
+        shape, stride, dtype = spec_of(x)
+        return lambda: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+    def repeat(self) -> None:
+        """Begin another forward pass, of the next mini-batch, with the layers recorded already."""
+        self._repeats = True
+        self._count.clear()
+        self.move(Place("", "forward"))
+
     def call(self, func: Any, types: Sequence[type], args: Any, kwargs: Any) -> Any:
         """Call a function that has a rule, and record it."""
         start, before = torch_private.next_node_number(), len(self._events)
@@ -330,7 +346,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._reduced = self._kept = self._received = 0
         moved = [m for m in self.movements if m.redistributes or not m.plan.identity]
         self.movements.clear()
-        if not (always or moved or received or kept or parameters):
+        if self._repeats or not (always or moved or received or kept or parameters):
             return
         output = self._last = output or _Output()
         halos = tuple(halo_of_movement(m) for m in moved if not m.redistributes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from math import ceil, prod
 from pathlib import Path
@@ -13,16 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 
 from distconv.data.durable import write_atomically
 from distconv.device.kinds import wait_for_device
 from distconv.geometry.layout import Layout, dimension_names
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
-from distconv.model.parallelize import parallelize
+from distconv.model.parallelize import no_sync, parallelize
 from distconv.planning.machine import Machine
 from distconv.planning.prediction import in_words, predict
-from distconv.planning.recorded_step import LOSSES, OPTIMIZERS, dtype_of
+from distconv.planning.recorded_step import LOSSES, OPTIMIZERS, dtype_of, with_checkpoints
 from distconv.planning.search import grids_of
 from distconv.planning.table import Cell, milliseconds
 from distconv.tensor.dist_tensor import DistTensor, local_box
@@ -417,6 +419,9 @@ def training_step(
     loss: str = "mse",
     optimizer: str = "sgd",
     autocast: torch.dtype | None = None,
+    checkpoint: str | Sequence[str] = (),
+    accumulate: int = 1,
+    offload: bool = False,
     **options: Any,
 ) -> Callable[[], None]:
     """Return a function that runs a case's training step.
@@ -426,7 +431,7 @@ def training_step(
     """
     extents: dict[str, Any] = dict(case.grid)
     grid = ProcessGrid(tuple(range(case.ranks)), **extents)
-    module = make()
+    module = with_checkpoints(make(), checkpoint)
     dtype = dtype or dtype_of(module)
     module = parallelize(module, grid, **options)
     parameters = list(module.parameters())
@@ -440,11 +445,21 @@ def training_step(
         inputs.append(DistTensor.from_local(mine, grid, layout, shape=shape))
     kind = grid.device.type
 
-    def step() -> None:
-        with torch.autocast(kind, autocast, enabled=autocast is not None):
+    def pass_of_a_batch() -> None:
+        with (
+            torch.autocast(kind, autocast, enabled=autocast is not None),
+            save_on_cpu(pin_memory=grid.computes_on_gpu) if offload else nullcontext(),
+        ):
             value = LOSSES[loss](module(*inputs))
         if taken is not None:
             value.backward()
+
+    def step() -> None:
+        for _ in range(accumulate - 1):
+            with no_sync(module):
+                pass_of_a_batch()
+        pass_of_a_batch()
+        if taken is not None:
             taken.step()
             taken.zero_grad()
         wait_for_device(grid.device)

@@ -10,15 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from distconv.geometry.layout import dimension_names
 from distconv.geometry.topology import AXES
+from distconv.model.sample_shards import SHARDS
 from distconv.planning.dry_run import DryRunGrid, without_elements
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
@@ -29,7 +28,7 @@ from distconv.planning.prediction import (
     predicted,
     record_ranks,
 )
-from distconv.planning.recorded_step import record_step, shapes_of
+from distconv.planning.recorded_step import BLOCKS, record_step, shapes_of
 from distconv.planning.recording import Recording
 from distconv.planning.table import Cell, byte_size, size_cell, table, time_cell
 from distconv.planning.timeline import check_ranks
@@ -348,22 +347,36 @@ class _Search:
     ) -> Iterator[WayOut]:
         """Yield changes that reduce the memory of a step, for when no grid fits.
 
-        The changes are checkpoints, bfloat16, and sharded weights, and then more ranks until a grid
-        fits. `grid` is the grid of `ranks` ranks that needs the least memory; `axes` is as for
-        `plan`.
+        They are tried in the order of the time that they cost: sharded weights, recomputation,
+        both, autocast, on GPUs offloaded activations, and parameters of half precision; then more
+        ranks until a grid fits. `grid` is the grid of `ranks` ranks that needs the least memory;
+        `axes` is as for `plan`.
         """
-        ways: list[tuple[str, dict[str, int], nn.Module, dict[str, Any]]] = [
-            ("checkpointing each block", grid, with_checkpoints(self.module), {}),
-            ("bfloat16", grid, copy.deepcopy(self.module).to(torch.bfloat16), {}),
-        ]
-        if not self.options.get("shard_parameters"):
-            extents = (dict(g) for g in grids_of(ranks, self.shapes[0], axes))
-            cut = next(g for g in (grid, {"channel": ranks}, *extents) if "channel" in g)
-            ways.append(("shard_parameters=True", cut, self.module, {"shard_parameters": True}))
-        for what, cut, module, more in ways:
+        given = self.options
+        extents = [dict(g) for g in grids_of(ranks, self.shapes[0], axes)]
+        cut = next((g for g in (grid, *extents) if "channel" in g), {"channel": ranks})
+        over = next((g for g in (grid, *extents) if "sample" in g), None)
+        ways: list[tuple[str, dict[str, int], dict[str, Any]]] = []
+        if over is not None and not given.get("shard"):
+            ways += [(f'shard="{name}"', over, {"shard": name}) for name in SHARDS]
+        if not given.get("shard_parameters"):
+            ways.append(("shard_parameters=True", cut, {"shard_parameters": True}))
+        if not given.get("checkpoint"):
+            ways.append(("checkpointing each block", grid, {"checkpoint": BLOCKS}))
+            if over is not None and not given.get("shard"):
+                both = {"shard": SHARDS[-1], "checkpoint": BLOCKS}
+                ways.append((f'shard="{SHARDS[-1]}" and checkpointing each block', over, both))
+        if not given.get("autocast"):
+            ways.append(("autocast to bfloat16", grid, {"autocast": torch.bfloat16}))
+        if self.machine.asynchronous and not given.get("offload"):
+            ways.append(("activations on the host (save_on_cpu)", grid, {"offload": True}))
+        for what, tried, more in ways:
             with suppress(RuntimeError):
-                recording = self.record(cut, module, **more)
-                yield self._judged_way(f"{what} on {in_words(cut)}", recording)
+                recording = self.record(tried, **more)
+                yield self._judged_way(f"{what} on {in_words(tried)}", recording)
+        with suppress(RuntimeError):
+            recording = self.record(grid, copy.deepcopy(self.module).to(torch.bfloat16))
+            yield self._judged_way(f"bfloat16 on {in_words(grid)}", recording)
         for factor in (2, 4, 8, 16):
             found = []
             for wider in grids_of(ranks * factor, self.shapes[0], axes):
@@ -388,18 +401,3 @@ class _Search:
         self.times.prepare_approximately([convolutions], seconds=SPACES_BUDGET)
         peak = sum(memory_of(recording, self.times).values())
         return WayOut(what, peak, self.limit is None or peak <= self.limit)
-
-
-def with_checkpoints(module: nn.Module) -> nn.Module:
-    """Return a copy of a module that recomputes its blocks by `torch.utils.checkpoint`.
-
-    The blocks are the modules at the first level of nesting that has three or more modules. If
-    there is no such level, nothing is recomputed.
-    """
-    copied = copy.deepcopy(module)
-    blocks = [copied]
-    while 0 < len(blocks) < 3:
-        blocks = [child for block in blocks for child in block.children()]
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-    return copied

@@ -60,7 +60,8 @@ class NoiseScale:
             if isinstance(p, DistTensor) and "sample" in cutting_axes(p.cuts):
                 raise ValueError(
                     f"NoiseScale: {name} is partitioned over the axis sample, so replicas have no "
-                    "gradient of the whole parameter; partition channels over other axes"
+                    "gradient of the whole parameter; partition channels over other axes, without "
+                    "shard="
                 )
         self._model, self._reduction, self._grid = model, reduction, reduction.grid
         self.decay = decay

@@ -16,7 +16,12 @@ from torch.utils.checkpoint import checkpoint
 import distconv as dc
 from benchmarks.measuring.memory import peak_of
 from distconv.planning.dry_run import DryGroup, DryTransport, LiveMemory
-from distconv.planning.recorded_step import OPTIMIZERS, mean_square, record_step
+from distconv.planning.recorded_step import (
+    OPTIMIZERS,
+    mean_square,
+    record_step,
+    with_checkpoints,
+)
 from distconv.planning.recording import (
     Completion,
     Compute,
@@ -79,18 +84,31 @@ def operands(args: Any) -> tuple[Any, ...]:
 
 
 def step_on(
-    grid: dc.ProcessGrid, make: Any = residual, autocast: torch.dtype | None = None, **options: Any
+    grid: dc.ProcessGrid,
+    make: Any = residual,
+    autocast: torch.dtype | None = None,
+    checkpoint: str = "",
+    accumulate: int = 1,
+    optimizer: str = "sgd",
+    shape: tuple[int, ...] = LARGE,
+    **options: Any,
 ) -> Any:
-    module = dc.parallelize(make(), grid, **options)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    x = dc.distribute_tensor(torch.ones(LARGE), grid)
+    module = dc.parallelize(with_checkpoints(make(), checkpoint or ()), grid, **options)
+    taken = OPTIMIZERS[optimizer](module.parameters())
+    x = dc.distribute_tensor(torch.ones(shape), grid)
 
-    def step() -> None:
-        optimizer.zero_grad()
+    def backward() -> None:
         with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
             loss = mean_square(module(x))
         loss.backward()
-        optimizer.step()
+
+    def step() -> None:
+        taken.zero_grad()
+        for _ in range(accumulate - 1):
+            with dc.no_sync(module):
+                backward()
+        backward()
+        taken.step()
 
     return step
 
@@ -105,6 +123,10 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"width": 2}, {"make": lambda: residual(Checkpointed)}),
     ({"width": 2}, {"wire": "bfloat16", "bucket_bytes": 256}),
     ({"channel": 2}, {"shard_parameters": True}),
+    ({"sample": 2}, {"shard": "zero2", "optimizer": "adam"}),
+    ({"sample": 2}, {"shard": "zero3", "optimizer": "rmsprop"}),
+    ({"height": 2}, {"checkpoint": "Residual"}),
+    ({"height": 2}, {"accumulate": 3, "optimizer": "momentum"}),
 ]
 """Grids, and what is different from the default of a step."""
 

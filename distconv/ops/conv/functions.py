@@ -56,7 +56,7 @@ from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.memory_format import one_channel_in_sample_format
 from distconv.tensor.redistribution import gather_by, plan_to_gather
-from distconv.torch_private import without_modes
+from distconv.torch_private import in_selective_checkpoint, without_modes
 
 # The user's choice between the two ways to compute a convolution on a cut plane.
 #
@@ -159,7 +159,9 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
     """
     meta = WeightMeta.of(weight, bias)
     sizes = thresholds(on_accelerator(x.shard, x.grid.computes_on_gpu))
-    plan = _plan(spec, Placement.of(x), meta, algorithm(), chosen_method(), sizes)
+    # Boundaries would be added to results that torch keeps.
+    way = "assembled" if in_selective_checkpoint() else chosen_method()
+    plan = _plan(spec, Placement.of(x), meta, algorithm(), way, sizes)
     weight, bias, late = plan.part.operands(weight, bias)
     return plan.part.output(_convolve_block(x, weight, bias, plan), late, x.grid)
 

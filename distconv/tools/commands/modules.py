@@ -14,7 +14,7 @@ from distconv.grid.ranks import world
 from distconv.model.layouts import match_layouts
 from distconv.planning.calibration import calibrate
 from distconv.planning.layer_layouts import plan_layouts
-from distconv.planning.machine import ALLOCATOR, as_dict
+from distconv.planning.machine import ALLOCATOR, Machine, as_dict
 from distconv.planning.prediction import predict
 from distconv.planning.recorded_step import dtype_of
 from distconv.planning.search import plan
@@ -52,6 +52,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     shared.add_module_options(parser)
     shared.add_grid_option(parser)
     shared.add_dtype_option(parser)
+    shared.add_memory_options(parser)
     shared.add_report_option(parser)
     text = "the rank to show (default: the rank in the middle of every axis)"
     parser.add_argument("--rank", type=int, help=text)
@@ -61,6 +62,7 @@ def _explain(given: argparse.Namespace) -> int:
     module, grid = module_from(given.factory, given.seed), given.grid
     options: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
     options |= {"dtype": shared.dtype_named(given.dtype), "rank": given.rank, "show": False}
+    options |= shared.memory_options(given)
     with complaining(ValueError, RuntimeError), StatusLine(shared.is_first(), "recording") as say:
         options["progress"] = lambda layer: say(layer.name)
         plan = explain(module, given.shape, grid, **options)
@@ -140,8 +142,24 @@ def _calibrate(given: argparse.Namespace) -> int:
     return 0
 
 
+def _add_graph_option(parser: argparse.ArgumentParser) -> None:
+    text = "the step is replayed as a graph of the device, by dc.compile"
+    parser.add_argument("--graph", action="store_true", help=text)
+
+
+def _as_run(machine: Machine, given: argparse.Namespace) -> Machine:
+    """Return the machine as the step of a command line sees it; see `Machine.in_graph`."""
+    if not given.graph:
+        return machine
+    if given.shard or given.shard_parameters:
+        raise BadArguments("steps with sharded weights are not captured as graphs; omit --graph")
+    with complaining(ValueError):
+        return machine.in_graph()
+
+
 def _predict_options(parser: argparse.ArgumentParser) -> None:
     shared.add_step_options(parser)
+    _add_graph_option(parser)
     shared.add_grid_option(parser)
     shared.add_report_option(parser)
 
@@ -149,7 +167,8 @@ def _predict_options(parser: argparse.ArgumentParser) -> None:
 def _predict(given: argparse.Namespace) -> int:
     shared.check_alone("predict")
     machine, module = shared.loaded(given.machine), module_from(given.factory, given.seed)
-    options, step = shared.step_options(given), (module, given.shape, given.grid, machine)
+    options = shared.step_options(given)
+    step = module, given.shape, given.grid, _as_run(machine, given)
     try:
         with complaining(ValueError, RuntimeError), StatusLine(begin="recording") as say:
             recorded = "recorded as far as {}; local operators are timed next"
@@ -166,6 +185,7 @@ def _predict(given: argparse.Namespace) -> int:
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     shared.add_step_options(parser)
+    _add_graph_option(parser)
     shared.add_report_option(parser)
     add = parser.add_argument
     add("--ranks", type=int, required=True, help="the number of ranks")
@@ -184,12 +204,13 @@ def _plan(given: argparse.Namespace) -> int:
     machine, module = shared.loaded(given.machine), module_from(given.factory, given.seed)
     options, layers = shared.step_options(given), None
     axes = given.axes and given.axes.split(",")
+    seen = _as_run(machine, given)
     with complaining(ValueError, RuntimeError), StatusLine(begin="recording all grids") as say:
         options["progress"] = say
         step = module, given.shape
-        found = plan(*step, given.ranks, machine, memory=given.memory, axes=axes, **options)
+        found = plan(*step, given.ranks, seen, memory=given.memory, axes=axes, **options)
         if given.per_layer and found.fitting:
-            layers = plan_layouts(*step, found.grid, machine, **options)
+            layers = plan_layouts(*step, found.grid, seen, **options)
     shared.keep_times(machine, given.machine)
     fits = bool(found.fitting)
     if given.json:

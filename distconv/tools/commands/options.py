@@ -20,6 +20,7 @@ import torch
 from distconv.data.durable import write_atomically
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.ranks import world, world_if_rank
+from distconv.model.sample_shards import SHARDS
 from distconv.planning.machine import Machine
 from distconv.planning.recorded_step import LOSSES, OPTIMIZERS
 from distconv.tools.arguments import (
@@ -161,21 +162,46 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add("--machine", type=Path, default=Path("machine.json"), metavar="FILE", help=text)
     add("--loss", choices=LOSSES, default="mse", help="the loss of each result (%(default)s)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the optimizer (%(default)s)")
-    add("--autocast", choices=DTYPES[2:], help="the type of autocast around module and loss")
-    add("--shard-parameters", action="store_true", help="shard weights, as in parallelize")
     add("--wire", choices=DTYPES[2:], help="the type in which gradients are sent")
+    text = "the number of mini-batches in a step, all but the last within no_sync (%(default)s)"
+    add("--accumulate", type=int, default=1, metavar="N", help=text)
+    add_memory_options(parser)
+
+
+def add_memory_options(parser: argparse.ArgumentParser) -> None:
+    """Add options for what a step keeps in memory: weights and activations."""
+    add = parser.add_argument
+    add("--autocast", choices=DTYPES[2:], help="the type of autocast around module and loss")
+    text = "shard weights over the axes that partition channels"
+    add("--shard-parameters", action="store_true", help=text)
+    add("--shard", choices=SHARDS, help="shard weights over the samples, as parallelize does")
+    text = (
+        "recompute the modules of this class, or whose names match this pattern; 'blocks' chooses "
+        "the first level of at least three modules; may be repeated"
+    )
+    add("--checkpoint", action="append", default=[], metavar="CLASS", help=text)
+    text = "keep saved activations on the host, as by save_on_cpu"
+    add("--offload", action="store_true", help=text)
+
+
+def memory_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `add_memory_options` as keyword arguments of `record_step`."""
+    names = ("shard_parameters", "shard", "checkpoint", "offload")
+    given = {name: getattr(arguments, name) for name in names}
+    return given | {"autocast": dtype_named(arguments.autocast)}
 
 
 def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `predict` and `plan`, as keyword arguments, from a command line."""
     return {
-        **{name: dtype_named(getattr(arguments, name)) for name in ("dtype", "autocast")},
         **{name: getattr(arguments, name) for name in _AS_GIVEN},
+        **memory_options(arguments),
+        "dtype": dtype_named(arguments.dtype),
         "layouts": dict(arguments.layouts),
     }
 
 
-_AS_GIVEN = ("layout", "loss", "optimizer", "shard_parameters", "wire")
+_AS_GIVEN = ("layout", "loss", "optimizer", "wire", "accumulate")
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:

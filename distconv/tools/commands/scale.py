@@ -195,8 +195,10 @@ def _facts(given: argparse.Namespace) -> dict[str, str]:
         "layouts": "; ".join(f"{pattern}: {cut}" for pattern, cut in given.layouts),
         "malloc": " ".join(f"{k}={v}" for k, v in sorted(allocator_here().items())),
     }
-    options = ("autocast", "shard_parameters", "wire")
+    options = ("autocast", "shard_parameters", "shard", "wire", "checkpoint", "offload")
     facts |= {name: str(getattr(given, name)) for name in options if getattr(given, name)}
+    if given.accumulate > 1:
+        facts["accumulate"] = str(given.accumulate)
     agreed: dict[str, str] = world().bcast(facts)
     return agreed
 
