@@ -38,6 +38,12 @@ def has_channels_last(x: Tensor) -> bool:
     )
 
 
+def is_without_gaps(x: Tensor) -> bool:
+    """Return whether a tensor is contiguous in one of torch's memory formats."""
+    form = CHANNELS_LAST.get(x.dim())
+    return x.is_contiguous() or (form is not None and x.is_contiguous(memory_format=form))
+
+
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """torch's memory formats with channels last, by the number of dimensions."""
 

@@ -16,6 +16,7 @@ from distconv.comm.packing import (
     ReceiveBuffers,
     empty_in_format,
     has_channels_last,
+    is_without_gaps,
     pack_messages,
     padding,
     places_apart,
@@ -150,14 +151,19 @@ class Transfer:
         places = places_apart(plan, like, grid, of_block=True, sums=True)
         return InFlight(self, ReceiveBuffers(places, like, grid), leaving)
 
-    def backward(self, buffer: Tensor) -> Tensor:
-        """Return this rank's block: the sum of its elements in all ranks' buffers."""
+    def backward(self, buffer: Tensor, in_place: bool = False) -> Tensor:
+        """Return this rank's block: the sum of its elements in all ranks' buffers.
+
+        With `in_place`, `buffer` may be changed, and the block may be a view of it, without gaps.
+        """
         plan = self.plan
         leaving = pack_messages(self.packed(buffer), plan.packed, self.grid, of_block=False)
         gradients = self._start_backward(leaving, buffer)
         own = plan.own
         if own and own[0][0] == plan.whole_block:
-            block = buffer[own[0][1]].clone()
+            block = buffer[own[0][1]]
+            if not (in_place and is_without_gaps(block)):
+                block = block.clone()
             own = own[1:]
         else:
             block = empty_in_format(plan.block_shape, buffer).zero_()
@@ -167,17 +173,20 @@ class Transfer:
         return block
 
 
-def gather(local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0) -> Tensor:
+def gather(
+    local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0, owns_gradient: bool = False
+) -> Tensor:
     """Return the plan's buffer for this rank's block `local`, with `fill` outside the tensor.
 
     Differentiable. All ranks of the grid call it, each with its own plan. If every rank's buffer is
     its own block, that block is returned. Otherwise all ranks record the movement, so that their
-    backward passes communicate in one order.
+    backward passes communicate in one order. `owns_gradient` says that the buffer's gradient is a
+    tensor of its own, which nothing else reads: it is then changed in place of a copy.
     """
     transfer = Transfer(plan, grid)
     if plan.identity:
         return local
-    result: Tensor = _Move.apply(local, transfer, False, fill)
+    result: Tensor = _Move.apply(local, transfer, False, fill, owns_gradient)
     return result
 
 
@@ -189,7 +198,7 @@ def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
     transfer = Transfer(plan, grid)
     if plan.identity:
         return buffer
-    result: Tensor = _Move.apply(buffer, transfer, True, 0.0)
+    result: Tensor = _Move.apply(buffer, transfer, True, 0.0, False)
     return result
 
 
@@ -197,15 +206,19 @@ class _Move(ShardFunction):
     """A transfer, or its adjoint, as a function of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transfer: Transfer, adjoint: bool, fill: float) -> Tensor:
-        ctx.movement = transfer, adjoint
+    def forward(
+        ctx: Any, x: Tensor, transfer: Transfer, adjoint: bool, fill: float, owns_gradient: bool
+    ) -> Tensor:
+        ctx.movement = transfer, adjoint, owns_gradient
         return transfer.backward(x) if adjoint else transfer.forward(x, fill)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        transfer, adjoint = ctx.movement
+        transfer, adjoint, owns_gradient = ctx.movement
         if torch.is_grad_enabled():
-            moved = _Move.apply(grads[0], transfer, not adjoint, 0.0)
+            moved = _Move.apply(grads[0], transfer, not adjoint, 0.0, False)
+        elif adjoint:
+            moved = transfer.forward(grads[0])
         else:
-            moved = transfer.forward(grads[0]) if adjoint else transfer.backward(grads[0])
-        return moved, None, None, None
+            moved = transfer.backward(grads[0], in_place=owns_gradient)
+        return moved, *(None,) * 4

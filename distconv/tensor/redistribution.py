@@ -54,16 +54,22 @@ def plan_to_gather(
 
 
 def gather_by(
-    plan: Plan | None, x: DistTensorBase, cuts: Cuts, operator: str, fill: float = 0.0
+    plan: Plan | None,
+    x: DistTensorBase,
+    cuts: Cuts,
+    operator: str,
+    fill: float = 0.0,
+    owns_gradient: bool = False,
 ) -> Tensor:
     """Return the buffer of `gather_inputs`, given its plan; if `plan` is None, the block of `x`.
 
-    The other arguments are those of `gather_inputs`. All ranks call it.
+    The other arguments are those of `gather_inputs` and of `comm.transfer.gather`. All ranks call
+    it.
     """
     if plan is None:
         return x.shard
     record_gather(x, plan, cuts, operator)
-    return transfer.gather(x.shard, plan, x.grid, fill)
+    return transfer.gather(x.shard, plan, x.grid, fill, owns_gradient)
 
 
 def reduce_scatter(

@@ -50,10 +50,10 @@ def launches(case: Case, extents: dict[str, int], on_accelerators: bool) -> tupl
 @pytest.mark.parametrize(
     ("case", "extents", "on_accelerators", "on_cpus"),
     [
-        (MESH, {"height": 2}, 600, 861),
-        (MESH, {"height": 4, "width": 4}, 660, 910),
-        (UNET, {"depth": 2}, 310, 490),
-        (UNET, {"height": 4, "width": 4}, 350, 460),
+        (MESH, {"height": 2}, 518, 796),
+        (MESH, {"height": 4, "width": 4}, 610, 792),
+        (UNET, {"depth": 2}, 280, 454),
+        (UNET, {"height": 4, "width": 4}, 328, 428),
     ],
     ids=lambda p: p.name if isinstance(p, Case) else str(p),
 )

@@ -173,7 +173,9 @@ def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _P
         warn_of_large_block(x, plan.elements, operator)
     if plan.boundary is not None:
         return overlapped_convolution(x, weight, bias, plan.local, plan.boundary, operator)
-    buffer = gather_by(plan.inputs, x, part.cuts, operator)
+    # Only the local operator reads the buffer, and makes its gradient.
+    computes = 0 not in plan.made and (weight.numel() > 0 or not plan.weighted)
+    buffer = gather_by(plan.inputs, x, part.cuts, operator, owns_gradient=computes)
     if buffer.shape[1] == 1:
         buffer = one_channel_in_sample_format(buffer, x.shape, x.cuts, x.grid)
     if plan.weighted and not weight.numel():

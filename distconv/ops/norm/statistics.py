@@ -88,14 +88,14 @@ class Runs(NamedTuple):
             return numbers.reshape(self.shape[0], 1, self.shape[2])
         return numbers.reshape(1, self.shape[1], *(1,) * (len(self.shape) - 2))
 
-    def collect(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the results of the kernel calls of `calls`, joined: (results, *numbers).
+    def collect(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return the results of the kernel calls of `calls`, joined, each of shape `numbers`.
 
         `parts` has for each call its results, such as means and variances, with a number for each
         run.
         """
-        rows = parts[0] if len(parts) == 1 else [torch.stack(p) for p in zip(*parts, strict=True)]
-        return torch.stack(list(rows)).view(len(rows), *self.numbers)
+        rows = parts[0] if len(parts) == 1 else map(torch.stack, zip(*parts, strict=True))
+        return [row.view(self.numbers) for row in rows]
 
 
 def runs_of(x: Tensor, form: Form) -> Runs:
@@ -268,10 +268,9 @@ def _of_block(x: Tensor, form: Form) -> Tensor:
     """Return mean and biased variance of a block, as (2, samples, groups)."""
     x = by_groups(to_accumulation_type(rows_if_small(x, form)), form)
     runs = runs_of(x, form)
-    parts = runs.collect([_of_runs(part) for part in runs.calls(x)])
+    means, variances = runs.collect([_of_runs(part) for part in runs.calls(x)])
     if prod(runs.numbers) == runs.numbers[0] * form.groups:
-        return parts.flatten(2)
-    means, variances = parts.unbind()
+        return torch.stack([means, variances]).flatten(2)
     return torch.stack(_of_equal_parts(means, variances, (1, 3, 4)))
 
 

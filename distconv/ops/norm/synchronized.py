@@ -120,24 +120,12 @@ def _gradients_of_channels(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of input, weight and bias. The ranks along `group` call it."""
     dy, weight = in_format_of(dy, x), _for_kernel(weight, x, form, mean.dtype)
-    dbias, of_deviation = _sums(dy, x, x.shape[:2], mean)
+    dbias, of_deviation, dweight = _sums(dy, x, x.shape[:2], mean, invstd)
     total = torch.stack([dbias, of_deviation])
     if group:
         all_reduce_(total, grid, group)
-    sum_dy, sum_dy_xmu = total
-    if not x.numel():
-        dx = torch.empty_like(x)
-    elif _run_length(x, x.shape[:2]):
-        gain = invstd if weight is None else invstd * weight
-        scaled = torch.addcmul(_zero(mean), total, gain, value=-1 / max(sum(counts), 1))
-        dx = _affine(x, x.shape[:2], scaled[1] * invstd, scaled[0], mean, invstd, eps)
-        dx.addcmul_(dy, gain.view(-1, *(1,) * (x.dim() - 2)))
-    else:
-        numbers = constant(x.device, counts, torch.int32)
-        dx = torch.batch_norm_backward_elemt(
-            dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, numbers
-        )
-    return dx, of_deviation * invstd, dbias
+    dx = _gradient_of_input(dy, x, form, weight, mean, invstd, total, counts, eps)
+    return dx, dweight, dbias
 
 
 def _gradients_of_groups(
@@ -158,23 +146,65 @@ def _gradients_of_groups(
 
     dx = gain * dy - mean(gain * dy) - standardised x * mean(gain * dy * standardised x)
     """
-    (n, c), channels = x.shape[:2], _channels(x, form)
+    n, c = x.shape[:2]
     split = n, form.groups, c // max(form.groups, 1)
-    dy, gain = dy.contiguous(), invstd.view(n, c)
-    gain = gain if weight is None else gain * in_type(weight, mean.dtype)
-    dbias, of_deviation = _sums(dy, x, channels, mean)
-    sums = torch.stack([dbias, of_deviation]).view(2, *split)
-    total = torch.addcmul(_zero(mean), sums, gain.view(split), value=-1 / max(sum(counts), 1))
-    total = total.sum(3, keepdim=True)
+    dy, weight = dy.contiguous(), _for_kernel(weight, x, form, mean.dtype)
+    dbias, of_deviation, dweight = _sums(dy, x, _channels(x, form), mean, invstd)
+    sums = torch.stack([dbias, of_deviation])
+    total = (sums if weight is None else sums * weight).view(2, *split)
+    if split[2] != 1:
+        total = total.sum(3, keepdim=True)
     if group:
         all_reduce_(total, grid, group)
-    offset, slope = total.expand(sums.shape).reshape(2, -1)
-    dx = _affine(x, channels, slope * invstd, offset, mean, invstd, eps)
-    dx.addcmul_(dy, gain.view(n, c, *(1,) * (x.dim() - 2)))
-    dweight = of_deviation * invstd
+    total = total.expand(2, *split).reshape(2, -1)
+    dx = _gradient_of_input(dy, x, form, weight, mean, invstd, total, counts, eps)
     if n != 1:
         dweight, dbias = (t.view(n, c).sum(0) for t in (dweight, dbias))
     return dx, dweight, dbias
+
+
+def _gradient_of_input(
+    dy: Tensor,
+    x: Tensor,
+    form: Form,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    total: Tensor,
+    counts: tuple[int, ...],
+    eps: float,
+) -> Tensor:
+    """Return the gradient of the input.
+
+    dx = invstd * (w * dy - mean(w * dy) - standardised x * mean(w * dy * standardised x))
+
+    Parameters
+    ----------
+    weight: a number for each channel of the kernels, as in `mean` and `invstd`; or None.
+    total: for each channel the sums over all ranks of dy and of dy * (x - mean). If channels of a
+        group have one statistic, they are the group's sums of w * dy and of w * dy * (x - mean).
+    """
+    if not x.numel():
+        return torch.empty_like(x)
+    channels, weighted = _channels(x, form), form.of_each_sample
+    of_block = -1, x.shape[1], *(1,) * (x.dim() - 2)
+    if _run_length(x, channels):
+        gain = invstd if weight is None else invstd * weight
+        slopes = invstd if weighted else gain
+        scaled = torch.addcmul(_zero(mean), total, slopes, value=-1 / max(sum(counts), 1))
+        dx = _affine(x, channels, scaled[1] * invstd, scaled[0], mean, invstd, eps)
+        return dx.addcmul_(dy, gain.view(of_block))
+    if weighted and weight is not None:
+        dy, weight = dy * in_type(weight, dy.dtype).view(of_block), None
+    if weighted:
+        dy, block = dy.view(*channels, -1), x.view(*channels, -1)
+    else:
+        block = x
+    numbers = constant(x.device, counts, torch.int32)
+    dx = torch.batch_norm_backward_elemt(
+        dy, block, mean, invstd, weight, total[0], total[1], numbers
+    )
+    return dx.view(x.shape)
 
 
 _RUN, _MANY = 2**15, 2**16
@@ -241,14 +271,16 @@ def _affine(
     return y if y.shape == x.shape else y.as_strided_(x.shape, x.stride())
 
 
-def _sums(dy: Tensor, x: Tensor, channels: Sequence[int], mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of dy and of dy * (x - mean) over the rank's elements, each (C,).
+def _sums(
+    dy: Tensor, x: Tensor, channels: Sequence[int], mean: Tensor, invstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of dy, dy * (x - mean) and dy * (x - mean) * invstd over the rank's elements.
 
-    `dy` has the memory format of `x`; `channels` are N and C.
+    Each is (C,). `dy` has the memory format of `x`; `channels` are N and C.
     """
     n, c = channels
     if not x.numel():
-        return torch.zeros_like(mean), torch.zeros_like(mean)
+        return torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
     length = _run_length(x, channels)
     if length is not None:
         runs = 1, x.numel() // length, length
@@ -256,13 +288,16 @@ def _sums(dy: Tensor, x: Tensor, channels: Sequence[int], mean: Tensor) -> tuple
         dy, x, mean = dy.view(runs), x.view(runs), mean.view(1, c, 1).expand(split).reshape(-1)
     elif x.is_contiguous():
         dy, x = dy.view(n, c, -1), x.view(n, c, -1)
-    # Only the gradient of the weight, which is not asked for, depends on the second of the numbers.
-    sum_dy, sum_dy_xmu, *_ = torch.batch_norm_backward_reduce(
-        dy, x, mean, mean, None, True, False, False
-    )
     if length is not None:
-        sum_dy, sum_dy_xmu = torch.stack([sum_dy, sum_dy_xmu]).view(2, *split).sum((1, 3))
-    return sum_dy, sum_dy_xmu
+        # Only the third sum, which is not asked for, depends on the second of the numbers.
+        parts = torch.batch_norm_backward_reduce(dy, x, mean, mean, None, True, False, False)
+        sum_dy, sum_dy_xmu = torch.stack(parts[:2]).view(2, *split).sum((1, 3))
+        return sum_dy, sum_dy_xmu, sum_dy_xmu * invstd
+    # The kernel takes only the type of the third sum from the weight, the fifth argument.
+    sum_dy, sum_dy_xmu, of_weight, _ = torch.batch_norm_backward_reduce(
+        dy, x, mean, invstd, invstd, True, True, False
+    )
+    return sum_dy, sum_dy_xmu, of_weight
 
 
 def _zero(like: Tensor) -> Tensor:
