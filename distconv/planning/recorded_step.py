@@ -131,7 +131,7 @@ def record_step(
     cuts = _each_input(layout, len(shapes), f"{caller}: layout")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
-            f"{caller}: accumulate={accumulate!r} is no number of mini-batches, from 1"
+            f"{caller}: accumulate={accumulate!r}; expected a number of mini-batches, 1 or more"
         )
     grid = DryRunGrid(extents, rank, gpu=gpu)
     hollow = with_checkpoints(without_elements(module, caller), checkpoint)
@@ -287,8 +287,8 @@ def with_checkpoints(module: nn.Module, chosen: str | Sequence[str]) -> nn.Modul
         if not matching:
             kinds = dict.fromkeys(type(part).__name__ for name, part in named.items() if name)
             raise ValueError(
-                f"checkpoint={pattern!r} is no class or name of a module; choose {BLOCKS}, or of "
-                f"{', '.join(kinds)}"
+                f"checkpoint={pattern!r} is not the class or name of a module; choose {BLOCKS}, "
+                f"or one of {', '.join(kinds)}"
             )
         found |= matching
     inner = {part for each in found for part in each.modules() if part is not each}

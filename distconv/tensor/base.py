@@ -216,7 +216,7 @@ class ViewRecipe(NamedTuple):
             return self.make(self.base).shard
 
 
-class Pending:
+class PendingElements:
     """Elements of a tensor that are computed when they are read; see `DistTensorBase.pending`."""
 
     @property
@@ -272,7 +272,7 @@ class DistTensorBase(torch.Tensor):
     """For a view whose block may have to be made anew, its recipe; None for any other tensor. Such
     views have elements on other ranks than their base, or are views of such views or of merged
     tensors."""
-    pending: Pending | None = None
+    pending: PendingElements | None = None
     """The elements of a tensor without a block, which are computed when `shard` is first read;
     None for any other tensor."""
     made_after: int | None = None
@@ -324,7 +324,7 @@ class DistTensorBase(torch.Tensor):
     @classmethod
     def with_pending(
         cls: type[Distributed],
-        pending: Pending,
+        pending: PendingElements,
         shape: Sequence[int],
         cuts: Cuts,
         grid: Grid,

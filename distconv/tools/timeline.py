@@ -397,7 +397,7 @@ def _of_rank(rank: int, events: list[Event]) -> RankTimes:
     )
 
 
-class WrittenSlice(NamedTuple):
+class Span(NamedTuple):
     """An operator, a wait, or messages under way; times are in microseconds."""
 
     begin: float
@@ -405,7 +405,7 @@ class WrittenSlice(NamedTuple):
     name: str
 
 
-def spans(events: Iterable[Event], row: str) -> list[WrittenSlice]:
+def spans(events: Iterable[Event], row: str) -> list[Span]:
     """Return the spans of time of a rank's events in a row, one of `ROWS` or `KINDS`.
 
     Operators include those that another operator calls. The name of a wait is the kind of messages.
@@ -422,22 +422,22 @@ def spans(events: Iterable[Event], row: str) -> list[WrittenSlice]:
         else:
             of = "device" if category in _ON_DEVICE else ""
         if of == row:
-            found.append(WrittenSlice(event["ts"], event["ts"] + event["dur"], name))
+            found.append(Span(event["ts"], event["ts"] + event["dur"], name))
     return found
 
 
-def _under_way(events: Iterable[Event]) -> list[WrittenSlice]:
+def _under_way(events: Iterable[Event]) -> list[Span]:
     begun: dict[str, float] = {}
     found = []
     for event in events:
         if event["ph"] == "b":
             begun[event["id"]] = event["ts"]
         else:
-            found.append(WrittenSlice(begun.pop(event["id"]), event["ts"], event["name"]))
+            found.append(Span(begun.pop(event["id"]), event["ts"], event["name"]))
     return found
 
 
-def _seconds(found: Iterable[WrittenSlice]) -> float:
+def _seconds(found: Iterable[Span]) -> float:
     return union_length((span.begin, span.end) for span in found) / 1e6
 
 

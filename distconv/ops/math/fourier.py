@@ -29,7 +29,7 @@ from distconv.ops.support.operands import (
     moved_elsewhere,
     uncut,
 )
-from distconv.ops.support.spectra import Modes, Spectrum, Transform, can_be_partial
+from distconv.ops.support.spectra import FourierTransform, Modes, Spectrum, can_be_partial
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -93,7 +93,7 @@ def _transformed(
     steps, shape, cuts = _steps(kind, x, dims, sizes)
     positions = x.shape if kind in ("fft", "rfft") else shape
     lengths = {d: positions[d] for d in dims} | {d: n for d, n in (sizes or {}).items() if n >= 0}
-    transform = Transform(kind, name, lengths, norm)
+    transform = FourierTransform(kind, name, lengths, norm)
     in_full = partial(_in_full, transform, steps, sizes, cuts)
     if isinstance(x.pending, Modes) and kind in ("ifft", "irfft"):
         made = x.pending.to_space(transform, cuts)
@@ -109,13 +109,13 @@ Step = tuple[Cuts, list[int]]
 
 
 def _in_full(
-    transform: Transform,
+    transform: FourierTransform,
     steps: Sequence[Step],
     sizes: dict[int, int] | None,
     cuts: Cuts,
     x: DistTensor,
 ) -> DistTensor:
-    """Return all elements of the transform of `x`, by the `steps` of `_steps`, cut by `cuts`."""
+    """Return all elements of the transform of `x`, by `steps`, partitioned by `cuts`."""
     kind, name, last = transform.kind, transform.name, next(reversed(transform.lengths))
     for moved, now in steps:
         x = redistribute(x, moved, name)

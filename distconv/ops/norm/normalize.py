@@ -206,7 +206,7 @@ def _of_groups(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
 def _gain(weight: Tensor | None, variance: Tensor, eps: float) -> Tensor:
     """Return weight / sqrt(variance + eps), (samples, groups, channels of a group or 1).
 
-    The arguments are those of `_affine`.
+    `weight` is (1 or samples, groups, channels of a group) or None, `variance` (samples, groups).
     """
     device, dtype, n = variance.device, variance.dtype, variance.numel()
     if not n:

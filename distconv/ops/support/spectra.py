@@ -23,7 +23,7 @@ from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.interface import Grid
 from distconv.grid.words import module_calls
 from distconv.ops.support.operands import box_on_rank, remembered
-from distconv.tensor.base import DistTensorBase, Pending, Run, ViewRecipe
+from distconv.tensor.base import DistTensorBase, PendingElements, Run, ViewRecipe
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import redistribute, reduce_scatter
 from distconv.torch_private import autocast_is_on, count_modes
@@ -35,7 +35,7 @@ them, a transform in full moves less."""
 _TYPES = {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
-class Transform(NamedTuple):
+class FourierTransform(NamedTuple):
     """A Fourier transform of several dimensions, such as `torch.fft.rfftn`.
 
     Attributes
@@ -123,11 +123,14 @@ def _are_few(count: int, field: Iterable[int], complex: bool, parts: int) -> boo
     return 0 < (1 if complex else 2) * count * parts <= FEW * prod(field)
 
 
-class Spectrum(Pending):
+class Spectrum(PendingElements):
     """The modes of a partitioned field; those of a slice are computed without the others."""
 
     def __init__(
-        self, x: DistTensor, transform: Transform, in_full: Callable[[DistTensor], DistTensor]
+        self,
+        x: DistTensor,
+        transform: FourierTransform,
+        in_full: Callable[[DistTensor], DistTensor],
     ) -> None:
         self._transform, self._memory = transform, x._memory
         self._source = ViewRecipe.now(
@@ -230,7 +233,7 @@ class _Kept(NamedTuple):
     value: DistTensor
 
 
-class Modes(Pending):
+class Modes(PendingElements):
     """A spectrum that is zero but for slices that were assigned."""
 
     def __init__(self, shape: Sequence[int], cuts: Cuts, grid: Grid, example: Tensor) -> None:
@@ -287,7 +290,7 @@ class Modes(Pending):
         """Return the spectrum as a tensor."""
         return DistTensor.with_pending(self, self._shape, self._cuts, self._grid, self._example)
 
-    def to_space(self, transform: Transform, cuts: Cuts) -> DistTensor | None:
+    def to_space(self, transform: FourierTransform, cuts: Cuts) -> DistTensor | None:
         """Return the field of the modes, cut by `cuts`. Collective.
 
         Returns None if the modes are not few.
@@ -355,7 +358,7 @@ def is_fresh_spectrum(plain: Tensor) -> bool:
     return plain.is_meta or not (count_modes() or plain.any())
 
 
-def can_be_partial(x: DistTensor, transform: Transform) -> bool:
+def can_be_partial(x: DistTensor, transform: FourierTransform) -> bool:
     """Return whether the transform of `x` may be pending: a transformed dimension is cut."""
     return (
         transform.kind in ("fft", "rfft")
