@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from distconv.tools.explain import explain
     from distconv.tools.infer import infer
     from distconv.tools.timeline import timeline
-    from distconv.tools.traffic import Traffic, count_traffic
+    from distconv.tools.traffic import LayerTraffic, count_traffic
     from distconv.tools.verify import verify
 
 __all__ = [
     "Box",
     "DistTensor",
+    "LayerTraffic",
     "Layout",
     "ProcessGrid",
     "Redistribution",
-    "Traffic",
     "UnsupportedOperation",
     "clip_grad_norm_",
     "compile",
@@ -69,7 +69,7 @@ del _ops, TYPE_CHECKING
 
 _ON_DEMAND = {
     **{name: name for name in ("data", "horovod", "lbann", "planning", "training")},
-    "Traffic": "tools.traffic",
+    "LayerTraffic": "tools.traffic",
     "compile": "compiling.front",
     "count_traffic": "tools.traffic",
     "explain": "tools.explain",

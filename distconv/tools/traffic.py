@@ -25,7 +25,7 @@ from distconv.transport.interface import Message, Request, Transport
 
 
 @dataclass
-class Traffic:
+class LayerTraffic:
     """The bytes that arrived at this rank for one function in one layer and phase."""
 
     layer: str
@@ -46,13 +46,13 @@ class TrafficCount:
     """The result of `count_traffic`; prints as a table."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, str, str], Traffic] = {}
+        self._entries: dict[tuple[str, str, str], LayerTraffic] = {}
         self._starts: list[int] = []
         self._labels: list[tuple[str, str]] = []
 
     @property
-    def entries(self) -> list[Traffic]:
-        """Return a `Traffic` for each layer, function and phase, in order of appearance."""
+    def entries(self) -> list[LayerTraffic]:
+        """Return a `LayerTraffic` for each layer, function and phase, in order of appearance."""
         return list(self._entries.values())
 
     @property
@@ -77,7 +77,7 @@ class TrafficCount:
         """Count a message, or a collective, of the function that is running."""
         layer, operator, phase = self._where()
         key = layer, operator, phase
-        entry = self._entries.setdefault(key, Traffic(layer, operator, phase))
+        entry = self._entries.setdefault(key, LayerTraffic(layer, operator, phase))
         entry.times += 1
         entry.bytes += bytes
 
@@ -105,8 +105,10 @@ class TrafficCount:
 def count_traffic() -> Iterator[TrafficCount]:
     """Count all bytes that arrive at this rank within the context, by layer, function and phase.
 
-    No communication; ranks may use it alone. Each rank counts its own bytes. Messages of replayed
-    `compile` graphs count for the function that replays them.
+    The context yields an object that prints as a table. Its `entries` are a list of
+    `LayerTraffic`; `forward` and `backward` are the bytes of each pass. No communication: ranks may
+    use it alone, and each counts its own bytes. In a context around the backward pass alone, layers
+    have no names.
 
     Examples
     --------
