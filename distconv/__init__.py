@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Box",
     "DistTensor",
+    "LayerTraffic",
     "Layout",
     "ProcessGrid",
     "Redistribution",
-    "LayerTraffic",
     "UnsupportedOperation",
     "clip_grad_norm_",
     "compile",

@@ -105,8 +105,10 @@ class TrafficCount:
 def count_traffic() -> Iterator[TrafficCount]:
     """Count all bytes that arrive at this rank within the context, by layer, function and phase.
 
-    No communication; ranks may use it alone. Each rank counts its own bytes. Messages of replayed
-    `compile` graphs count for the function that replays them.
+    The context yields an object that prints as a table. Its `entries` are a list of
+    `LayerTraffic`; `forward` and `backward` are the bytes of each pass. No communication: ranks may
+    use it alone, and each counts its own bytes. In a context around the backward pass alone, layers
+    have no names.
 
     Examples
     --------
