@@ -22,7 +22,7 @@ NUMBERS = "biufc"
 
 
 class Coordinate(NamedTuple):
-    """A coordinate of an array in a file: the positions along a dimension, such as latitudes.
+    """Positions along a dimension of an array in a file, such as latitudes.
 
     Attributes
     ----------
