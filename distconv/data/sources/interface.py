@@ -28,7 +28,7 @@ class Coordinate(NamedTuple):
     ----------
     name: the name of the dimension.
     values: the positions as they are stored, one for each index.
-    attributes: what the file states about them, such as units.
+    attributes: statements of the file about them, such as units.
     """
 
     name: str
