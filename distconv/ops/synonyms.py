@@ -17,21 +17,10 @@ from torch import Tensor
 from distconv.ops.support.arguments import check_on_meta, takes_sequence
 from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.base import tensors_in
-from distconv.tensor.dispatch import RULES, refuse
+from distconv.tensor.dispatch import RULES
 from distconv.torch_private import composition, is_all_true, is_any_true, of_sequence
 
-
-def _as_subclass(input: Tensor, cls: type[Tensor]) -> Tensor:
-    """Return a DistTensor as it is where MONAI asks for its MetaTensor, whose metadata are lost."""
-    if not cls.__module__.startswith("monai."):
-        refuse("as_subclass", f"cannot become {cls.__name__}", input, way_out=_WHOLE)
-    return input
-
-
-_WHOLE = "Pass x.full_tensor(), which every rank holds whole"
-
 _BY_NAME: dict[str, Callable[..., Any]] = {
-    "as_subclass": _as_subclass,
     "allclose": lambda input, other, *tolerances, **named: bool(
         torch.isclose(input, other, *tolerances, **named).all()
     ),

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import distconv as dc
-from tests.packages.training import SIZES, hide_launcher, loader, losses, network, samples
+from tests.packages.training import hide_launcher, loader, losses, network, samples
 from tests.support.everywhere import WORLD
+
+both = pytest.mark.parallel([1, 2])
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,7 +42,7 @@ class Items(Dataset[dict[str, Tensor]]):
         return {"x": x[i], "labels": y[i]}
 
 
-@SIZES
+@both
 def test_the_trainer_of_transformers_trains_with_its_loader_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +74,7 @@ def test_the_trainer_of_transformers_trains_with_its_loader_replaced(
     assert len(set(map(tuple, WORLD.allgather(reached)))) == 1
 
 
-@SIZES
+@both
 def test_accelerate_steps_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate: Any = pytest.importorskip("accelerate")
     grid = dc.ProcessGrid(height=-1)

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 import distconv as dc
-from tests.packages.training import SIZES, loader, losses, network
+from tests.packages.training import loader, losses, network
 from tests.support.everywhere import WORLD
+
+both = pytest.mark.parallel([1, 2])
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@SIZES
+@both
 def test_checkpoints_and_logs_are_written_once_and_losses_are_the_serial_ones(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

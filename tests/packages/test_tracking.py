@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import distconv as dc
-from tests.packages.training import SIZES
 from tests.support.everywhere import WORLD
+
+both = pytest.mark.parallel([1, 2])
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -20,7 +21,7 @@ def loss_on(grid: dc.ProcessGrid) -> Any:
     return dc.distribute_tensor(torch.arange(64.0).view(1, 1, 8, 8), grid).mean()
 
 
-@SIZES
+@both
 def test_mlflow_logs_a_loss_on_rank_zero(folder: Path) -> None:
     mlflow: Any = pytest.importorskip("mlflow")
     loss = loss_on(dc.ProcessGrid(height=-1))
@@ -32,7 +33,7 @@ def test_mlflow_logs_a_loss_on_rank_zero(folder: Path) -> None:
     WORLD.barrier()
 
 
-@SIZES
+@both
 def test_wandb_logs_the_number_of_a_loss_on_rank_zero(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +51,7 @@ def test_wandb_logs_the_number_of_a_loss_on_rank_zero(
     WORLD.barrier()
 
 
-@SIZES
+@both
 def test_a_study_of_optuna_has_the_same_trials_on_all_ranks() -> None:
     optuna: Any = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)

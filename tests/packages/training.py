@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distconv as dc
 
-SIZES = pytest.mark.parallel([1, 2])
-
 
 def network() -> nn.Sequential:
     """Return the network, with the same weights each time."""
