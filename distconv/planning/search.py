@@ -354,7 +354,7 @@ class _Search:
         """
         given = self.options
         extents = [dict(g) for g in grids_of(ranks, self.shapes[0], axes)]
-        cut = next((g for g in (grid, *extents) if "channel" in g), {"channel": ranks})
+        cut = next(g for g in (grid, {"channel": ranks}, *extents) if "channel" in g)
         over = next((g for g in (grid, *extents) if "sample" in g), None)
         ways: list[tuple[str, dict[str, int], dict[str, Any]]] = []
         if over is not None and not given.get("shard"):
