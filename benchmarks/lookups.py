@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import torch
@@ -46,8 +45,7 @@ def warps(
     grid = settings.grid(4)
     for channels, plane in cases:
         runs = {
-            way: partial(_warp, grid, channels, plane, 2**62 * (way == "gather"))
-            for way in ("box", "gather")
+            way: partial(_warp, grid, channels, plane, way == "gather") for way in ("box", "gather")
         }
         yield from _compared(settings, grid, "warp", f"{channels} channels, {by(plane)}", runs)
 
@@ -57,9 +55,9 @@ def graphs(settings: Settings, cases: tuple[tuple[int, int], ...] = GRAPHS) -> I
     grid = settings.grid(4)
     for nodes, features in cases:
         runs = {
-            "rows": partial(_messages, grid, nodes, features, False, -1),
-            "rows, new indices": partial(_messages, grid, nodes, features, True, -1),
-            "gather": partial(_messages, grid, nodes, features, False, 2**62),
+            "rows": partial(_messages, grid, nodes, features, False, False),
+            "rows, new indices": partial(_messages, grid, nodes, features, True, False),
+            "gather": partial(_messages, grid, nodes, features, False, True),
         }
         case = f"{nodes} nodes, {features} features"
         yield from _compared(settings, grid, "graph", case, runs)
@@ -87,7 +85,7 @@ def _layout(grid: ProcessGrid, dimension: str) -> Layout:
 
 
 def _warp(
-    grid: ProcessGrid, channels: int, plane: tuple[int, ...], gathered: int
+    grid: ProcessGrid, channels: int, plane: tuple[int, ...], gathers: bool
 ) -> Callable[[], None]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, channels, *plane, generator=generator)
@@ -99,7 +97,7 @@ def _warp(
     field = distribute_tensor(points, grid, _layout(grid, "channel")).requires_grad_()
 
     def step() -> None:
-        with _limits(grid_sample, gathered_plane=gathered):
+        with _by(grid_sample, gathers):
             F.grid_sample(image, field, align_corners=False).sum().backward()
         image.grad = field.grad = None
 
@@ -107,7 +105,7 @@ def _warp(
 
 
 def _messages(
-    grid: ProcessGrid, nodes: int, features: int, anew: bool, gathered: int
+    grid: ProcessGrid, nodes: int, features: int, anew: bool, gathers: bool
 ) -> Callable[[], None]:
     layout = _layout(grid, "sample")
     given = torch.randn(nodes, features, generator=torch.Generator().manual_seed(1))
@@ -119,7 +117,7 @@ def _messages(
 
     def step() -> None:
         source, target = edges.clone() if anew else edges
-        with _limits(rows, gathered_rows=gathered):
+        with _by(rows, gathers):
             messages = x.index_select(0, source).sin()
             torch.zeros_like(x).index_add(0, target, messages).sum().backward()
         x.grad = None
@@ -128,11 +126,14 @@ def _messages(
 
 
 @contextmanager
-def _limits(module: ModuleType, **sizes: Any) -> Iterator[None]:
-    """Replace thresholds for the rules of a module."""
+def _by(module: ModuleType, gathers: bool) -> Iterator[None]:
+    """Let the rules of a module always gather, or never because something is small."""
 
-    def limited(accelerator: bool) -> Thresholds:
-        return thresholds(accelerator)._replace(**sizes)
+    def none_small(accelerator: bool) -> Thresholds:
+        return thresholds(accelerator)._replace(gathered_plane=-1, gathered_rows=-1)
 
-    with mock.patch.object(module, "thresholds", limited):
+    with (
+        mock.patch.object(module, "thresholds", none_small),
+        mock.patch.object(module, "may_read", lambda x: not gathers),
+    ):
         yield

@@ -178,7 +178,7 @@ class Thresholds(NamedTuple):
     gathered_plane: the most elements of planes that every rank gathers to sample them, in place of
         asking for a box.
     gathered_rows: the most elements in all rows of a partitioned dimension that every rank gathers
-        to look some of them up, in place of asking for these.
+        to look some up by new positions, in place of asking for rows.
     """
 
     overlapped: int
@@ -210,8 +210,13 @@ HOST = Thresholds(
     # all-to-all took 1.53 of the time of a gather, 0.83 if causal. With 2**19 it took 1.08 and
     # 0.99, and the peak of its memory was 0.86 and 0.37 of the gather's.
     gathered_attention=2**17,
-    gathered_plane=2**12,
-    gathered_rows=2**12,
+    # `python -m benchmarks warp`, 2 ranks: with 16 channels, asking for boxes took 1.20 of the time
+    # of a gather with 2**16 elements, 0.95 with 2**18 and 0.65 with 2**22.
+    gathered_plane=2**16,
+    # `python -m benchmarks graph`, 2 ranks, 32 features: with new indices in each call, asking for
+    # rows took 1.19 of the time of a gather with 2**17 elements, 0.89 with 2**21; with constant
+    # indices 0.86 and less from 64 elements on.
+    gathered_rows=2**18,
 )
 
 ACCELERATOR = Thresholds(
@@ -226,6 +231,7 @@ ACCELERATOR = Thresholds(
     own_group_norm=True,
     # Not measured: torch's fused kernels need whole keys. From here on these take 1 GiB in float32.
     gathered_attention=2**28,
+    # Not measured: an H100 moves 4 MiB in about the time that it takes to read bounds.
     gathered_plane=2**20,
     gathered_rows=2**20,
 )

@@ -101,9 +101,12 @@ class _Asked(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A kept exchange for some positions; None if all rows are to be gathered."""
+    """A kept exchange for some positions; None if all rows are to be gathered.
 
-    asked: _Asked
+    `asked` is None until the positions are used a second time.
+    """
+
+    asked: _Asked | None
     exchange: RowExchange | None
 
 
@@ -120,8 +123,9 @@ def row_exchange(
 ) -> RowExchange | None:
     """Return the exchange of the rows along `d` at some positions. Collective.
 
-    Returns None, alike on all ranks, if all rows should be gathered: dimension `d` is whole, they
-    are few, nearly all are needed, or positions must not be read.
+    Returns None, alike on all ranks, if all rows should be gathered: dimension `d` is whole, nearly
+    all rows are needed, positions must not be read, or rows are few and positions are used for the
+    first time.
 
     Parameters
     ----------
@@ -133,9 +137,9 @@ def row_exchange(
     error: the type raised on every rank if a position is out of range.
     """
     grid, size, axes = x.grid, x.shape[d], x.cuts[d]
-    if not axes or not may_read(x) or _few(x, d):
+    plain, few = not isinstance(positions, DistTensor), _few(x, d)
+    if not axes or not may_read(x) or (few and not plain):
         return None
-    plain = not isinstance(positions, DistTensor)
     views = [own, positions] if plain else [own]
     memory = tuple((v.storage_offset(), v.shape, v.stride()) for v in views)
     row = _size_of_row(x, d), x.shard.element_size()
@@ -143,11 +147,16 @@ def row_exchange(
     kept = _kept(own)
     known: _Known | None = kept.get(key)
     # A plain tensor is equal on all ranks, and so is what they have kept for it.
-    if plain and known is not None:
+    if plain and known is not None and known.asked is not None:
         return known.exchange
+    if few and known is None:
+        kept[key] = _Known(None, None)
+        return None
+    known = None if known is None or known.asked is None else known
     ranks = _holders(size, axes, grid)
     with torch.inference_mode(False):
-        asked = _ask(own, size, ranks, axes, grid, wraps) if known is None else known.asked
+        asked = None if known is None else known.asked
+        asked = asked or _ask(own, size, ranks, axes, grid, wraps)
         keeps = constant(own.device, (int(known is not None),))
         every = tuple(dict.fromkeys((*axes, *cutting_axes(among))))
         told = all_gather(torch.cat([keeps, asked.message]), grid, every).tolist()
@@ -190,7 +199,7 @@ def _size_of_row(x: DistTensor, d: int) -> int:
 
 
 def _few(x: DistTensor, d: int) -> bool:
-    """Return whether the rows of `x` along `d` are so few that it is faster to gather them."""
+    """Return whether the rows of `x` are so few that asking for some takes longer than all."""
     accelerated = on_accelerator(x.shard, x.grid.computes_on_gpu)
     return _size_of_row(x, d) * x.shape[d] <= thresholds(accelerated).gathered_rows
 

@@ -111,6 +111,8 @@ class Sampling(NamedTuple):
 
     def in_box(self, x: Tensor, size: int, box: Interval) -> Tensor:
         """Return the coordinates across `box`, of a plane of `size` pixels, for coordinates `x`."""
+        if box == (0, size) and self.padding == self.padding_in_box:
+            return x
         start, width = box[0], box[1] - box[0]
         pixels = self.inside(self.pixels(x, size), size).sub_(start)
         if self.mode == "nearest":
