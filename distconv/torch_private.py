@@ -418,10 +418,13 @@ def is_fake(x: Tensor) -> bool:
 def unknown_in_graph(module: Any) -> str:
     """Return the name of a function in a graph of torch.compile that cannot run by itself, or "".
 
-    Such functions stand for whole graphs, as of a program's autograd functions. Checkpoints are
-    replaced by torch's function for them.
+    Such functions stand for whole graphs, as of a program's autograd functions, or return a number
+    that changes without a guard, the version of a tensor. Checkpoints are replaced by torch's
+    function for them.
     """
     for node in module.graph.nodes:
+        if str(node.target) == "prims._tensor_version.default":  # torch registers it on demand
+            return "the version of a tensor, x._version"
         if not isinstance(node.target, _ops.HigherOrderOperator):
             continue
         if node.target is not getattr(torch.ops.higher_order, "tag_activation_checkpoint", None):

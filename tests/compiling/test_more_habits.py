@@ -578,6 +578,11 @@ KINDS: dict[str, Kind] = {
         lambda s: s.w,
         w,
     ),
+    "version of a tensor": (
+        lambda: argparse.Namespace(w=torch.ones(1)),
+        lambda s: 1.0 + s.w._version,
+        lambda s, v: s.w.fill_(v),
+    ),
     "event": (
         threading.Event,
         lambda s: 2.0 if s.is_set() else 1.0,
@@ -616,6 +621,7 @@ def test_present_values_are_used(name: str) -> None:
         ("cached method", "functools.cache"),
         ("shape of an array", "a NumPy array"),
         ("generator of Python", "Python's random"),
+        ("version of a tensor", "x._version"),
     ],
 )
 def test_what_is_not_guarded_is_named(name: str, why: str) -> None:

@@ -97,12 +97,12 @@ def outcome(case: Case) -> dict[str, Any]:
         why = f"{row.layer} ({row.kind}) by {row.difference:.1e}, rounding {row.rounding:.1e}"
         return {"result": "wrong", "why": " ".join((why, row.note, *verification.notes))}
     try:
-        differs = difference_of_replays(module, inputs, arranged, grid)
+        differs, replays = difference_of_replays(module, inputs, arranged, grid)
     except Exception as error:
         return {"result": "error", "why": f"compiled: {type(error).__name__}: {error}"}
     if differs:
         return {"result": "wrong", "why": f"a replay differs in {differs}"}
-    return {"result": "right", **moved(module, inputs, arranged, grid)}
+    return {"result": "right", "replays": replays, **moved(module, inputs, arranged, grid)}
 
 
 CALLS = 5
@@ -111,12 +111,14 @@ CALLS = 5
 
 def difference_of_replays(
     module: nn.Module, inputs: list[Tensor], arranged: list[dc.Layout | None], grid: dc.ProcessGrid
-) -> str:
+) -> tuple[str, int]:
     """Return the name of a tensor of which a compiled network does not make the same bits as the
-    network itself, in training mode; "" if there is none. Collective.
+    network itself, in training mode, "" if there is none, and the number of replays. Collective.
     """
+    called: Any = None
 
     def run(compiled: bool) -> dict[str, Tensor]:
+        nonlocal called
         model = dc.parallelize(copy.deepcopy(module), grid)
         called = dc.compile(model) if compiled else model
         cut = [dc.distribute_tensor(x, grid, how) for x, how in zip(inputs, arranged, strict=True)]
@@ -136,7 +138,8 @@ def difference_of_replays(
         return {name: shards_of(x)[0].detach() for name, x in found.items()}
 
     expected, actual = run(False), run(True)
-    return next((name for name, x in expected.items() if not _equal(x, actual[name])), "")
+    differs = next((name for name, x in expected.items() if not _equal(x, actual[name])), "")
+    return differs, called.replays
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

@@ -109,6 +109,29 @@ def test_rows_and_columns_of_partitioned_images_stay_partitioned() -> None:
     assert max(grid.comm.allgather(traffic.forward)) < plain.nbytes
 
 
+CELLS = {"LSTM": nn.LSTMCell, "GRU": nn.GRUCell, "RNN": nn.RNNCell}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_equal_serial_ones(name: str, given: bool) -> None:
+    rng = random.Random(4)
+    torch.manual_seed(0)
+    cell = CELLS[name](4, 3).double()
+    keys, weights = zip(*cell.named_parameters(), strict=True)
+    x, state = random_tensor(rng, (5, 4)), random_tensor(rng, (5, 3))
+
+    def function(x: Tensor, h: Tensor, *weights: Tensor) -> list[Tensor]:
+        begun = ((h, h.sin()) if name == "LSTM" else h) if given else None
+        values = dict(zip(keys, weights, strict=True))
+        first = functional_call(cell, values, (x, begun))
+        second = functional_call(cell, values, (x, first))
+        return [*second, h.cos()] if name == "LSTM" else [second, h.cos()]
+
+    agrees(function, [x, state], [w.detach() for w in weights], random_grid(rng), rng)
+
+
 @pytest.mark.parallel([2])
 def test_dropout_between_layers_is_refused() -> None:
     layer = nn.LSTM(4, 3, num_layers=2, dropout=0.5)

@@ -302,7 +302,9 @@ def instance_norm(
             for running, batch in ((running_mean, mean), (running_var, variance)):
                 own = gather_whole(batch.mean(0), "instance_norm")
                 running.lerp_(own.to(running.dtype), momentum)
-    return group_norm_over(None, x, max(x.shape[1], 1), weight, bias, eps)
+    # torch repeats the weight for each sample: the backward pass uses it as it is now.
+    kept = None if weight is None else weight.clone()
+    return group_norm_over(None, x, max(x.shape[1], 1), kept, bias, eps)
 
 
 # Normalisation of each sample over its last dimensions: layer and root-mean-square norm.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,3 +81,41 @@ def test_group_norm_is_torchs_on_plain_tensors_and_where_the_plane_is_whole(
 def test_statistics_that_group_norm_does_not_know_are_named() -> None:
     with pytest.raises(ValueError, match="statistics='sample'.*'global' or 'local'"):
         layers.GroupNorm(2, 4, statistics="sample")
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm2d(4),
+    "batch, evaluation": lambda: nn.BatchNorm2d(4).eval(),
+    "instance": lambda: nn.InstanceNorm2d(4, affine=True),
+    "group": lambda: nn.GroupNorm(2, 4),
+    "layer": lambda: nn.LayerNorm(5),
+    "root mean square": lambda: nn.RMSNorm(5),
+    "convolution": lambda: nn.Conv2d(4, 4, 3, padding=1),
+    "transposed convolution": lambda: nn.ConvTranspose2d(4, 4, 3),
+    "linear": lambda: nn.Linear(5, 5),
+    "PReLU": lambda: nn.PReLU(4),
+}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("axis", ["sample", "height"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_set_by_data_before_the_backward_pass_have_the_gradients_of_torch(
+    name: str, axis: str
+) -> None:
+    grid = dc.ProcessGrid(**{axis: -1})
+    x = random_tensor(random.Random(0), (4, 4, 6, 5))
+
+    def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+        y = module(x)
+        module.weight.data.mul_(3)
+        (y**3).sum().backward()
+        return [x.grad, *(p.grad for p in module.parameters())]
+
+    torch.manual_seed(0)
+    serial = LAYERS[name]().double()
+    module = dc.parallelize(copy.deepcopy(serial), grid)
+    expected = gradients(serial, x.clone().requires_grad_())
+    first, *others = gradients(module, dc.distribute_tensor(x, grid).requires_grad_())
+    for ours, torchs in zip([first.full_tensor(), *others], expected, strict=True):
+        assert deviation(ours, torchs) < 1e-12
