@@ -23,7 +23,8 @@ from distconv.transport.interface import SMALL_BYTES, Message
 
 def resolved_contiguous(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor of the same values, without lazy conjugation or negation."""
-    if _is_resolved_contiguous(tensor):
+    lazy = tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor)
+    if tensor.is_contiguous() and not lazy:
         return tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
 
@@ -365,13 +366,3 @@ class ReceiveBuffers:
             buffered = torch.split_with_sizes(self._buffer, places.sizes)
             for place, part in _boxes(tensor, places, buffered):
                 place.add_(part)
-
-
-def _is_resolved_contiguous(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory holds its values as they are, in order, without gaps."""
-    return (
-        tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not is_zero_tensor(tensor)
-    )

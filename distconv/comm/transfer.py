@@ -54,7 +54,8 @@ class InFlight:
     def wait_into(self, buffer: Tensor) -> None:
         """Wait for the messages, and copy them to their boxes of `buffer`."""
         self._request.wait()
-        self._buffers.copy_to(self._transfer.packed(buffer))
+        transfer = self._transfer
+        self._buffers.copy_to(buffer.movedim(1, -1) if transfer.plan.channels_last else buffer)
 
     def wait_and_add_to(self, block: Tensor) -> None:
         """Wait for the messages, and add them to their boxes of `block`."""
@@ -91,11 +92,13 @@ class Transfer:
         own.
         """
         plan, grid = self.plan.packed, self.grid
-        leaving = pack_messages(self.packed(block), plan, grid)
+        if self.plan.channels_last:
+            block = block.movedim(1, -1)
+            buffer = None if buffer is None else buffer.movedim(1, -1)
+        leaving = pack_messages(block, plan, grid)
         if buffer is None:
             places = places_apart(plan, block, grid, of_block=False, sums=False)
         else:
-            buffer = self.packed(buffer)
             places = places_in(buffer, plan, grid, of_block=False)
         return InFlight(self, ReceiveBuffers(places, block, grid, buffer), leaving)
 

@@ -36,6 +36,7 @@ from distconv.data.durable import (
 )
 from distconv.data.errors import DataError, bytes_of_rank_zero, check_call, on_rank_zero, together
 from distconv.data.shards import (
+    Divided,
     check_loadable,
     divide,
     for_module,
@@ -45,6 +46,7 @@ from distconv.data.shards import (
     restored,
     storable,
 )
+from distconv.grid.interface import Grid
 from distconv.model.consistency import check_in_sync, not_finite
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict
@@ -158,26 +160,18 @@ def save_checkpoint(
     check_in_sync("save_checkpoint", model, optimizer, full=False)
     if check_finite:
         together(grid, lambda: _check_finite(model, optimizer))
-    folder = Path(folder)
-    state: dict[str, Any] = {
+    folder, path = Path(folder), path_of(Path(folder), step)
+    state = {
         "format": SHARDED if sharded else FORMAT,
         "step": step,
         "random": torch.get_rng_state(),
+        **gathered(together(grid, lambda: _rest_of_run(extra, scheduler, loader)), grid),
     }
-
-    def others() -> dict[str, Any]:
-        found: dict[str, Any] = {"extra": dict(extra or {})}
-        for name, part in (("scheduler", scheduler), ("loader", loader)):
-            if part is not None:
-                found |= {name: part.state_dict(), f"{name} of": _class_of(part)}
-        return dict(storable(found))
-
-    state |= gathered(together(grid, others), grid)
     learned: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model}
     if optimizer is not None:
         learned["optimizer"] = optimizer
         state["optimizer of"] = _described(optimizer, model)
-    path = path_of(folder, step)
+    divided = None
     if sharded:
         states = {name: part.state_dict() for name, part in learned.items()}
         divided = together(grid, lambda: divide(states, grid))
@@ -194,51 +188,86 @@ def save_checkpoint(
         _make(folder)
         alone.enter_context(only_writer(folder))
         _check_newest(folder, path)
-        _check_model(path, _shapes(state["model"], divided.table if sharded else ()))
+        _check_model(path, _shapes(state["model"], divided.table if divided else ()))
         return secrets.token_hex(8)
 
+    with ExitStack() as alone:
+        token = on_rank_zero(grid, prepare)
+        if divided is None:
+            on_rank_zero(
+                grid, lambda: write_checksummed(path, lambda file: torch.save(state, file))
+            )
+        else:
+            _write_with_shards(path, state, divided, token, grid)
+        on_rank_zero(grid, lambda: _clean(path, token, keep))
+    return path
+
+
+def _rest_of_run(
+    extra: Mapping[str, Any] | None, scheduler: Stateful | None, loader: Stateful | None
+) -> dict[str, Any]:
+    """Return the state of a run beside its model and optimizer, as a checkpoint stores it."""
+    found: dict[str, Any] = {"extra": dict(extra or {})}
+    for name, part in (("scheduler", scheduler), ("loader", loader)):
+        if part is not None:
+            found |= {name: part.state_dict(), f"{name} of": _class_of(part)}
+    return dict(storable(found))
+
+
+def _write_with_shards(
+    path: Path, state: dict[str, Any], divided: Divided, token: str, grid: Grid
+) -> None:
+    """Write a sharded checkpoint: every rank its own shard, and then rank 0 the file `path`.
+
+    All ranks call it. Raises DataError on every rank if a file cannot be written.
+
+    Parameters
+    ----------
+    state: the content of the file `path`; rank 0 adds the checksums of the shards.
+    divided: this rank's share of the tensors.
+    token: the random name that the files of this checkpoint share.
+    """
+    shard = _shard(path, token, grid.rank)
+
     def write_shard() -> str:
-        if not folder.is_dir():
-            raise unseen(folder)
+        if not path.parent.is_dir():
+            raise unseen(path.parent)
         check_loadable(divided.mine)
         return write_checksummed(shard, lambda file: torch.save(divided.mine, file))
 
     def write() -> None:
-        for number, checksum in enumerate(state["shards"]["checksums"] if sharded else ()):
+        for number, checksum in enumerate(checksums):
             _see(_shard(path, token, number), checksum)
         write_checksummed(path, lambda file: torch.save(state, file))
 
-    def clean() -> None:
-        for old in checkpoints_in(folder)[keep:]:
-            old.unlink(missing_ok=True)
-        _remove_shards(folder, path, token)
-        for names in (_NAMES, _SHARDS):
-            remove_partial(folder, names.pattern)
+    try:
+        checksums = grid.all_gather_object(together(grid, write_shard))
+        state["shards"] = {
+            "token": token,
+            "count": grid.size,
+            "checksums": checksums,
+            "tensors": divided.table,
+        }
+        on_rank_zero(grid, write)
+    except DataError:
+        # All ranks know that there is no such checkpoint, except where a rank is interrupted:
+        # rank 0 may have written it. `_clean` removes a shard without a checkpoint.
+        with suppress(OSError):
+            shard.unlink()
+        raise
 
-    with ExitStack() as alone:
-        token = on_rank_zero(grid, prepare)
-        if sharded:
-            shard = _shard(path, token, grid.rank)
-            try:
-                checksums = grid.all_gather_object(together(grid, write_shard))
-                state["shards"] = {
-                    "token": token,
-                    "count": grid.size,
-                    "checksums": checksums,
-                    "tensors": divided.table,
-                }
-                on_rank_zero(grid, write)
-            except DataError:
-                # All ranks know that there is no such checkpoint, except where a rank is
-                # interrupted: rank 0 may have written it. `clean` removes a shard without a
-                # checkpoint.
-                with suppress(OSError):
-                    shard.unlink()
-                raise
-        else:
-            on_rank_zero(grid, write)
-        on_rank_zero(grid, clean)
-    return path
+
+def _clean(path: Path, token: str, keep: int) -> None:
+    """Remove checkpoints beyond the last `keep`, and leftovers of killed writers.
+
+    `path` and `token` are those of the checkpoint just written.
+    """
+    folder = path.parent
+    for old in checkpoints_in(folder)[keep:]:
+        old.unlink(missing_ok=True)
+    _remove_shards(folder, path, token)
+    for names in (_NAMES, _SHARDS):
+        remove_partial(folder, names.pattern)
 
 
 def load_checkpoint(

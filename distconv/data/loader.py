@@ -60,11 +60,14 @@ class Traffic:
     bytes_received: int = 0
 
     def __str__(self) -> str:
-        received = f"{self.bytes_received / 1e6:.1f} MB from other ranks, "
-        return (
+        read = (
             f"{self.bytes_read / 1e6:.1f} MB read ({self.bytes_fetched / 1e6:.1f} MB with whole "
-            f"chunks), {received * bool(self.bytes_received)}{self.seconds_waited:.2f} s waited"
+            "chunks)"
         )
+        waited = f"{self.seconds_waited:.2f} s waited"
+        if not self.bytes_received:
+            return f"{read}, {waited}"
+        return f"{read}, {self.bytes_received / 1e6:.1f} MB from other ranks, {waited}"
 
 
 class Loader:

@@ -35,11 +35,9 @@ _MASKS = (
 """Variables that choose the accelerators visible to a process."""
 
 
+@cache  # It is called at every operator.
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device is an accelerator: neither the host, nor the meta device.
-
-    It is called at every operator.
-    """
+    """Return whether a device is an accelerator: neither the host, nor the meta device."""
     return device.type not in _HOSTS
 
 

@@ -82,9 +82,11 @@ def dimension_names(ndim: int) -> tuple[str, ...]:
     (sample, channel, depth, height, width). Beyond five, the dimensions between channel and space
     are `dim2`, `dim3`, ...
     """
-    spatial = ("depth", "height", "width")[max(0, 5 - ndim) :] if ndim > 2 else ()
-    between = tuple(f"dim{i}" for i in range(2, ndim - 3))
-    return (("sample", "channel")[:ndim]) + between + spatial
+    if ndim <= 2:
+        return ("sample", "channel")[:ndim]
+    spatial = ("depth", "height", "width")[max(0, 5 - ndim) :]
+    between = (f"dim{i}" for i in range(2, ndim - 3))
+    return ("sample", "channel", *between, *spatial)
 
 
 class _HasCuts(Protocol):
@@ -165,7 +167,7 @@ class Layout:
         """
         names = dimension_names(len(cuts))
         if weight:
-            names = ("filter", *names[1:])[: len(cuts)]
+            names = tuple("filter" if name == "sample" else name for name in names)
         return cls(**dict(zip(names, cuts, strict=True)))
 
     @classmethod

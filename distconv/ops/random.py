@@ -194,7 +194,7 @@ def _integers(u: Tensor, _: torch.dtype, *bounds: int) -> Tensor:
 
     `bounds` is (high,) or (low, high).
     """
-    low, high = (0, *bounds)[-2:]
+    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
     return (u * (high - low)).floor() + low
 
 
@@ -340,7 +340,8 @@ def random_(input: DistTensor, *bounds: Any, generator: Any = None, **named: Any
     _require_real("random_", input, input.dtype)
     _check(torch.Tensor.random_, input.dtype, *bounds, **named)
     given = (*bounds, *(named[name] for name in ("from", "to") if name in named))
-    first, stop = (0, *given)[-2:] if given else (0, None)
+    first = given[0] if len(given) == 2 else 0
+    stop = given[-1] if given else None
     span = (_largest(input.dtype) + 1 if stop is None else stop) - first
     if span > 2**63:
         reason = f"a range of {span} integers is not supported"

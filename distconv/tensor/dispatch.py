@@ -33,6 +33,10 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 """The rule of each torch function on DistTensors: a function of the same arguments."""
 
 
+WITHOUT_MERGED: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""For a rule that takes merged tensors, the rule beneath it, for calls in which none is merged."""
+
+
 def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
     """Register the decorated rule as the implementation of torch functions for DistTensors.
 

@@ -47,6 +47,7 @@ from distconv.tensor.dispatch import (
     RULES,
     UNCHECKED,
     WAYS_OUT,
+    WITHOUT_MERGED,
     ShardNode,
     check_untraced,
     innermost_call,
@@ -590,7 +591,15 @@ def _run(
 
     `operands` are the tensors in `args` and `kwargs`.
     """
-    named = {ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
+    for x in operands:
+        if isinstance(x, DistTensorBase) and x.unmerged is not None:
+            break
+    else:
+        rule = WITHOUT_MERGED.get(rule, rule)
+    named = dict(kwargs) if kwargs else {}
+    for alias, name in ALIASES.items():
+        if alias in named:
+            named[name] = named.pop(alias)
     out = named.pop("out", None)
     if out is not None:
         operands = tensors_in(*args, *named.values())

@@ -148,7 +148,8 @@ class Link:
 
     def register(self, waiting: select.poll) -> None:
         """Let the poll object `waiting` wait for data on this link, or for room to send."""
-        waiting.register(self._connection, select.POLLIN | bool(self._leaving) * select.POLLOUT)
+        events = select.POLLIN | select.POLLOUT if self._leaving else select.POLLIN
+        waiting.register(self._connection, events)
 
     def _push(self) -> None:
         """Send as many waiting bytes as the connection takes without blocking."""

@@ -304,15 +304,20 @@ def _specification(
     `given` are the values of these arguments. The last of them were passed by keyword, under the
     names `named`. Equal arguments give the same cached object, which other caches find faster.
     """
-    names = "stride padding dilation groups".split()
+    names = ["stride", "padding", "dilation", "groups"]
     if kind.transposed:
-        names = "stride padding output_padding groups dilation".split()
+        names = ["stride", "padding", "output_padding", "groups", "dilation"]
     names = [*names[: len(given) - len(named)], *named]
     values: dict[str, Any] = _DEFAULTS | dict(zip(names, given, strict=True))
     groups = values.pop("groups")
-    sizes = {k: x if isinstance(x, str) else to_tuple(x, n, k) for k, x in values.items()}
-    extra = [sizes.pop("output_padding")][: kind.transposed]
-    return cast(Convolution, kind(function, *sizes.values(), groups, *extra))
+    sizes: dict[str, Any] = {
+        k: x if isinstance(x, str) else to_tuple(x, n, k) for k, x in values.items()
+    }
+    stride, padding, dilation = sizes["stride"], sizes["padding"], sizes["dilation"]
+    if kind.transposed:
+        extra = sizes["output_padding"]
+        return TransposedConvolution(function, stride, padding, dilation, groups, extra)
+    return Convolution(function, stride, padding, dilation, groups)
 
 
 def _convolve_points(

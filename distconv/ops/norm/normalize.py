@@ -76,21 +76,13 @@ def normalize(
     if on_accelerator(x, grid.computes_on_gpu):
         form = form._replace(in_runs=False)
     x = in_format_of(x, x)
-    function = _function_for(x, form)
-    last = function is SynchronizedNorm and form.of_each_sample and has_channels_last(x)
+    # The choice is the same on all ranks, whose functions exchange messages.
+    synchronized = form.centered and not form.weighs_elements and on_accelerator(x, simulated=False)
+    function = SynchronizedNorm if synchronized else _NormalizeBlock
+    last = synchronized and form.of_each_sample and has_channels_last(x)
     block = x.contiguous() if last else x
     y: Tensor = function.apply(block, weight, bias, form, grid, group, counts, eps, running)
     return y.contiguous(memory_format=CHANNELS_LAST[y.dim()]) if last else y
-
-
-def _function_for(x: Tensor, form: Form) -> type[ShardFunction]:
-    """Return the autograd function that normalises a block on its kind of device.
-
-    It is the same on all ranks, whose functions exchange messages.
-    """
-    if not on_accelerator(x, simulated=False) or not form.centered or form.weighs_elements:
-        return _NormalizeBlock
-    return SynchronizedNorm
 
 
 class _NormalizeBlock(ShardFunction):

@@ -70,7 +70,6 @@ class Border(NamedTuple):
         gradient.index_add_(self.dim, constant(gradient.device, self.repeated), outer)
 
 
-@lru_cache(maxsize=4096)
 def borders(
     searched: tuple[int, ...], windows: tuple[Window, ...], starts: tuple[int, ...]
 ) -> tuple[Border, ...]:
@@ -131,11 +130,9 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         return_indices: bool = places,  # torch asks for indices by another function
     ) -> Any:
         windows = make_windows(kernel_size, stride, padding, dilation, ceil_mode, n)
-        kernels, strides, _, dilations = window_arguments(windows)
-        plan, starts = _planned(local, Placement.of(input), windows, ceil_mode)
-        if (places or is_recorded((input,))) and any(
-            window.misses_input(size) for window, size in zip(windows, input.shape[2:], strict=True)
-        ):
+        planned = _planned(local, Placement.of(input), windows, ceil_mode)
+        plan, starts, border, (kernels, strides, _, dilations), _ = planned
+        if planned.misses_input and (places or is_recorded((input,))):
             refuse(
                 name,
                 f"a window of dilation={dilations} covers padding only, and torch's place of its "
@@ -146,7 +143,6 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         found: list[Tensor] = []
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            border = () if starts is None else borders(tuple(buffer.shape[2:]), windows, starts)
             x, arguments = with_some_channel(buffer), (kernels, strides, left, dilations, ceil_mode)
             if n > 1 and any(input.cuts[2:]) and x.is_floating_point():
                 values, index = _MaxPool.apply(x, arguments, border)
@@ -170,17 +166,35 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         return values, DistTensor(found[0], plan.shape, values.cuts, input.grid)
 
 
+class _Planned(NamedTuple):
+    """A rank's plan for one max pooling; cached by global metadata."""
+
+    windows: PlannedWindows
+    starts: tuple[int, ...] | None
+    """Where the rank's buffer starts; None if the rank has no outputs."""
+    border: tuple[Border, ...]
+    """The borders of the buffer."""
+    arguments: tuple[tuple[int, ...], ...]
+    """Kernels, strides, paddings and dilations, as torch's functions take them."""
+    misses_input: bool
+    """Whether a window covers padding only."""
+
+
 @lru_cache(maxsize=4096)
 def _planned(
     local: Callable[..., Any], x: Placement, windows: tuple[Window, ...], ceil_mode: bool
-) -> tuple[PlannedWindows, tuple[int, ...] | None]:
-    """Return the plan for windows, and where the rank's buffer starts; None for an empty block.
-
-    Raises what torch's function `local` raises for the global shape.
-    """
-    check_on_meta(local, TensorMeta(x.shape), *window_arguments(windows), ceil_mode)
+) -> _Planned:
+    """Return the plan; raise what torch's function `local` raises for the global shape."""
+    arguments = window_arguments(windows)
+    check_on_meta(local, TensorMeta(x.shape), *arguments, ceil_mode)
     plan = plan_windows(x, windows)
-    return plan, None if 0 in plan.block else buffer_starts(x, plan)
+    misses_input = any(map(Window.misses_input, windows, x.shape[2:]))
+    if 0 in plan.block:
+        return _Planned(plan, None, (), arguments, misses_input)
+    starts = buffer_starts(x, plan)
+    searched = None if plan.inputs is None else plan.inputs.buffer_shape[2:]
+    border = () if searched is None else borders(searched, windows, starts)
+    return _Planned(plan, starts, border, arguments, misses_input)
 
 
 class _MaxPool(ShardFunction):

@@ -74,6 +74,8 @@ def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
 
     `what` is the argument's name, for the error.
     """
+    if type(value) is int:
+        return (value,) * n
     numbers = whole_numbers(value, what)
     if len(numbers) == 1:
         return numbers * n

@@ -20,7 +20,7 @@ from torch import Tensor
 from distconv.geometry.layout import Shape, common_factors, merged_runs
 from distconv.ops.support.arguments import check_on_meta, normalize_dims
 from distconv.ops.support.operands import broadcast_shape
-from distconv.tensor.dispatch import Rule
+from distconv.tensor.dispatch import WITHOUT_MERGED, Rule
 from distconv.tensor.dist_tensor import DistTensor
 
 
@@ -139,6 +139,7 @@ def _on_merged(special: Callable[..., Any]) -> Callable[[Rule], Rule]:
                     return result
             return rule(input, *args, **kwargs)
 
+        WITHOUT_MERGED[either] = rule
         return cast(Rule, either)
 
     return decorate
@@ -178,7 +179,9 @@ def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
-        samples, channels = [*factors_of(input), (), ()][:2]
+        if input.dim() < 2:
+            return NotImplemented
+        samples, channels, *_ = factors_of(input)
         if len(channels) != 1 or (of_each_sample and len(samples) != 1):
             return NotImplemented
         place = len(samples)
