@@ -1,7 +1,7 @@
 """Spectral layers that keep few modes: partial transforms over transforms in full.
 
 One call of a layer of a Fourier neural operator, on a plane partitioned in height, is timed with
-its backward pass. The numbers decide `FEW` in `distconv/ops/support/spectra.py`.
+its backward pass. The numbers decide `FEW` and `MOST_ALONG` in `distconv/ops/support/spectra.py`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ from distconv.planning.recording import (
     RecordedEvent,
     Recording,
     Start,
+    backward_of,
     spec_of,
+    with_backward,
 )
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import RULES
@@ -369,7 +371,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self._grid.size,
             tuple(self._events),
             {kind: self.memory.at_most.get(kind, 0) for kind in KINDS},
-            tuple(self._layers),
+            with_backward(self._layers, backward_of(self._events)),
             self._types | {name: "" for name in _OTHERS if name not in self._types},
             sum(map(bytes_here, self._module.parameters())),
             self._blocks,

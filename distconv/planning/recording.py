@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -221,6 +221,29 @@ class LayerPlan:
         return sum(moved.bytes for moved in self.redistributions)
 
 
+def with_backward(calls: Sequence[LayerPlan], received: Mapping[str, int]) -> tuple[LayerPlan, ...]:
+    """Return `calls` with the bytes of each layer's backward pass in the row of its last call."""
+    last = {layer.name: i for i, layer in enumerate(calls)}
+    return tuple(
+        replace(layer, backward_bytes=received[layer.name])
+        if last[layer.name] == i and received.get(layer.name)
+        else layer
+        for i, layer in enumerate(calls)
+    )
+
+
+def backward_of(events: Iterable[Event]) -> Counter[str]:
+    """Return the bytes that each layer receives in the backward pass.
+
+    Those of parameters' gradients are counted as "gradients", those of the loss as "loss".
+    """
+    received: Counter[str] = Counter()
+    for event in events:
+        if isinstance(event, Start) and event.place.phase == "backward":
+            received[event.place.layer] += event.bytes
+    return received
+
+
 @dataclass(frozen=True)
 class Recording:
     """A training step, or its forward pass, as `record_step` recorded it on one rank."""
@@ -256,18 +279,6 @@ class Recording:
         for call in self.calls:
             kept[call.name] += call.kept_bytes
         return kept
-
-    @property
-    def backward(self) -> Counter[str]:
-        """Return the bytes that each layer receives in the backward pass.
-
-        Those of parameters' gradients are counted as "gradients", those of the loss as "loss".
-        """
-        received: Counter[str] = Counter()
-        for event in self.events:
-            if isinstance(event, Start) and event.place.phase == "backward":
-                received[event.place.layer] += event.bytes
-        return received
 
     @property
     def operators(self) -> Counter[LocalOperator]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.ranks import world_if_rank
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.recorded_step import record_step, shapes_of
-from distconv.planning.recording import LayerPlan
+from distconv.planning.recording import LayerPlan, backward_of, with_backward
 from distconv.planning.table import Cell, byte_size, size_cell, table
 
 Shape = Sequence[int]
@@ -137,7 +137,7 @@ def explain(
         type(module).__name__,
         str(DryRunGrid(extents)),
         recording.rank,
-        _with_backward(recording.calls, received or Counter()),
+        with_backward(recording.calls, received or Counter()),
         recording.parameter_bytes,
         serial,
         None if received is None else received["gradients"],
@@ -157,22 +157,9 @@ def _received_in_backward(
     """
     options = given | {"loss": "mse", "progress": lambda layer: None}
     try:
-        return record_step(module, shapes, extents, **options).backward  # type: ignore[arg-type]
+        return backward_of(record_step(module, shapes, extents, **options).events)  # type: ignore[arg-type]
     except (RuntimeError, TypeError, NotImplementedError):
         return None
-
-
-def _with_backward(
-    calls: Sequence[LayerPlan], received: Mapping[str, int]
-) -> tuple[LayerPlan, ...]:
-    """Return `calls` with the bytes of each layer's backward pass in the row of its last call."""
-    last = {layer.name: i for i, layer in enumerate(calls)}
-    return tuple(
-        replace(layer, backward_bytes=received.get(layer.name, 0))
-        if last[layer.name] == i
-        else layer
-        for i, layer in enumerate(calls)
-    )
 
 
 HEADING = (

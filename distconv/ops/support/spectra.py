@@ -32,6 +32,10 @@ FEW = 1.0
 """The most numbers that kept modes may have, relative to a rank's block of the field. With more of
 them, a transform in full moves less."""
 
+MOST_ALONG = 48
+"""The most modes along the last dimension. With 48 of 192 modes products take as long as fast
+transforms and their messages, between two ranks on one machine (`python -m benchmarks modes`)."""
+
 _TYPES = {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
@@ -118,9 +122,16 @@ def _in_full_precision(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _are_few(count: int, field: Iterable[int], complex: bool, parts: int) -> bool:
-    """Return whether `count` modes are few for a field of these sizes, partitioned in `parts`."""
-    return 0 < (1 if complex else 2) * count * parts <= FEW * prod(field)
+def _are_few(
+    slices: Iterable[Sequence[int]], field: Iterable[int], complex: bool, parts: int
+) -> bool:
+    """Return whether modes are few for a field of these sizes, which is partitioned in `parts`.
+
+    `slices` has the numbers of modes along each transformed dimension.
+    """
+    slices = list(slices)
+    count = (1 if complex else 2) * sum(map(prod, slices))
+    return 0 < count * parts <= FEW * prod(field) and max(s[-1] for s in slices) <= MOST_ALONG
 
 
 class Spectrum(PendingElements):
@@ -161,10 +172,10 @@ class Spectrum(PendingElements):
         """Return the slice by sums of products, if its modes are few. Collective."""
         transform, field = self._transform, self._field()
         grid, cuts, lengths = field.grid, field.cuts, transform.lengths
-        count = prod(runs[d][2] for d in lengths)
+        wanted = [runs[d][2] for d in lengths]
         axes = cutting_axes(cuts[d] for d in lengths)
         sizes = (field.shape[d] for d in lengths)
-        if not _are_few(count, sizes, field.dtype.is_complex, grid.topology.parts(axes)):
+        if not _are_few([wanted], sizes, field.dtype.is_complex, grid.topology.parts(axes)):
             return None
         frequencies: dict[int, tuple[int, ...]] = {}
         for d in lengths:
@@ -304,8 +315,8 @@ class Modes(PendingElements):
             for d, (p, n) in enumerate(zip(kept.positions, self._shape, strict=True))
             if d not in lengths
         )
-        count = sum(prod(len(kept.positions[d]) for d in lengths) for kept in self._kept)
-        few = _are_few(count, lengths.values(), not real, grid.topology.parts(axes))
+        slices = [[len(kept.positions[d]) for d in lengths] for kept in self._kept]
+        few = _are_few(slices, lengths.values(), not real, grid.topology.parts(axes))
         if not (full and few) or not lengths.keys() >= self._shifts.keys():
             return None
         shape = tuple(lengths.get(d, n) for d, n in enumerate(self._shape))
