@@ -305,3 +305,12 @@ def test_checkpoints_of_torch_hold_the_whole_tensors(folder: Path) -> None:
         step(other, its, dc.distribute_tensor(batch(1), grid))
         found, expected = dc.full_state_dict(other), dc.full_state_dict(model)
         assert max(deviation(found[name], expected[name]) for name in found) < 1e-9
+
+
+@pytest.mark.parallel([2])
+def test_checkpoints_of_torch_ask_for_a_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dc.parallelize(net(), dc.ProcessGrid(sample=-1), shard="zero2")
+    weight: Any = model.up.weight
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    message = raised_everywhere(RuntimeError, lambda: weight.__create_write_items__("up", weight))
+    assert "ask for grid.device_mesh before" in message
