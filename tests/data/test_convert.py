@@ -119,6 +119,7 @@ def test_a_copy_that_was_stopped_continues(folder: Path, monkeypatch: pytest.Mon
     ("options", "message"),
     [
         ({"path": "x.npy"}, "give it the suffix .zarr"),
+        ({"readers": {"dept": 2}}, "readers= names .'dept'.; the axes are sample"),
         ({"chunks": (1, 2)}, "an extent from 1 for each dimension"),
         ({"source": "none.npy"}, "none.npy: no such file"),
     ],

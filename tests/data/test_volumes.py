@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,37 @@ def test_zarr_is_read_from_groups_in_groups_and_from_zip_files(tmp_path: Path) -
     out = np.empty(source.shape, source.dtype)
     source.read_into(out, 1, Box((0, 0, 0), out.shape))
     assert np.array_equal(out, X[1])
+
+
+def shard(path: Path, first: int, count: int) -> None:
+    """Write samples of WebDataset into a tar file."""
+    with tarfile.open(path, "w") as archive:
+        for i in range(first, first + count):
+            content = io.BytesIO()
+            np.save(content, X[i % 2] + i)
+            for name, data in (("x.npy", content.getvalue()), ("cls", str(7 * i).encode())):
+                entry = tarfile.TarInfo(f"train/{i:04}.{name}")
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
+
+
+@every_size
+def test_shards_of_webdataset_are_read_by_boxes(folder: Path) -> None:
+    on_rank_zero(lambda: [shard(folder / f"{k}.tar", 3 * k, 3) for k in range(2)] and None)
+    data = Dataset(folder / "*.tar", dc.ProcessGrid(height=-1), inputs="x.npy", targets="cls")
+    assert data.samples == 6
+    x, y = data.batch([4, 1])
+    expected = np.stack([X[0] + 4, X[1] + 1])
+    assert np.array_equal(x.full_tensor(), expected)
+    assert np.array_equal(y.full_tensor(), [28, 7])
+    source = single(folder / "0.tar", "x.npy")
+    assert source.fetched(Box((0, 0, 0), (1, 1, 1))) == 2
+    names = r"has the fields \['cls', 'x.npy'\]; name one"
+    fails_everywhere(lambda: Dataset(folder / "0.tar", data.grid), names)
+    on_rank_zero(lambda: (folder / "bad.tar").write_bytes(b"no shard" * 99) and None)
+    fails_everywhere(
+        lambda: Dataset(folder / "bad.tar", data.grid, inputs="cls"), "not a whole .tar file"
+    )
 
 
 @both

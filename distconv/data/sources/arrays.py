@@ -136,7 +136,7 @@ def open_npz(path: Path, name: str | None, single: bool = False) -> ArraySource:
             names = [found.removesuffix(".npy") for found in archive.namelist()]
             name = only_name(path, name, names)
             member = archive.getinfo(f"{name}.npy")
-            array: Any = _mapped(path, archive, member)
+            array: Any = _mapped(path, member)
             if array is None:
                 array = np.load(path, allow_pickle=False)[name]
     except PermissionError as error:
@@ -157,24 +157,31 @@ def open_npz(path: Path, name: str | None, single: bool = False) -> ArraySource:
     return source
 
 
-def _mapped(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Any:
+def _mapped(path: Path, member: zipfile.ZipInfo) -> Any:
     """Return an array in a `.npz` file as a memory map; None if it is compressed."""
     if member.compress_type != zipfile.ZIP_STORED:
         return None
-    with archive.open(member) as stream:
-        version = np.lib.format.read_magic(stream)
-        read = np.lib.format.read_array_header_1_0
-        if version != (1, 0):
-            read = np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(stream)
-        header = stream.tell()
-    if dtype.hasobject:
-        raise ValueError(f"{member.filename} holds Python objects")
     with open(path, "rb") as file:
         file.seek(member.header_offset + 26)  # of the lengths of the member's name and extra field
         name, extra = struct.unpack("<HH", file.read(4))
-    offset = member.header_offset + 30 + name + extra + header
-    return np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C")
+    return npy_at(path, member.header_offset + 30 + name + extra)
+
+
+def npy_at(path: Path, offset: int) -> Any:
+    """Return the `.npy` file that begins at a byte of a file as a memory map.
+
+    Raises ValueError unless it is an array of numbers.
+    """
+    with open(path, "rb") as file:
+        file.seek(offset)
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0
+        if version != (1, 0):
+            read = np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+        if dtype.hasobject:
+            raise ValueError("it holds Python objects")
+        return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
 
 
 def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource:

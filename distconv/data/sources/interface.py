@@ -22,13 +22,13 @@ NUMBERS = "biufc"
 
 
 class Coordinate(NamedTuple):
-    """The positions along a dimension of an array in a file, such as times and latitudes.
+    """Positions along a dimension of an array in a file, such as latitudes.
 
     Attributes
     ----------
     name: the name of the dimension.
     values: the positions as they are stored, one for each index.
-    attributes: what the file states about them, such as units.
+    attributes: statements of the file about them, such as units.
     """
 
     name: str

@@ -14,6 +14,7 @@ from distconv.data.sources.files import FilesSource
 from distconv.data.sources.functions import Items, ItemSource
 from distconv.data.sources.hdf5 import HDF5Source
 from distconv.data.sources.interface import Source
+from distconv.data.sources.shards import ShardSource
 from distconv.data.sources.volumes import is_dicom, open_dicom, open_nifti, open_tiff, stack_of
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -25,7 +26,7 @@ Field: TypeAlias = str | int | None
 KINDS = {
     **{".h5": "hdf5", ".hdf5": "hdf5", ".he5": "hdf5", ".npy": "npy", ".npz": "npz"},
     **{".zarr": "zarr", ".zarr.zip": "zarr", ".nii": "nifti", ".nii.gz": "nifti"},
-    **{".tif": "tiff", ".tiff": "tiff", ".dcm": "dicom"},
+    **{".tif": "tiff", ".tiff": "tiff", ".dcm": "dicom", ".tar": "shard"},
 }
 """Kinds of files by their suffixes."""
 
@@ -108,6 +109,7 @@ def _files(paths: Sequence[Path], field: Field, stacked: bool = False) -> Source
     """Return a source on files, a sample in each unless `stacked`; a DICOM series is one sample."""
     if not stacked and all(map(is_dicom, paths)):
         return open_dicom(paths)
+    stacked = stacked or all(kind_of(path) == "shard" for path in paths)
     return FilesSource(paths, partial(of_path, field=field, single=not stacked), stacked)
 
 
@@ -165,6 +167,8 @@ def of_path(path: Path, field: Field = None, single: bool = False) -> Source:
         return HDF5Source(path, field, single)
     if kind == "zarr":
         return open_zarr(path, field, single)
+    if kind == "shard":
+        return ShardSource(path, field)
     if kind == "npz":
         return open_npz(path, field, single)
     if kind == "npy" or kind in _ONE_SAMPLE:

@@ -88,6 +88,9 @@ def convert(
     topology = Topology(tuple((readers or {}).get(axis, 1) for axis in AXES))
 
     def described() -> dict[str | None, Description]:
+        unknown = sorted(set(readers or {}) - set(AXES))
+        if unknown:
+            raise ValueError(f"convert: readers= names {unknown}; the axes are {', '.join(AXES)}")
         if path.suffix != ".zarr":
             raise ValueError(f"convert: {path} is to be a zarr folder; give it the suffix .zarr")
         check_sink(path, overwrite)

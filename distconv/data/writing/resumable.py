@@ -53,6 +53,7 @@ class StepwiseFile:
         self.state: dict[str, Any] = on_rank_zero(
             grid, writing_to(path)(lambda: self._begun(dict(task), create, restart))
         )
+        self._kept = bool(self.state.pop("continued"))
 
     def _begun(
         self, task: dict[str, str], create: Callable[[Path], Mapping[str, Any]], restart: bool
@@ -67,7 +68,7 @@ class StepwiseFile:
                     f"{self.partial} belongs to another run, with other {', '.join(other)}; finish "
                     "that one, or discard its results by restart=True (--restart)"
                 )
-            return state
+            return state | {"continued": True}
         if self.partial.exists():
             raise FileExistsError(
                 f"{self.partial} exists, and does not say how far it has come; remove it, or "
@@ -75,11 +76,12 @@ class StepwiseFile:
             )
         state = {"task": task, **create(self.partial), "finished": 0}
         self._write(state)
-        return state
+        return state | {"continued": False}
 
     def keep(self, **values: Any) -> None:
         """Note that `finished` steps, and other values, are on the disk. Collective."""
         self.state.update(values)
+        self._kept = True
         on_rank_zero(self._grid, writing_to(self._path)(lambda: self._write(self.state)))
 
     def _write(self, state: Mapping[str, Any]) -> None:
@@ -107,7 +109,7 @@ class StepwiseFile:
             on_rank_zero(self._grid, writing_to(self._path)(self._complete))
         if not isinstance(error, DataError):
             return  # one rank alone may be here, and an interrupted run may continue
-        if not self.state["finished"]:
+        if not self._kept:
             on_rank_zero(self._grid, writing_to(self._path)(self._remove))
             return
         raise DataError(

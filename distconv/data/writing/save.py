@@ -146,8 +146,8 @@ def kind_to_write(path: Path) -> str:
     Raises ValueError for other suffixes.
     """
     kind = "hdf5" if path.suffix == ".nc" else kind_of(path)
-    if kind is None or kind == "dicom" or path.suffix == ".zip":
-        known = [s for s in (*KINDS, ".nc") if s not in (".dcm", ".zarr.zip")]
+    if kind in (None, "dicom", "shard") or path.suffix == ".zip":
+        known = [s for s in (*KINDS, ".nc") if s not in (".dcm", ".tar", ".zarr.zip")]
         raise ValueError(
             f"{path}: its suffix {path.suffix!r} names no kind of file that is written; expected "
             f"one of {', '.join(known)}"
