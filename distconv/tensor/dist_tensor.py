@@ -131,6 +131,14 @@ class DistTensor(DistTensorBase):
             ),
         )
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """Return this tensor itself where MONAI asks for a MetaTensor, whose metadata are lost.
+
+        Raises UnsupportedOperation for other classes.
+        """
+        # torch does not pass this function to `__torch_function__`.
+        return self if cls.__module__.startswith("monai.") else super().as_subclass(cls)
+
     # From and to plain tensors
 
     @classmethod

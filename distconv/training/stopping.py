@@ -22,7 +22,7 @@ _END = "SLURM_JOB_END_TIME"
 
 
 class TimeToStop:
-    """Whether the job should save its state and end, asked by all ranks after a step.
+    """Decide whether the job should save its state and end, alike on all ranks after a step.
 
     A signal reaches ranks at different moments, and perhaps one rank alone. When one rank has
     received it, or is short of time, the next call returns True on every rank.
@@ -37,7 +37,7 @@ class TimeToStop:
     margin: the seconds to keep for the checkpoint, before the end that Slurm states.
     signals: the signals that ask to stop. Handlers that were there are called as well. In a
         thread other than the main one no signal is handled.
-    every: calls that exchange a message, one in so many. Other calls return False.
+    every: the number of calls of which one exchanges a message. Other calls return False.
 
     Examples
     --------
@@ -45,6 +45,7 @@ class TimeToStop:
     >>> stop = dc.training.TimeToStop(grid, limit=3600)
     >>> stop()
     False
+    >>> import os, signal
     >>> if grid.rank == 1:
     ...     os.kill(os.getpid(), signal.SIGUSR1)
     >>> stop()
@@ -93,7 +94,7 @@ class TimeToStop:
 
 
 class EarlyStopping:
-    """Whether a value, such as a validation loss, has ceased to fall; the same on all ranks.
+    """Decide whether a value, such as a validation loss, has ceased to fall, alike on all ranks.
 
     Parameters
     ----------

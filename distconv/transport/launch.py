@@ -24,6 +24,7 @@ _SIZES = {
     "that mpi4py uses",
     "OMPI_COMM_WORLD_SIZE": "the mpiexec of Open MPI, whose library is not the one that mpi4py "
     "uses",
+    "SUBMITIT_LOCAL_NTASKS": "submitit",
     "WORLD_SIZE": "something like torchrun, but RANK, MASTER_ADDR and MASTER_PORT, by which ranks "
     "meet, are not all set",
 }
@@ -290,6 +291,11 @@ def notice_of_tasks(ranks: int, environment: Mapping[str, str] = os.environ) -> 
 def _way_out(name: str, size: int) -> str:
     """Return advice: which launcher has set variable `name`, and how to start `size` ranks."""
     by_torch = f"torchrun --nproc-per-node {size}"
+    if name == "SUBMITIT_LOCAL_NTASKS":
+        return (
+            "It was set by submitit; call submitit.helpers.TorchDistributedEnvironment().export() "
+            "before the first grid, by which its tasks become ranks"
+        )
     if name != "WORLD_SIZE" and importlib.util.find_spec("mpi4py") is None:
         return (
             "mpi4py, by which ranks of MPI meet, is not installed: pip install 'distconv[mpich]', "

@@ -23,6 +23,7 @@ FLOORS = (
     "training",
     "horovod",
     "lbann",
+    "lightning",
     "planning",
     "tools",
 )
