@@ -232,7 +232,7 @@ def with_backward(calls: Sequence[LayerPlan], received: Mapping[str, int]) -> tu
     )
 
 
-def backward_of(events: Iterable[Event]) -> Counter[str]:
+def backward_of(events: Iterable[RecordedEvent]) -> Counter[str]:
     """Return the bytes that each layer receives in the backward pass.
 
     Those of parameters' gradients are counted as "gradients", those of the loss as "loss".

@@ -160,7 +160,9 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
     meta = WeightMeta.of(weight, bias)
     sizes = thresholds(on_accelerator(x.shard, x.grid.computes_on_gpu))
     # Boundaries would be added to results that torch keeps.
-    way = "assembled" if in_selective_checkpoint() else chosen_method()
+    way = chosen_method()
+    if way != "assembled" and in_selective_checkpoint():
+        way = "assembled"
     plan = _plan(spec, Placement.of(x), meta, algorithm(), way, sizes)
     weight, bias, late = plan.part.operands(weight, bias)
     return plan.part.output(_convolve_block(x, weight, bias, plan), late, x.grid)
