@@ -135,8 +135,8 @@ class ModuleGuard:
         """The dictionaries of parameters and submodules of the module and its submodules."""
         self._entries: list[Any] = []
         """The parameters and submodules that were in these dictionaries."""
-        self._modules: list[nn.Module] = []
-        """The module and its submodules at that time."""
+        self._parts: list[nn.Module] = []
+        """The submodules at that time."""
         self._calls = object()
         """A placeholder for the calls of the module, which the grid counts."""
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -221,8 +221,8 @@ class ModuleGuard:
                 "which replaces parameters"
             )
         # torch takes long to walk through all submodules.
-        self._modules = list(module.modules())
-        self._tables = [t for m in self._modules for t in parts_and_parameters(m)]
+        _, *self._parts = module.modules()  # with the module, it would be freed by gc alone
+        self._tables = [t for m in (module, *self._parts) for t in parts_and_parameters(m)]
         self._entries = [x for table in self._tables for x in table.values()]
 
     def _after_forward(self, module: nn.Module, _: Any, result: Any) -> None:
@@ -273,7 +273,7 @@ class ModuleGuard:
         It waits for all ranks before the module sends any message, as modules in training and in
         evaluation send different ones. Collective.
         """
-        modules = self._modules if self._same_structure() else module.modules()
+        modules = (module, *self._parts) if self._same_structure() else module.modules()
         records, reduction = torch.is_grad_enabled(), self._reduction
         number = crc32(bytes([bool(part.training) for part in modules]), records)
         if records:

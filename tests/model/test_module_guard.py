@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from mpi4py import MPI
@@ -191,3 +194,17 @@ def test_an_infinity_in_one_rank_s_block_makes_all_ranks_skip_the_step() -> None
         after = dc.full_state_dict(model)
         assert all(torch.equal(after[n], before[n]) == blown for n in after)
         assert WORLD.allgather(scaler.get_scale()) == [2.0] * WORLD.size
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_module_that_was_called_is_freed_with_its_last_reference() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU()), grid)
+    model(dc.distribute_tensor(torch.ones(1, 1, 8, 8), grid)).sum().backward()
+    freed = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert freed() is None
+    finally:
+        gc.enable()
