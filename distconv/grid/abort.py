@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from distconv.grid.words import hide_own_frames
 from distconv.transport.launch import is_copy, launched, place_by_torch
 
-_GRACE = 5.0
+_GRACE = 2.5
 """Seconds that other ranks wait for rank 0 to report, so that a common error is printed once."""
 
 _PATIENCE = 5.0

@@ -141,6 +141,8 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._blocks: dict[str, tuple[int, ...]] = {}
         self._place = Place("", "forward")
         self._backward = self._makes_message = self._repeats = False
+        self._begun = 0
+        """The number of events before the latest mini-batch."""
         self._origins: list[_Origin] = []
         self._starts: list[int] = []
         self._seen: set[int] = set()
@@ -265,6 +267,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
     def repeat(self) -> None:
         """Begin another forward pass, of the next mini-batch, with the layers recorded already."""
         self._repeats = True
+        self._begun = len(self._events)
         self._count.clear()
         self.move(Place("", "forward"))
 
@@ -371,7 +374,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self._grid.size,
             tuple(self._events),
             {kind: self.memory.at_most.get(kind, 0) for kind in KINDS},
-            with_backward(self._layers, backward_of(self._events)),
+            with_backward(self._layers, backward_of(self._events[self._begun :])),
             self._types | {name: "" for name in _OTHERS if name not in self._types},
             sum(map(bytes_here, self._module.parameters())),
             self._blocks,

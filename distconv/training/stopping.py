@@ -13,9 +13,7 @@ from types import FrameType
 from typing import Any
 
 from distconv.grid.process_grid import ProcessGrid
-
-CONTINUE = "DISTCONV_CONTINUE"
-"""The environment variable with the file by which a job's script learns that it has to continue."""
+from distconv.transport.launch import CONTINUE
 
 _END = "SLURM_JOB_END_TIME"
 """The environment variable with the time at which Slurm ends the job, in seconds since 1970."""

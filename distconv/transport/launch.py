@@ -19,6 +19,9 @@ from typing import Any
 
 ALLOW_SINGLE = "DISTCONV_ALLOW_SINGLE"
 
+CONTINUE = "DISTCONV_CONTINUE"
+"""The environment variable with the file by which a job's script learns that it must continue."""
+
 _SIZES = {
     "PMI_SIZE": "the mpiexec of MPICH or Intel MPI, or srun with PMI, which belongs to another MPI "
     "library than mpi4py uses",

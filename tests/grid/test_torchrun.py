@@ -99,7 +99,8 @@ if __name__ == "__main__":
 def test_a_grid_of_one_rank_in_a_world_of_several_is_an_error(tmp_path: Path) -> None:
     end = job(tmp_path, "dc.ProcessGrid()")
     assert end.returncode != 0
-    assert end.stderr.count("all axes 1 makes 1 of 2 ranks; set one axis to -1") == 1
+    # On a busy machine rank 1 reports it too, before rank 0 has ended the job.
+    assert end.stderr.count("all axes 1 makes 1 of 2 ranks; set one axis to -1") in (1, 2)
 
 
 def test_mpi_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from distconv.planning.machine import ALLOCATOR
 from distconv.tools.arguments import BadArguments, complaining
 from distconv.tools.commands.options import Command, check_alone, loaded
 from distconv.tools.templates import render
-from distconv.training.stopping import CONTINUE
+from distconv.transport.launch import CONTINUE
 
 SCHEDULERS = {"slurm": ("sbatch",), "lsf": ("bsub",), "flux": ("flux", "batch"), "pbs": ("qsub",)}
 """The schedulers, each with the command that reads a script."""
