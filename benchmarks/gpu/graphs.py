@@ -14,7 +14,6 @@ import torch
 from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import alternate
 from benchmarks.gpu.shards import (
-    MACHINES,
     Cut,
     Shard,
     axes_of,
@@ -31,7 +30,7 @@ from distconv.device.kinds import is_accelerator
 from distconv.device.streams import DeviceGraph, using, why_no_graphs
 from distconv.ops.conv.functions import METHODS
 from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.machine import Machine
+from distconv.planning.machine import Machine, names_of_machines
 from distconv.tensor.dist_tensor import local_box
 
 WARM_UP = 6
@@ -103,5 +102,5 @@ def shards(
             yield over(row, f"{name}, over no halos", times.device, bound.device, target)
         traffic = traffic_of(step, grid)
         known.append(Shard(grid, median(fastest.device), traffic, parameter_bytes(network)))
-    for path in sorted(MACHINES.glob("*.json")):
-        yield predictions(case, Machine.load(path), known)
+    for name in names_of_machines():
+        yield predictions(case, Machine.load(name), known)

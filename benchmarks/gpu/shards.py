@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -28,14 +27,12 @@ from distconv.comm.packing import pack_messages
 from distconv.device.kinds import is_accelerator
 from distconv.ops.conv.functions import METHODS
 from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.machine import Machine
+from distconv.planning.machine import Machine, names_of_machines
 from distconv.planning.recording import Start
 from distconv.planning.table import table
 from distconv.planning.timeline import collective_cost, messages_cost
 from distconv.tensor.dist_tensor import local_box
 from distconv.tensor.ownership import own
-
-MACHINES = Path(__file__).parents[2] / "machines"
 
 Cut = Mapping[str, int]
 
@@ -80,8 +77,8 @@ def shards(
             serial = peak
         elif serial:
             yield of_bytes(row, "peak memory over the share", peak, serial / grid.size)
-    for path in sorted(MACHINES.glob("*.json")):
-        yield predictions(case, Machine.load(path), known)
+    for name in names_of_machines():
+        yield predictions(case, Machine.load(name), known)
 
 
 def axes_of(grid: DryRunGrid) -> str:
