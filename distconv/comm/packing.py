@@ -7,13 +7,13 @@ CPU. So one indexed copy packs all messages of an exchange, and another one unpa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from distconv.device.constants import remembered
 from distconv.device.kinds import on_accelerator, thresholds
 from distconv.geometry.plan import Plan, Route, Slices
 from distconv.grid.interface import Grid
@@ -61,12 +61,12 @@ def empty_in_format(shape: tuple[int, ...], like: Tensor, last: bool | None = No
 
 def padding(shape: tuple[int, ...], value: float, like: Tensor) -> Tensor:
     """Return a tensor of one value, of the type and device of `like`, which must not change."""
-    return _filled(shape, value, like.dtype, like.device)
+    return _filled(like.device, shape, value, like.dtype)
 
 
-@lru_cache(maxsize=256)
+@remembered
 def _filled(
-    shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device
+    device: torch.device, shape: tuple[int, ...], value: float, dtype: torch.dtype
 ) -> Tensor:
     # It is kept beyond the program's call, and must not look like part of it.
     with without_modes(), torch.inference_mode(False):

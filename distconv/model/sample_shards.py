@@ -91,9 +91,12 @@ class _Whole:
         self.transfer = Transfer(plan, p.grid)
 
     def holds(self, x: Tensor) -> bool:
-        """Return whether `x` has the memory of the weight, or is its copy in another type."""
+        """Return whether `x` is a view of the weight, or its copy in another type.
+
+        False for a view of other elements, such as the real parts of complex ones.
+        """
         if address_of_memory(x) == address_of_memory(self.weight):
-            return True
+            return x.dtype == self.weight.dtype and not (x.is_conj() or x.is_neg())
         node: Any = x.grad_fn
         if node is None or node.name() != "ToCopyBackward0" or x.stride() != self.weight.stride():
             return False
@@ -125,6 +128,15 @@ class _Saved(NamedTuple):
             return whole.as_strided(*self.view)
 
 
+class _OpenCall(NamedTuple):
+    """A call under way: its gathered weights, their states, and the hooks for saved tensors."""
+
+    weights: list[Tensor]
+    states: list[Any]
+    hooks: saved_tensors_hooks | None
+    found: list[_Whole]
+
+
 class GatheredWeights:
     """The forward hooks of a module that gather its sharded weights for each of its calls.
 
@@ -135,7 +147,7 @@ class GatheredWeights:
 
     def __init__(self, module: nn.Module, names: Sequence[tuple[nn.Module, str]], again: bool):
         self._names, self._again = names, again
-        self._open: list[tuple[saved_tensors_hooks, list[_Whole]]] = []
+        self._open: list[_OpenCall] = []
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)
 
@@ -149,19 +161,34 @@ class GatheredWeights:
         weights = [_gathered(p) for p in blocks]
         for (owner, name), weight in zip(self._names, weights, strict=True):
             vars(owner)[name] = weight
+        hooks: saved_tensors_hooks | None = None
+        found: list[_Whole] = []
         if self._again and torch.is_grad_enabled():
-            found = [_Whole(*each) for each in zip(weights, blocks, strict=True)]
+            found += [_Whole(*each) for each in zip(weights, blocks, strict=True)]
             hooks = saved_tensors_hooks(*_hooks(found))
             hooks.__enter__()
-            self._open.append((hooks, found))
+        self._open.append(_OpenCall(weights, list(map(_state, weights)), hooks, found))
 
     def _after(self, module: nn.Module, _: Any, __: Any) -> None:
         for owner, name in self._names:
             vars(owner).pop(name, None)
-        if self._open:
-            hooks, found = self._open.pop()
-            hooks.__exit__()
-            found.clear()  # autograd keeps the hooks
+        if not self._open:
+            return
+        call = self._open.pop()
+        if call.hooks is not None:
+            call.hooks.__exit__()
+            call.found.clear()  # autograd keeps the hooks
+        if list(map(_state, call.weights)) != call.states:
+            raise RuntimeError(
+                f"{type(module).__name__} writes to a weight while it is called, which shard= "
+                "gathers for the call only, so the write would be lost; write to the parameter "
+                "before or after the call, or parallelize without shard="
+            )
+
+
+def _state(weight: Tensor) -> Any:
+    """Return memory and version of a weight; a write to it, or to its `data`, changes them."""
+    return address_of_memory(weight), None if weight.is_inference() else weight._version
 
 
 def _gathered(p: DistTensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
+from distconv.device.constants import remembered
 from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import Box
 from distconv.geometry.resampling import Resampled
@@ -18,7 +19,6 @@ from distconv.ops.support.arguments import TensorMeta, check_on_meta
 from distconv.ops.support.operands import (
     box_on_rank,
     empty_block,
-    remembered,
     to_accumulation_type,
 )
 from distconv.tensor.dispatch import implements, refuse

@@ -107,7 +107,7 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
     x.__dict__.pop("_redistributed", None)
     x.materialize()
     if memory is not None:
-        memory.materialize_readers()
+        memory.keep_for_readers()
 
 
 def _check_bases(x: DistTensorBase, operator: str) -> None:

@@ -79,8 +79,8 @@ class SharedMemory:
     """For a copy, the tensor that it was made for."""
     _sharing: WeakValueDictionary[int, Any] | None = None
     """For a copy, the other tensors in it, by their identity."""
-    _readers: WeakValueDictionary[int, Any] | None = None
-    """The pending tensors that will be computed from this memory, by their identity."""
+    _readers: WeakSet[PendingElements] | None = None
+    """What will be computed from this memory."""
     _family: WeakSet[SharedMemory] | None = None
     """The memories in use that are, or may be, a single one in serial torch."""
 
@@ -109,17 +109,20 @@ class SharedMemory:
                 self._sharing = WeakValueDictionary()
             self._sharing[id(view)] = view
 
-    def note_reader(self, pending: Any) -> None:
-        """Remember a pending tensor that is computed from the present elements."""
+    def note_reader(self, pending: PendingElements) -> None:
+        """Remember that `pending` will be computed from the present elements."""
         if self._readers is None:
-            self._readers = WeakValueDictionary()
-        self._readers[id(pending)] = pending
+            self._readers = WeakSet()
+        self._readers.add(pending)
 
-    def materialize_readers(self) -> None:
-        """Compute all tensors that are pending on this memory, or on a copy of it. Collective."""
-        for memory in [self, *(self._family or ())]:
-            for reader in list((memory._readers or {}).values()):
-                reader.materialize()
+    def keep_for_readers(self) -> None:
+        """Keep the present elements, before a write, for all that will be computed from them.
+
+        No communication: which of these tensors are still in use may differ between ranks.
+        """
+        for memory in {self, *(self._family or ())}:
+            for reader in memory._readers or ():
+                reader.keep_source()
             memory._readers = None
 
     @property
@@ -227,6 +230,9 @@ class PendingElements:
     def block(self) -> Tensor:
         """Return this rank's block of all elements. Collective."""
         raise NotImplementedError
+
+    def keep_source(self) -> None:
+        """Copy the block from which the elements will be computed. No communication."""
 
     def part(self, x: Any, index: tuple[Any, ...], runs: Sequence[Run]) -> Any:
         """Return `x[index]`, computed without other elements; None if that moves more. Collective.

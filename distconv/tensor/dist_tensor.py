@@ -273,6 +273,9 @@ class DistTensor(Chunked):
             self._stay_distributed("to_local")
         if not self.requires_grad:
             self.materialize()  # what the program writes to the box is then the tensor's
+        memory = self.__dict__.get("_memory")
+        if memory is not None:
+            memory.keep_for_readers()
         axes = replicating_axes(self.cuts, self.grid.topology)
         block = collectives.unreplicate(self.shard, self.grid, axes)
         if grad is not None or not any(self.cuts):

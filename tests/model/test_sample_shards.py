@@ -314,3 +314,57 @@ def test_checkpoints_of_torch_ask_for_a_default_group(monkeypatch: pytest.Monkey
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     message = raised_everywhere(RuntimeError, lambda: weight.__create_write_items__("up", weight))
     assert "ask for grid.device_mesh before" in message
+
+
+class _Complex(nn.Module):
+    """Saves views of a complex weight: conjugated, and of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 6, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.view_as_real(self.w)
+        squares = torch.einsum("nchw,cd->ndhw", x, parts[..., 0] * parts[..., 1])
+        turned = torch.complex(x, x).sum((2, 3)).unsqueeze(-1) * self.w.conj()
+        return squares.mean((2, 3)) + (turned.abs().sum(1) * (self.w.real * self.w.imag).sum(0))
+
+
+@pytest.mark.parallel([2, 4])
+@both
+def test_views_of_complex_weights(shard: str) -> None:
+    grid = dc.ProcessGrid(sample=2, height=-1)
+    torch.manual_seed(0)
+    serial = _Complex()
+    model = dc.parallelize(copy.deepcopy(serial), grid, shard=shard)
+    loss_of(serial(batch(0))).backward()
+    loss_of(model(dc.distribute_tensor(batch(0), grid))).backward()
+    same_gradients(model, serial)
+
+
+class _Writing(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write()
+        return super().forward(x)
+
+
+class _Clamped(_Writing):
+    def write(self) -> None:
+        self.weight.clamp_(-0.1, 0.1)
+
+
+class _Renormalized(_Writing):
+    def write(self) -> None:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("kind", [_Clamped, _Renormalized])
+@both
+def test_a_module_that_writes_to_its_weight_raises(shard: str, kind: Callable) -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    model = dc.parallelize(net(lambda: kind(3, 4, 3)), grid, shard=shard)
+    x = dc.distribute_tensor(batch(0), grid)
+    message = raised_everywhere(RuntimeError, lambda: model(x))
+    assert f"{kind.__name__} writes to a weight" in message

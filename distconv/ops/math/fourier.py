@@ -178,8 +178,9 @@ def _shift(function: Callable[..., Tensor], before: int) -> None:
         check_on_meta(function, any_type(input), dim)
         over = normalize_dims(dim, input.dim())
         shifts = {d: (input.shape[d] + before) // 2 for d in over}
-        if isinstance(input, DistTensor) and input.pending is not None:
-            rolled: Tensor | None = input.pending.rolled(input, shifts)
+        pending = input.pending if isinstance(input, DistTensor) else None
+        if pending is not None and (torch.is_grad_enabled() or not pending.requires_grad):
+            rolled: Tensor | None = pending.rolled(input, shifts)
             if rolled is not None:
                 return rolled
         return torch.roll(input, list(shifts.values()), over)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_
 from distconv.comm.packing import CHANNELS_LAST, has_channels_last
+from distconv.device.constants import remembered
 from distconv.device.kinds import on_accelerator
 from distconv.grid.interface import Grid
 from distconv.ops.norm.statistics import (
@@ -36,7 +37,6 @@ from distconv.ops.support.operands import (
     check_same_types,
     constant,
     in_type,
-    remembered,
 )
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import ShardFunction

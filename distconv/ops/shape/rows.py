@@ -2,7 +2,8 @@
 
 The ranks exchange the numbers of rows for which they ask, then their indices, and then the rows.
 Indices are kept for as long as the tensor of positions exists and is not written to, so a mesh or
-graph with constant connectivity sends them once.
+graph with constant connectivity sends them once. Whether a rank still has them depends on its
+objects, so in each call the ranks compare the numbers of what they have kept.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ MOST_MOVED = 0.75
 If it is more, every rank gathers all rows."""
 
 _KEPT = WeakTensorKeyDictionary()
-"""For each tensor of positions the number of writes to it, and its kept exchanges."""
+"""For each tensor of positions the number of writes to it, and what is kept for its positions."""
+
+_latest = 0
+"""The number of the last decision that this rank has taken with others."""
 
 
 class RowExchange(NamedTuple):
@@ -101,13 +105,20 @@ class _Asked(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A kept exchange for some positions; None if all rows are to be gathered.
+    """A common decision of ranks for some positions: an exchange, or None to gather all rows.
 
-    `asked` is None until the positions are used a second time.
+    Attributes
+    ----------
+    number: the number of the decision, the same on the ranks that have taken it.
+    asked: None if few rows were gathered when the positions were used for the first time.
+    lent: a copy of this rank's positions if NumPy shares their memory, as torch does not count its
+        writes.
     """
 
+    number: int
     asked: _Asked | None
     exchange: RowExchange | None
+    lent: Tensor | None
 
 
 def row_exchange(
@@ -140,39 +151,43 @@ def row_exchange(
     plain, few = not isinstance(positions, DistTensor), _few(x, d)
     if not axes or not may_read(x) or (few and not plain):
         return None
-    views = [own, positions] if plain else [own]
-    memory = tuple((v.storage_offset(), v.shape, v.stride()) for v in views)
+    memory = own.storage_offset(), own.shape, own.stride()
     row = _size_of_row(x, d), x.shard.element_size()
     key = memory, positions.shape, size, axes, grid, row, among, operator, wraps
     kept = _kept(own)
     known: _Known | None = kept.get(key)
-    # A plain tensor is equal on all ranks, and so is what they have kept for it.
-    if plain and known is not None and known.asked is not None:
+    lent = not own.untyped_storage().resizable()
+    if lent and known is not None and (known.lent is None or not torch.equal(known.lent, own)):
+        known = None
+    every = tuple(dict.fromkeys((*axes, *cutting_axes(among))))
+    number, again = _agreed(known, grid, every, own.device)
+    if known is not None and known.asked is not None and again:
         return known.exchange
-    if few and known is None:
-        kept[key] = _Known(None, None)
+    copy = own.clone() if lent else None
+    if few and not again:
+        kept[key] = _Known(number, None, None, copy)
         return None
-    known = None if known is None or known.asked is None else known
-    ranks = _holders(size, axes, grid)
+    asked = None if known is None else known.asked
     with torch.inference_mode(False):
-        asked = None if known is None else known.asked
+        ranks = _holders(size, axes, grid)
         asked = asked or _ask(own, size, ranks, axes, grid, wraps)
-        keeps = constant(own.device, (int(known is not None),))
-        every = tuple(dict.fromkeys((*axes, *cutting_axes(among))))
-        told = all_gather(torch.cat([keeps, asked.message]), grid, every).tolist()
-        for _, wrong, position, *_ in told:
-            if wrong:
-                raise error(
-                    f"{operator}: {position} is out of range; expected numbers from 0 to "
-                    f"{size - 1}, of {size}"
-                )
-        if known is None or not all(row[0] for row in told):
-            counts = {r: row[3:] for r, row in zip(_peers(grid, every), told, strict=True)}
-            known = kept[key] = _Known(asked, None)
-            if _moves_less(counts, x, d):
-                made = _exchange(asked, counts, ranks, x, d, operator)
-                known = kept[key] = _Known(asked, made)
-    return known.exchange
+        counts = _told(asked, size, grid, every, operator, error)
+        less = _moves_less(counts, x, d)
+        made = _exchange(asked, counts, ranks, x, d, operator) if less else None
+        kept[key] = _Known(number, asked, made, copy)
+    return made
+
+
+def _agreed(known: _Known | None, grid: Grid, axes: Axes, device: torch.device) -> tuple[int, bool]:
+    """Return a number for the next decision, and whether all ranks know the same one. Collective.
+
+    Without an agreement one rank could find what it has kept, while another has a new tensor.
+    """
+    global _latest
+    mine = torch.tensor([0 if known is None else known.number, _latest], device=device)
+    numbers, latest = all_gather(mine, grid, axes).T.tolist()
+    _latest = max(latest) + 1
+    return _latest, numbers[0] > 0 and len(set(numbers)) == 1
 
 
 def _peers(grid: Grid, axes: Axes) -> tuple[int, ...]:
@@ -244,6 +259,23 @@ def _ask(
     position = position[position.abs().argmax()] if len(wanted) else wrong
     counts = torch.searchsorted(wanted, edges).diff()
     return _Asked(wanted, places, torch.cat([torch.stack([wrong.long(), position.long()]), counts]))
+
+
+def _told(
+    asked: _Asked, size: int, grid: Grid, axes: Axes, operator: str, error: type[Exception]
+) -> dict[int, list[int]]:
+    """Return for each rank along `axes` how many rows it asks of each holder. Collective.
+
+    Raises `error` on every rank if a position on one of them is out of range.
+    """
+    told = all_gather(asked.message, grid, axes).tolist()
+    for wrong, position, *_ in told:
+        if wrong:
+            raise error(
+                f"{operator}: {position} is out of range; expected numbers from 0 to "
+                f"{size - 1}, of {size}"
+            )
+    return {rank: row[2:] for rank, row in zip(_peers(grid, axes), told, strict=True)}
 
 
 def _exchange(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cache, lru_cache, wraps
+from functools import lru_cache
 from math import prod
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from distconv.comm.ledger import Movement, record
 from distconv.comm.transfer import gather
+from distconv.device.constants import remembered
 from distconv.device.kinds import is_accelerator
+from distconv.device.streams import is_capturing
 from distconv.geometry.layout import (
     Box,
     Cuts,
@@ -31,35 +33,6 @@ from distconv.tensor.dispatch import is_traced
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import common_grid as common_grid
 from distconv.tensor.redistribution import redistribute
-
-# Small constant tensors, made once for each device and reused.
-#
-# A new one would be copied from the host; a copy to a GPU waits for all work queued on the GPU.
-
-
-Arguments = ParamSpec("Arguments")
-Made = TypeVar("Made")
-
-LIMIT = 256
-"""The number of results of each function kept on CPUs; the least recently used goes first."""
-
-
-def remembered(
-    make: Callable[Concatenate[torch.device, Arguments], Made],
-) -> Callable[Concatenate[torch.device, Arguments], Made]:
-    """Cache the tensors that a function makes of its arguments; nobody may write to them.
-
-    The last `LIMIT` are kept on CPUs. On GPUs all are kept for good: a captured graph reads them in
-    place.
-    """
-    last, every = lru_cache(maxsize=LIMIT)(make), cache(make)
-
-    @wraps(make)
-    def look_up(device: torch.device, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        kept = every if is_accelerator(device) else last
-        return kept(device, *args, **kwargs)  # type: ignore[arg-type]
-
-    return look_up
 
 
 @remembered
@@ -117,10 +90,12 @@ def shard_of(x: Any) -> Any:
 def may_read(x: DistTensor) -> bool:
     """Return whether a rule may read elements, to move only what they ask for; alike on all ranks.
 
-    In a dry run there are none. While dc.compile traces a program, what is read once would hold in
-    all replays.
+    In a dry run there are none. While dc.compile traces a program, or a graph of the device is
+    captured, what is read once would hold in all replays.
     """
-    return not x.shard.is_meta and not is_traced()
+    device = x.shard.device
+    captured = is_accelerator(device) and is_capturing(device)
+    return not (x.shard.is_meta or is_traced() or captured)
 
 
 def gather_whole(x: Any, operator: str) -> Any:

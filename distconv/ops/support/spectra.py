@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from distconv.device.constants import remembered
 from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.interface import Grid
 from distconv.grid.words import module_calls
-from distconv.ops.support.operands import box_on_rank, remembered
+from distconv.ops.support.operands import box_on_rank
 from distconv.tensor.base import DistTensorBase, PendingElements, Run, ViewRecipe
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import redistribute, reduce_scatter
@@ -150,6 +151,7 @@ class Spectrum(PendingElements):
             recorded=torch.is_grad_enabled() and x.shard.requires_grad, modules=module_calls()
         )
         self._writes = None if x.shard.is_inference() else x.shard._version
+        self._memory.note_reader(self)
         self._shifts: dict[int, int] = {}
         self._along_first: dict[tuple[int, tuple[int, ...]], Tensor] = {}
         """Modes of the first dimension that was transformed, which several slices share."""
@@ -201,15 +203,23 @@ class Spectrum(PendingElements):
             return None
         other = Spectrum.__new__(Spectrum)
         other.__dict__.update(self.__dict__)
+        other._memory.note_reader(other)
         other._shifts = _summed(self._shifts, shifts)
         return other.tensor(x.shape, x.cuts, x.example)
 
     def tensor(self, shape: Sequence[int], cuts: Cuts, example: Tensor) -> DistTensor:
-        """Return the spectrum as a tensor; a write to the field computes its elements before."""
-        grid = self._source.base.grid
-        made = DistTensor.with_pending(self, shape, cuts, grid, example)
-        self._memory.note_reader(made)
-        return made
+        """Return the spectrum as a tensor."""
+        return DistTensor.with_pending(self, shape, cuts, self._source.base.grid, example)
+
+    def keep_source(self) -> None:
+        """Copy the block of the field. No communication."""
+        field = self._source.base
+        with self._source.as_when_made():
+            block = field.shard.clone()
+        self._source = self._source._replace(
+            base=DistTensor(block, field.shape, field.cuts, field.grid)
+        )
+        self._writes = None if block.is_inference() else block._version
 
     def _field(self) -> DistTensorBase:
         """Return the field; raise RuntimeError if its block is no longer the transformed one."""

@@ -338,6 +338,39 @@ def test_a_pending_transform_is_recorded_as_when_it_was_called() -> None:
 def test_a_transform_of_a_block_that_the_program_wrote_to_raises() -> None:
     grid = dc.ProcessGrid(height=-1)
     x = dc.distribute_tensor(torch.ones(1, 4, 8, 8), grid)
+    block = x.to_local()
     x_ft = torch.fft.rfft2(x)
-    x.to_local().mul_(2)
+    block.mul_(2)
     assert "pass x.clone()" in raised_everywhere(RuntimeError, lambda: x_ft[..., :1, :1])
+
+
+@pytest.mark.parallel([2])
+def test_a_rank_that_keeps_a_pending_transform_alone_sends_nothing_at_a_write() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    plain = random_tensor(random.Random(4), (1, 2, 8, 6))
+    x = dc.distribute_tensor(plain, grid).clone()
+    kept = [torch.fft.rfft2(x), torch.fft.fft2(x[:, :, 2:])]
+    if grid.rank:
+        del kept[0]
+    with arriving(grid) as sizes:
+        x.mul_(2)
+        x.to_local().zero_()
+    assert not sizes
+    assert (
+        deviation(kept[-1][..., :2, :2], torch.fft.fft2(plain[:, :, 2:])[..., :2, :2]) < TOLERANCE
+    )
+    assert not x.full_tensor().any()
+
+
+@pytest.mark.parallel([2])
+def test_a_pending_transform_shifted_under_no_grad_is_not_recorded() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(1, 4, 8, 8), grid).requires_grad_()
+    x_ft = torch.fft.rfft2(x)
+    kept = torch.zeros_like(x_ft)
+    kept[..., :2, :2] = x_ft[..., :2, :2]
+    with torch.no_grad():
+        shifted = [torch.fft.fftshift(y, dim=-2) for y in (x_ft, kept)]
+    assert [y.requires_grad for y in shifted] == [False, False]
+    assert not torch.fft.irfft2(shifted[1]).requires_grad
+    assert torch.fft.fftshift(x_ft, dim=-2).requires_grad

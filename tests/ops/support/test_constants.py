@@ -6,7 +6,8 @@ from weakref import ref
 
 import torch
 
-from distconv.ops.support.operands import LIMIT, constant, remembered
+from distconv.device.constants import LIMIT, remembered
+from distconv.ops.support.operands import constant
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
