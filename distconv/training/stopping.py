@@ -38,7 +38,8 @@ class TimeToStop:
     margin: the seconds to keep for the checkpoint, before the end that Slurm states.
     signals: the signals that ask to stop. Handlers that were there are called as well. In a
         thread other than the main one no signal is handled.
-    every: the number of calls of which one exchanges a message. Other calls return False.
+    every: exchange a message only in each call whose number is a multiple of `every`. Other calls
+        return False until the ranks have decided to stop.
 
     Examples
     --------
