@@ -2,7 +2,7 @@
 
 `python -m benchmarks.fractals benchmarks/results` writes fractals-mi300a.md in a few minutes, in
 one process: memory and time of a step at scales 7 to 11 on 1 to 4,096 ranks of
-`el-capitan.json`, with and without activations that are computed again, beside what is
+the machine `el-capitan`, with and without activations that are computed again, beside what is
 published, and by how much each assumed number changes it. No step is run.
 """
 
@@ -127,8 +127,8 @@ def page(machine: Machine, runs: Sequence[Run], bands: Sequence[tuple[str, ...]]
     lines = [
         f"# The fractal benchmark's network, predicted on {machine.name}\n",
         "Written by `python -m benchmarks.fractals benchmarks/results`. No step is measured:",
-        "local operators follow a roofline, messages latency and bandwidth, of",
-        "`el-capitan.json`, where their sources stand. One sample of three channels, 64",
+        "local operators follow a roofline, messages latency and bandwidth, of the file of",
+        "the machine `el-capitan`, where their sources stand. One sample of three channels, 64",
         "channels at full resolution, `scale - 3` levels, bfloat16 by autocast, Adam in float32. A",
         "cube of ranks shares the sample; *recomputed* keeps the inputs of double convolutions",
         "alone (`--recompute`). A rank has 128 GiB, for weights, gradients and Adam's state too,",

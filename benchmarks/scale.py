@@ -2,7 +2,7 @@
 
 `python -m benchmarks.scale benchmarks/results` writes a page and a picture for each experiment, in
 a few minutes, in one process; names of experiments behind choose some. Every step is recorded once
-in a dry run and played on the machine of `lassen.json`, then on others in which one
+in a dry run and played on the machine `lassen`, then on others in which one
 assumed number is smaller or larger: that is the band of this number. docs/reference/scaling.md says
 in words why curves differ.
 """
@@ -209,8 +209,8 @@ def page(machine: Machine, found: Outcome) -> str:
     lines = [
         f"# {e.title[:1].upper()}{e.title[1:]}, predicted on {machine.name}\n",
         "Written by `python -m benchmarks.scale benchmarks/results`. No number here is measured:",
-        "local operators follow a roofline, messages latency and bandwidth, of",
-        "`lassen.json`, where their sources stand. docs/reference/scaling.md says why",
+        "local operators follow a roofline, messages latency and bandwidth, of the file of",
+        "the machine `lassen`, where their sources stand. docs/reference/scaling.md says why",
         "predictions and publications differ.\n",
     ]
     lines += [f"![{e.measure}](scale-{e.name}.png)\n", f"Published: {e.source}.\n"]

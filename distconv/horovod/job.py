@@ -242,7 +242,7 @@ class Job:
         a = min(by_rank)
         b = next((r for r in sorted(by_rank) if by_rank[r][:4] != by_rank[a][:4]), a)
         other = (
-            f"rank {a} calls {by_rank[a]}" if b != a else ("other ranks wait for other collectives")
+            f"rank {a} calls {by_rank[a]}" if b != a else "other ranks wait for other collectives"
         )
         raise HorovodInternalError(
             f"distconv.horovod: rank {b} calls {by_rank[b]}, but {other}; call the same functions "

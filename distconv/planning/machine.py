@@ -241,7 +241,7 @@ class Machine:
         """
         path = Path(path)
         described = DESCRIBED / f"{path}.json"
-        if path.name == str(path) and not path.exists() and described.is_file():
+        if path.name == str(path) and not path.is_file() and described.is_file():
             path = described
         try:
             given = json.loads(path.read_text())

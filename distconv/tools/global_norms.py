@@ -1,8 +1,8 @@
 """Norms over a whole volume, in networks that go through it in slabs.
 
-Instance and group norms take mean and variance of each sample over the whole volume. A first pass
-over the slabs for each norm, in the order in which the network calls them, takes its statistics;
-norms before it have theirs already. With all statistics, the norms are affine functions.
+Instance and group norms take mean and variance of each sample over the whole volume. For each norm,
+in the order in which the network calls them, a pass over the slabs computes these statistics, while
+earlier norms use theirs. With all statistics, the norms are affine functions.
 """
 
 from __future__ import annotations

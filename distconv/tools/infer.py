@@ -114,7 +114,8 @@ def infer(
     chosen |= {"memory": memory, "sink": os.path.abspath(path), "overwrite": overwrite}
     check_alike(grid, {k: repr(v) for k, v in chosen.items()}, "Pass the same on every rank.")
     volume = together(grid, lambda: _opened(source, field))
-    check_alike(grid, together(grid, volume.facts), "Pass the same data on all ranks.")
+    facts = together(grid, volume.facts)
+    check_alike(grid, facts, "Pass the same data on all ranks.")
     together(grid, lambda: check_sink(path, overwrite))
     net = unparallelize(copy.deepcopy(model)).eval()
     dtype = dtype_of(net)
@@ -159,7 +160,7 @@ def infer(
         result = plan.dtype if plan.dtype != torch.bfloat16 else torch.float32
     else:
         outputs = (outputs[0], 1, *outputs[2:])
-    _write_all(run, path, outputs, result, cut, statistics, restart, progress)
+    _write_all(run, path, outputs, result, cut, statistics, facts, restart, progress)
     return path
 
 
@@ -398,6 +399,7 @@ def _write_all(
     dtype: torch.dtype,
     cut: list[Slab],
     statistics: Callable[[int, list[Statistics]], Iterator[Statistics]],
+    facts: Mapping[str, str],
     restart: bool,
     progress: Callable[[str], object],
 ) -> None:
@@ -419,7 +421,7 @@ def _write_all(
 
     array = together(grid, described)
     task = {
-        **volume.facts(),
+        **facts,
         "result": f"{shape} of {dtype}, {kind}",
         "slabs": f"{run.shape[0]} volumes at a time, {cut}",
         "transform": code_of(run.transform),

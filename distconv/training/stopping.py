@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
@@ -35,7 +36,8 @@ class TimeToStop:
     margin: the seconds to keep for the checkpoint, before the end that Slurm states.
     signals: the signals that ask to stop. Handlers that were there are called as well. In a
         thread other than the main one no signal is handled.
-    every: the number of calls of which one exchanges a message. Other calls return False.
+    every: exchange a message only in each call whose number is a multiple of `every`. Other calls
+        return False until the ranks have decided to stop.
 
     Examples
     --------
@@ -79,9 +81,8 @@ class TimeToStop:
             return False
         own = self._asked or time.monotonic() > self._end
         self._stopped = self._grid.mean(float(own)) > 0
-        file = os.environ.get(CONTINUE)
-        if self._stopped and file and self._grid.rank == 0:
-            Path(file).touch()
+        if self._stopped and self._grid.rank == 0:
+            _mark_to_continue()
         return self._stopped
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -89,6 +90,23 @@ class TimeToStop:
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
+
+
+def _mark_to_continue() -> None:
+    """Create the file that the job's script looks for.
+
+    If that fails, only warn, so that the program still saves its state.
+    """
+    file = os.environ.get(CONTINUE)
+    if file:
+        try:
+            Path(file).touch()
+        except OSError as error:
+            warnings.warn(
+                f"TimeToStop: {file} cannot be written ({error.strerror}), so this job will not "
+                "be queued again; submit it once more after its end",
+                stacklevel=3,
+            )
 
 
 class EarlyStopping:

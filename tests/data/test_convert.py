@@ -115,6 +115,69 @@ def test_a_copy_that_was_stopped_continues(folder: Path, monkeypatch: pytest.Mon
 
 
 @both
+def test_a_failure_before_the_first_piece_leaves_nothing_and_at_the_end_all_pieces(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_rank_zero(lambda: np.save(folder / "x.npy", X))
+
+    def run() -> Path:
+        return dc.data.convert(folder / "x.npy", folder / "x.zarr", dc.ProcessGrid(sample=-1))
+
+    def create(path: Path, arrays: Any) -> None:
+        path.mkdir()
+        raise OSError("no space")
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as context:
+        context.setattr(module, "create_zarr", create)
+        fails_everywhere(run, "no space$")
+    assert [found.name for found in folder.iterdir()] == ["x.npy"]
+    WORLD.barrier()
+    with monkeypatch.context() as context:
+        context.setattr(module, "commit_file", fail)
+        fails_everywhere(run, "no space. .*x.zarr.partial keeps 1 finished steps: the same call")
+    with monkeypatch.context() as context:
+        context.setattr(module, "write_chunks", fail)
+        run()
+    assert np.array_equal(content(folder / "x.zarr")[None], X)
+
+
+@both
+def test_a_copy_of_exchanged_arrays_does_not_continue(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_rank_zero(lambda: [np.save(folder / f"{name}.npy", X) for name in "xy"])
+
+    def run(a: str, b: str, **options: Any) -> Path:
+        source = {"a": folder / f"{a}.npy", "b": folder / f"{b}.npy"}
+        return dc.data.convert(source, folder / "ab.zarr", dc.ProcessGrid(sample=-1), **options)
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as context:
+        context.setattr(module, "commit_file", fail)
+        fails_everywhere(lambda: run("x", "y"), "keeps 2 finished steps")
+    fails_everywhere(lambda: run("y", "x"), "belongs to another run, with other arrays; finish")
+    run("x", "y")
+
+
+@both
+def test_a_folder_that_is_no_copy_is_not_replaced(folder: Path) -> None:
+    on_rank_zero(lambda: np.save(folder / "x.npy", X))
+    on_rank_zero(lambda: (folder / "x.zarr").mkdir())
+    on_rank_zero(lambda: (folder / "x.zarr" / "notes.txt").write_text("precious"))
+    grid = dc.ProcessGrid(sample=-1)
+    fails_everywhere(
+        lambda: dc.data.convert(folder / "x.npy", folder / "x.zarr", grid, overwrite=True),
+        "x.zarr is not a zarr folder; choose another name, or remove it",
+    )
+    assert (folder / "x.zarr" / "notes.txt").read_text() == "precious"
+
+
+@both
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.planning.machine import LinkTimes, Machine, Table
+from distconv.planning.machine import DESCRIBED, LinkTimes, Machine, Table
 from distconv.planning.timeline import check_ranks, collective_cost, messages_cost
 from tests.planning.machines import described
 
@@ -24,6 +24,14 @@ def test_a_machine_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     machine.host["conv2d"] = Table((0.0, 1e6), (1e-5, 1e-4))
     machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == machine
+
+
+def test_a_folder_does_not_hide_a_described_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "frontier").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert Machine.load("frontier") == Machine.load(DESCRIBED / "frontier.json")
 
 
 def test_times_of_operators_in_older_files_are_taken_anew(tmp_path: Path) -> None:

@@ -58,6 +58,16 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
     assert (folder / "continue").exists()
 
 
+@pytest.mark.parallel([1, 2])
+def test_a_file_for_the_script_that_cannot_be_written_is_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("DISTCONV_CONTINUE", str(folder / "none" / "continue"))
+    assert TimeToStop(dc.ProcessGrid(height=-1), limit=0.0)()
+    found = [str(w.message) for w in recwarn if "will not be queued again" in str(w.message)]
+    assert len(found) == (WORLD.rank == 0)
+
+
 @every_size
 def test_time_limits_of_a_rank_and_of_slurm_stop_all(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = dc.ProcessGrid(height=-1)

@@ -70,7 +70,7 @@ class ShardSource(Source):
         if value.shape != self.shape:
             raise ValueError(
                 f"{self.name} is {value.shape} in sample {sample}, and {self.shape} in sample 0; "
-                "expected the same in all"
+                "expected the same in all samples"
             )
         put(out, value[box.slices], self.name)
         check_unchanged(self._path, self._before, os.stat(self._path))

@@ -83,8 +83,12 @@ def convert(
     chosen = {"fields": fields, "chunks": chunks, "readers": readers, "memory": memory}
     check_call("convert", grid, path, chosen | {"overwrite": overwrite, "restart": restart})
     sources = together(grid, lambda: open_sources(source, fields))
-    for own in sources.values():
-        check_alike(grid, together(grid, own.facts), "Give all ranks the same data.")
+
+    def facts() -> dict[str, str]:
+        return {name: fact for own in sources.values() for name, fact in own.facts().items()}
+
+    task = together(grid, facts)
+    check_alike(grid, task, "Give all ranks the same data.")
     topology = Topology(tuple((readers or {}).get(axis, 1) for axis in AXES))
 
     def described() -> dict[str | None, Description]:
@@ -105,8 +109,9 @@ def convert(
         for (name, array), own in zip(arrays.items(), sources.values(), strict=True)
         for box in _pieces(array, own.chunks, memory)
     ]
-    task = {name: fact for own in sources.values() for name, fact in own.facts().items()}
-    task |= {"chunks": f"{[array.chunks for array in arrays.values()]}", "memory": str(memory)}
+    names = {name: own.name for name, own in zip(arrays, sources.values(), strict=True)}
+    task |= {"arrays": f"{names}", "memory": str(memory)}
+    task |= {"chunks": f"{[array.chunks for array in arrays.values()]}"}
 
     def create(unfinished: Path) -> dict[str, Any]:
         create_zarr(unfinished, arrays)

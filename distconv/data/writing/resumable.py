@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -71,11 +72,16 @@ class StepwiseFile:
             return state | {"continued": True}
         if self.partial.exists():
             raise FileExistsError(
-                f"{self.partial} exists, and does not say how far it has come; remove it, or "
-                "discard it by restart=True (--restart)"
+                f"{self.partial} exists without {self._notes.name}, which lists its finished "
+                "steps; remove it, or discard it by restart=True (--restart)"
             )
-        state = {"task": task, **create(self.partial), "finished": 0}
-        self._write(state)
+        try:
+            state = {"task": task, **create(self.partial), "finished": 0}
+            self._write(state)
+        except BaseException:
+            with suppress(OSError):
+                self._remove()
+            raise
         return state | {"continued": False}
 
     def keep(self, **values: Any) -> None:
@@ -106,12 +112,15 @@ class StepwiseFile:
         traceback: TracebackType | None,
     ) -> None:
         if kind is None:
-            on_rank_zero(self._grid, writing_to(self._path)(self._complete))
+            try:
+                on_rank_zero(self._grid, writing_to(self._path)(self._complete))
+            except DataError as failure:
+                error = failure
         if not isinstance(error, DataError):
             return  # one rank alone may be here, and an interrupted run may continue
         if not self._kept:
             on_rank_zero(self._grid, writing_to(self._path)(self._remove))
-            return
+            raise error
         raise DataError(
             f"{error}. {self.partial} keeps {self.state['finished']} finished steps: the same call "
             "continues there, and restart=True (--restart) discards them"

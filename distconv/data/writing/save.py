@@ -157,13 +157,14 @@ def kind_to_write(path: Path) -> str:
 
 def check_sink(path: Path, overwrite: bool) -> None:
     """Raise `OSError` if a file cannot be made at `path`, and ValueError for its suffix."""
-    kind_to_write(path)
+    kind = kind_to_write(path)
     if path.exists() and not overwrite:
         raise FileExistsError(
             f"{path} exists; choose another name, or overwrite=True (--overwrite)"
         )
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+    _check_place(path, kind)
 
 
 def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:

@@ -146,6 +146,8 @@ def _data(given: argparse.Namespace) -> int:
 def _sources(given: argparse.Namespace) -> dict[Any, Source]:
     path: Any = given.input if len(given.input) > 1 else given.input[0]
     if given.stack:
+        if len(given.field) > 1:
+            raise ValueError(f"--stack reads a single array, not {given.field}; pass one --field")
         return {None: open_stack(path, given.field[0] if given.field else None)}
     return dict(open_sources(path, given.field))
 

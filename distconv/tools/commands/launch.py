@@ -224,15 +224,18 @@ def _check_continuing(job: Namespace) -> None:
             "limit in the program, as dc.training.TimeToStop(grid, limit=6600)"
         )
     if job.warn is not None and not 0 < job.warn < job.time:
-        raise ValueError(f"--warn {job.warn} of {job.time} minutes; expected fewer, from 1")
+        raise ValueError(
+            f"--warn {job.warn} minutes before the end of a job of {job.time}; choose from 1 to "
+            f"{job.time - 1}"
+        )
     if job.requeue and job.scheduler != "slurm":
         raise ValueError(
             f"--requeue is for Slurm; with {job.scheduler} submit a chain of jobs, as by --chain 4"
         )
     if job.chain is not None and (job.chain < 1 or job.requeue):
         raise ValueError(
-            f"--chain {job.chain}{' and --requeue' if job.requeue else ''}: expected a number of "
-            "jobs from 1, or one job that is queued again"
+            f"--chain {job.chain}{' and --requeue' if job.requeue else ''}: choose 1 or more jobs, "
+            "or --requeue without --chain"
         )
 
 
@@ -341,14 +344,17 @@ def _submit(job: Namespace, script: str) -> int:
             f"{' '.join(submit)} < FILE"
         )
     after: list[str] = []
-    for _ in range(job.chain or 1):
+    for number in range(job.chain or 1):
         ran = subprocess.run([*submit, *after], input=script, text=True, stdout=subprocess.PIPE)
         print(ran.stdout, end="", flush=True)
         if ran.returncode or not job.chain:
             return ran.returncode
         name = _JOB[job.scheduler].search(ran.stdout)
         if name is None:
-            raise BadArguments(f"{submit[0]} printed no number of a job, for the next to wait for")
+            raise BadArguments(
+                f"{submit[0]} printed no job number, so the next job cannot wait for the last; "
+                f"{number + 1} of {job.chain} jobs are submitted"
+            )
         after = [word.format(name[1]) for word in _AFTER[job.scheduler]]
     return 0
 
