@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distconv.device.constants import remembered
-from distconv.device.kinds import on_accelerator, thresholds
+from distconv.device.kinds import on_accelerator, remembered, thresholds
 from distconv.geometry.plan import Plan, Route, Slices
 from distconv.grid.interface import Grid
 from distconv.torch_private import is_zero_tensor, without_modes

@@ -6,11 +6,11 @@ import ctypes
 import os
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, lru_cache, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -452,3 +452,31 @@ def error_of(group: Any) -> str | None:
 
 def _class_of(backend: str) -> str:
     return f"ProcessGroup{backend.upper()}"
+
+
+# Constant tensors, made once for each device and reused. A new one would be copied from the host; a
+# copy to a GPU waits for all work queued on the GPU.
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
+
+MOST_CONSTANTS = 256
+"""The number of results of each function kept on CPUs; the least recently used goes first."""
+
+
+def remembered(
+    make: Callable[Concatenate[torch.device, Arguments], Made],
+) -> Callable[Concatenate[torch.device, Arguments], Made]:
+    """Cache the tensors that a function makes of its arguments; nobody may write to them.
+
+    The last `MOST_CONSTANTS` are kept on CPUs. On GPUs all are kept for good: a captured graph
+    reads them in place.
+    """
+    last, every = lru_cache(maxsize=MOST_CONSTANTS)(make), cache(make)
+
+    @wraps(make)
+    def look_up(device: torch.device, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        kept = every if is_accelerator(device) else last
+        return kept(device, *args, **kwargs)  # type: ignore[arg-type]
+
+    return look_up

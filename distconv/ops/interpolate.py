@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
-from distconv.device.constants import remembered
+from distconv.device.kinds import remembered
 from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import Box
 from distconv.geometry.resampling import Resampled

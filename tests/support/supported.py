@@ -123,7 +123,7 @@ def _outcome(name: str, sample: Sample, grid: dc.ProcessGrid, size: int | None) 
     try:
         for x in tensors_in(sample.call(name, *tensors)):
             if isinstance(x, DistTensor) and x.pending is not None:
-                x.settle()  # a Fourier transform computes when it is read
+                x.materialize()  # a Fourier transform computes when it is read
     except dc.UnsupportedOperation:
         return "unsupported"
     return "redistributes" if dc.redistributions(reset=True) else "exact"

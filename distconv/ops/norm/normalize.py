@@ -17,8 +17,7 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_
 from distconv.comm.packing import CHANNELS_LAST, has_channels_last
-from distconv.device.constants import remembered
-from distconv.device.kinds import on_accelerator
+from distconv.device.kinds import on_accelerator, remembered
 from distconv.grid.interface import Grid
 from distconv.ops.norm.statistics import (
     Form,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_gather, all_reduce, all_reduce_with_grad
 from distconv.comm.packing import CHANNELS_LAST, has_channels_last
-from distconv.device.constants import remembered
+from distconv.device.kinds import remembered
 from distconv.geometry.layout import rank_box
 from distconv.grid.interface import Grid
 from distconv.ops.support.operands import (

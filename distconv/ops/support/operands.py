@@ -12,8 +12,7 @@ from torch import Tensor
 
 from distconv.comm.ledger import Movement, record
 from distconv.comm.transfer import gather
-from distconv.device.constants import remembered
-from distconv.device.kinds import is_accelerator
+from distconv.device.kinds import is_accelerator, remembered
 from distconv.device.streams import is_capturing
 from distconv.geometry.layout import (
     Box,

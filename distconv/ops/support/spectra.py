@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from distconv.device.constants import remembered
+from distconv.device.kinds import remembered
 from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.interface import Grid
 from distconv.grid.words import module_calls

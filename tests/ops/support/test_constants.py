@@ -6,7 +6,7 @@ from weakref import ref
 
 import torch
 
-from distconv.device.constants import LIMIT, remembered
+from distconv.device.kinds import MOST_CONSTANTS, remembered
 from distconv.ops.support.operands import constant
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -20,7 +20,7 @@ def test_a_constant_is_made_once() -> None:
 
 def test_cpus_keep_the_constants_that_were_used_last() -> None:
     oldest, used = ref(constant(CPU, (-1,))), constant(CPU, (-2,))
-    for i in range(LIMIT):
+    for i in range(MOST_CONSTANTS):
         constant(CPU, (i,))
         assert constant(CPU, (-2,)) is used
     assert oldest() is None
@@ -32,6 +32,6 @@ def test_gpus_keep_all_as_captured_graphs_read_them() -> None:
         return [number]
 
     first = made(GPU, 0)
-    for i in range(2 * LIMIT):
+    for i in range(2 * MOST_CONSTANTS):
         made(GPU, i)
     assert made(GPU, 0) is first
