@@ -71,12 +71,6 @@ train(1)
 """,
     "a rank asks for the whole tensor alone": "if one: small.full_tensor()\ntrain(1)",
     "a rank makes a grid alone": "if one: dc.ProcessGrid(width=-1)\ntrain(1)",
-    "a rank records no gradients": """
-with torch.set_grad_enabled(not one):
-    loss = model(small).mean()
-if not one: loss.backward()
-small.sum()
-""",
     "a rank has fewer batches": "train(2 if one else 3)",
     "a rank meets a class that is not there, and catches it": """
 labels = torch.zeros(1, 16, 16, dtype=torch.long)
@@ -112,7 +106,7 @@ def test_a_hang_ends_with_one_message(ends: dict[str, Any], what: str) -> None:
     # On a busy machine another rank tells too of an error that all share, and a comparison may find
     # the difference in the moment in which the limit ends the wait.
     waits = set(re.findall("distconv: ranks wait.*", end.stderr))
-    differ = set(re.findall("the ranks (?:differ|call).*", end.stderr))
+    differ = set(re.findall("the ranks differ.*", end.stderr))
     assert waits or differ, end.stderr
     assert len(waits) <= 1 and len(differ) <= 1, end.stderr
     assert "rank 0" in end.stderr and "rank 1" in end.stderr and "script.py:" in end.stderr
