@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 
 import distconv as dc
 from tests.ops.math.test_fourier import FNO2d
+from tests.support.arriving import arriving
 from tests.support.verdicts import one_verdict
 
 
@@ -74,34 +72,6 @@ FAMILIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@contextmanager
-def sent_by(grid: dc.ProcessGrid) -> Iterator[list[int]]:
-    """Yield a list of the bytes that arrive with each message at the transport of the grid."""
-    sizes: list[int] = []
-    carrier = grid.transport.carrier
-    exchange, all_reduce, all_gather = carrier.exchange, carrier.all_reduce, carrier.all_gather
-
-    def exchanged(into: Any, out: Any, tag: int) -> Any:
-        sizes.append(sum(x.numel() * x.element_size() for _, x in into))
-        return exchange(into, out, tag)
-
-    def reduced(tensor: Tensor, group: Any) -> Any:
-        sizes.append(2 * tensor.nbytes * (group.size - 1) // group.size)
-        return all_reduce(tensor, group)
-
-    def gathered(tensor: Tensor, group: Any) -> Tensor:
-        result = all_gather(tensor, group)
-        sizes.append(result.nbytes - tensor.nbytes)
-        return result
-
-    with (
-        mock.patch.object(carrier, "exchange", exchanged),
-        mock.patch.object(carrier, "all_reduce", reduced),
-        mock.patch.object(carrier, "all_gather", gathered),
-    ):
-        yield sizes
-
-
 def _network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     torch.manual_seed(0)
     if name == "FNO":
@@ -122,9 +92,9 @@ def test_each_layer_receives_what_explain_says_and_nothing_is_missed(name: str) 
     x = dc.distribute_tensor(torch.ones(shape), grid)
     for _ in range(17):  # the first calls compare plain tensors and parameters
         with dc.count_traffic() as traffic:
-            with sent_by(grid) as forward:
+            with arriving(grid) as forward:
                 loss = F.mse_loss(y := module(x), torch.zeros_like(y))
-            with sent_by(grid) as backward:
+            with arriving(grid) as backward:
                 loss.backward()
     counted, told = Counter[str](), Counter[str]()
     for entry in traffic.entries:

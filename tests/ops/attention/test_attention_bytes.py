@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
-from torch import Tensor
 
 import distconv as dc
 from benchmarks.measuring.memory import peak_of
 from tests.ops.attention.ways import attending_by
-
-
-@contextmanager
-def arriving(grid: dc.ProcessGrid) -> Iterator[list[int]]:
-    """Yield a list of the bytes of each message that arrives at this rank within the context."""
-    sizes: list[int] = []
-    carrier = grid.transport
-    exchange, all_reduce, all_gather = carrier.exchange, carrier.all_reduce, carrier.all_gather
-
-    def exchanged(into: list, out: list, tag: int) -> object:
-        sizes.extend(x.nbytes for _, x in into)
-        return exchange(into, out, tag)
-
-    def reduced(tensor: Tensor, group: object) -> object:
-        sizes.append(2 * tensor.nbytes)
-        return all_reduce(tensor, group)
-
-    def gathered(tensor: Tensor, group: object) -> Tensor:
-        result = all_gather(tensor, group)
-        sizes.append(result.nbytes - tensor.nbytes)
-        return result
-
-    with (
-        mock.patch.object(carrier, "exchange", exchanged),
-        mock.patch.object(carrier, "all_reduce", reduced),
-        mock.patch.object(carrier, "all_gather", gathered),
-    ):
-        yield sizes
+from tests.support.arriving import arriving
 
 
 def _moved(

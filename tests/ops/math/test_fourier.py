@@ -16,7 +16,7 @@ from torch.func import functional_call
 import distconv as dc
 from benchmarks.measuring.memory import peak_of
 from distconv.ops.support import spectra
-from tests.ops.attention.test_attention_bytes import arriving
+from tests.support.arriving import arriving
 from tests.support.serial import TOLERANCE, agrees, deviation, raised_everywhere, random_tensor
 from tests.support.strategies import Case, on_any_grid, shapes
 

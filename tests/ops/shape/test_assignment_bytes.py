@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import distconv as dc
-from tests.ops.attention.test_attention_bytes import arriving
+from tests.support.arriving import arriving
 
 
 @pytest.mark.parallel([2, 4])

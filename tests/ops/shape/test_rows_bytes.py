@@ -14,7 +14,7 @@ from torch import Tensor
 import distconv as dc
 from benchmarks.measuring.memory import peak_of
 from distconv.ops.support import operands
-from tests.ops.attention.test_attention_bytes import arriving
+from tests.support.arriving import arriving
 
 SIDE, FEATURES = 32, 8
 BOUNDARY = SIDE * FEATURES * 4

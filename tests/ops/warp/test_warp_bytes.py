@@ -13,8 +13,8 @@ from torch import Tensor
 
 import distconv as dc
 from benchmarks.measuring.memory import peak_of
-from tests.ops.attention.test_attention_bytes import arriving
 from tests.ops.warp.test_warp_properties import identity
+from tests.support.arriving import arriving
 
 
 def _moved(
