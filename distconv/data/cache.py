@@ -436,12 +436,7 @@ class Cache:
         """Return the elements of a box that this rank keeps."""
         own = self._fields[part.field]
         kept = own.stored_box(self._grid.topology, self._grid.rank)
-        index = tuple(
-            slice(a - first, b - first)
-            for a, b, first in zip(
-                part.piece.source.start, part.piece.source.stop, kept.start, strict=True
-            )
-        )
+        index = part.piece.source.slices_within(kept)
         return self._boxes.get(self._kept[part.field, part.sample])[index]
 
     def _size(self, part: CachedBox) -> int:

@@ -51,10 +51,7 @@ class HaloBlock:
     @property
     def inner(self) -> tuple[slice, ...]:
         """Return the slices of `local` that hold the rank's block, without the halo."""
-        return tuple(
-            slice(a - first, b - first)
-            for a, b, first in zip(self.own.start, self.own.stop, self.box.start, strict=True)
-        )
+        return self.own.slices_within(self.box)
 
 
 @dataclass(frozen=True)

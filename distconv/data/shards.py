@@ -197,19 +197,19 @@ class Stored:
         wanted = Box((0,) * len(self.shape), self.shape) if box is None else box
         found: Tensor | None = None
         for shard, start, stop in self._places:
-            low = tuple(map(max, start, wanted.start))
-            high = tuple(map(min, stop, wanted.stop))
-            if any(a >= b for a, b in zip(low, high, strict=True)) and found is not None:
+            held = Box(tuple(start), tuple(stop))
+            part = wanted.intersection(held)
+            if part is None and found is not None:
                 continue
             block = self._open(shard)[self._number]
-            if tuple(block.shape) != Box(tuple(start), tuple(stop)).shape:
+            if tuple(block.shape) != held.shape:
                 raise ValueError(
                     f"shard {shard} holds a block of {tuple(block.shape)} for {start} to {stop}"
                 )
             if found is None:
                 found = block.new_empty(wanted.shape)
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                found[_index(low, high, wanted.start)] = block[_index(low, high, start)]
+            if part is not None:
+                found[part.slices_within(wanted)] = block[part.slices_within(held)]
         assert found is not None
         return found
 
@@ -308,7 +308,3 @@ def _check_cover(shape: tuple[int, ...], places: Sequence[ShardPlace]) -> None:
     )
     if prod(shape) and not (covered and len(filled) == prod(map(len, along))):
         raise ValueError(f"the blocks {list(places)} do not cover a tensor of shape {shape}")
-
-
-def _index(start: Sequence[int], stop: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, origin, strict=True))

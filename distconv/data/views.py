@@ -52,17 +52,17 @@ class Piece:
 
         `order` has for each dimension of the view the dimension of the stored sample.
         """
-        start = tuple(map(max, self.source.start, box.start))
-        stop = tuple(map(min, self.source.stop, box.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
+        source = self.source.intersection(box)
+        if source is None:
             return None
         target = []
         for place, flip, d in zip(self.target, self.flips, order, strict=True):
-            before, behind = start[d] - self.source.start[d], self.source.stop[d] - stop[d]
+            before = source.start[d] - self.source.start[d]
+            behind = self.source.stop[d] - source.stop[d]
             if flip:
                 before, behind = behind, before
             target.append(slice(place.start + before, place.stop - behind))
-        return Piece(Box(start, stop), tuple(target), self.flips)
+        return Piece(source, tuple(target), self.flips)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,17 @@ class Box:
         """Return the number of elements."""
         return prod(self.shape)
 
+    def intersection(self, other: Box) -> Box | None:
+        """Return the box of the elements in both boxes, None if there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def slices_within(self, outer: Box) -> tuple[slice, ...]:
+        """Return the index that selects this box from an array of the elements of `outer`."""
+        bounds = zip(self.start, self.stop, outer.start, strict=True)
+        return tuple(slice(a - first, b - first) for a, b, first in bounds)
+
 
 def dimension_names(ndim: int) -> tuple[str, ...]:
     """Return the names of dimensions by position.

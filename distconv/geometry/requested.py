@@ -39,30 +39,17 @@ def boxes_plan(
     own: tuple[tuple[Slices, Slices], ...] = ()
     sends, receives = [], []
     for i, peer in enumerate(ranks):
-        arriving = _common(blocks[i], boxes[here])
-        leaving = _common(blocks[here], boxes[i])
+        arriving = blocks[i].intersection(boxes[here])
+        leaving = blocks[here].intersection(boxes[i])
         if peer == rank and arriving is not None:
-            own = ((_within(arriving, blocks[here]), _within(arriving, boxes[here])),)
+            own = ((arriving.slices_within(blocks[here]), arriving.slices_within(boxes[here])),)
         elif peer != rank:
             if arriving is not None:
-                receives.append(Route.of(peer, (_within(arriving, boxes[here]),)))
+                receives.append(Route.of(peer, (arriving.slices_within(boxes[here]),)))
             if leaving is not None:
-                sends.append(Route.of(peer, (_within(leaving, blocks[here]),)))
+                sends.append(Route.of(peer, (leaving.slices_within(blocks[here]),)))
     shapes = blocks[here].shape, boxes[here].shape
     return Plan(*shapes, own, tuple(sends), tuple(receives), identity=len(ranks) == 1)
-
-
-def _common(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes, None if it is empty."""
-    start = tuple(map(max, one.start, other.start))
-    stop = tuple(map(min, one.stop, other.stop))
-    return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
-
-
-def _within(box: Box, outer: Box) -> Slices:
-    """Return the index of `box` in an array of the elements of `outer`."""
-    bounds = zip(box.start, box.stop, outer.start, strict=True)
-    return tuple(slice(a - start, b - start) for a, b, start in bounds)
 
 
 def rows_plan(

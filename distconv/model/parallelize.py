@@ -230,9 +230,7 @@ def unparallelize(module: Module) -> Module:
         hooks: Any
         for hooks in hooks_of_module(part):
             for number, hook in list(hooks.items()):
-                if isinstance(
-                    getattr(hook, "__self__", hook), (ModuleGuard, InputLayout, GatheredWeights)
-                ):
+                if isinstance(getattr(hook, "__self__", hook), _HOOKS):
                     del hooks[number]
     disown(module.buffers())
     for p in module.parameters():

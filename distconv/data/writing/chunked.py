@@ -96,9 +96,9 @@ def write_chunks(path: Path, name: str | None, box: Box, values: NDArray[Any]) -
     )
     for runs in product(*along):
         place, low, high = zip(*runs, strict=True)
-        own = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.start, strict=True))
+        part = Box(low, high)
         # One at a time: if one of several chunks fails, zarr writes the others in the background.
-        array[Box(low, high).slices] = values[own]
+        array[part.slices] = values[part.slices_within(box)]
         chunk = folder / array.metadata.encode_chunk_key(place)
         if chunk.exists():  # not where all values are the array's fill value
             sync(chunk)
