@@ -165,7 +165,8 @@ class ModuleGuard:
         if not torch.is_grad_enabled():
             if outermost and self._together(inputs):
                 self._check_equal(module)
-                self._check_agreement(module)
+                _, *parts = (module, *self._parts) if self._same_structure() else module.modules()
+                self._check_agreement(module, parts)
             return
         check_untraced("a parallelized module", inputs)
         check_no_active_wrapper()
@@ -185,7 +186,7 @@ class ModuleGuard:
                 )
         if outermost:
             self._check_equal(module)
-            self._check_agreement(module)
+            self._check_agreement(module, self._parts)
 
     def _fits(self, grid: Any) -> bool:
         """Return whether inputs of the module may live on `grid`."""
@@ -267,15 +268,15 @@ class ModuleGuard:
                 "same state on every rank to continue"
             )
 
-    def _check_agreement(self, module: nn.Module) -> None:
+    def _check_agreement(self, module: nn.Module, parts: Iterable[nn.Module]) -> None:
         """Raise on every rank if ranks call the module, or train its parameters, differently.
 
         It waits for all ranks before the module sends any message, as modules in training and in
-        evaluation send different ones. Collective.
+        evaluation send different ones. `parts` are the submodules. Collective.
         """
-        modules = (module, *self._parts) if self._same_structure() else module.modules()
         records, reduction = torch.is_grad_enabled(), self._reduction
-        number = crc32(bytes([bool(part.training) for part in modules]), records)
+        modes = bytes([bool(module.training), *(bool(part.training) for part in parts)])
+        number = crc32(modes, records)
         if records:
             number ^= reduction.layout ^ reduction.enabled
         called = type(module).__name__

@@ -21,7 +21,7 @@ _END = "SLURM_JOB_END_TIME"
 
 
 class TimeToStop:
-    """Decide whether the job should save its state and end, alike on all ranks after a step.
+    """Decide whether the job should save its state and end, identically on all ranks after a step.
 
     A signal reaches ranks at different moments, and perhaps one rank alone. When one rank has
     received it, or is short of time, the next call returns True on every rank.

@@ -15,7 +15,7 @@ from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes, replaced_at
 from distconv.grid.interface import Grid
 from distconv.ops.shape.lookup import check_mask, wrap_negative
-from distconv.ops.shape.rows import row_exchange
+from distconv.ops.shape.rows import RowExchange, row_exchange
 from distconv.ops.support.arguments import check_on_meta, in_range, normalize_dim, normalize_dims
 from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.merged import factors_of, is_merged, unmerge
@@ -108,9 +108,25 @@ def _added_to_rows(x: DistTensor, d: int, index: Tensor, src: Tensor) -> DistTen
     rows = row_exchange(x, d, index, own, x.cuts, f"{name}, position", error=RuntimeError)
     if rows is None:
         return None
+    return _sums_sent(torch.scatter_add, x, d, rows, src, name)
+
+
+def _sums_sent(
+    add: Callable[..., Tensor],
+    x: DistTensor,
+    d: int,
+    rows: RowExchange,
+    src: Tensor,
+    name: str,
+    **options: Any,
+) -> DistTensor:
+    """Return `x` plus the sums, by `add`, of each rank's block of `src` by rows. Collective.
+
+    `add` is torch.scatter_add or torch.index_add, and `options` are its own.
+    """
     values = local_operand(src, tuple(src.shape), x.cuts, x.grid, name)
     zeros = values.new_zeros(replaced_at(tuple(x.shard.shape), d, len(rows.wanted)))
-    sums = zeros.scatter_add(d, rows.places, values)
+    sums = add(zeros, d, rows.places, values, **options)
     return DistTensor(rows.add(x.shard, d, x.cuts, sums), x.shape, x.cuts, x.grid)
 
 
@@ -316,10 +332,7 @@ def _slices_added(
     rows = row_exchange(x, d, index, own, along, f"{name}, position", wraps=True)
     if rows is None:
         return None
-    values = local_operand(source, tuple(source.shape), x.cuts, x.grid, name)
-    zeros = values.new_zeros(replaced_at(tuple(x.shard.shape), d, len(rows.wanted)))
-    sums = zeros.index_add(d, rows.places, values, alpha=alpha)
-    return DistTensor(rows.add(x.shard, d, x.cuts, sums), x.shape, x.cuts, x.grid)
+    return _sums_sent(torch.index_add, x, d, rows, source, name, alpha=alpha)
 
 
 def _written_at(
