@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from distconv.torch_private import set_limit
+from distconv.torch_private import set_limit, without_modes
 
 # The kind of accelerator that torch finds, and names that differ between kinds.
 
@@ -470,9 +470,17 @@ def remembered(
     """Cache the tensors that a function makes of its arguments; nobody may write to them.
 
     The last `MOST_CONSTANTS` are kept on CPUs. On GPUs all are kept for good: a captured graph
-    reads them in place.
+    reads them in place. They are made outside of dispatch modes: the first of several recorded or
+    traced steps has the operators of the others.
     """
-    last, every = lru_cache(maxsize=MOST_CONSTANTS)(make), cache(make)
+
+    def outside_of_modes(
+        device: torch.device, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Made:
+        with without_modes():
+            return make(device, *args, **kwargs)
+
+    last, every = lru_cache(maxsize=MOST_CONSTANTS)(outside_of_modes), cache(outside_of_modes)
 
     @wraps(make)
     def look_up(device: torch.device, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:

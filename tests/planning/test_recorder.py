@@ -354,3 +354,23 @@ def test_operators_on_tensors_alike_are_one_and_on_others_are_not() -> None:
     taken = operator([x, (hollow(4, dtype=torch.int64),)], 1, out=hollow(5)).taken
     assert taken[0] == TensorSpec((2, 3), (3, 1), torch.float32)
     assert [spec.nbytes for spec in taken] == [24, 32, 20]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_first_recording_equals_later_ones(gpu: bool) -> None:
+    """The channels are no other test's: constants of these sizes are made in the first step."""
+    channels = 37 + gpu
+    net = nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1),
+        nn.BatchNorm2d(channels),
+        nn.GroupNorm(channels, channels),
+        nn.MaxPool2d(3, 2, 1),
+        nn.AvgPool2d(2, ceil_mode=True),
+        nn.Conv2d(channels, 2, 3, padding=1, padding_mode="reflect"),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+    )
+    first, second = (
+        record_step(net, [(2, 3, 43, 47)], {"height": 2, "width": 2}, rank=0, gpu=gpu)
+        for _ in range(2)
+    )
+    assert [str(e) for e in first.events] == [str(e) for e in second.events]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import ref
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distconv.device.kinds import MOST_CONSTANTS, remembered
 from distconv.ops.support.operands import constant
@@ -16,6 +18,23 @@ def test_a_constant_is_made_once() -> None:
     assert constant(CPU, (3, 4)) is constant(CPU, (3, 4))
     assert constant(CPU, (3, 4)).tolist() == [3, 4]
     assert constant(CPU, (3, 4), torch.float64).dtype == torch.float64
+
+
+def test_a_constant_is_made_outside_of_dispatch_modes() -> None:
+    seen: list[Any] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Recorded():
+        constant(CPU, (31, 4159))
+        assert not seen
+        torch.ones(1)
+    assert seen == [torch.ops.aten.ones.default]
 
 
 def test_cpus_keep_the_constants_that_were_used_last() -> None:
