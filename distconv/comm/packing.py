@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from distconv.device.kinds import on_accelerator, remembered, thresholds
+from distconv.device.streams import keep_if_captured
 from distconv.geometry.plan import Plan, Route, Slices
 from distconv.grid.interface import Grid
 from distconv.torch_private import is_zero_tensor, without_modes
@@ -125,6 +126,8 @@ def places_in(
         with without_modes(), torch.inference_mode(False):
             found = _indexed(found, tensor, thresholds(accelerator).most_indices, apart)
         plan.kept[key] = found
+    if accelerator and found.indices:
+        keep_if_captured(tensor.device, *found.indices)
     return found
 
 

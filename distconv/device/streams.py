@@ -56,6 +56,15 @@ def is_capturing(device: torch.device) -> bool:
     return bool(ask and ask())
 
 
+_CAPTURED: list[Any] = []
+
+
+def keep_if_captured(device: torch.device, *tensors: Tensor) -> None:
+    """Keep tensors for good if a graph of an accelerator that reads them is being captured."""
+    if is_accelerator(device) and is_capturing(device):
+        _CAPTURED.append(tensors)
+
+
 def number_of_stream(device: torch.device) -> int | None:
     """Return the number of an accelerator's current stream, to compare; None on a host.
 

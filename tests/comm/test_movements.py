@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -215,6 +216,27 @@ def test_no_kernel_adds_to_an_element_twice_where_the_order_of_sums_is_not_fixed
         places = places_in(x.grad, case.plan, case.grid, of_block=True, sums=True)
         assert all(len(index.unique()) == len(index) for index in places.indices), case
     make_plan.cache_clear()
+
+
+@pytest.mark.parallel(3)
+def test_indices_that_a_captured_graph_reads_outlive_their_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph reads them in place at each replay, also when other plans have replaced theirs."""
+    monkeypatch.setattr("distconv.comm.packing.on_accelerator", lambda block, simulated: True)
+    monkeypatch.setattr("distconv.device.streams.is_accelerator", lambda device: True)
+    captured = False
+    monkeypatch.setattr("distconv.device.streams.is_capturing", lambda device: captured)
+    grid = dc.ProcessGrid(width=-1)
+    rows, columns = (("width",), ()), ((), ("width",))
+    for captured in (False, True):
+        make_plan.cache_clear()
+        plan = make_plan(grid.topology, grid.rank, (6, 12), rows, columns, (Same(), Same()))
+        block = torch.zeros(plan.block_shape)
+        kept = [ref(index) for index in places_in(block, plan, grid, of_block=True).indices]
+        del plan
+        make_plan.cache_clear()
+        assert kept and all((index() is not None) == captured for index in kept)
 
 
 @pytest.mark.parallel(RANKS)
