@@ -243,7 +243,7 @@ class _Dimension:
         return sum(n for n in pieces if n > 0)
 
     def targets(self, source: int) -> set[int]:
-        """Return target parts, among them all that take elements from source part `source`."""
+        """Return every target part that takes elements from source part `source`, perhaps more."""
         start, stop = block(self.size, self.source_parts, source)
         if start == stop:
             return set()

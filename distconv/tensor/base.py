@@ -141,7 +141,7 @@ class SharedMemory:
         return memory
 
     def views(self) -> list[Any]:
-        """Return the tensors in use that lie in this memory; [] unless it is a copy."""
+        """Return the tensors in use that lie in this memory, if it is a copy; else no tensors."""
         first = None if self._view is None else self._view()
         return [*([] if first is None else [first]), *(self._sharing or {}).values()]
 
