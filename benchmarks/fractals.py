@@ -126,18 +126,18 @@ def page(machine: Machine, runs: Sequence[Run], bands: Sequence[tuple[str, ...]]
     by_place = {(run.scale, run.ways, run.recompute): run for run in whole}
     lines = [
         f"# The fractal benchmark's network, predicted on {machine.name}\n",
-        "Written by `python -m benchmarks.fractals benchmarks/results`. No step is measured:",
-        "local operators follow a roofline, messages latency and bandwidth, of the file of",
-        "the machine `el-capitan`, where their sources stand. One sample of three channels, 64",
-        "channels at full resolution, `scale - 3` levels, bfloat16 by autocast, Adam in float32. A",
-        "cube of ranks shares the sample; *recomputed* keeps the inputs of double convolutions",
-        "alone (`--recompute`). A rank has 128 GiB, for weights, gradients and Adam's state too,",
-        "which every rank holds whole, except under *sharded weights*: at scale 10 the network has",
-        "5.8 billion weights, at scale 11 there are 23 billion, which fit no rank whole, however",
-        "many ranks there are.\n",
-        "## Beside what is published\n",
-        "LLNL, ScaFFold (2026), on one MI300A. The first, third, ... of these convolutions have",
-        "set the efficiency of the machine's file. In milliseconds.\n",
+        "Written by `python -m benchmarks.fractals benchmarks/results`. All steps are",
+        "predicted, from the file of the machine `el-capitan`, which gives the source of each",
+        "number: local operators by a roofline, and messages by latency and bandwidth. The",
+        "network has one sample of three channels, 64 channels at full resolution, `scale - 3`",
+        "levels, bfloat16 by autocast, and Adam in float32. A cube of ranks shares the sample.",
+        "*Recomputed* saves only the inputs of double convolutions (`--recompute`). A rank has",
+        "128 GiB, which include weights, gradients and Adam's state. Every rank holds these as",
+        "a whole, except under *sharded weights*. At scale 10 the network has 5.8 billion",
+        "weights. At scale 11 it has 23 billion weights, which do not fit on any single rank.\n",
+        "## Compared with published times\n",
+        "LLNL, ScaFFold (2026), on one MI300A. The efficiency in the machine's file is derived",
+        "from the first, third, ... of these convolutions. Times are in milliseconds.\n",
         *_convolutions(machine),
         "",
     ]
@@ -146,8 +146,8 @@ def page(machine: Machine, runs: Sequence[Run], bands: Sequence[tuple[str, ...]]
         lines.append(
             f"A step at scale 7 on one rank: {PUBLISHED_STEP:.0f} ms published, {seconds:.0f} ms "
             f"predicted, a ratio of {seconds / PUBLISHED_STEP:.2f}. The published step has a "
-            "compiled group norm; with torch's own it takes 185 ms, for which a roofline has no "
-            "reason. It has a Dice loss beside the cross entropy, too.\n"
+            "compiled group norm; with torch's own it takes 185 ms, which a roofline cannot "
+            "explain. It also has a Dice loss in addition to the cross entropy.\n"
         )
     weak = [r for r in whole if 2**r.scale // r.ways == 128]
     lines += ["## Weak scaling: 128^3 voxels a rank\n", _table(machine, weak, "scale")]

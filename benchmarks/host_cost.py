@@ -171,17 +171,17 @@ def agreement(ranks: int) -> float:
 HEADING = f"""# What the host of a rank does, by the size of the grid
 
 Written by `python -m benchmarks.host_cost benchmarks/results/host.md`, on dry grids, with empty
-caches, for planes of {SIZE}^2. Microseconds are medians on one core; behind them stands the number
-of Python functions called, which does not depend on the machine.
+caches, for planes of {SIZE}^2. Microseconds are medians on one core. The number after the comma is
+the number of called Python functions, which does not depend on the machine.
 """
 
 MAKING = """
 ## Making a grid
 
-The first grid on some ranks makes three communicators, gathers small objects twice and broadcasts
-one; every other grid on the same ranks gathers once (`tests/grid/test_host_cost.py` counts them).
-What has been gathered has an entry for each rank, so this does grow, once a program. To decide on
-devices then takes
+The first grid on a set of ranks creates three communicators, gathers small objects twice and
+broadcasts one. Every further grid on these ranks gathers once (`tests/grid/test_host_cost.py`
+counts the calls). Gathered lists have an entry for each rank, so this work grows with the ranks; it
+occurs once a program. Choosing the devices then takes
 """
 
 

@@ -266,7 +266,7 @@ def page(results: Sequence[Result]) -> str:
         (
             "# Predicted and measured training steps\n",
             "Written by `python -m benchmarks.predictions`; times in ms of a step on the slowest "
-            "rank, one core a rank, memory of the fullest.\n",
+            "rank, with one core for each rank, and memory of the rank that needs most.\n",
             f"```\n{describe_machine()}\n```\n",
             f"```\n{table(errors(results), right=(1, 2, 3, 4))}\n```\n",
             f"```\n{table(rows, right=(3, 4, 5, 6, 7, 8, 9))}\n```\n",

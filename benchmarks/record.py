@@ -39,7 +39,7 @@ def record(path: Path, settings: Settings, names: Iterable[str]) -> None:
             print(f"{name}: {taken}", file=sys.stderr, flush=True)
     if MPI.COMM_WORLD.rank == 0:
         title = f"# Benchmarks on {MPI.COMM_WORLD.size} ranks, CPU\n"
-        note = "Written by `make bench`; what the columns mean is in `benchmarks/README.md`.\n"
+        note = "Written by `make bench`; `benchmarks/README.md` explains the columns.\n"
         taken = f"{machine()}\ntime      {time.perf_counter() - start:.0f} s"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join([title, note, f"```\n{taken}\n```\n", *sections]))

@@ -208,10 +208,10 @@ def page(machine: Machine, found: Outcome) -> str:
     e = found.experiment
     lines = [
         f"# {e.title[:1].upper()}{e.title[1:]}, predicted on {machine.name}\n",
-        "Written by `python -m benchmarks.scale benchmarks/results`. No number here is measured:",
-        "local operators follow a roofline, messages latency and bandwidth, of the file of",
-        "the machine `lassen`, where their sources stand. docs/reference/scaling.md says why",
-        "predictions and publications differ.\n",
+        "Written by `python -m benchmarks.scale benchmarks/results`. All numbers are predicted,",
+        "from the file of the machine `lassen`, which gives the source of each number: local",
+        "operators by a roofline, and messages by latency and bandwidth.",
+        "docs/reference/scaling.md explains why predictions and publications differ.\n",
     ]
     lines += [f"![{e.measure}](scale-{e.name}.png)\n", f"Published: {e.source}.\n"]
     heads = ("step", "compute", "exposed messages", "memory a GPU")

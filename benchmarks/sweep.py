@@ -118,12 +118,12 @@ def _page(families: list[tuple[str, list[list[str]]]], seconds: float) -> str:
     shapes = " and ".join(by(shape) for shape in SHAPES.values())
     parts = [
         f"# Every function on blocks, on {MPI.COMM_WORLD.size} ranks, over the best plain torch\n",
-        "Written by `mpiexec -n 2 python -m benchmarks.sweep`: forward and backward of tensors of\n"
-        f"{shapes}, cut along the first spatial dimension, over the same\n"
-        "call of plain torch on the rank's block in its best memory format; taken in turns,\n"
-        f"medians of ratios. More than {MOST} is marked; in brackets the ratio to plain torch in\n"
-        "the same format, where its own kernels are slower in it. The reason is told\n"
-        "where it is known.\n",
+        "Written by `mpiexec -n 2 python -m benchmarks.sweep`: forward and backward of tensors\n"
+        f"of {shapes}, partitioned along the first spatial dimension, relative to the same call\n"
+        "of plain torch on the rank's block in its fastest memory format. Calls alternate; the\n"
+        f"columns are medians of ratios. Ratios above {MOST} are marked. The ratio in brackets\n"
+        "is to plain torch in the same format, if torch's own kernels are slower in that\n"
+        "format. Known reasons are listed.\n",
         f"```\n{machine()}\ntime      {seconds:.0f} s\n```\n",
     ]
     for family, rows in families:

@@ -71,15 +71,16 @@ def plain_docstrings(
         following = lines[number + 1] if number + 1 < len(lines) else ""
         if following.startswith("---"):
             within = _PARAMETERS.match(line) is not None
-        if not within and line.startswith("    ") and not code and not written[-1:] == [""]:
+        example = line.startswith(">>>") or (example and line != "")
+        indented = line.startswith("    ") and not example
+        if not within and indented and not code and not written[-1:] == [""]:
             written.append("")
-        code = not within and (line.startswith("    ") or (code and not line))
+        code = not within and (indented or (code and not line))
         if code and line and not any(w.startswith("    ") for w in written[-2:]):
             before = len(written) - 1
             written.insert(before + 1, "::")
             written.insert(before + 2, "")
         named = _NAMED.match(line) if within else None
-        example = line.startswith(">>>") or (example and line != "")
         if code or example:
             written.append(line)
             continue

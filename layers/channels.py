@@ -53,6 +53,15 @@ class Conv1d(_ChannelParallel, nn.Conv1d):
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
+
+    Examples
+    --------
+    >>> from distconv import layers
+    >>> grid = dc.ProcessGrid(channel=2)
+    >>> model = dc.parallelize(layers.Conv1d(4, 8, 3, padding=1, parallel="x"), grid)
+    >>> y = model(dc.distribute_tensor(torch.ones(2, 4, 100), grid))
+    >>> tuple(y.shape), tuple(y.to_local().shape)
+    ((2, 8, 100), (2, 4, 100))
     """
 
 
@@ -61,6 +70,15 @@ class Conv2d(_ChannelParallel, nn.Conv2d):
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
+
+    Examples
+    --------
+    >>> from distconv import layers
+    >>> grid = dc.ProcessGrid(channel=2)
+    >>> model = dc.parallelize(layers.Conv2d(4, 8, 3, padding=1, parallel="x"), grid)
+    >>> y = model(dc.distribute_tensor(torch.ones(2, 4, 16, 16), grid))
+    >>> tuple(y.shape), tuple(y.to_local().shape)
+    ((2, 8, 16, 16), (2, 4, 16, 16))
     """
 
 
@@ -69,6 +87,15 @@ class Conv3d(_ChannelParallel, nn.Conv3d):
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
+
+    Examples
+    --------
+    >>> from distconv import layers
+    >>> grid = dc.ProcessGrid(channel=2)
+    >>> model = dc.parallelize(layers.Conv3d(4, 8, 3, padding=1, parallel="y"), grid)
+    >>> y = model(dc.distribute_tensor(torch.ones(1, 4, 8, 8, 8), grid))
+    >>> tuple(y.shape), tuple(y.to_local().shape)
+    ((1, 8, 8, 8, 8), (1, 4, 8, 8, 8))
     """
 
 
@@ -77,6 +104,15 @@ class ConvTranspose1d(_ChannelParallel, nn.ConvTranspose1d):
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
+
+    Examples
+    --------
+    >>> from distconv import layers
+    >>> grid = dc.ProcessGrid(channel=2)
+    >>> model = dc.parallelize(layers.ConvTranspose1d(8, 4, 2, stride=2, parallel="x"), grid)
+    >>> y = model(dc.distribute_tensor(torch.ones(2, 8, 50), grid))
+    >>> tuple(y.shape), tuple(y.to_local().shape)
+    ((2, 4, 100), (2, 2, 100))
     """
 
 
@@ -85,6 +121,15 @@ class ConvTranspose2d(_ChannelParallel, nn.ConvTranspose2d):
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
+
+    Examples
+    --------
+    >>> from distconv import layers
+    >>> grid = dc.ProcessGrid(channel=2)
+    >>> model = dc.parallelize(layers.ConvTranspose2d(8, 4, 2, stride=2, parallel="x"), grid)
+    >>> y = model(dc.distribute_tensor(torch.ones(2, 8, 8, 8), grid))
+    >>> tuple(y.shape), tuple(y.to_local().shape)
+    ((2, 4, 16, 16), (2, 2, 16, 16))
     """
 
 
@@ -93,6 +138,15 @@ class ConvTranspose3d(_ChannelParallel, nn.ConvTranspose3d):
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
+
+    Examples
+    --------
+    >>> from distconv import layers
+    >>> grid = dc.ProcessGrid(channel=2)
+    >>> model = dc.parallelize(layers.ConvTranspose3d(8, 4, 2, stride=2, parallel="y"), grid)
+    >>> y = model(dc.distribute_tensor(torch.ones(1, 8, 4, 4, 4), grid))
+    >>> tuple(y.shape), tuple(y.to_local().shape)
+    ((1, 4, 8, 8, 8), (1, 2, 8, 8, 8))
     """
 
 
@@ -101,4 +155,13 @@ class Linear(_ChannelParallel, nn.Linear):
 
     "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
     (the default) moves the fewest elements.
+
+    Examples
+    --------
+    >>> from distconv import layers
+    >>> grid = dc.ProcessGrid(channel=2)
+    >>> model = dc.parallelize(layers.Linear(64, 32, parallel="x"), grid)
+    >>> y = model(dc.distribute_tensor(torch.ones(8, 64), grid))
+    >>> tuple(y.shape), tuple(y.to_local().shape)
+    ((8, 32), (8, 16))
     """

@@ -14,6 +14,16 @@ class Redistribute(nn.Module):
     Parameters
     ----------
     layout: the layout of the output, by the names of the input's dimensions.
+
+    Examples
+    --------
+    >>> from distconv import layers
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> whole_samples = layers.Redistribute(dc.Layout(sample="height"))
+    >>> model = dc.parallelize(nn.Sequential(nn.Conv2d(1, 4, 3), whole_samples, nn.Flatten()), grid)
+    >>> y = model(dc.distribute_tensor(torch.ones(2, 1, 8, 8), grid))
+    >>> y.layout, tuple(y.to_local().shape)
+    (Layout(sample='height'), (1, 144))
     """
 
     def __init__(self, layout: Layout):

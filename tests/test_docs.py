@@ -14,7 +14,10 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +29,7 @@ from distconv.tensor.dispatch import RULES
 from docs.conf import short_signature
 from tests.support.jobs import forked, mpiexec, own_environment
 from tests.support.pages import ROOT, Program, Shell, agrees, pages, read, run, write_files
-from tests.support.public import examples, listed
+from tests.support.public import examples, listed, shown
 from tests.support.words import IN_MESSAGES, banned, texts
 
 COMM = MPI.COMM_WORLD
@@ -214,15 +217,46 @@ def test_examples_of_docstrings_print_what_they_say(
     assert not failed, printed.getvalue()
 
 
-def test_functions_that_programs_begin_with_have_examples() -> None:
-    named = {example.name.removeprefix("distconv.") for example in EXAMPLES}
-    first = (
-        "ProcessGrid Layout distribute_tensor DistTensor.from_local DistTensor.full_tensor "
-        "DistTensor.redistribute local_box parallelize no_sync clip_grad_norm_ full_state_dict "
-        "data.Dataset data.Loader data.distribute data.Function data.save save_checkpoint "
-        "load_checkpoint verify compile redistributions elementwise windowed training.Recipe"
-    )
-    assert set(first.split()) - named == set()
+def without_example(names: Mapping[str, Any], examples: Sequence[doctest.DocTest]) -> list[str]:
+    """Return the names without an example.
+
+    Members and constants may occur in another example of their class or module, and so may the
+    functions of Horovod, which come in families. Errors need no example.
+    """
+    own = {example.name for example in examples} | set(SHOWN_BY)
+    seen: dict[str, set[str]] = defaultdict(set)
+    for example in examples:
+        parts = example.name.split(".")
+        for count in range(1, len(parts) + 1):
+            seen[".".join(parts[:count])] |= shown(example)
+    missing = []
+    for name, value in names.items():
+        owner, _, last = name.rpartition(".")
+        shared = not callable(value) or owner in names or owner == "distconv.horovod"
+        error = isinstance(value, type) and issubclass(value, Exception)
+        if not (error or name in own or (shared and last in seen[owner])):
+            missing.append(name)
+    return missing
+
+
+SHOWN_BY = {
+    "distconv.planning.LayoutPlan": "distconv.planning.plan_layouts",
+    "distconv.training.History": "distconv.training.Report",
+    "distconv.training.Loss": "distconv.training.serve",
+    "distconv.training.TrainingLoss": "distconv.training.Report",
+}
+"""Results without an example of their own, with the names whose examples return them."""
+
+BY_THE_LIBRARY = {"chunks", "facts", "first_values"}
+"""Members of `Source` that programs do not call."""
+
+
+def test_every_name_of_the_api_has_an_example() -> None:
+    names = {n: value for n, value in listed() if n.rpartition(".")[2] not in BY_THE_LIBRARY}
+    assert without_example(names, EXAMPLES) == []
+    without_one = [example for example in EXAMPLES if example.name != "distconv.verify"]
+    assert without_example(names, without_one) == ["distconv.verify"]
+    assert set(SHOWN_BY.values()) <= {example.name for example in EXAMPLES}
 
 
 def test_pages_of_the_api_list_every_public_name_and_nothing_internal() -> None:

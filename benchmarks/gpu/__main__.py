@@ -126,7 +126,7 @@ def _head(name: str) -> str:
     precision = "TF32" if torch.backends.cudnn.allow_tf32 else "IEEE"
     runtime = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
     facts = f"GPU       {name}, {runtime}\nfloat32   {precision} in convolutions"
-    note = "Written by `make gpu`; what the columns mean is in `benchmarks/README.md`."
+    note = "Written by `make gpu`; `benchmarks/README.md` explains the columns."
     return f"# Benchmarks on one GPU\n\n{note}\n\n```\n{machine()}\n{facts}\n```\n"
 
 

@@ -17,7 +17,16 @@ from distconv.torch_private import ShardFunction
 
 
 def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the sum of `local` over the ranks along `axes`, which all call it; differentiable."""
+    """Return the sum of `local` over the ranks along `axes`, which all call it; differentiable.
+
+    Examples
+    --------
+    >>> from distconv import exchange
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> own = torch.tensor([1.0 + grid.rank])  # 1 and 2
+    >>> exchange.sum_over(own, grid, ["height"])
+    tensor([3.])
+    """
     return apply_along_axes(_AllReduce, local, grid, axes)
 
 
@@ -26,6 +35,14 @@ def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tens
 
     The ranks are in the order of the blocks of a dimension partitioned over `axes`: the first axis
     is the slowest.
+
+    Examples
+    --------
+    >>> from distconv import exchange
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> exchange.parts_of(torch.tensor([1.0 + grid.rank, 0.0]), grid, ["height"])
+    tensor([[1., 0.],
+            [2., 0.]])
     """
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
@@ -91,7 +108,17 @@ def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 
 def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
-    """Overwrite `tensor` by that of the first rank along `axes`; all ranks along them call it."""
+    """Overwrite `tensor` by that of the first rank along `axes`; all ranks along them call it.
+
+    Examples
+    --------
+    >>> from distconv import exchange
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> x = torch.tensor([5.0 + grid.rank])
+    >>> exchange.broadcast(x, grid)
+    >>> x
+    tensor([5.])
+    """
     axes = tuple(axes)
     if not tensor.numel() or grid.topology.parts(axes) == 1:
         return
@@ -145,6 +172,16 @@ def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """Return a value replicated along `axes` as a plain tensor.
 
     In the backward pass each of n ranks along `axes` passes on 1/n of the gradient that it gets.
+
+    Examples
+    --------
+    >>> from distconv import exchange
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> own = torch.tensor(1.0, requires_grad=True)
+    >>> total = exchange.sum_over(own, grid, ["height"])  # 2, replicated
+    >>> exchange.share(total, grid, ["height"]).backward()  # both ranks call it
+    >>> own.grad
+    tensor(1.)
     """
     shared = apply_along_axes(_Unreplicate, local, grid, axes)
     return mark_handed_out(shared) if grid.size > 1 else shared
@@ -159,7 +196,18 @@ def mark_handed_out(plain: Tensor) -> Tensor:
 
 
 def replicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return `local`, equal on the ranks along `axes`; its gradient is summed over these ranks."""
+    """Return `local`, equal on the ranks along `axes`; its gradient is summed over these ranks.
+
+    Examples
+    --------
+    >>> from distconv import exchange
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> weight = torch.ones(3, requires_grad=True)  # the same on both ranks
+    >>> own = torch.full((3,), 1.0 + grid.rank)  # 1 and 2
+    >>> (exchange.replicate(weight, grid, ["height"]) * own).sum().backward()
+    >>> weight.grad
+    tensor([3., 3., 3.])
+    """
     return _marked(_Replicate.apply(local, grid, tuple(axes)), REPLICATED)
 
 

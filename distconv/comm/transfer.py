@@ -185,6 +185,18 @@ def gather(
     its own block, that block is returned. Otherwise all ranks record the movement, so that their
     backward passes communicate in one order. `owns_gradient` says that the buffer's gradient is a
     tensor of its own, which nothing else reads: it is then changed in place of a copy.
+
+    Examples
+    --------
+    >>> from distconv import exchange
+    >>> from distconv.geometry.index_maps import Window
+    >>> from distconv.geometry.plan import make_plan
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> rows, needs = (("height",),), (Window(kernel=3, padding=(1, 1)),)
+    >>> plan = make_plan(grid.topology, grid.rank, (4,), rows, rows, needs)
+    >>> own = torch.arange(2.0) + 2 * grid.rank + 1  # 1, 2 and 3, 4
+    >>> grid.all_gather_object(exchange.gather(own, plan, grid).tolist())
+    [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 0.0]]
     """
     transfer = Transfer(plan, grid)
     if plan.identity:
@@ -197,6 +209,18 @@ def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
     """Return this rank's block: the sum of its elements in all ranks' buffers.
 
     Differentiable, the adjoint of `gather`. All ranks of the grid call it, each with its own plan.
+
+    Examples
+    --------
+    >>> from distconv import exchange
+    >>> from distconv.geometry.index_maps import Window
+    >>> from distconv.geometry.plan import make_plan
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> rows, needs = (("height",),), (Window(kernel=3, padding=(1, 1)),)
+    >>> plan = make_plan(grid.topology, grid.rank, (4,), rows, rows, needs)
+    >>> summed = exchange.accumulate(torch.ones(4), plan, grid)  # 2 rows with halos
+    >>> grid.all_gather_object(summed.tolist())
+    [[1.0, 2.0], [2.0, 1.0]]
     """
     transfer = Transfer(plan, grid)
     if plan.identity:

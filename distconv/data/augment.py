@@ -29,6 +29,18 @@ class Move(ABC):
     """Base class of random moves of elements (flips, rotations, crops, shifts) of a sample.
 
     All fields whose spatial dimensions have the extents of the first field's are moved alike.
+
+    Examples
+    --------
+    >>> class Mirror(dc.data.Move):
+    ...     def resulting(self, space):
+    ...         return space
+    ...     def view(self, view, space, generator):
+    ...         return view.flipped(-1)  # along the last dimension
+    >>> grid = dc.ProcessGrid(width=2)
+    >>> data = dc.data.Dataset(np.arange(6.0).reshape(1, 1, 6), grid, augment=[Mirror()])
+    >>> data.batch([0]).full_tensor()
+    tensor([[[5., 4., 3., 2., 1., 0.]]])
     """
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
@@ -56,6 +68,17 @@ class Change(ABC):
     Attributes
     ----------
     fields: the names of the fields to change; by default, the first field alone.
+
+    Examples
+    --------
+    >>> class Brighten(dc.data.Change):
+    ...     fields = ()  # the first field
+    ...     def apply(self, block, box, shape, generator):
+    ...         return block + generator.uniform(0, 0.5)
+    >>> grid = dc.ProcessGrid(width=2)
+    >>> data = dc.data.Dataset(np.ones((1, 1, 4), "float32"), grid, augment=[Brighten()])
+    >>> data.batch([0]).full_tensor()
+    tensor([[[1.4715, 1.4715, 1.4715, 1.4715]]])
     """
 
     fields: Sequence[str | int | None] = ()
@@ -83,6 +106,14 @@ class Flip(Move):
     ----------
     dimensions: some of "depth", "height" and "width"; all spatial dimensions when not given.
     probability: the probability of a flip along each dimension.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(width=2)
+    >>> flip = dc.data.Flip(("width",), probability=1.0)
+    >>> data = dc.data.Dataset(np.arange(6.0).reshape(1, 1, 6), grid, augment=[flip])
+    >>> data.batch([0]).full_tensor()
+    tensor([[[5., 4., 3., 2., 1., 0.]]])
     """
 
     dimensions: tuple[str, ...] = ()
@@ -110,6 +141,14 @@ class Rotate90(Move):
     Parameters
     ----------
     plane: two dimensions of equal extents.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> planes = np.arange(4.0).reshape(1, 1, 2, 2)
+    >>> data = dc.data.Dataset(planes, grid, augment=[dc.data.Rotate90(("height", "width"))])
+    >>> [data.batch([0], epoch).full_tensor()[0, 0].tolist() for epoch in (0, 1)]
+    [[[2.0, 0.0], [3.0, 1.0]], [[3.0, 2.0], [1.0, 0.0]]]
     """
 
     plane: tuple[str, str] = ("height", "width")
@@ -150,6 +189,14 @@ class Crop(Move):
     ----------
     extents: the extent along each spatial dimension after cropping.
     where: "random" for a random place in each sample, or "center".
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> volumes = np.zeros((1, 1, 64, 64), "float32")
+    >>> data = dc.data.Dataset(volumes, grid, augment=[dc.data.Crop((32, 48))])
+    >>> tuple(data.batch([0]).shape)
+    (1, 1, 32, 48)
     """
 
     extents: tuple[int, ...]
@@ -185,6 +232,14 @@ class Translate(Move):
     most: the largest shift in either direction; one number, or one for each dimension.
     border: "periodic" to fill the gap with the elements pushed out at the other end, or "zeros" to
         fill it with zeros, which are set after `transform`.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(width=2)
+    >>> shift = dc.data.Translate(2, border="periodic")
+    >>> data = dc.data.Dataset(np.arange(6.0).reshape(1, 1, 6), grid, augment=[shift])
+    >>> [data.batch([0], epoch).full_tensor()[0, 0].tolist() for epoch in (0, 1)]
+    [[4.0, 5.0, 0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
     """
 
     most: int | tuple[int, ...]
@@ -220,6 +275,15 @@ class ChannelJitter(Change):
     ----------
     scale, offset: the largest magnitudes of a and b, which are uniform and drawn for each channel.
     fields: the names of fields with channels first; the first field when not given.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(width=2)
+    >>> jitter = dc.data.ChannelJitter(scale=0.1, offset=0.5)
+    >>> data = dc.data.Dataset(np.ones((1, 2, 4), "float32"), grid, augment=[jitter])
+    >>> data.batch([0]).full_tensor()
+    tensor([[[1.3109, 1.3109, 1.3109, 1.3109],
+             [0.5889, 0.5889, 0.5889, 0.5889]]])
     """
 
     scale: float = 0.1
@@ -244,6 +308,13 @@ class Noise(Change):
     ----------
     deviation: the standard deviation.
     fields: the names of the fields to change; the first field when not given.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(width=2)
+    >>> data = dc.data.Dataset(np.zeros((1, 1, 4), "float32"), grid, augment=[dc.data.Noise(0.1)])
+    >>> data.batch([0]).full_tensor()  # the same on any grid
+    tensor([[[-0.0209,  0.1375,  0.0232, -0.1609]]])
     """
 
     deviation: float
@@ -380,6 +451,14 @@ class Normalize:
     ValueError
         For means that are not finite, deviations that are not positive, or different numbers of
         means and deviations.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(width=2)
+    >>> normalize = dc.data.Normalize(mean=[2.0], deviation=[0.5])
+    >>> data = dc.data.Dataset(np.array([[[1.0, 2.0, 2.5, 3.0]]]), grid, transform=normalize)
+    >>> data.batch([0]).full_tensor()
+    tensor([[[-2.,  0.,  1.,  2.]]])
     """
 
     def __init__(self, mean: Any, deviation: Any, limit: float | None = None) -> None:

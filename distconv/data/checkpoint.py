@@ -86,6 +86,14 @@ class Checkpoint:
     path: the file.
     step: the step under which it was saved.
     extra: the value that was passed as `extra` to `save_checkpoint`.
+
+    Examples
+    --------
+    >>> model = dc.parallelize(nn.Conv2d(1, 1, 3), dc.ProcessGrid(height=2))
+    >>> path = dc.save_checkpoint("run", model, step=120, extra={"loss": 0.25})
+    >>> found = dc.load_checkpoint("run", model)
+    >>> found.step, found.extra
+    (120, {'loss': 0.25})
     """
 
     path: Path

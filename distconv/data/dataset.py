@@ -277,6 +277,13 @@ class Dataset:
         Parameters
         ----------
         epoch: the epoch, which the random changes of samples depend on.
+
+        Examples
+        --------
+        >>> samples = np.arange(40.0).reshape(10, 1, 4)  # sample i begins with 4 i
+        >>> data = dc.data.Dataset(samples, dc.ProcessGrid(width=2))
+        >>> data.batch([7, 2]).full_tensor()[:, 0, 0]
+        tensor([28.,  8.])
         """
         facts = {"samples": str(list(samples)), "epoch": str(epoch)}
         check_alike(self.grid, facts, "Request the same samples on all ranks.")

@@ -32,6 +32,18 @@ def together(grid: Grid, action: Callable[[], Result]) -> Result:
     DataError
         On every rank, if `action` raises on any rank. The message, in one line, is that of the
         lowest rank on which it raised. On ranks where it raised, the exception is the cause.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> def check():
+    ...     if grid.rank == 1:
+    ...         raise FileNotFoundError("part1.h5 is missing")
+    >>> try:
+    ...     dc.data.together(grid, check)
+    ... except dc.data.DataError as error:
+    ...     print(error)
+    part1.h5 is missing
     """
     error: Exception | None = None
     try:

@@ -41,6 +41,18 @@ class HaloBlock:
         zeros, or come from its other end.
     own: the box of the rank's block alone, without the halo.
     shape: the shape of the mini-batch.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(width=2)
+    >>> row = np.arange(8.0).reshape(1, 1, 8)
+    >>> data = dc.data.Dataset(row, grid, halo=1, halo_border="periodic")
+    >>> block = data.batch([0])
+    >>> grid.all_gather_object(block.local[0, 0].tolist())
+    [[7.0, 0.0, 1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 5.0, 6.0, 7.0, 0.0]]
+    >>> own = block.local[block.inner]  # without the halo
+    >>> tuple(own.shape)
+    (1, 1, 4)
     """
 
     local: Tensor

@@ -52,6 +52,15 @@ class Traffic:
     bytes_fetched: bytes of all chunks that these blocks touch, each whole.
     seconds_waited: seconds that the program waited for samples.
     bytes_received: bytes of samples that other ranks sent from their caches.
+
+    Examples
+    --------
+    >>> data = dc.data.Dataset(np.zeros((10, 1, 8), "float32"), dc.ProcessGrid(width=2))
+    >>> loader = dc.data.Loader(data, batch_size=5)
+    >>> for x in loader:
+    ...     pass
+    >>> loader.traffic.bytes_read, loader.traffic.bytes_received  # half of 10 samples of 32 bytes
+    (160, 0)
     """
 
     bytes_read: int
@@ -148,7 +157,17 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch, from 0, of the next mini-batch."""
+        """Return the epoch, from 0, of the next mini-batch.
+
+        Examples
+        --------
+        >>> data = dc.data.Dataset(np.zeros((10, 1, 8), "float32"), dc.ProcessGrid(width=2))
+        >>> loader = dc.data.Loader(data, batch_size=4)
+        >>> for x in loader:
+        ...     pass
+        >>> loader.epoch
+        1
+        """
         return self._position()[0]
 
     @property
@@ -156,6 +175,15 @@ class Loader:
         """Return the cost of reading on this rank so far.
 
         Bytes are counted over all loaders of the dataset, seconds in this loader alone.
+
+        Examples
+        --------
+        >>> data = dc.data.Dataset(np.zeros((10, 1, 8), "float32"), dc.ProcessGrid(width=2))
+        >>> loader = dc.data.Loader(data, batch_size=5)
+        >>> for x in loader:
+        ...     pass
+        >>> loader.traffic.bytes_read  # 4 of 8 numbers of each sample
+        160
         """
         data = self.dataset
         received = 0 if data.cache is None else data.cache.bytes_received
@@ -163,7 +191,14 @@ class Loader:
 
     @property
     def batch_size(self) -> int | None:
-        """Return the samples of a mini-batch over all ranks; None if they were given one by one."""
+        """Return the samples of a mini-batch over all ranks; None if they were given one by one.
+
+        Examples
+        --------
+        >>> data = dc.data.Dataset(np.zeros((10, 1, 8), "float32"), dc.ProcessGrid(sample=2))
+        >>> dc.data.Loader(data, batch_size=4).batch_size  # 2 on each rank
+        4
+        """
         sampler = self.batch_sampler
         return sampler.batch_size if isinstance(sampler, Sampler) else None
 
@@ -184,6 +219,18 @@ class Loader:
 
         After a loop that `break` has ended, this is the position in the interrupted epoch. It
         is the same on all ranks, and can be loaded on any grid.
+
+        Examples
+        --------
+        >>> data = dc.data.Dataset(np.zeros((10, 1, 8), "float32"), dc.ProcessGrid(width=2))
+        >>> loader = dc.data.Loader(data, batch_size=4)
+        >>> for x in loader:
+        ...     break
+        >>> state = loader.state_dict()
+        >>> resumed = dc.data.Loader(data, batch_size=4)
+        >>> resumed.load_state_dict(state)
+        >>> [len(x) for x in resumed]  # the rest of the epoch
+        [4, 2]
         """
         epoch, batch = self._position()
         return {"epoch": epoch, "batch": batch, "sampler": self.batch_sampler.description()}

@@ -90,6 +90,14 @@ class Sampler:
     ------
     ValueError
         If an epoch would have no mini-batch.
+
+    Examples
+    --------
+    >>> sampler = dc.data.Sampler(10, batch_size=4, shuffle=True)
+    >>> sampler.batches(epoch=0)
+    [[4, 6, 2, 7], [3, 5, 9, 0], [8, 1]]
+    >>> sampler.batches(epoch=1)
+    [[9, 1, 3, 8], [7, 6, 0, 4], [2, 5]]
     """
 
     def __init__(
@@ -130,7 +138,13 @@ class Sampler:
         return [order[i * size : (i + 1) * size].tolist() for i in range(len(self))]
 
     def description(self) -> dict[str, Any]:
-        """Return the arguments that determine the mini-batches, by name, for ranks to compare."""
+        """Return the arguments that determine the mini-batches, by name, for ranks to compare.
+
+        Examples
+        --------
+        >>> dc.data.Sampler(10, batch_size=4).description()
+        {'samples': 10, 'batch_size': 4, 'shuffle': False, 'drop_last': False, 'seed': 0}
+        """
         return dict(vars(self))
 
 

@@ -144,12 +144,26 @@ def profiler_activities() -> list[ProfilerActivity]:
 
 
 def built_for_nvidia() -> bool:
-    """Return whether torch can use Nvidia's GPUs."""
+    """Return whether torch can use Nvidia's GPUs.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.cuda_built() == (torch.version.cuda is not None)
+    True
+    """
     return torch.version.cuda is not None
 
 
 def built_for_amd() -> bool:
-    """Return whether torch can use AMD's GPUs."""
+    """Return whether torch can use AMD's GPUs.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.rocm_built() == (torch.version.hip is not None)
+    True
+    """
     return torch.version.hip is not None
 
 

@@ -54,7 +54,16 @@ def owning_part(size: int, parts: int, position: int) -> int:
 
 @dataclass(frozen=True)
 class Box:
-    """A box of global indices, `start` to `stop` (exclusive) along every dimension."""
+    """A box of global indices, `start` to `stop` (exclusive) along every dimension.
+
+    Examples
+    --------
+    >>> box = dc.Box((0, 4), (2, 8))
+    >>> box.shape, box.size
+    ((2, 4), 8)
+    >>> np.arange(16).reshape(2, 8)[box.slices].tolist()
+    [[4, 5, 6, 7], [12, 13, 14, 15]]
+    """
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -175,6 +184,11 @@ class Layout:
         """Return the layout with these `cuts`, one tuple of grid axes for each dimension in order.
 
         With `weight` the first dimension is called `filter`, not `sample`.
+
+        Examples
+        --------
+        >>> dc.Layout.of(((), (), ("depth", "height"), ()))
+        Layout(height=('depth', 'height'))
         """
         names = dimension_names(len(cuts))
         if weight:
@@ -198,6 +212,15 @@ class Layout:
         ------
         ValueError
             If `x` has no dimension of such a name.
+
+        Examples
+        --------
+        >>> grid = dc.ProcessGrid(height=2)
+        >>> x = dc.distribute_tensor(torch.ones(2, 3, 8, 8), grid)
+        >>> labels = dc.Layout.like(x, without="channel")
+        >>> y = dc.distribute_tensor(torch.zeros(2, 8, 8), grid, labels)
+        >>> tuple(y.to_local().shape)
+        (2, 4, 8)
         """
         names = dimension_names(len(x.cuts))
         left_out = {without} if isinstance(without, str) else set(without)
@@ -215,6 +238,11 @@ class Layout:
         """Return the grid axes that partition each dimension of a tensor of `ndim` dimensions.
 
         Raises `ValueError` if the layout partitions a dimension that such a tensor does not have.
+
+        Examples
+        --------
+        >>> dc.Layout(height=("depth", "height")).cuts(4)
+        ((), (), ('depth', 'height'), ())
         """
         names = dimension_names(ndim)
         position = {name: i for i, name in enumerate(names)}
@@ -231,12 +259,24 @@ class Layout:
         return tuple(cuts)
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """Return the grid axes that partition the dimension of this name."""
+        """Return the grid axes that partition the dimension of this name.
+
+        Examples
+        --------
+        >>> dc.Layout(height=("depth", "height")).axes("height")
+        ('depth', 'height')
+        """
         return dict(self._cut).get(name, ())
 
     @property
     def cutting_axes(self) -> tuple[str, ...]:
-        """Return all grid axes that partition some dimension."""
+        """Return all grid axes that partition some dimension.
+
+        Examples
+        --------
+        >>> dc.Layout(sample="sample", height="height").cutting_axes
+        ('height', 'sample')
+        """
         return cutting_axes(axes for _, axes in self._cut)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -281,19 +321,48 @@ def effective_cuts(cuts: Cuts, topology: Topology) -> Cuts:
 
 
 def cutting_axes(cuts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return all grid axes that partition some dimension."""
+    """Return all grid axes that partition some dimension.
+
+    Examples
+    --------
+    >>> from distconv import layout
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 6, 4), dc.ProcessGrid(height=2))
+    >>> x.cuts
+    ((), (), ('height',), ())
+    >>> layout.cutting_axes(x.cuts)
+    ('height',)
+    """
     return tuple(chain.from_iterable(cuts))
 
 
 def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:
-    """Return the grid axes with several ranks along which a tensor is replicated."""
+    """Return the grid axes with several ranks along which a tensor is replicated.
+
+    Examples
+    --------
+    >>> from distconv import layout
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> layout.replicating_axes(((), (), ("height",), ()), grid.topology)
+    ()
+    >>> layout.replicating_axes(((), (), (), ()), grid.topology)
+    ('height',)
+    """
     used = cutting_axes(cuts)
     return tuple(a for a in AXES if a not in used and topology.extent(a) > 1)
 
 
 @lru_cache(maxsize=65536)
 def rank_box(shape: tuple[int, ...], cuts: Cuts, topology: Topology, rank: int) -> Box:
-    """Return the box that `rank` holds of a tensor of global `shape`, partitioned by `cuts`."""
+    """Return the box that `rank` holds of a tensor of global `shape`, partitioned by `cuts`.
+
+    Examples
+    --------
+    >>> from distconv import layout
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> cuts = dc.default_layout(grid, 4).cuts(4)
+    >>> layout.rank_box((1, 1, 5, 4), cuts, grid.topology, rank=1)
+    Box(start=(0, 0, 3, 0), stop=(1, 1, 5, 4))
+    """
     coordinates = topology.coordinates(rank)
     bounds = [
         block(n, topology.parts(axes), topology.part(coordinates, axes)) if axes else (0, n)

@@ -74,11 +74,25 @@ class Grid(ABC):
 
         These ranks make it together at the first call. It has `size` and `rank`. Reductions that
         run at the same time need different purposes.
+
+        Examples
+        --------
+        >>> grid = dc.ProcessGrid(sample=2)
+        >>> replicas = grid.communicator(["sample"])  # this rank and those with other samples
+        >>> replicas.size
+        2
         """
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in rank order. All ranks of the grid call it together."""
+        """Return the values of all ranks in rank order. All ranks of the grid call it together.
+
+        Examples
+        --------
+        >>> grid = dc.ProcessGrid(height=2)
+        >>> grid.all_gather_object(f"rank {grid.rank}")
+        ['rank 0', 'rank 1']
+        """
 
     def waiting(self) -> Wait:
         """Return a context for code that waits for other ranks.

@@ -205,7 +205,13 @@ class ProcessGrid(Grid):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the numbers that the grid's ranks have in the job, in grid order."""
+        """Return the numbers that the grid's ranks have in the job, in grid order.
+
+        Examples
+        --------
+        >>> dc.ProcessGrid(height=2).ranks
+        (0, 1)
+        """
         return self._ranks
 
     @property
@@ -214,6 +220,12 @@ class ProcessGrid(Grid):
 
         It is mpi4py's if MPI started the ranks. Otherwise it has the same methods for small
         objects: `rank`, `size`, `bcast(value)`, `allgather(value)`.
+
+        Examples
+        --------
+        >>> grid = dc.ProcessGrid(height=2)
+        >>> grid.comm.bcast("from rank 0" if grid.rank == 0 else None)
+        'from rank 0'
         """
         return self._comm.for_program()
 
@@ -230,6 +242,15 @@ class ProcessGrid(Grid):
         mesh: a mesh whose dimensions are named by axes of the grid, in any order.
         axes: the grid axis for each name of a dimension, if the names differ: {"dp": "sample"}.
         options: `device` and `transport`, as for any grid.
+
+        Examples
+        --------
+        >>> from torch.distributed.device_mesh import DeviceMesh
+        >>> mesh = dc.ProcessGrid(sample=2).device_mesh
+        >>> print(dc.ProcessGrid.from_device_mesh(mesh))
+        ProcessGrid(sample=2) on 2 ranks
+        >>> print(dc.ProcessGrid.from_device_mesh(mesh, {"sample": "height"}))
+        ProcessGrid(height=2) on 2 ranks
         """
         ranks, extents = arranged(mesh, axes_of_mesh(mesh, axes))
         return cls(ranks, **(options | extents))
@@ -240,6 +261,12 @@ class ProcessGrid(Grid):
 
         All ranks call it together the first time. The grid must have all ranks of the job. If the
         program has no default group of torch.distributed, this initialises one.
+
+        Examples
+        --------
+        >>> mesh = dc.ProcessGrid(height=2).device_mesh
+        >>> mesh.mesh_dim_names, mesh.mesh
+        (('height',), tensor([0, 1], dtype=torch.int32))
         """
         return make_device_mesh(self, self._ranks)
 

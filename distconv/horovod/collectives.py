@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, cleandoc
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,19 @@ WaitForResults = Callable[[], list[Tensor]]
 
 
 class ReduceOp(Enum):
-    """Horovod's operations that reduce the tensors of all ranks to one."""
+    """Horovod's operations that reduce the tensors of all ranks to one.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> x = torch.tensor([2.0 + hvd.rank()])  # 2 and 3
+    >>> ops = hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product
+    >>> [hvd.allreduce(x, op=op).item() for op in ops]
+    [2.5, 5.0, 2.0, 3.0, 6.0]
+    >>> isinstance(hvd.Adasum, hvd.ReduceOp)  # is known, but raises
+    True
+    """
 
     Average = "Average"
     Sum = "Sum"
@@ -181,6 +193,15 @@ def join(device: int = -1) -> int:
     As in Horovod, an average divides by the number of all ranks, including ranks that have joined:
     to weight by samples, sum sums and counts. A rank that has joined keeps the parameters of its
     last step; broadcast those of the returned rank.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> for _ in range(2 if hvd.rank() == 0 else 1):  # unequal numbers of batches
+    ...     mean = hvd.allreduce(torch.ones(1))
+    >>> hvd.join()  # rank 0 is the last
+    0
     """
     job = current()
     under_way: list[Request | None] = []
@@ -533,7 +554,13 @@ def _called(
 
 
 def _family(
-    family: str, kind: _Collective, options: str, about: str, *, in_place: bool = False
+    family: str,
+    kind: _Collective,
+    options: str,
+    about: str,
+    example: str = "",
+    *,
+    in_place: bool = False,
 ) -> list[Callable[..., Any]]:
     """Make the functions of a collective: blocking, with a handle, and both in place if `in_place`.
 
@@ -542,6 +569,7 @@ def _family(
     family: the name of the blocking function, such as "grouped_allreduce".
     options: the names of its options in order; those without a default are required.
     about: the beginning of the functions' docstrings.
+    example: an example of all of them, for the docstring of the blocking function.
     """
     several = family.startswith("grouped")
     own = "tensors" if several else "tensor"
@@ -568,7 +596,8 @@ def _family(
 
         call.__name__ = call.__qualname__ = family + variant
         call.__signature__ = signature  # type: ignore[attr-defined]
-        call.__doc__ = f"{about}{_ABOUT_VARIANTS[variant]}"
+        shown = f"\n\nExamples\n--------\n{cleandoc(example)}" if example and not variant else ""
+        call.__doc__ = f"{about}{_ABOUT_VARIANTS[variant]}{shown}"
         made.append(call)
     return made
 
@@ -586,6 +615,21 @@ allreduce, allreduce_async, allreduce_, allreduce_async_ = _family(
     _OF_REDUCTIONS,
     "Return the reduction of a tensor over the ranks: the average, or `op`. Averages of whole "
     "numbers are truncated. The gradient is reduced in the same way.",
+    """
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> x = torch.tensor([1.0 + hvd.rank()])  # 1 and 2
+    >>> hvd.allreduce(x), hvd.allreduce(x, op=hvd.Sum)
+    (tensor([1.5000]), tensor([3.]))
+    >>> hvd.synchronize(hvd.allreduce_async(x))
+    tensor([1.5000])
+    >>> hvd.allreduce_(x)
+    tensor([1.5000])
+    >>> x  # in place
+    tensor([1.5000])
+    >>> hvd.synchronize(hvd.allreduce_async_(x, op=hvd.Sum))
+    tensor([3.])
+    """,
     in_place=True,
 )
 grouped_allreduce, grouped_allreduce_async, grouped_allreduce_, grouped_allreduce_async_ = _family(
@@ -593,6 +637,19 @@ grouped_allreduce, grouped_allreduce_async, grouped_allreduce_, grouped_allreduc
     _REDUCE,
     _OF_REDUCTIONS,
     "Return the reduction of each tensor over the ranks, all in one message; see `allreduce`.",
+    """
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> xs = [torch.tensor([1.0 + hvd.rank()]), torch.ones(2)]
+    >>> hvd.grouped_allreduce(xs, op=hvd.Sum)
+    [tensor([3.]), tensor([2., 2.])]
+    >>> hvd.synchronize(hvd.grouped_allreduce_async(xs, op=hvd.Sum))
+    [tensor([3.]), tensor([2., 2.])]
+    >>> hvd.grouped_allreduce_(xs)
+    [tensor([1.5000]), tensor([1., 1.])]
+    >>> hvd.synchronize(hvd.grouped_allreduce_async_(xs))
+    [tensor([1.5000]), tensor([1., 1.])]
+    """,
     in_place=True,
 )
 allgather, allgather_async = _family(
@@ -601,9 +658,30 @@ allgather, allgather_async = _family(
     "name process_set",
     "Return the tensors of all ranks, one after the other along the first dimension, in which "
     "alone they may differ. The gradient is averaged over the ranks, as in Horovod.",
+    """
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> x = torch.full((1 + hvd.rank(),), 1.0 + hvd.rank())  # 1 and 2, 2
+    >>> hvd.allgather(x)
+    tensor([1., 2., 2.])
+    >>> hvd.synchronize(hvd.allgather_async(x))
+    tensor([1., 2., 2.])
+    """,
 )
 grouped_allgather, grouped_allgather_async = _family(
-    "grouped_allgather", _GATHER, "name process_set", "Return `allgather` of each tensor."
+    "grouped_allgather",
+    _GATHER,
+    "name process_set",
+    "Return `allgather` of each tensor.",
+    """
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> xs = [torch.tensor([1.0 + hvd.rank()]), torch.zeros(1)]
+    >>> hvd.grouped_allgather(xs)
+    [tensor([1., 2.]), tensor([0., 0.])]
+    >>> hvd.synchronize(hvd.grouped_allgather_async(xs))
+    [tensor([1., 2.]), tensor([0., 0.])]
+    """,
 )
 broadcast, broadcast_async, broadcast_, broadcast_async_ = _family(
     "broadcast",
@@ -611,6 +689,19 @@ broadcast, broadcast_async, broadcast_, broadcast_async_ = _family(
     "root_rank name process_set",
     "Return the tensor of one rank, by its number in the job. The gradient is averaged over the "
     "ranks, as in Horovod.",
+    """
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> x = torch.tensor([1.0 + hvd.rank()])  # 1 and 2
+    >>> hvd.broadcast(x, root_rank=1)
+    tensor([2.])
+    >>> hvd.synchronize(hvd.broadcast_async(x, root_rank=1))
+    tensor([2.])
+    >>> hvd.broadcast_(x, root_rank=0)
+    tensor([1.])
+    >>> hvd.synchronize(hvd.broadcast_async_(x, root_rank=0))
+    tensor([1.])
+    """,
     in_place=True,
 )
 _, _, grouped_broadcast_, _ = _family(
@@ -626,6 +717,16 @@ alltoall, alltoall_async = _family(
     "splits name process_set",
     "Return the rows that all ranks send to this one, in rank order. `splits` has the number of "
     "rows for each rank, equal by default; if given, the numbers received are returned as well.",
+    """
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> x = torch.tensor([0, 1]) + 10 * hvd.rank()  # row i for rank i
+    >>> hvd.allgather_object(hvd.alltoall(x).tolist())
+    [[0, 10], [1, 11]]
+    >>> rows, received = hvd.synchronize(hvd.alltoall_async(x, splits=[1, 1]))
+    >>> received
+    tensor([1, 1], dtype=torch.int32)
+    """,
 )
 reducescatter, reducescatter_async = _family(
     "reducescatter",
@@ -633,9 +734,31 @@ reducescatter, reducescatter_async = _family(
     _OF_SCATTERS,
     "Return this rank's rows of the reduction of a tensor; earlier ranks may have one more. The "
     "gradient gathers the rows of all ranks.",
+    """
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> x = torch.arange(4.0) + hvd.rank()
+    >>> hvd.allgather_object(hvd.reducescatter(x, op=hvd.Sum).tolist())
+    [[1.0, 3.0], [5.0, 7.0]]
+    >>> mine = hvd.synchronize(hvd.reducescatter_async(x))
+    >>> mine.shape
+    torch.Size([2])
+    """,
 )
 grouped_reducescatter, grouped_reducescatter_async = _family(
-    "grouped_reducescatter", _SCATTER, _OF_SCATTERS, "Return `reducescatter` of each tensor."
+    "grouped_reducescatter",
+    _SCATTER,
+    _OF_SCATTERS,
+    "Return `reducescatter` of each tensor.",
+    """
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> xs = [torch.arange(4.0), torch.ones(2)]
+    >>> [y.shape for y in hvd.grouped_reducescatter(xs)]
+    [torch.Size([2]), torch.Size([1])]
+    >>> [y.shape for y in hvd.synchronize(hvd.grouped_reducescatter_async(xs))]
+    [torch.Size([2]), torch.Size([1])]
+    """,
 )
 
 
@@ -661,6 +784,15 @@ def sparse_allreduce_async(
         For another `op`.
     HorovodInternalError
         On every rank, if shapes or types differ.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> x = torch.eye(2)[hvd.rank()].to_sparse()  # (1, 0) and (0, 1)
+    >>> handle = hvd.sparse_allreduce_async(x, name="rows", op=hvd.Sum)
+    >>> hvd.synchronize(handle).to_dense()
+    tensor([1., 1.])
     """
     caller = "sparse_allreduce_async"
     refuse_dist_tensors(caller, tensor)

@@ -42,7 +42,15 @@ class FP16Compressor:
 
 
 class Compression:
-    """The compressions for gradients and reductions: `none` and `fp16`."""
+    """The compressions for gradients and reductions: `none` and `fp16`.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.allreduce(torch.full((2,), 1.0 + hvd.rank()), compression=hvd.Compression.fp16)
+    tensor([1.5000, 1.5000])
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -87,6 +95,14 @@ def synchronize(handle: int) -> Any:
     """Wait for a started collective, and return its result, once for each handle.
 
     Later calls with the same handle return None, as in Horovod.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> handle = hvd.allreduce_async(torch.tensor([1.0 + hvd.rank()]))
+    >>> hvd.synchronize(handle)
+    tensor([1.5000])
     """
     return _under_way.pop(handle, lambda: None)()
 
@@ -95,6 +111,16 @@ def poll(handle: int) -> bool:
     """Wait for a started collective and return True: `synchronize` will not wait any more.
 
     Horovod's returns False while messages are under way; here it waits for them instead.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> handle = hvd.allreduce_async(torch.ones(2))
+    >>> hvd.poll(handle)
+    True
+    >>> hvd.synchronize(handle)
+    tensor([1., 1.])
     """
     if handle in _under_way:
         result = _under_way[handle]()

@@ -286,6 +286,18 @@ class ProcessSet:
     ----------
     process_set_id: the number of the set; None before it is added, and after it is removed.
     ranks: the numbers in increasing order.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> first = hvd.add_process_set(hvd.ProcessSet([0]))
+    >>> if hvd.rank() == 0:
+    ...     total = hvd.allreduce(torch.ones(1), process_set=first)  # of rank 0 alone
+    >>> hvd.global_process_set.ranks
+    [0, 1]
+    >>> hvd.remove_process_set(first)
+    True
     """
 
     def __init__(self, ranks_or_comm: Iterable[int]):
@@ -356,6 +368,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     ------
     NotImplementedError
         If environment variables ask for autotuning, elastic training or Horovod's timeline.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.is_initialized(), hvd.size(), hvd.rank() in (0, 1)
+    (True, 2, True)
     """
     check_environment()
     if _sets:
@@ -368,7 +387,16 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """Remove all process sets; `init` may be called again."""
+    """Remove all process sets; `init` may be called again.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.shutdown()
+    >>> hvd.is_initialized()
+    False
+    """
     for process_set in _sets.values():
         process_set.unassign()
     _sets.clear()
@@ -382,6 +410,16 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     ValueError
         On every rank, if the ranks name different sets, or one that exists, is empty, or has ranks
         outside the job.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> first = hvd.add_process_set([0])
+    >>> first.ranks, first.process_set_id
+    ([0], 1)
+    >>> hvd.remove_process_set(first)
+    True
     """
     job = current()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -409,6 +447,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set, and return whether there was one. All ranks call it together.
 
     The set of all ranks stays.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> first = hvd.add_process_set([0])
+    >>> hvd.remove_process_set(first)
+    True
+    >>> hvd.remove_process_set(first)  # there is none any more
+    False
     """
     number = process_set.process_set_id
     if not number or number not in _sets:
@@ -418,12 +466,28 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of each process set, by the number of the set."""
+    """Return the ranks of each process set, by the number of the set.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.get_process_set_ids_and_ranks()
+    {0: [0, 1]}
+    """
     return {number: list(process_set.ranks) for number, process_set in _sets.items()}
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called."""
+    """Return whether `init` has been called.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.is_initialized()
+    True
+    """
     return bool(_sets)
 
 
@@ -433,34 +497,82 @@ def current() -> Job:
 
 
 def rank() -> int:
-    """Return the number of this rank in the job."""
+    """Return the number of this rank in the job.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.allgather_object(hvd.rank())
+    [0, 1]
+    """
     return current().rank
 
 
 def size() -> int:
-    """Return the number of ranks in the job."""
+    """Return the number of ranks in the job.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.size()
+    2
+    """
     return current().size
 
 
 def local_rank() -> int:
-    """Return the number of this rank on its node."""
+    """Return the number of this rank on its node.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.allgather_object(hvd.local_rank())  # both ranks on one node
+    [0, 1]
+    """
     job = current()
     return job.hosts[: job.rank].count(job.hosts[job.rank])
 
 
 def local_size() -> int:
-    """Return the number of ranks on this node."""
+    """Return the number of ranks on this node.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.local_size()
+    2
+    """
     job = current()
     return job.hosts.count(job.hosts[job.rank])
 
 
 def cross_rank() -> int:
-    """Return the number of this node among the nodes that have a rank with this local rank."""
+    """Return the number of this node among the nodes that have a rank with this local rank.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.cross_rank()
+    0
+    """
     return _nodes_before(current().rank)
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a rank with this local rank."""
+    """Return the number of nodes that have a rank with this local rank.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.cross_size()
+    1
+    """
     return _nodes_before(current().size)
 
 
@@ -470,29 +582,67 @@ def _nodes_before(end: int) -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have the same number of ranks."""
+    """Return whether all nodes have the same number of ranks.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.is_homogeneous()
+    True
+    """
     hosts = current().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
 
 def mpi_enabled() -> bool:
-    """Return whether the ranks exchange messages by MPI."""
+    """Return whether the ranks exchange messages by MPI.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.mpi_enabled() != hvd.gloo_enabled()
+    True
+    """
     current()
     return launch.has_mpi() and not launch.meets_by_torch()
 
 
 def gloo_enabled() -> bool:
-    """Return whether the ranks exchange messages by torch.distributed, without MPI."""
+    """Return whether the ranks exchange messages by torch.distributed, without MPI.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.gloo_enabled() != hvd.mpi_enabled()
+    True
+    """
     return not mpi_enabled()
 
 
 def gloo_built() -> bool:
-    """Return whether torch has gloo, which carries messages without MPI."""
+    """Return whether torch has gloo, which carries messages without MPI.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.gloo_built()
+    True
+    """
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """Return 1 if torch has NCCL, else 0."""
+    """Return 1 if torch has NCCL, else 0.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.nccl_built() in (0, 1)
+    True
+    """
     return int(torch.distributed.is_available() and torch.distributed.is_nccl_available())
 
 
@@ -500,6 +650,12 @@ def mpi_threads_supported() -> bool:
     """Return False: only one thread of a rank may send messages.
 
     It is also Horovod's `ddl_built` and `ccl_built`, which are False for this library.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.mpi_threads_supported(), hvd.ddl_built(), hvd.ccl_built()
+    (False, False, False)
     """
     return False
 

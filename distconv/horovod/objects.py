@@ -24,6 +24,17 @@ def broadcast_parameters(
     Parameters
     ----------
     params: a state_dict, or the result of `named_parameters`.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> model = nn.Linear(2, 1)
+    >>> with torch.no_grad():
+    ...     model.weight[:] = 5.0 + hvd.rank()  # 5 and 6
+    >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    >>> model.weight.tolist()
+    [[5.0, 5.0]]
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
@@ -48,6 +59,13 @@ def broadcast_object(
 
     Calls with the same `name` belong together; without names, calls in the same order.
     Tensors in the result are on the CPU, except on rank `root_rank`, which gets its own `obj`.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.broadcast_object({"epoch": 3} if hvd.rank() == 0 else None, root_rank=0)
+    {'epoch': 3}
     """
     mine = _is_root(root_rank, process_set)
     message = _pickled(obj) if mine else torch.zeros(0, dtype=torch.uint8)
@@ -73,6 +91,15 @@ def broadcast_optimizer_state(
     Parameters
     ----------
     model: ignored; Horovod uses it for optimizers that shard their state.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1 * (1 + hvd.rank()))
+    >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    >>> optimizer.param_groups[0]["lr"]
+    0.1
     """
     if isinstance(optimizer, LBFGS):
         raise ValueError(
@@ -94,6 +121,13 @@ def allgather_object(
     """Return the objects of all ranks, in rank order; all ranks call it together.
 
     Calls with the same `name` belong together; without names, calls in the same order.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.allgather_object(f"rank {hvd.rank()}")
+    ['rank 0', 'rank 1']
     """
     job = process_set.job
     announced = Announcement("allgather_object", name, own=_pickled(obj))
@@ -102,7 +136,14 @@ def allgather_object(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of the process set have called it."""
+    """Wait until all ranks of the process set have called it.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> hvd.barrier()
+    """
     process_set.job.start(Announcement("barrier"), lambda everyone: lambda: None).wait()
 
 

@@ -80,6 +80,19 @@ def DistributedOptimizer(
     ValueError
         If the names do not fit, parameters belong to a parallelized module, or `op` has no meaning
         for gradients.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.init()
+    >>> model = nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    >>> optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    >>> model(torch.full((2, 4), 1.0 + hvd.rank())).mean().backward()
+    >>> optimizer.step()
+    >>> model.weight.grad  # the average of 1 and 2
+    tensor([[1.5000, 1.5000, 1.5000, 1.5000]])
     """
     if not isinstance(optimizer, Optimizer) or isinstance(
         optimizer, (LBFGS, _DistributedOptimizer)

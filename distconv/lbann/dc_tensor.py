@@ -97,6 +97,13 @@ class ParallelStrategy:
     ValueError
         On every rank, if the number of ranks is no multiple of the parts of a sample, or
         `shard_dim` does not fit `num_shards`.
+
+    Examples
+    --------
+    >>> from distconv.lbann import ParallelStrategy
+    >>> strategy = ParallelStrategy(num_shards=2, shard_dim=2, device_type="cpu")
+    >>> strategy.ddp_ranks, strategy.total_num_shards
+    (1, 2)
     """
 
     def __init__(
@@ -276,6 +283,14 @@ class DCTensor(DistTensor):
     ----------
     summands: the grid axes over which LBANN's program would sum the tensor by
         `torch.distributed.all_reduce`; here that call leaves it as it is.
+
+    Examples
+    --------
+    >>> from distconv.lbann import DCTensor, ParallelStrategy
+    >>> strategy = ParallelStrategy(2, 2, "cpu")
+    >>> x = DCTensor.distribute(torch.ones(2, 3, 8, 8), strategy)
+    >>> tuple(x.shape), tuple(x._tensor.shape)
+    ((2, 3, 8, 8), (2, 3, 4, 8))
     """
 
     summands: frozenset[str] = frozenset()
@@ -313,6 +328,13 @@ class DCTensor(DistTensor):
 
         Of n elements over p parts the first n mod p must have one more. Gradients reach `tensor`.
         Raises `ValueError` on all ranks of the replica if a block has another shape.
+
+        Examples
+        --------
+        >>> from distconv.lbann import DCTensor, ParallelStrategy
+        >>> x = DCTensor.from_shard(torch.ones(2, 3, 4, 8), ParallelStrategy(2, 2, "cpu"))
+        >>> tuple(x.shape)
+        (2, 3, 8, 8)
         """
         _check(tensor, parallel_strategy, "from_shard")
         ps = parallel_strategy
@@ -325,6 +347,13 @@ class DCTensor(DistTensor):
 
         The result is a leaf of autograd, with the `requires_grad` and memory format of `tensor`.
         Raises `ValueError` on all ranks of the replica if their tensors differ in shape or type.
+
+        Examples
+        --------
+        >>> from distconv.lbann import DCTensor, ParallelStrategy
+        >>> x = DCTensor.distribute(torch.ones(2, 3, 8, 8), ParallelStrategy(2, 2, "cpu"))
+        >>> x.mean().item()
+        1.0
         """
         _check(tensor, parallel_strategy, "distribute")
         grid, layout = parallel_strategy.grid, parallel_strategy.layout(tensor.dim())
@@ -347,6 +376,13 @@ class DCTensor(DistTensor):
         and divided by the number of ranks, so a loss that every rank computes counts once. Within a
         module of `DistConvDDP` the result is a DCTensor, whole on every rank, so that gradients of
         parameters which it is multiplied by count once, too.
+
+        Examples
+        --------
+        >>> from distconv.lbann import DCTensor, ParallelStrategy
+        >>> x = DCTensor.distribute(torch.ones(2, 3, 8, 8), ParallelStrategy(2, 2, "cpu"))
+        >>> tuple(x.to_replicate().shape)
+        (2, 3, 8, 8)
         """
         if innermost_call() is not None:
             return self.redistribute(Layout())
@@ -358,6 +394,13 @@ class DCTensor(DistTensor):
         The result is a plain tensor, and within a module of `DistConvDDP` a DCTensor. Raises
         `ValueError` on all ranks of the replica if torch's `Shard(0)` would give ranks other
         samples than this library does.
+
+        Examples
+        --------
+        >>> from distconv.lbann import DCTensor, ParallelStrategy
+        >>> x = DCTensor.distribute(torch.ones(2, 3, 8, 8), ParallelStrategy(2, 2, "cpu"))
+        >>> tuple(x.to_ddp().shape)
+        (1, 3, 8, 8)
         """
         extents = {axis: n for axis, n in self.grid.shape.items() if n > 1}
         n, parts = len(self), self.grid.size
@@ -463,6 +506,15 @@ def forward_halo_exchange(
         is empty, the size is negative, or there is no such dimension.
     RuntimeError
         On every rank of the replica, if a periodic dimension is shorter than the halo.
+
+    Examples
+    --------
+    >>> from distconv.lbann import ParallelStrategy, forward_halo_exchange
+    >>> strategy = ParallelStrategy(2, 2, "cpu")
+    >>> block = torch.full((1, 1, 2, 1), 1.0 + strategy.shard_ind[0])  # 1 and 2
+    >>> rows = forward_halo_exchange(block, 1, strategy).flatten().tolist()
+    >>> dc.ProcessGrid(height=2).all_gather_object(rows)
+    [[0.0, 1.0, 1.0, 2.0], [1.0, 2.0, 2.0, 0.0]]
     """
     options = (parallel_strategy, dim_index, is_periodic)
     found = _halo_plan("forward_halo_exchange", tensor, halo_size, *options, with_halos=False)
@@ -480,6 +532,14 @@ def backward_halo_exchange(
 
     It is the adjoint of `forward_halo_exchange`, with its parameters and errors; `tensor` has its
     result's shape. All ranks of a replica call it together. Differentiable.
+
+    Examples
+    --------
+    >>> from distconv.lbann import ParallelStrategy, backward_halo_exchange
+    >>> strategy = ParallelStrategy(2, 2, "cpu")
+    >>> rows = backward_halo_exchange(torch.ones(1, 1, 4, 1), 1, strategy).flatten().tolist()
+    >>> dc.ProcessGrid(height=2).all_gather_object(rows)
+    [[1.0, 2.0], [2.0, 1.0]]
     """
     options = (parallel_strategy, dim_index, is_periodic)
     found = _halo_plan("backward_halo_exchange", tensor, halo_size, *options, with_halos=True)

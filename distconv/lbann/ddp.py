@@ -46,6 +46,16 @@ class DistConvDDP(nn.Module):
         or differs between ranks, or the module is parallelized already.
     TypeError
         For another option, another strategy, and a module that is wrapped already.
+
+    Examples
+    --------
+    >>> from distconv.lbann import DCTensor, DistConvDDP, ParallelStrategy
+    >>> strategy = ParallelStrategy(2, 2, "cpu")
+    >>> model = DistConvDDP(nn.Conv2d(3, 4, 3, padding=1), parallel_strategy=strategy)
+    >>> y = model(DCTensor.distribute(torch.ones(2, 3, 8, 8), strategy))
+    >>> y.square().mean().backward()
+    >>> tuple(y.shape), tuple(model.module.weight.grad.shape)
+    ((2, 4, 8, 8), (4, 3, 3, 3))
     """
 
     def __init__(

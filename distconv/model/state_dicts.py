@@ -40,6 +40,13 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]
     Every rank passes the same state and keeps its blocks; no communication. A DistTensor in the
     state must have the target's layout. Names and shapes that do not fit raise the errors of
     torch's `load_state_dict`, on every rank.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> torch.save(nn.Conv2d(1, 4, 3).state_dict(), f"serial{grid.rank}.pt")
+    >>> model = dc.parallelize(nn.Conv2d(1, 4, 3), grid)
+    >>> dc.load_full_state_dict(model, torch.load(f"serial{grid.rank}.pt"))
     """
     if isinstance(target, nn.Module):
         target.load_state_dict(state)

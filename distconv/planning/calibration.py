@@ -54,6 +54,11 @@ def calibrate(
     seconds: the approximate duration of the measurement.
     memory: bytes that a rank may use; the node's memory over its ranks when not given.
     progress: called with the name of each part before it is measured.
+
+    Examples
+    --------
+    >>> machine = dc.planning.calibrate("cluster")  # doctest: +SKIP
+    >>> machine.save("machine.json")  # doctest: +SKIP
     """
     comm = world()
     hosts = comm.allgather(platform.node())

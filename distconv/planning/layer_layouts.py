@@ -113,6 +113,17 @@ def plan_layouts(
     layouts: layouts for the inputs of submodules, as for `predict`; they hold where the search
         finds none.
     progress: called with a text on the size of the search.
+
+    Examples
+    --------
+    >>> machine = dc.planning.Machine.load("frontier")
+    >>> with torch.device("meta"):  # weights without elements suffice
+    ...     net = nn.Sequential(nn.Flatten(), nn.Linear(65536, 4096))
+    >>> print(dc.planning.plan_layouts(net, (32, 64, 32, 32), {"sample": 8}, machine))
+    on sample=8 a step takes 0.6% longer without these layouts:
+    layouts={
+        '0': Layout(channel='sample'),
+    }
     """
     shapes = shapes_of(shape)
     options = {"layout": layout, **options}

@@ -147,6 +147,12 @@ class Machine:
 
     Predictions add the times of local operators to `operators`; `calibrate` measures, or a file
     describes, everything else.
+
+    Examples
+    --------
+    >>> machine = dc.planning.Machine.load("perlmutter")
+    >>> machine.name, machine.assumed, machine.ranks_per_node
+    ('Perlmutter (described)', True, 4)
     """
 
     name: str
@@ -218,6 +224,15 @@ class Machine:
         Such a graph, as `dc.compile` captures it, needs no Python between its kernels. The host's
         time for parameters stays, as optimizers step outside of the graph. Times of operators are
         shared with this machine. Raises ValueError if the devices are CPUs, which have no graphs.
+
+        Examples
+        --------
+        >>> machine = dc.planning.Machine.load("h100")
+        >>> net, shape = nn.Conv3d(1, 8, 3, padding=1), (1, 1, 64, 64, 64)
+        >>> eager = dc.planning.predict(net, shape, {}, machine)
+        >>> replayed = dc.planning.predict(net, shape, {}, machine.in_graph())
+        >>> replayed.seconds < eager.seconds
+        True
         """
         if not self.asynchronous:
             raise ValueError(
@@ -238,6 +253,11 @@ class Machine:
         A name without suffix, such as "frontier", stands for a machine that distconv describes,
         where no file has this name. Raises ValueError for a file that holds no machine, naming the
         wrong entry.
+
+        Examples
+        --------
+        >>> dc.planning.Machine.load("frontier").ranks_per_node
+        8
         """
         path = Path(path)
         described = DESCRIBED / f"{path}.json"

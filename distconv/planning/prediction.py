@@ -72,7 +72,23 @@ LAYER_HEADING = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """A training step on a grid, as `predict` returns it: seconds and memory; prints as a table."""
+    """A training step on a grid, as `predict` returns it: seconds and memory; prints as a table.
+
+    Examples
+    --------
+    >>> machine = dc.planning.Machine.load("frontier")
+    >>> net = nn.Conv3d(1, 16, 3, padding=1)
+    >>> step = dc.planning.predict(net, (1, 1, 256, 256, 256), {"depth": 8}, machine)
+    >>> print(step)
+    Conv3d on depth=8 of Frontier (described), assumed: 1.772 ms a step, 1.772 ms a sample
+    layer      type    local output     forward  backward  exposed   hidden     kept
+    Conv3d     Conv3d  1x16x32x256x256   0.3777     0.426           0.01966  8.5 MiB
+    loss                                 0.4294    0.3246     0.12
+    gradients                                        0.02  0.06008
+    optimizer                                        0.01
+    total                                0.8071    0.7806   0.1801  0.01966  401 MiB
+    times in ms, of rank 0; memory at most 401 MiB: ...
+    """
 
     module: str
     machine: str
@@ -178,6 +194,14 @@ def predict(
     options: options of the step, as for `record_step`: `layout`, `dtype`, `loss`, `optimizer`,
         `autocast`, `checkpoint`, `accumulate`, `offload`, and options of `parallelize`, such as
         `layouts`, `shard_parameters` and `shard`.
+
+    Examples
+    --------
+    >>> machine = dc.planning.Machine.load("frontier")
+    >>> net = nn.Sequential(nn.Conv3d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 1, 1))
+    >>> step = dc.planning.predict(net, (1, 1, 512, 512, 512), {"depth": 4, "height": 2}, machine)
+    >>> round(1000 * step.seconds, 1), step.peak // 2**20
+    (20.6, 3201)
     """
     shapes = shapes_of(shape)
     check_ranks(machine, DryRunGrid(grid, 0).size)

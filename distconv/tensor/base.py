@@ -468,12 +468,28 @@ class DistTensorBase(torch.Tensor):
         """Return the layout. Its first dimension is called `filter` if the tensor is a parameter.
 
         The result equals `torch.strided`, as the `layout` of a plain tensor does.
+
+        Examples
+        --------
+        >>> x = dc.distribute_tensor(torch.ones(1, 1, 8, 4), dc.ProcessGrid(height=2))
+        >>> x.layout
+        Layout(height='height')
+        >>> x.relu().layout == x.layout
+        True
         """
         return Layout.of(self.cuts, weight=torch_private.is_marked_parameter(self))
 
     @property
     def box(self) -> Box:
-        """Return the box of global indices that this rank holds."""
+        """Return the box of global indices that this rank holds.
+
+        Examples
+        --------
+        >>> grid = dc.ProcessGrid(height=2)
+        >>> x = dc.distribute_tensor(torch.ones(1, 1, 7, 4), grid)
+        >>> [box.slices[2] for box in grid.all_gather_object(x.box)]
+        [slice(0, 4, None), slice(4, 7, None)]
+        """
         return rank_box(tuple(self.shape), self.cuts, self.grid.topology, self.grid.rank)
 
     def become(self, view: DistTensorBase) -> None:
@@ -506,7 +522,16 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def replicas(self) -> int:
-        """Return the number of ranks that hold the same box."""
+        """Return the number of ranks that hold the same box.
+
+        Examples
+        --------
+        >>> grid = dc.ProcessGrid(height=2)
+        >>> dc.distribute_tensor(torch.ones(1, 1, 8, 4), grid).replicas
+        1
+        >>> dc.distribute_tensor(torch.ones(8), grid, dc.Layout()).replicas
+        2
+        """
         return self.grid.size // self.grid.topology.parts(cutting_axes(self.cuts))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

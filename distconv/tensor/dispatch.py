@@ -43,6 +43,18 @@ def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
     The rule is called on every rank of the grid with the arguments of the torch function. At least
     one argument is or contains a DistTensor. The rule decides from global metadata alone whether it
     supports the arguments; if not, it raises `UnsupportedOperation` before any message.
+
+    Examples
+    --------
+    >>> from distconv import exchange, layout
+    >>> @dc.implements(torch.sum)
+    ... def sum_of_all(input):
+    ...     axes = layout.cutting_axes(input.cuts)
+    ...     total = exchange.sum_over(input.shard.sum(), input.grid, axes)
+    ...     return dc.DistTensor(total, (), (), input.grid)
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 6, 4), dc.ProcessGrid(height=2))
+    >>> torch.sum(x).item()
+    24.0
     """
 
     def register(rule: Rule) -> Rule:

@@ -76,6 +76,16 @@ class DistTensor(Chunked):
     Made by `distribute_tensor`, `DistTensor.from_local` and by operators on DistTensors. Operators
     without a rule raise `UnsupportedOperation`. Autograd records the operations on the shards.
     Attributes are those of the base.
+
+    Examples
+    --------
+    >>> x = dc.distribute_tensor(torch.ones(2, 3, 8, 8), dc.ProcessGrid(height=2))
+    >>> x.shape  # of the whole tensor
+    torch.Size([2, 3, 8, 8])
+    >>> torch.nn.functional.max_pool2d(x, 2).shape
+    torch.Size([2, 3, 4, 4])
+    >>> tuple(x.shard.shape), x.replicas
+    ((2, 3, 4, 8), 1)
     """
 
     unmerged: DistTensor | None = None
@@ -220,6 +230,15 @@ class DistTensor(Chunked):
         ValueError, TypeError
             On every rank, if mesh and grid do not fit, or a placement is none of `Shard`,
             `Replicate` and `Partial`.
+
+        Examples
+        --------
+        >>> from torch.distributed.tensor import Shard, distribute_tensor
+        >>> mesh = dc.ProcessGrid(height=2).device_mesh
+        >>> d = distribute_tensor(torch.ones(1, 1, 8, 4), mesh, [Shard(2)])
+        >>> x = dc.DistTensor.from_dtensor(d)
+        >>> tuple(x.shape), x.layout
+        ((1, 1, 8, 4), Layout(height='height'))
         """
         named = axes_of_mesh(d.device_mesh, axes)
         ranks, _ = arranged(d.device_mesh, named)
@@ -238,6 +257,13 @@ class DistTensor(Chunked):
 
         It shares memory if torch partitions dimensions as this tensor's layout does. Any other
         dimension is made whole on the way. Gradients flow back from the DTensor.
+
+        Examples
+        --------
+        >>> x = dc.distribute_tensor(torch.ones(1, 1, 8, 4), dc.ProcessGrid(height=2))
+        >>> d = x.to_dtensor()
+        >>> tuple(d.shape), d.placements
+        ((1, 1, 8, 4), (Shard(dim=2),))
         """
         return to_dtensor(self)
 
@@ -265,6 +291,12 @@ class DistTensor(Chunked):
         ------
         ValueError
             If `grad` is another value.
+
+        Examples
+        --------
+        >>> x = dc.distribute_tensor(torch.ones(1, 1, 8, 4), dc.ProcessGrid(height=2))
+        >>> tuple(x.to_local().shape)
+        (1, 1, 4, 4)
         """
         if grad not in (None, "part"):
             raise ValueError(f'to_local: grad={grad!r}; expected "part" or None')
@@ -347,7 +379,16 @@ class DistTensor(Chunked):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> DistTensor:
-        """Let autograd record operations on this leaf; its `.grad` is then the serial gradient."""
+        """Let autograd record operations on this leaf; its `.grad` is then the serial gradient.
+
+        Examples
+        --------
+        >>> x = dc.distribute_tensor(torch.ones(1, 1, 4, 2), dc.ProcessGrid(height=2))
+        >>> _ = x.requires_grad_()
+        >>> (x * x).sum().backward()
+        >>> x.grad.full_tensor().flatten()
+        tensor([2., 2., 2., 2., 2., 2., 2., 2.])
+        """
         if requires_grad != self.requires_grad:
             self.materialize()
         fresh = requires_grad and not self.held.requires_grad
@@ -440,6 +481,15 @@ class DistTensor(Chunked):
         ----------
         gradient: the gradient of this tensor, of the same global shape, as a DistTensor or a plain
             tensor equal on all ranks; 1 when not given, for a tensor of one element only.
+
+        Examples
+        --------
+        >>> x = dc.distribute_tensor(torch.ones(1, 1, 2, 2), dc.ProcessGrid(height=2))
+        >>> y = 3 * x.requires_grad_()
+        >>> y.backward(torch.ones(1, 1, 2, 2))  # the gradient of the whole tensor
+        >>> x.grad.full_tensor()
+        tensor([[[[3., 3.],
+                  [3., 3.]]]])
         """
         with running("backward", self), started_at([self.shard]):
             self.grid.journal.enter_call("backward")

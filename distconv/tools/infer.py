@@ -108,6 +108,16 @@ def infer(
         On every rank, before anything is computed: for a source that cannot be read, or has not the
         channels of the network, a sink that exists, and a network that does not run on the grid, or
         in slabs where these are needed; the message names the layer.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> path = dc.data.save("scan.npy", dc.distribute_tensor(torch.ones(1, 1, 64, 48), grid))
+    >>> net = nn.Conv2d(1, 2, 3, padding=1)
+    >>> dc.infer(net, "scan.npy", "segmented.npy", grid, argmax=True).name
+    'segmented.npy'
+    >>> np.load("segmented.npy").shape
+    (1, 1, 64, 48)
     """
     path = Path(sink)
     chosen = {"field": field, "autocast": autocast, "argmax": argmax, "slabs": slabs}

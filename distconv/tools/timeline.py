@@ -186,6 +186,17 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     ----------
     path: the path of the file; a file ending with .gz is compressed.
     grid: the ranks that take part; all of the job when not given.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> model = dc.parallelize(nn.Conv2d(1, 1, 3, padding=1), grid)
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 64, 64), grid)
+    >>> with dc.timeline("trace.json", grid):
+    ...     model(x).sum().backward()
+    >>> from pathlib import Path
+    >>> Path("trace.json").exists()
+    True
     """
     path = Path(path)
     # Of the same ranks, with messages between hosts.

@@ -26,7 +26,19 @@ from distconv.transport.interface import Message, Request, Transport
 
 @dataclass
 class LayerTraffic:
-    """The bytes that arrived at this rank for one function in one layer and phase."""
+    """The bytes that arrived at this rank for one function in one layer and phase.
+
+    Examples
+    --------
+    >>> layer = dc.parallelize(nn.Conv2d(1, 1, 3, padding=1, bias=False), dc.ProcessGrid(height=2))
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 8, 8), dc.ProcessGrid(height=2))
+    >>> y = layer(x)  # the first call compares the parameters of the ranks
+    >>> with dc.count_traffic() as traffic:
+    ...     y = layer(x)
+    >>> for entry in traffic.entries:
+    ...     print(entry.operator, entry.phase, entry.times, entry.bytes)
+    torch.nn.functional.conv2d forward 1 32
+    """
 
     layer: str
     """The name of the module that was called, as in `named_modules`; "" for the outermost, and

@@ -49,5 +49,11 @@ def assert_in_sync(model: nn.Module, optimizer: Optimizer | None = None) -> None
     ----------
     model: a parallelized module.
     optimizer: its state and settings, such as the learning rate, are compared as well.
+
+    Examples
+    --------
+    >>> model = dc.parallelize(nn.Linear(4, 1), dc.ProcessGrid(sample=2))
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> dc.training.assert_in_sync(model, optimizer)  # raises if ranks differ
     """
     check_in_sync("assert_in_sync", model, optimizer, full=True)

@@ -56,6 +56,25 @@ class Worker:
     samples: the samples that the server had received when it last answered.
     stopped: whether validation at the server has ended the training. Leave the loop then: further
         updates do not change the server's parameters.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> team = dc.training.Team()
+    >>> method = dc.training.Downpour(partial(torch.optim.SGD, lr=0.1))
+    >>> net = nn.Linear(4, 1)
+    >>> if team.serves:
+    ...     report = dc.training.serve(team, net, method)
+    ... else:
+    ...     model = dc.parallelize(net, team.grid)
+    ...     with dc.training.Worker(team, model, method) as worker:
+    ...         for epoch in range(2):
+    ...             loss = model(dc.distribute_tensor(torch.ones(2, 4), team.grid)).square().mean()
+    ...             loss.backward()
+    ...             worker.step(samples=2, loss=loss)
+    ...             worker.meet()  # all workers have finished the epoch
+    ...         with worker.center():
+    ...             weights = dc.full_state_dict(model)  # the server's parameters
     """
 
     def __init__(
@@ -137,6 +156,23 @@ class Worker:
         within: a folder, in which each worker has one of its own.
         number: a number that grows from one call to the next, the same on all workers.
         scheduler, loader, extra, keep: see `save_checkpoint`; they belong to this worker.
+
+        Examples
+        --------
+        >>> from functools import partial
+        >>> team = dc.training.Team()
+        >>> method = dc.training.Downpour(partial(torch.optim.SGD, lr=0.1))
+        >>> net = nn.Linear(4, 1)
+        >>> if team.serves:
+        ...     report = dc.training.serve(team, net, method, folder="run", save_every=None)
+        ... else:
+        ...     model = dc.parallelize(net, team.grid)
+        ...     with dc.training.Worker(team, model, method) as worker:
+        ...         model(dc.distribute_tensor(torch.ones(2, 4), team.grid)).mean().backward()
+        ...         worker.step(samples=2)
+        ...         worker.save("run", 1)
+        >>> team.last_saved("run") is None
+        False
         """
         self._client.flush()
         save_checkpoint(
@@ -169,6 +205,27 @@ class Worker:
         ----------
         path: the path that `Team.last_saved` returned for this worker; the server loads its own.
         scheduler, loader, check: see `load_checkpoint`.
+
+        Examples
+        --------
+        >>> from functools import partial
+        >>> method = dc.training.Downpour(partial(torch.optim.SGD, lr=0.1))
+        >>> for job in range(3):
+        ...     team, net = dc.training.Team(), nn.Linear(4, 1)
+        ...     saved = team.last_saved("run")
+        ...     if team.serves:
+        ...         report = dc.training.serve(
+        ...             team, net, method, folder="run", save_every=None, resume=saved or False
+        ...         )
+        ...         continue
+        ...     model = dc.parallelize(net, team.grid)
+        ...     with dc.training.Worker(team, model, method) as worker:
+        ...         epoch = worker.load(saved).step if saved else 0
+        ...         model(dc.distribute_tensor(torch.ones(2, 4), team.grid)).mean().backward()
+        ...         worker.step(samples=2)
+        ...         worker.save("run", epoch + 1)
+        >>> team.last_saved("run").name
+        'checkpoint-0000000003.pt'
         """
         found = load_checkpoint(path, self._model, self._optimizer, scheduler, loader, check=check)
         assert found is not None

@@ -39,6 +39,14 @@ class Downpour:
     synchronous: whether the server waits for all active workers, and steps with the mean of their
         gradients, weighted by their samples. `push` and `fetch` must be equal then.
     schedule: makes a scheduler of the server's optimizer, which steps with it.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> sgd = partial(torch.optim.SGD, lr=0.1)
+    >>> dc.training.Downpour(sgd, push=4, fetch=4).push
+    4
+    >>> synchronous = dc.training.Downpour(sgd, synchronous=True)  # the mean of all workers
     """
 
     optimizer: MakeOptimizer = field(repr=False)

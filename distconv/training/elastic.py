@@ -33,6 +33,12 @@ def worker_grid(grid: ProcessGrid) -> ProcessGrid:
 
     All ranks of `grid` call it together. A model parallelized on the result is trained by these
     ranks alone, on their own samples.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(sample=2)
+    >>> print(dc.training.worker_grid(grid))  # one rank is a worker
+    ProcessGrid() on 1 rank
     """
     extents: dict[str, Any] = {axis: grid.shape[axis] for axis in _WITHIN_A_SAMPLE}
     peers = grid.topology.peers(grid.rank, _WITHIN_A_SAMPLE)
@@ -63,6 +69,21 @@ class ElasticAveraging:
     alpha: the strength of the springs, at most 1 / P_N, beyond which the center would overshoot; by
         default 0.9 / P_N, as published.
     period: the number of steps from one pull to the next.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(sample=2)
+    >>> own = dc.training.worker_grid(grid)
+    >>> model = dc.parallelize(nn.Linear(4, 1), own)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> elastic = dc.training.ElasticAveraging(model, grid, period=2)
+    >>> for _ in range(4):
+    ...     model(dc.distribute_tensor(torch.randn(2, 4), own)).square().mean().backward()
+    ...     elastic.step(); optimizer.step(); optimizer.zero_grad()
+    >>> with elastic.center():
+    ...     weights = dc.full_state_dict(model)  # the same on both workers
+    >>> state = elastic.state_dict()  # for a checkpoint
+    >>> elastic.load_state_dict(state)
     """
 
     def __init__(
@@ -179,6 +200,11 @@ class AsynchronousElastic:
     period: the steps of a worker between two pulls.
     alpha: the strength of the springs, above 0 and below 1; by default 0.9 divided by the number of
         clients of a server.
+
+    Examples
+    --------
+    >>> dc.training.AsynchronousElastic(period=4)
+    AsynchronousElastic(period=4, alpha=None)
     """
 
     period: int = 1

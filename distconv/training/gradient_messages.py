@@ -42,6 +42,19 @@ class ConcurrentReductions:
     Parameters
     ----------
     models: parallelized modules. All ranks make the context together, with the models in one order.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(sample=2)
+    >>> generator, critic = (dc.parallelize(nn.Linear(4, 4), grid) for _ in range(2))
+    >>> both = dc.training.ConcurrentReductions(generator, critic)
+    >>> x = dc.distribute_tensor(torch.ones(2, 4), grid)
+    >>> losses = generator(x).mean(), critic(x).mean()
+    >>> with both:
+    ...     for loss in losses:
+    ...         loss.backward()
+    >>> critic.bias.grad  # the sum over the ranks
+    tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
     def __init__(self, *models: nn.Module):
@@ -123,6 +136,19 @@ class GradientLag:
     warmup_steps: the number of first steps without lag, in which gradients change most.
     cooldown_steps: the number of last steps without lag, of `total_steps`. Late gradients that are
         left over when they begin are dropped.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(sample=2)
+    >>> model = dc.parallelize(nn.Linear(4, 1), grid)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> late = dc.training.GradientLag(model, lag=1)
+    >>> x = dc.distribute_tensor(torch.ones(2, 4), grid)
+    >>> for _ in range(3):
+    ...     late.backward(model(x).square().mean())
+    ...     optimizer.step()
+    >>> state = late.state_dict()  # for a checkpoint
+    >>> late.load_state_dict(state)
     """
 
     def __init__(

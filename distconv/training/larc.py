@@ -60,6 +60,14 @@ class LARC(Optimizer):
         scale, the value at a learning rate of 1. With on="gradient" this holds for plain SGD.
     clip: True to clip, that is to limit the step; False to scale it, that is to set it.
     on: "gradient" or "update".
+
+    Examples
+    --------
+    >>> model = dc.parallelize(nn.Conv2d(1, 4, 3), dc.ProcessGrid(height=2))
+    >>> optimizer = dc.training.LARC(torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9))
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 8, 8), dc.ProcessGrid(height=2))
+    >>> model(x).square().mean().backward()
+    >>> optimizer.step()
     """
 
     def __init__(
@@ -182,6 +190,14 @@ class LARS(LARC):
 
     This is `LARC` with clip=False. The learning rate of the optimizer is a factor common to all
     layers, which a schedule changes; published with SGD and momentum.
+
+    Examples
+    --------
+    >>> model = dc.parallelize(nn.Conv2d(1, 4, 3), dc.ProcessGrid(height=2))
+    >>> optimizer = dc.training.LARS(torch.optim.SGD(model.parameters(), lr=5.0, momentum=0.9))
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 8, 8), dc.ProcessGrid(height=2))
+    >>> model(x).square().mean().backward()
+    >>> optimizer.step()
     """
 
     def __init__(self, optimizer: Optimizer, trust: float = 0.001, *, on: str = "gradient"):

@@ -47,6 +47,17 @@ class NoiseScale:
     ----------
     signal, noise: running averages of |G|^2 and tr(Sigma). In the beginning both are too small by
         the same factor, which cancels in their ratio.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(sample=2)
+    >>> model = dc.parallelize(nn.Linear(4, 1), grid)
+    >>> noise = dc.training.NoiseScale(model)
+    >>> for _ in range(10):
+    ...     x = dc.distribute_tensor(torch.randn(8, 4), grid)
+    ...     noise.backward((model(x) - x.sum(1, keepdim=True)).square().mean(), samples=8)
+    >>> noise.value > 0
+    True
     """
 
     def __init__(self, model: nn.Module, *, decay: float = 0.95):
@@ -189,7 +200,13 @@ def _within(bucket: Bucket) -> tuple[str, ...]:
 
 
 def max_batch(samples: int) -> int:
-    """Return the largest batch size that still learns well, by a rule of thumb: sqrt(samples)."""
+    """Return the largest batch size that still learns well, by a rule of thumb: sqrt(samples).
+
+    Examples
+    --------
+    >>> dc.training.max_batch(samples=10_000)
+    100
+    """
     check_count("max_batch", "samples", samples, 1)
     return isqrt(samples)
 
@@ -212,6 +229,13 @@ def advise(
     samples: the number of samples of the training set.
     noise_scale: the gradient noise scale, if it was measured (see `NoiseScale`); None or NaN
         if it is not known.
+
+    Examples
+    --------
+    >>> for warning in dc.training.advise({"sample": 64}, batch_size=512, samples=10_000):
+    ...     print(warning)
+    The batch size 512 is beyond sqrt(10000) = 100, the root of the data ...
+    sample=8 with 8 ranks a sample uses the 64 ranks better than sample=64 with 1
     """
     check_count("advise", "batch_size", batch_size, 1)
     extents = grid.shape if isinstance(grid, Grid) else dict(grid)

@@ -21,6 +21,15 @@ class Decay(ABC):
     Attributes
     ----------
     needs_end: whether the factor depends on the total number of steps.
+
+    Examples
+    --------
+    >>> class Sawtooth(dc.training.Decay):
+    ...     def factor(self, step, steps):
+    ...         return 1 - (step % 10) / 10
+    >>> recipe = dc.training.Recipe(batch_size=512, reference_batch_size=256, decay=Sawtooth())
+    >>> [recipe.decay.factor(step, 100) for step in (0, 5, 10)]
+    [1.0, 0.5, 1.0]
     """
 
     needs_end: ClassVar[bool] = False
@@ -35,7 +44,13 @@ class Decay(ABC):
 
 @dataclass(frozen=True)
 class Constant(Decay):
-    """Keep the learning rate."""
+    """Keep the learning rate.
+
+    Examples
+    --------
+    >>> dc.training.Constant().factor(50, 100)
+    1.0
+    """
 
     def factor(self, step: int, steps: int) -> float:
         return 1.0
@@ -43,7 +58,14 @@ class Constant(Decay):
 
 @dataclass(frozen=True)
 class Step(Decay):
-    """Multiply the learning rate by `gamma` after every `step_size` steps."""
+    """Multiply the learning rate by `gamma` after every `step_size` steps.
+
+    Examples
+    --------
+    >>> decay = dc.training.Step(step_size=30, gamma=0.5)
+    >>> [decay.factor(step, 100) for step in (0, 29, 30, 60)]
+    [1.0, 1.0, 0.5, 0.25]
+    """
 
     step_size: int
     gamma: float = 0.1
@@ -58,7 +80,14 @@ class Step(Decay):
 
 @dataclass(frozen=True)
 class Exponential(Decay):
-    """Multiply the learning rate by `gamma` after every step."""
+    """Multiply the learning rate by `gamma` after every step.
+
+    Examples
+    --------
+    >>> decay = dc.training.Exponential(gamma=0.5)
+    >>> [decay.factor(step, 100) for step in (0, 1, 2)]
+    [1.0, 0.5, 0.25]
+    """
 
     gamma: float
 
@@ -71,7 +100,14 @@ class Exponential(Decay):
 
 @dataclass(frozen=True)
 class InverseTime(Decay):
-    """Divide the learning rate by 1 + gamma * step."""
+    """Divide the learning rate by 1 + gamma * step.
+
+    Examples
+    --------
+    >>> decay = dc.training.InverseTime(gamma=0.5)
+    >>> [decay.factor(step, 100) for step in (0, 2, 6)]
+    [1.0, 0.5, 0.25]
+    """
 
     gamma: float
 
@@ -87,6 +123,12 @@ class Polynomial(Decay):
     """Let the learning rate fall to 0 in the last step, as (1 - step / steps) ** power.
 
     LARS was published with a power of 2 (You et al., arXiv:1708.03888).
+
+    Examples
+    --------
+    >>> decay = dc.training.Polynomial(power=2)
+    >>> [decay.factor(step, 100) for step in (0, 50, 100)]
+    [1.0, 0.25, 0.0]
     """
 
     power: float = 1.0
@@ -101,7 +143,14 @@ class Polynomial(Decay):
 
 @dataclass(frozen=True)
 class Cosine(Decay):
-    """Let the learning rate fall to 0 in the last step, along half a period of a cosine."""
+    """Let the learning rate fall to 0 in the last step, along half a period of a cosine.
+
+    Examples
+    --------
+    >>> decay = dc.training.Cosine()
+    >>> [round(decay.factor(step, 100), 3) for step in (0, 25, 50, 100)]
+    [1.0, 0.854, 0.5, 0.0]
+    """
 
     needs_end: ClassVar[bool] = True
 
@@ -115,6 +164,12 @@ class CosineRestarts(Decay):
 
     The first period has `period` steps, and each period `growth` times the steps of the previous
     (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is from 0 to 1.
+
+    Examples
+    --------
+    >>> decay = dc.training.CosineRestarts(period=10, growth=2)
+    >>> [round(decay.factor(step, 100), 3) for step in (0, 5, 10, 20)]
+    [1.0, 0.5, 1.0, 0.5]
     """
 
     period: int
@@ -177,6 +232,11 @@ def base_rate(optimizer: type[optim.Optimizer]) -> float:
     """Return a usual first learning rate for a class of torch's optimizers and a small batch.
 
     Raises ValueError for other classes of optimizers, for which the library has no usual rate.
+
+    Examples
+    --------
+    >>> dc.training.base_rate(torch.optim.Adam)
+    0.001
     """
     for kind in optimizer.__mro__:
         if kind in _BASE_RATES:
@@ -284,5 +344,13 @@ class Recipe:
 
         Each parameter group keeps its own learning rate as the base. The scheduler's state_dict
         holds the number of steps, and not the recipe.
+
+        Examples
+        --------
+        >>> optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        >>> recipe = dc.training.Recipe(batch_size=512, reference_batch_size=256)
+        >>> schedule = recipe.schedule(optimizer)
+        >>> schedule.get_last_lr()
+        [0.2]
         """
         return LambdaLR(optimizer, lambda step: self.factor(step))

@@ -53,6 +53,26 @@ class Report:
     lost: the reason for dropping a client, by the client's number.
     history: the losses in the course of the training.
     stopped: the reason for which validation has ended the training; None if it has not.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> team = dc.training.Team()
+    >>> method = dc.training.Downpour(partial(torch.optim.SGD, lr=0.1))
+    >>> net = nn.Linear(4, 1)
+    >>> if team.serves:
+    ...     report = dc.training.serve(team, net, method)
+    ...     clients = [loss.client for loss in report.history.training]
+    ...     counts = report.updates, report.samples, clients
+    ... else:
+    ...     model = dc.parallelize(net, team.grid)
+    ...     with dc.training.Worker(team, model, method) as worker:
+    ...         for _ in range(3):
+    ...             loss = model(dc.distribute_tensor(torch.ones(2, 4), team.grid)).mean()
+    ...             loss.backward()
+    ...             worker.step(samples=2, loss=loss)
+    >>> counts if team.serves else (3, 6, [0, 0, 0])
+    (3, 6, [0, 0, 0])
     """
 
     updates: int = 0
@@ -448,6 +468,21 @@ def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the last state that a server saved, joined from all its ranks, as a state_dict.
 
     Raises FileNotFoundError if there is none.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> team = dc.training.Team()
+    >>> method = dc.training.Downpour(partial(torch.optim.SGD, lr=0.1))
+    >>> net = nn.Linear(4, 1)
+    >>> if team.serves:
+    ...     report = dc.training.serve(team, net, method, folder="run")
+    ...     state = dc.training.server_state("run")  # the plain state_dict
+    ... else:
+    ...     model = dc.parallelize(net, team.grid)
+    ...     with dc.training.Worker(team, model, method) as worker:
+    ...         model(dc.distribute_tensor(torch.ones(2, 4), team.grid)).mean().backward()
+    ...         worker.step(samples=2)
     """
     state: dict[str, Tensor] = {}
     for place in sorted(filter(Path.is_dir, Path(folder).glob(SERVER_FOLDER.format(rank="*")))):

@@ -130,6 +130,25 @@ def serve(
         ends: the server's parameters no longer change, and `Worker.stopped` is True on each worker
         from the server's next answer on. None to continue.
     target: the validation loss at which, or below which, the training ends likewise.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> team = dc.training.Team()
+    >>> method = dc.training.Downpour(partial(torch.optim.SGD, lr=0.1))
+    >>> net = nn.Linear(4, 1)
+    >>> def validation_loss(model):
+    ...     return model(torch.ones(1, 4)).square().mean()
+    >>> if team.serves:
+    ...     report = dc.training.serve(team, net, method, validate=validation_loss, every=2)
+    ...     best = min(entry.loss for entry in report.history.validation)
+    ... else:
+    ...     model = dc.parallelize(net, team.grid)
+    ...     with dc.training.Worker(team, model, method) as worker:
+    ...         for _ in range(3):
+    ...             y = model(dc.distribute_tensor(torch.ones(2, 4), team.grid))
+    ...             y.square().mean().backward()
+    ...             worker.step(samples=2)
     """
     if not team.serves:
         raise ValueError(

@@ -182,7 +182,14 @@ def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def has_mpi() -> bool:
-    """Return whether `mpi4py.MPI` can be imported; this starts MPI."""
+    """Return whether `mpi4py.MPI` can be imported; this starts MPI.
+
+    Examples
+    --------
+    >>> import distconv.horovod as hvd
+    >>> hvd.mpi_built() in (True, False)
+    True
+    """
     try:
         check_is_rank()
         _imported_mpi()

@@ -21,21 +21,22 @@ This page lists the networks, losses and metrics of other packages that were tri
 partitioned in space, and compares outputs, input gradients and parameter gradients with the serial
 run.
 
-- **right**: they are equal to rounding.
-- **unsupported**: `UnsupportedOperation` on every rank, before any message; the reasons are below.
+- **right**: outputs and gradients equal those of the serial run to rounding.
+- **unsupported**: `UnsupportedOperation` on every rank, before any message. The reasons are below.
 - **wrong**, **error**, **hang**: a fault.
 
-*Redistributed* counts the bytes, over all ranks, that a forward pass on the most ranks moves beyond
-halos and reductions, as counted by `dc.redistributions()`; the last column is the operator that
-moves most of them. *Input* is the size of the inputs. *Otherwise* excludes operators whose results
-depend on all positions of a sample, which therefore have to communicate: the keys and values of
-attention, fully connected layers and recurrences along positions, Fourier transforms, sorting and
-running sums. `make networks` fails if a network moves more than its input otherwise.
+*Redistributed* is the number of bytes, summed over all ranks, that a forward pass on the largest
+number of ranks sends in addition to halos and reductions, as counted by `dc.redistributions()`. The
+last column is the operator that sends most of these bytes. *Input* is the size of the inputs.
+*Otherwise* excludes operators whose results depend on all positions of a sample, and which
+therefore must communicate: the keys and values of attention, fully connected layers and recurrences
+along positions, Fourier transforms, sorting and running sums. `make networks` fails if a network
+redistributes more bytes otherwise than its input has.
 
-Some losses do, on four ranks. Lovász losses sort the errors of all positions: every rank has the
-sorted errors, and looks up all labels in their order. Losses that write one-hot classes into a
-plain tensor of zeros, which is whole on every rank, gather all labels each time; labels that are
-one-hot from the start do not move.
+Some losses redistribute more on four ranks. Lovász losses sort the errors of all positions: every
+rank receives the sorted errors, and looks up all labels in their order. Losses that write one-hot
+classes into a plain tensor of zeros, which is whole on every rank, gather all labels in each call.
+Labels that are already one-hot are not redistributed.
 """
 
 Results = dict[int, dict[str, dict[str, Any]]]
@@ -49,7 +50,7 @@ def write(results: Results) -> None:
     parts = [INTRODUCTION, f"With torch {version('torch').partition('+')[0]}, {versions}."]
     for title, cases in (("Networks", NETWORKS), ("Losses and metrics", LOSSES)):
         parts += [f"\n## {title}\n", _counted(cases, results), "", *_table(cases, results)]
-    parts += ["\n## Cases that are not right\n", *_reasons(results)]
+    parts += ["\n## Unsupported and failing cases\n", *_reasons(results)]
     PAGE.write_text("\n".join(parts) + "\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -40,11 +41,22 @@ def found(name: str) -> Any:
     raise ValueError(f"{name} is not there")
 
 
+def docstring(value: Any) -> str:
+    """Return the docstring of a class or function, inherited ones included; "" for other values."""
+    plain = not isinstance(value, type) and value.__doc__ == type(value).__doc__
+    return "" if plain else inspect.getdoc(value) or ""
+
+
 def examples() -> list[doctest.DocTest]:
     """Return the examples of docstrings, one for each name that has any."""
     parser = doctest.DocTestParser()
     return [
         parser.get_doctest(text, {}, name, None, 0)
         for name, value in listed()
-        if ">>>" in (text := getattr(value, "__doc__", None) or "")
+        if ">>>" in (text := docstring(value))
     ]
+
+
+def shown(example: doctest.DocTest) -> set[str]:
+    """Return the names that occur in the code of an example, such as "parallelize"."""
+    return set(re.findall(r"\w+", "".join(part.source for part in example.examples)))

@@ -46,6 +46,17 @@ class HDF5Source(Source):
         For a file that is missing or damaged, or without the permission to read it.
     ValueError
         For a dataset that is missing, or not made of numbers in the file itself.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> path = dc.data.save("train.h5", {"x": dc.distribute_tensor(torch.ones(10, 1, 8, 8), grid)})
+    >>> source = dc.data.HDF5Source(Path("train.h5"), "x")
+    >>> source.samples, source.shape, str(source.dtype)
+    (10, (1, 8, 8), 'float32')
+    >>> dc.data.Dataset(source, grid).batch([0, 1]).sum().item()
+    128.0
     """
 
     def __init__(

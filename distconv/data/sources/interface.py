@@ -54,6 +54,18 @@ class Source(ABC):
         NIfTI, and "spacing" the distance of elements along each spatial dimension, in the "unit".
     coordinates: the positions along dimensions of a NetCDF file, by the number of the dimension;
         0 is that of the samples.
+
+    Examples
+    --------
+    >>> class Ramp(dc.data.Source):
+    ...     name, samples, shape, dtype = "ramp", 10, (1, 8), np.dtype("float32")
+    ...     def read_into(self, out, sample, box):
+    ...         out[...] = sample + np.arange(8)[box.slices[-1]]
+    >>> data = dc.data.Dataset(Ramp(), dc.ProcessGrid(width=2))
+    >>> data.batch([3]).full_tensor()[0, 0]
+    tensor([ 3.,  4.,  5.,  6.,  7.,  8.,  9., 10.])
+    >>> Ramp().fetched(dc.Box((0, 0), (1, 4)))  # 4 numbers of 4 bytes
+    16
     """
 
     name: str

@@ -68,6 +68,15 @@ def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = Fa
     pattern: a glob pattern such as "train/*.h5"; `**` stands for folders in folders.
     field: the dataset in each file, for files that have datasets.
     stacked: whether a file holds samples along its first dimension; otherwise it is one sample.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> for i in range(3):
+    ...     path = dc.data.save(f"{i}.npy", dc.distribute_tensor(torch.full((1, 8, 8), i), grid))
+    >>> source = dc.data.open_files("*.npy", field=None)
+    >>> source.samples, source.shape
+    (3, (1, 8, 8))
     """
     return _files(_matching(pattern), field, stacked)
 
@@ -83,6 +92,15 @@ def open_stack(files: Paths, field: Field = None) -> Source:
 
     Raises FileNotFoundError if there is no file, and ValueError for files that differ in shape or
     type.
+
+    Examples
+    --------
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> for z in range(3):
+    ...     path = dc.data.save(f"plane{z}.npy", dc.distribute_tensor(torch.ones(8, 8), grid))
+    >>> source = dc.data.open_stack("plane*.npy")
+    >>> source.samples, source.shape
+    (1, (3, 8, 8))
     """
     paths = _listed(files)
     if all(map(is_dicom, paths)):

@@ -77,6 +77,15 @@ def method(name: str) -> Iterator[None]:
     choose the same. If torch.utils.checkpoint computes activations again, `backward()` belongs
     within the context too; outside, torch raises its `CheckpointError` unless the methods agree.
     Another name raises `ValueError`.
+
+    Examples
+    --------
+    >>> model = nn.Conv2d(1, 1, 3, padding=1)
+    >>> x = dc.distribute_tensor(torch.ones(1, 1, 64, 64), dc.ProcessGrid(height=2))
+    >>> with dc.method("assembled"):
+    ...     y = model(x)
+    >>> with dc.method("overlapped"):
+    ...     torch.testing.assert_close(model(x), y)
     """
     if name not in METHODS:
         raise ValueError(f"method={name!r} is unknown; choose from {', '.join(METHODS)}")
