@@ -29,7 +29,7 @@ from distconv.data.fields import (
     tensor_type,
 )
 from distconv.data.sources.interface import Source
-from distconv.data.sources.opening import Field, open_sources
+from distconv.data.sources.opening import Field, facts_of, open_sources
 from distconv.data.views import View
 from distconv.geometry.layout import Box, Cuts, Layout, cutting_axes
 from distconv.grid.interface import Grid
@@ -406,8 +406,8 @@ class Dataset:
 
     def _facts(self) -> dict[str, str]:
         facts = {"cache": f"{self._cached} kept"}
+        facts |= facts_of({name: own.source for name, own in self._fields.items()})
         for name, own in self._fields.items():
-            facts |= own.source.facts()
             cut = f"{own.dtype} in {Layout.of(own.cuts)}"
             halo = f", halo {own.halo} {own.border}" if own.halo else ""
             facts[f"field {name!r}"] = f"{own.source.name} as {cut}{halo}"

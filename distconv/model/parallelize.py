@@ -100,7 +100,8 @@ def parallelize(
     bucket_bytes: the bytes of gradients in one message.
     wire: "bfloat16" or "float16" to send gradients in half precision, and sum them in float32. They
         are then the serial ones within two roundings to this type, and are sent after the backward
-        pass. float16 has more bits of mantissa, and is infinite beyond 65504.
+        pass. float16 has more bits of mantissa, and is infinite beyond 65504. Weights of `shard`
+        are summed over the samples in their own type.
     error_feedback: whether a rank keeps the rounding errors of `wire`, and adds them in the next
         step. This takes the memory of one gradient, which is not part of any checkpoint.
 

@@ -154,7 +154,7 @@ def record_step(
             without_counting(),
             recorder,
             RuleCalls(recorder),
-            _autocast(rehearsed() if gpu else "cpu", autocast),
+            autocast_of(rehearsed() if gpu else "cpu", autocast),
         ):
             for number in range(accumulate):
                 last = number == accumulate - 1 or minimised is None
@@ -243,7 +243,7 @@ _NO_ELEMENTS = (
 
 
 @contextmanager
-def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+def autocast_of(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Turn autocast on in a `with` block, for a kind of device that this machine may lack.
 
     torch has no autocast for meta tensors, so it is turned on for `device`, on which the ranks of

@@ -298,7 +298,9 @@ def plan(
     if not best and limit is not None and recorded:
         peaks = [sum(memory_of(recording, times).values()) for _, recording in recorded]
         smallest, _ = recorded[peaks.index(min(peaks))]
-        ways = tuple(search.ways_out(smallest, ranks, axes))
+        tried_out = search.ways_out(smallest, ranks, axes)
+        # Of small modules, recomputation may need more memory than it saves.
+        ways = tuple(way for way in tried_out if way.peak < min(peaks))
     name = type(module).__name__
     return GridPlan(
         name, machine.name, machine.assumed, ranks, limit, (*best, *fitting, *out), ways

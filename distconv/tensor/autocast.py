@@ -29,10 +29,7 @@ def under_autocast(
     The device is that of the blocks, which a dry run may have, too. torch has no autocast for the
     meta device, so a dry run without memory uses the types of the simulated device.
     """
-    first = next(x for x in operands if isinstance(x, DistTensorBase))
-    device = first.device.type
-    if device == "meta":
-        device = rehearsed() if first.grid.computes_on_gpu else "cpu"
+    device = _device_of(next(x for x in operands if isinstance(x, DistTensorBase)))
     if not torch.is_autocast_enabled(device):
         return rule
 
@@ -51,6 +48,23 @@ def under_autocast(
         return _in_type(result, types.result) if isinstance(result, Tensor) else result
 
     return converting
+
+
+def result_type(func: Callable[..., Any], x: Tensor, *args: Any) -> torch.dtype:
+    """Return the type of `func(x, *args)` under the autocast that is on, if any.
+
+    `x` has a floating-point type, which `func` keeps without autocast.
+    """
+    device = _device_of(x) if isinstance(x, DistTensorBase) else x.device.type
+    types = _types(func, (x, *args), {}, device) if torch.is_autocast_enabled(device) else None
+    return x.dtype if types is None or types.result is None else types.result
+
+
+def _device_of(x: DistTensorBase) -> str:
+    """Return the kind of device that computes `x`; in a dry run, the simulated one."""
+    if x.device.type == "meta":
+        return rehearsed() if x.grid.computes_on_gpu else "cpu"
+    return x.device.type
 
 
 class _Types(NamedTuple):

@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distconv.planning.receptive_field import ReceptiveField, Slab, slabs_of
+from distconv.tensor.autocast import result_type
 from distconv.tensor.dist_tensor import DistTensor
 
 _NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
@@ -70,7 +72,14 @@ class GlobalNorm(nn.Module):
             scale = scale * self.norm.weight.to(dtype).view(own)
             shift = self.norm.bias.to(dtype).view(own)
         y = (x.to(dtype) - mean).mul_(scale)
-        return (y if shift is None else y.add_(shift)).to(x.dtype)
+        return (y if shift is None else y.add_(shift)).to(self._type_of_result(x))
+
+    def _type_of_result(self, x: Tensor) -> torch.dtype:
+        """Return the type of the norm of `x`, which autocast chooses otherwise on CPUs and GPUs."""
+        own = self.norm.weight, self.norm.bias
+        if isinstance(self.norm, nn.GroupNorm):
+            return result_type(F.group_norm, x, self.norm.num_groups, *own)
+        return result_type(F.instance_norm, x, None, None, *own)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance of each sample and channel of an input, in float64. Collective.

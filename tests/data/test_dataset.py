@@ -265,6 +265,27 @@ def test_other_files_under_one_path_are_found_when_they_are_opened(
     fails_everywhere(lambda: Dataset(f"/proc/self/cwd/{name}", grid), "the ranks differ: checksum")
 
 
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("fields", [True, False])
+def test_files_of_one_name_in_several_folders_are_compared_one_by_one(
+    folder: Path, fields: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = folder / f"node-{WORLD.rank}"
+    for i in range(3):
+        (node / str(i)).mkdir(parents=True)
+        np.save(node / str(i) / "x.npy", np.full((4, 4), float(WORLD.rank if i == 1 else 0)))
+    monkeypatch.chdir(node)
+    WORLD.barrier()
+    here, grid = "/proc/self/cwd", dc.ProcessGrid(height=2)
+    named = {str(i): f"{here}/{i}/x.npy" for i in range(3)}
+    source, expected = (
+        (named, "checksum of x.npy, field '1' is")
+        if fields
+        else (f"{here}/*/x.npy", "checksum of x.npy, file 2 is")
+    )
+    fails_everywhere(lambda: Dataset(source, grid), f"the ranks differ: {expected}")
+
+
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("name", ["x.nc", "x.anything", "folder", "*.nc"])
 def test_an_hdf5_file_is_known_by_its_first_bytes(folder: Path, name: str) -> None:

@@ -112,6 +112,29 @@ def test_half_the_bytes_travel() -> None:
     assert ring / 2 <= sum(sent) <= ring / 2 + 16 * grid.size
 
 
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("shard", ["zero2", "zero3"])
+def test_weights_sharded_over_samples_are_summed_over_them_in_their_own_type(shard: str) -> None:
+    grid = dc.ProcessGrid(sample=2, height=-1)
+    x = random_tensor(random.Random(0), (4, 3, 8, 8), torch.float64).float()
+
+    def gradients(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = dc.parallelize(nn.Conv2d(3, 4, 3, padding=1), grid, shard=shard, **options)
+        model(dc.distribute_tensor(x, grid)).square().sum().backward()
+        return [model.weight.grad.full_tensor(), model.bias.grad]
+
+    (weight, bias), halves = gradients(), gradients(wire="bfloat16")
+    rounded = [g.to(torch.bfloat16).float() for g in halves]
+    assert torch.equal(halves[1], rounded[1]) and not torch.equal(bias, rounded[1])
+    if grid.size == 2:  # nothing is left to sum
+        assert torch.equal(halves[0], weight)
+    else:
+        assert torch.equal(halves[0], rounded[0]) and not torch.equal(weight, rounded[0])
+    for half, exact in zip(halves, (weight, bias), strict=True):
+        assert (half - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("feedback", [False, True])
 def test_models_get_the_serial_gradients_within_rounding(feedback: bool) -> None:

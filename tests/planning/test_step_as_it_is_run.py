@@ -115,16 +115,17 @@ def test_where_nothing_fits_the_cheapest_changes_come_first() -> None:
     whole = predict(wide, SMALL, {"sample": 8}, machine, **options)
     found = plan(wide, SMALL, 8, machine, memory=whole.peak // 2, axes=("sample",), **options)
     ways = [way.what.split(" on ")[0] for way in found.ways_out]
-    assert ways[:6] == [
+    assert ways[:5] == [
         'shard="zero2"',
         'shard="zero3"',
         "shard_parameters=True",
-        "checkpointing each block",
+        # Checkpoints alone save nothing: weights take most of the memory.
         'shard="zero3" and checkpointing each block',
-        "autocast to bfloat16",
+        "bfloat16",
     ]
     fits = {way.what.split(" on ")[0]: way.fits for way in found.ways_out}
-    assert fits['shard="zero3"'] and not fits["checkpointing each block"]
+    assert fits['shard="zero3"']
+    assert all(way.fits == (way.peak <= whole.peak // 2) for way in found.ways_out)
     best = plan(
         wide,
         SMALL,
@@ -136,6 +137,15 @@ def test_where_nothing_fits_the_cheapest_changes_come_first() -> None:
         **options,
     )
     assert best.grid == {"sample": 8}
+
+
+def test_changes_that_save_no_memory_are_not_listed() -> None:
+    tiny = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 1))
+    step = (tiny, (4, 3, 64, 64), {"sample": 2})
+    plain, again = (predict(*step, described(), checkpoint=c).peak for c in ((), "blocks"))
+    assert again >= plain
+    found = plan(*step[:2], 2, described(), memory=10_000, axes=("sample",))
+    assert found.ways_out and all(way.peak < plain for way in found.ways_out)
 
 
 def test_a_graph_needs_no_python_between_its_kernels() -> None:

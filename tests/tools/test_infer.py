@@ -16,9 +16,12 @@ import distconv as dc
 from distconv.data import Normalize
 from distconv.data.sources.opening import open_sources
 from distconv.geometry.layout import Box
+from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.receptive_field import receptive_field
+from distconv.planning.recorded_step import autocast_of
 from distconv.tools import infer as module
 from distconv.tools.command_line import main
+from distconv.tools.global_norms import GlobalNorm
 from distconv.tools.infer import code_of
 from tests.data.test_volumes import AFFINE, dicom, netcdf, nifti, tiff
 from tests.support.everywhere import WORLD, ended_with_one_line, fails_everywhere, on_rank_zero
@@ -362,6 +365,29 @@ def test_norms_over_the_whole_volume_go_through_slabs(
     expected = serial(net, x)
     assert np.abs(content(path)[0] - expected).max() <= 1e-12 * np.abs(expected).max()
     assert "after 4 passes for the statistics of norms" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "norm", "expected"),
+    [
+        ("cpu", nn.GroupNorm(2, 4), torch.bfloat16),
+        ("cpu", nn.InstanceNorm3d(4), torch.bfloat16),
+        ("cuda", nn.GroupNorm(2, 4), torch.float32),  # as torch's documentation lists it
+        ("cuda", nn.InstanceNorm3d(4), torch.bfloat16),
+    ],
+)
+def test_norms_of_slabs_have_the_type_that_autocast_chooses_on_the_device(
+    device: str, norm: nn.Module, expected: torch.dtype
+) -> None:
+    grid = DryRunGrid({"height": 2}, gpu=device == "cuda")
+    with torch.no_grad(), autocast_of(device, torch.bfloat16), torch.device("meta"):
+        own = GlobalNorm(norm.to("meta"), 5)
+        for kind, result in ((torch.bfloat16, expected), (torch.float32, torch.float32)):
+            x = grid.tensor((1, 4, 4, 4, 4), dtype=kind)
+            own.give(torch.zeros(1, 4), torch.ones(1, 4))
+            assert own(x).dtype == result
+            own.give(None, None)
+            assert own(x).dtype == result
 
 
 @both

@@ -59,11 +59,16 @@ class FilesSource(Source):
     def facts(self) -> dict[str, str]:
         """Return the names of the files, the number of samples, and the facts of up to 8 files."""
         last = len(self._paths) - 1
-        some = [self._paths[place] for place in sorted({i * last // 7 for i in range(1, 8)})]
-        others = [facts_of_file(path) for path in some if path.is_file()]
+        # Files in different folders may have the same name.
+        some = {place: self._paths[place] for place in sorted({i * last // 7 for i in range(1, 8)})}
         return {
             **self._facts,
-            **{name: fact for facts in others for name, fact in facts.items()},
+            **{
+                f"{name}, file {place + 1}": fact
+                for place, path in some.items()
+                if path.is_file()
+                for name, fact in facts_of_file(path).items()
+            },
             f"files with {self.name}": ", ".join(path.name for path in self._paths),
             f"samples of {self.name}": str(self.samples),
         }

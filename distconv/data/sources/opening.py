@@ -60,6 +60,18 @@ def open_sources(source: Any, fields: Sequence[str | int] = ()) -> dict[Field, S
     return {f: _of_object(source, f, str(f)) for f in fields}
 
 
+def facts_of(sources: Mapping[Field, Source]) -> dict[str, str]:
+    """Return the facts of the sources of some fields, which must be equal on all ranks.
+
+    A fact names its field, as files of several fields may have the same name.
+    """
+    return {
+        fact if field is None else f"{fact}, field {field!r}": value
+        for field, source in sources.items()
+        for fact, value in source.facts().items()
+    }
+
+
 def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = False) -> Source:
     """Return a source on all files that a pattern matches, in the order of their names.
 

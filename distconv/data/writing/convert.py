@@ -15,7 +15,7 @@ import numpy as np
 from distconv.data.durable import writing_to
 from distconv.data.errors import check_alike, check_call, together
 from distconv.data.sources.interface import Source
-from distconv.data.sources.opening import open_sources
+from distconv.data.sources.opening import facts_of, open_sources
 from distconv.data.writing.chunked import create_zarr, default_chunks, write_chunks
 from distconv.data.writing.contiguous import Description
 from distconv.data.writing.resumable import StepwiseFile
@@ -83,11 +83,7 @@ def convert(
     chosen = {"fields": fields, "chunks": chunks, "readers": readers, "memory": memory}
     check_call("convert", grid, path, chosen | {"overwrite": overwrite, "restart": restart})
     sources = together(grid, lambda: open_sources(source, fields))
-
-    def facts() -> dict[str, str]:
-        return {name: fact for own in sources.values() for name, fact in own.facts().items()}
-
-    task = together(grid, facts)
+    task = together(grid, lambda: facts_of(sources))
     check_alike(grid, task, "Give all ranks the same data.")
     topology = Topology(tuple((readers or {}).get(axis, 1) for axis in AXES))
 
