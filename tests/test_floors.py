@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from tests.support.floors import (
+    OF_MERGED,
     SERIAL,
     circles,
+    files_that_mention_merged,
     foreign_private_names,
     imports_of_libraries,
     private_names_of_torch,
@@ -61,6 +63,17 @@ def test_no_private_name_is_used_elsewhere() -> None:
 
 def test_no_two_classes_share_a_name() -> None:
     assert shared_class_names(read_sources(ROOT)) == []
+
+
+def test_few_files_know_of_merged_tensors() -> None:
+    assert files_that_mention_merged(ROOT / "distconv") == OF_MERGED
+
+
+def test_a_word_on_merged_tensors_is_found(tmp_path: Path) -> None:
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops/loss.py").write_text("x = y.unmerged\n")
+    (tmp_path / "ops/sums.py").write_text("@works_along(reduces=True)\n")
+    assert files_that_mention_merged(tmp_path) == {"ops/loss.py"}
 
 
 def test_private_parts_of_torch_are_named_in_one_module() -> None:

@@ -311,7 +311,7 @@ def _rebuilder(x: Tensor) -> Callable[[Tensor], Tensor]:
     """
     if not isinstance(x, DistTensor):
         return lambda block: block
-    y, shape = x if x.unmerged is None else x.unmerged, x.shape
+    y, shape = x.stored, x.shape
     about = tuple(y.shape), y.cuts, y.grid
 
     def rebuilt(block: Tensor) -> Tensor:

@@ -473,7 +473,7 @@ def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
     return tuple(factors) or (1,)
 
 
-def merged_runs(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ...]:
+def runs_of_factors(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ...]:
     """Return for each of `sizes` the consecutive `factors` with that product; (1,) for size 1.
 
     A factor 1 is allowed only where a size is 1.
@@ -499,5 +499,5 @@ def factors_of_reshape(before: Shape, after: Shape) -> tuple[Shape, ...] | None:
         factors = common_factors([before[old.start : old.stop], after[new.start : new.stop]])
         if factors is None:
             return None
-        found += merged_runs(factors, after[new.start : new.stop])
+        found += runs_of_factors(factors, after[new.start : new.stop])
     return tuple(found)

@@ -143,12 +143,11 @@ def grad(
         if part is None:
             return torch.zeros_like(x) if materialize_grads else None
         if isinstance(x, DistTensor):
-            if x.unmerged is not None:
-                gradient = whole(x.unmerged, part, met)
-                return None if gradient is None else gradient.reshape(x.shape)
+            y = x.stored
             # A replicated leaf sums its gradient by itself.
-            total = part if x.summed_by == "hook" else whole_gradient(part, x.cuts, grid)
-            return DistTensor(total, x.shape, x.cuts, grid)
+            total = part if y.summed_by == "hook" else whole_gradient(part, y.cuts, grid)
+            gradient = DistTensor(total, y.shape, y.cuts, grid)
+            return gradient if y is x else gradient.reshape(x.shape)
         # Others were summed where they met distributed tensors, or became one.
         cuts: Cuts = ((),) * x.dim()
         if owned_among([x]) is not None:
@@ -190,7 +189,8 @@ def register_hook(
 
     The hook may return a gradient in its place. The result is a handle that removes the hook.
     """
-    handle = (_hook_block if self.unmerged is None else _hook_unmerged)(self, hook)
+    stored, shape = self.stored, self.shape
+    handle = _hook_block(stored, hook if stored is self else _in_shape(hook, shape, stored.shape))
     if self.gradient_hook is not None:
         # The retained gradient is the result of the last hook.
         self.gradient_hook.remove()
@@ -202,7 +202,7 @@ def register_hook(
 def _hook_block(
     self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
-    """Register `hook` for the gradient of a tensor that is not merged."""
+    """Register `hook` for the gradient of a tensor, `x.stored` of some tensor `x`."""
     # No reference to the tensor itself: its graph would keep it alive.
     shape, cuts, grid, replicas = self.shape, self.cuts, self.grid, self.replicas
     block, dtype, device = self.shard.shape, self.dtype, self.device
@@ -228,19 +228,17 @@ def _hook_block(
     return handle
 
 
-def _hook_unmerged(
-    x: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
-) -> RemovableHandle:
-    """Register `hook` for the gradient of a merged tensor, by a hook of `x.unmerged`."""
-    shape, unmerged = x.shape, cast(DistTensor, x.unmerged)
-    own = unmerged.shape
+def _in_shape(
+    hook: Callable[[DistTensor | None], Tensor | None], shape: torch.Size, stored: torch.Size
+) -> Callable[[DistTensor | None], Tensor | None]:
+    """Return a hook that calls `hook` with a gradient of shape `stored` reshaped to `shape`."""
 
-    def on_unmerged(gradient: DistTensor | None) -> Tensor | None:
+    def reshaped(gradient: DistTensor | None) -> Tensor | None:
         changed = hook(None if gradient is None else cast(DistTensor, gradient.reshape(shape)))
         fits = isinstance(changed, DistTensor) and changed.shape == shape
-        return changed.reshape(own) if fits else changed  # type: ignore[union-attr]
+        return changed.reshape(stored) if fits else changed  # type: ignore[union-attr]
 
-    return _hook_block(unmerged, on_unmerged)
+    return reshaped
 
 
 def _block_with_gradient(x: DistTensor) -> Tensor:
@@ -297,8 +295,8 @@ def retains_grad(self: DistTensor) -> bool:
 def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
     """Return a new leaf with the tensor's elements and gradient, in its layout and on its grid.
 
-    As in torch, the copy of a Parameter has no gradient. Nothing is sent, unless the tensor is
-    merged: its blocks are moved first.
+    As in torch, the copy of a Parameter has no gradient. Nothing is sent, unless reading `shard`
+    is collective.
     """
     if id(self) in memo:
         twin: DistTensor = memo[id(self)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from math import log1p, pi, sqrt
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from distconv.comm.collectives import broadcast
 from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
-from distconv.ops.support.merged import is_merged, merge_as, unmerged
+from distconv.ops.support.dimensions import keeps_shape
 from distconv.ops.support.operands import broadcast_shape, global_numbers, local_operand
 from distconv.tensor.aliasing import finish_write, is_of_parameter, prepare_write
 from distconv.tensor.dispatch import RULES, implements, refuse
@@ -123,7 +123,11 @@ def _dropout(
         apart, such as 2 for (sample, channel).
     """
 
+    # The elements' row-major numbers are those of any reshape.
+    treats_alike = keeps_shape if leading is None else lambda rule: rule
+
     @implements(function)
+    @treats_alike
     def rule(
         input: DistTensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> DistTensor:
@@ -131,9 +135,6 @@ def _dropout(
         dims = None if leading is None else leading(input.dim())
         if not training or p == 0:
             return input
-        if is_merged(input) and dims is None and not inplace:
-            # The elements' row-major numbers are those of any reshape.
-            return cast(DistTensor, merge_as(rule(unmerged(input), p), input.shape))
         shard = drop(input.shard, (_uniform(input, dims) >= p).to(input.dtype), p)
         if inplace:
             return _written(input, shard, function.__name__)

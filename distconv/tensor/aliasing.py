@@ -81,7 +81,7 @@ def mark_of_parameter(x: DistTensorBase) -> None:
 
 
 def prepare_write(x: DistTensorBase, operator: str) -> None:
-    """Check that `x` may be written in place, and bring the block of a merged tensor. Collective.
+    """Check that `x` may be written in place, and give it a block of its own. Collective.
 
     `operator` is the writing function; it calls `finish_write(x)` after the write. Raises
     UnsupportedOperation or RuntimeError on every rank, before any message, if serial torch forbids

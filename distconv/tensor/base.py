@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import cached_property
 from operator import attrgetter, index, is_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -417,6 +417,11 @@ class DistTensorBase(torch.Tensor):
         assert self.recipe is not None
         elements = self.recipe.base.held
         return elements if self.recipe.recorded else elements.detach()
+
+    @property
+    def stored(self: Distributed) -> Distributed:
+        """Return the tensor whose blocks the ranks hold: `unmerged`, or this tensor itself."""
+        return self if self.unmerged is None else cast(Distributed, self.unmerged)
 
     @property
     def example(self) -> Tensor:

@@ -34,7 +34,9 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 WITHOUT_MERGED: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""For a rule that takes merged tensors, the rule beneath it, for calls in which none is merged."""
+"""For a rule that works on merged tensors as they lie, the rule beneath it, for all other calls.
+
+A rule without an entry reads `shard`, which moves the blocks of a merged tensor."""
 
 
 def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:

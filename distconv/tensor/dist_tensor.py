@@ -332,7 +332,7 @@ class DistTensor(Chunked):
         if self.grid.size > 1:
             self._stay_distributed("full_tensor")
         with running("full_tensor", self):
-            x = self if self.unmerged is None else self.unmerged
+            x = self.stored
             whole: Tensor = redistribute(x, ((),) * x.dim(), "full_tensor").to_local()
             return (whole if x is self else whole.reshape(self.shape)).contiguous()
 
@@ -441,7 +441,7 @@ class DistTensor(Chunked):
         """Return the gradient of a leaf, or a retained one, in the tensor's own layout."""
         if self.gradient_hook is not None or self.pending is not None:
             return self.retained_gradient
-        x = self if self.unmerged is None else self.unmerged
+        x = self.stored
         if x.held.grad is None:
             return None
         gradient = DistTensor(x.held.grad, x.shape, x.cuts, x.grid)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.geometry.layout import common_factors, factors_of_reshape, groups, merged_runs
+from distconv.geometry.layout import common_factors, factors_of_reshape, groups, runs_of_factors
 
 factors = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
@@ -66,8 +66,8 @@ def test_factors_of_some_reshapes(before: tuple, after: tuple, found: tuple | No
 
 
 def test_runs_take_dimensions_of_one_element_for_themselves() -> None:
-    assert merged_runs((2, 3, 1, 4, 1), (6, 1, 4, 1)) == ((2, 3), (1,), (4,), (1,))
-    assert merged_runs((2, 3), (2, 1, 3)) == ((2,), (1,), (3,))
+    assert runs_of_factors((2, 3, 1, 4, 1), (6, 1, 4, 1)) == ((2, 3), (1,), (4,), (1,))
+    assert runs_of_factors((2, 3), (2, 1, 3)) == ((2,), (1,), (3,))
 
 
 def test_groups_are_the_shortest_runs_of_equal_product() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,6 +33,25 @@ FLOORS = (
 SERIAL = ("torch", "mpi4py")
 """Libraries that index arithmetic does without."""
 
+OF_MERGED = frozenset(
+    {
+        "compiling/front.py",
+        "ops/attention/scaled_dot_product.py",
+        "ops/custom_function.py",
+        "ops/math/product.py",
+        "ops/recurrent.py",
+        "ops/shape/reshape.py",
+        "ops/shape/scatter.py",
+        "ops/support/dimensions.py",
+        "ops/support/merged.py",
+        "tensor/base.py",
+        "tensor/dispatch.py",
+        "tensor/dist_tensor.py",
+    }
+)
+"""The files that may mention merged tensors. Other rules say by a decorator of
+`ops/support/dimensions.py` how they treat dimensions."""
+
 Sources = Mapping[str, ast.Module]
 """Modules of the package by dotted names; a folder's `__init__` has the name of the folder."""
 
@@ -47,6 +67,15 @@ def read_sources(root: Path) -> Sources:
                 parts.pop()
             sources[".".join(parts)] = ast.parse(path.read_text())
     return sources
+
+
+def files_that_mention_merged(root: Path) -> set[str]:
+    """Return the files of `distconv/` with a word on merged tensors, by their paths in it."""
+    return {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if re.search("merged|unmerge|merge_as|merging", path.read_text())
+    }
 
 
 def imports_of(name: str, sources: Sources) -> Iterator[tuple[str, int]]:

@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
     ----------
     batch: the dimensions of samples and heads, to which all operands are broadcast.
     shared: for each of these dimensions, whether keys and values have size 1 in it.
-    rows, columns: the numbers of queries and keys, each as the factors of a merged dimension.
+    rows, columns: the numbers of queries and keys, each as the factors of its dimension.
     features: the features of a key, and of a value.
     """
 

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,13 +38,7 @@ from distconv.ops.conv.convolution import Convolution, TransposedConvolution
 from distconv.ops.conv.local_convolution import LocalConvolution
 from distconv.ops.conv.overlapped import may_overlap, overlapped_convolution
 from distconv.ops.support.arguments import accepts_unbatched, to_tuple
-from distconv.ops.support.merged import (
-    factors_of,
-    is_merged,
-    merge_as,
-    treats_samples_alone,
-    unmerged,
-)
+from distconv.ops.support.dimensions import convolves
 from distconv.ops.support.operands import (
     Placement,
     box_on_rank,
@@ -278,17 +272,13 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
     """
 
     @implements(function)
-    @treats_samples_alone(function, n + 2)
+    @convolves(function, n, kind.transposed)
     @accepts_unbatched(function.__name__, n)
     def rule(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **named: Any
     ) -> DistTensor:
         given = map(_hashable, (*args, *named.values()))
         spec = _specification(kind, function, n, *given, named=tuple(named))
-        if is_merged(input) and not kind.transposed:
-            made = _convolve_points(input, weight, bias, spec)
-            if made is not None:
-                return made
         x = distributed_input(spec.name, input, weight, bias)
         if isinstance(spec, TransposedConvolution) and spec.has_no_outputs(
             tuple(x.shape), tuple(weight.shape[2:])
@@ -329,26 +319,6 @@ def _specification(
         extra = sizes["output_padding"]
         return TransposedConvolution(function, stride, padding, dilation, groups, extra)
     return Convolution(function, stride, padding, dilation, groups)
-
-
-def _convolve_points(
-    input: Tensor, weight: Tensor, bias: Tensor | None, spec: Convolution
-) -> DistTensor | None:
-    """Return the convolution of a merged tensor by a kernel of one element, without moving blocks.
-
-    Returns None for a larger kernel, a stride other than 1, padding, merged samples or channels,
-    and more than three unmerged spatial dimensions.
-    """
-    runs = factors_of(input)
-    space = sum(map(len, runs[2:]))
-    points = prod(weight.shape[2:]) == 1 and set(spec.stride) == {1}
-    padded = not isinstance(spec.padding, str) and any(spec.padding)
-    if not points or padded or space > 3 or any(len(run) > 1 for run in runs[:2]):
-        return None
-    kernel = weight.reshape((*weight.shape[:2], *(1,) * space))
-    convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[space - 1]
-    made = convolve(unmerged(input), kernel, bias, groups=spec.groups)
-    return cast(DistTensor, merge_as(made, (*made.shape[:2], *input.shape[2:])))
 
 
 _convolution(torch.conv1d, 1, Convolution)

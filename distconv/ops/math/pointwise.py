@@ -11,8 +11,8 @@ from torch import Tensor
 
 from distconv.geometry.layout import Cuts, operand_cuts
 from distconv.ops.support.arguments import as_sizes, takes_sequence
+from distconv.ops.support.dimensions import keeps_shape, works_elementwise
 from distconv.ops.support.in_place import become_distributed, is_recorded
-from distconv.ops.support.merged import compute_elementwise, keeps_shape
 from distconv.ops.support.operands import (
     box_on_rank,
     broadcast_cuts,
@@ -92,16 +92,15 @@ def pointwise_rule(
     """
     name = getattr(function, "__name__", str(function))
 
+    @works_elementwise(name, in_place, takes_inplace)
     def rule(*args: Any, **kwargs: Any) -> Any:
         tensors: list[Tensor] = []
         operands: list[DistTensor] = []
-        merged = False
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor):
                 tensors.append(x)
                 if isinstance(x, DistTensor):
                     operands.append(x)
-                    merged = merged or x.unmerged is not None
         written = None
         if in_place or (takes_inplace and kwargs.get("inplace")):
             written = args[0] if args else kwargs["input"]
@@ -109,10 +108,6 @@ def pointwise_rule(
                 return become_distributed(
                     name, written, operands, lambda x: rule(x, *args[1:], **kwargs)
                 )
-        if merged:
-            result = compute_elementwise(name, rule, args, kwargs, written)
-            if result is not NotImplemented:
-                return result
         if isinstance(written, DistTensor):
             prepare_write(written, name)
         first = operands[0]
@@ -226,11 +221,14 @@ def detach_(input: DistTensor) -> DistTensor:
     return input
 
 
+_where = pointwise_rule(torch.where)
+
+
 @implements(torch.where)
 def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
     if input is None and other is None:
         return torch.nonzero(condition, as_tuple=True)
-    made = pointwise_rule(torch.where)(condition, input, other)
+    made = _where(condition, input, other)
     # torch.nn.init.trunc_normal_ draws again, into this tensor.
     return _of_parameter_as(other, made) if isinstance(other, DistTensor) else made
 

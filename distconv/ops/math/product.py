@@ -23,6 +23,7 @@ from distconv.geometry.layout import Cuts, common_factors, cutting_axes, replace
 from distconv.geometry.topology import Topology
 from distconv.ops.conv.channel_algorithms import LayerCall, WeightMeta, algorithm, local_layer
 from distconv.ops.support.arguments import check_on_meta
+from distconv.ops.support.dimensions import works_on_last
 from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.merged import (
     factors_of,
@@ -31,7 +32,6 @@ from distconv.ops.support.merged import (
     merge_as,
     unmerge,
     unmerged,
-    works_on_last,
 )
 from distconv.ops.support.operands import (
     Placement,

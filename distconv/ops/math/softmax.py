@@ -17,7 +17,7 @@ from distconv.comm.collectives import all_gather, all_reduce_with_grad
 from distconv.comm.packing import has_channels_last
 from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import normalize_dim
-from distconv.ops.support.merged import works_along
+from distconv.ops.support.dimensions import works_along
 from distconv.ops.support.operands import to_accumulation_type, uncut
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor

@@ -22,7 +22,7 @@ from distconv.ops.norm.statistics import (
     with_batch_stride,
 )
 from distconv.ops.support.arguments import any_type, check_on_meta
-from distconv.ops.support.merged import works_on_channels, works_on_last
+from distconv.ops.support.dimensions import works_on_channels, works_on_last
 from distconv.ops.support.operands import (
     Placement,
     accumulation_type,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod as product
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from distconv.ops.reduce.extrema import extreme
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.reduce.sums import sum as sum_of
 from distconv.ops.support.arguments import check_on_meta, normalize_dims
-from distconv.ops.support.merged import factors_of, is_merged, merge_as, unmerged, works_along
+from distconv.ops.support.dimensions import works_along, works_on_last
 from distconv.ops.support.operands import (
     Placement,
     as_distributed,
@@ -146,9 +146,13 @@ def cdist(
     """
     grid = common_grid("cdist", (x1, x2))
     shape = check_on_meta(torch.cdist, x1, x2, p, compute_mode)
-    mode = _mode(compute_mode, shape[-2:])
-    if is_merged(x1) and not is_merged(x2) and x2.dim() == 2 and len(factors_of(x1)[-1]) == 1:
-        return cast(DistTensor, merge_as(cdist(unmerged(x1), x2, p, mode), shape))
+    return _distances(x1, x2, p, _mode(compute_mode, shape[-2:]), grid)
+
+
+@works_on_last(lambda x2, *_: int(x2.dim() == 2))
+def _distances(x1: Tensor, x2: Tensor, p: float, mode: str, grid: Grid) -> DistTensor:
+    """Return torch.cdist with `mode`, that of the global numbers of vectors."""
+    shape = check_on_meta(torch.cdist, x1, x2, p, mode)
     left, right = as_distributed(x1, grid), as_distributed(x2, grid)
     rows = (*left.shape[:-1], 1), (*left.cuts[:-1], ())
     columns = (*right.shape[:-2], 1, 1), (*right.cuts[:-2], (), ())

@@ -14,7 +14,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
 from distconv.ops.support.arguments import normalize_dim, normalize_dims
-from distconv.ops.support.merged import works_along
+from distconv.ops.support.dimensions import works_along
 from distconv.ops.support.operands import unravel
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor

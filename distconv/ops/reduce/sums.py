@@ -12,7 +12,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.support.arguments import normalize_dims
-from distconv.ops.support.merged import works_along
+from distconv.ops.support.dimensions import works_along
 from distconv.ops.support.operands import accumulation_type, common_grid, local_operand
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor

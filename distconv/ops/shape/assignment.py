@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import prod
 from numbers import Number
 from typing import Any
 
@@ -21,18 +20,16 @@ from distconv.ops.shape.indexing import (
     is_mask,
     picks_elements,
     runs_of,
-    strided_run,
-    unmerged_picks,
 )
 from distconv.ops.shape.lookup import assign_by_mask
 from distconv.ops.shape.scatter import added_at
-from distconv.ops.support.arguments import check_on_meta
+from distconv.ops.support.arguments import check_on_meta, strided_run
+from distconv.ops.support.dimensions import assigns_slices
 from distconv.ops.support.in_place import (
     become_distributed,
     implements_in_place,
     is_recorded,
 )
-from distconv.ops.support.merged import unmerge, unmerged
 from distconv.ops.support.operands import (
     as_distributed,
     common_grid,
@@ -63,28 +60,17 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
     if len(items) == 1 and picked and is_mask(items[0]) and isinstance(value, Number):
         _assign_where(input, items[0], value)
         return
-    if input.unmerged is not None and not input.brought and _assign_unmerged(input, items, value):
+    if not picked:
+        _assign_slices(input, tuple(index_per_dimension(input, items)), value)
         return
-    if input.pending is not None and not picked:
-        index = tuple(index_per_dimension(input, items))
-        runs = runs_of(input, index)
-        if runs is not None and input.pending.assign(input, index, runs, value):
-            return
     prepare_write(input, "assignment")
-    if picked:
-        first = _before_mask(items)
-        if first is None:
-            assign_picked(input, items, value)
-        else:
-            if not isinstance(value, Tensor):
-                value = torch.tensor(value, dtype=input.dtype, device=input.device)
-            assign_by_mask(input, first, picked[0], value)
-        return
-    picks = index_per_dimension(input, items)
-    recipe = value.recipe if isinstance(value, DistTensor) else None
-    # At the end of x[i] += y Python assigns the view, which has already been written to x.
-    if recipe is None or recipe.base is not input or recipe.place != tuple(picks):
-        _assign_slices(input, picks, value)
+    first = _before_mask(items)
+    if first is None:
+        assign_picked(input, items, value)
+    else:
+        if not isinstance(value, Tensor):
+            value = torch.tensor(value, dtype=input.dtype, device=input.device)
+        assign_by_mask(input, first, picked[0], value)
 
 
 @implements(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
@@ -153,8 +139,22 @@ def masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 implements_in_place(torch.Tensor.masked_scatter_, masked_scatter)
 
 
-def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
-    """Assign at one integer or slice per dimension; each rank writes to its own block.
+@assigns_slices
+def _assign_slices(input: DistTensor, picks: tuple[Any, ...], value: Any) -> None:
+    """Assign at one integer or slice per dimension, and None for each new dimension."""
+    if input.pending is not None:
+        runs = runs_of(input, picks)
+        if runs is not None and input.pending.assign(input, picks, runs, value):
+            return
+    prepare_write(input, "assignment")
+    recipe = value.recipe if isinstance(value, DistTensor) else None
+    # At the end of x[i] += y Python assigns the view, which has already been written to x.
+    if recipe is None or recipe.base is not input or recipe.place != picks:
+        _write_slices(input, picks, value)
+
+
+def _write_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
+    """Write `value` to the slices `picks` of `input`; each rank writes to its own block.
 
     A distributed value sends each rank the elements that it writes, and no others.
     """
@@ -209,31 +209,6 @@ def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
             value = gather_inputs(value, needs, tuple(cuts), "assignment")
     input.shard[tuple(into)] = value
     finish_write(input)
-
-
-def _assign_unmerged(input: DistTensor, items: tuple[Any, ...], value: Any) -> bool:
-    """Assign to a merged tensor through its unmerged form, and return True.
-
-    Returns False, and assigns nothing, if merged dimensions are indexed.
-    """
-    if any(map(picks_elements, items)):
-        return False
-    found = unmerged_picks(input, index_per_dimension(input, items))
-    if found is None:
-        return False
-    picks, factors = found
-    if isinstance(value, Tensor):
-        while value.dim() > len(factors) and value.shape[0] == 1:
-            value = value.squeeze(0)
-        if value.dim() > len(factors) or any(
-            n not in (1, prod(run))
-            for n, run in zip(value.shape[::-1], factors[::-1], strict=False)
-        ):
-            return False
-        value = unmerge(value, factors)
-    setitem(unmerged(input), picks, value)
-    input.sync_requires_grad()
-    return True
 
 
 def _before_mask(items: tuple[Any, ...]) -> int | None:

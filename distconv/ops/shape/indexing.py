@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from math import prod
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Same, Strided, WrittenSlice
-from distconv.geometry.layout import Shape
-from distconv.ops.shape.lookup import picked_by_mask, rows_of, selected
+from distconv.ops.shape.lookup import picked_by_mask, rows_at, selected
 from distconv.ops.shape.reshape import unflatten, unsqueeze
-from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dim
-from distconv.ops.support.merged import factors_of, fitting_factors, is_merged, merge_as, unmerge
+from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dim, strided_run
+from distconv.ops.support.dimensions import joins_along, takes_slices
 from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.base import Run
@@ -49,10 +47,10 @@ def getitem(input: Tensor, index: Any) -> DistTensor:
     picks = index_per_dimension(input, items)
     if input.pending is not None:
         return _of_pending(input, tuple(picks))
-    part = None if input.unmerged is None else _of_merged(input, picks)
-    return _sliced(input, tuple(picks)) if part is None else part
+    return _sliced(input, tuple(picks))
 
 
+@takes_slices
 def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
     """Return the part at one integer or slice per dimension; None inserts a dimension."""
     # The inputs to gather, the index of the part among them, and the shape and cuts of the part.
@@ -125,41 +123,6 @@ def runs_of(input: Tensor, index: Sequence[Any]) -> list[Run] | None:
         return None
     pairs = zip(index, input.shape, strict=True)
     return [strided_run(pick, n, d) for d, (pick, n) in enumerate(pairs)]
-
-
-def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:
-    """Return a part of a merged tensor; None unless its merged dimensions are taken in full."""
-    found = unmerged_picks(input, picks)
-    if found is None:
-        return None
-    index, factors = found
-    shape = [prod(run) for run in factors]
-    return cast(DistTensor, merge_as(getitem(cast(DistTensor, input.unmerged), index), shape))
-
-
-def unmerged_picks(
-    input: DistTensor, picks: Sequence[Any]
-) -> tuple[tuple[Any, ...], list[Shape]] | None:
-    """Return the index into `input.unmerged`, and the factors of each dimension of the result.
-
-    Returns None unless `picks`, the index into `input`, takes merged dimensions in full.
-    """
-    runs = iter(zip(factors_of(input), input.shape, strict=True))
-    index: list[Any] = []
-    factors: list[Shape] = []
-    for d, pick in enumerate(picks):
-        if pick is None:
-            index.append(None)
-            factors.append((1,))
-            continue
-        run, size = next(runs)
-        outputs = strided_run(pick, size, d)
-        if len(run) > 1 and (isinstance(pick, int) or outputs != (0, 1, size)):
-            return None
-        index += [slice(None)] * len(run) if len(run) > 1 else [pick]
-        if not isinstance(pick, int):
-            factors.append(run if len(run) > 1 else (outputs[2],))
-    return tuple(index), factors
 
 
 def indices_of(index: Any) -> tuple[Any, ...]:
@@ -260,8 +223,8 @@ def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor
     place = next(i for i, pick in enumerate(picks) if pick is marker)
     d = sum(not isinstance(pick, int) for pick in picks[:place])
     x = getitem(input, tuple(picks))
-    if isinstance(index, DistTensor) and not (d or any(x.cuts) or is_merged(index)):
-        return rows_of(x, index)
+    if isinstance(index, DistTensor) and not (d or any(x.cuts)):
+        return rows_at(index, x)
     picked = selected(x, d, index.flatten(), wraps=True)
     return picked if index.dim() == 1 else unflatten(picked, d, tuple(index.shape))
 
@@ -271,24 +234,6 @@ def _is_integer(item: Any) -> bool:
         other = item.is_floating_point() or item.is_complex() or item.dtype == torch.bool
         return not (item.dim() or other)
     return hasattr(item, "__index__") and not isinstance(item, bool)
-
-
-def strided_run(pick: Any, size: int, dimension: int) -> Run:
-    """Return first position, step and number of positions of `pick`, an integer or slice.
-
-    `size` is the number of positions along `dimension`, whose number is for errors. Raises
-    IndexError out of range, and ValueError for a step below 1.
-    """
-    if isinstance(pick, int):
-        if not -size <= pick < size:
-            raise IndexError(
-                f"index {pick} is out of bounds for dimension {dimension} with size {size}"
-            )
-        return pick % size, 1, 1
-    start, stop, step = pick.indices(size)
-    if step < 1:
-        raise ValueError("step must be greater than zero")
-    return start, step, len(range(start, stop, step))
 
 
 def slice_of(
@@ -364,14 +309,16 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     pieces = [x for x in pieces if tuple(x.shape) != (0,)]
     if not pieces:
         pieces, skipped = skipped, []
-    given = [x for x in pieces if any(x is t for t in tensors)] or pieces
+    return _joined(pieces, normalize_dim(dim, pieces[0].dim()), skipped)
+
+
+@joins_along
+def _joined(pieces: Sequence[DistTensor], d: int, skipped: Sequence[DistTensor] = ()) -> DistTensor:
+    """Return `pieces` joined along dimension `d`; `skipped` only take part in the graph."""
     # Cutting a whole tensor moves nothing.
-    largest = max(given, key=lambda x: (any(x.cuts), x.numel()))
-    d = normalize_dim(dim, largest.dim())
+    largest = max(pieces, key=lambda x: (any(x.cuts), x.numel()))
     total = sum(x.shape[d] for x in pieces)
-    if any(map(is_merged, pieces)) and (joined := _cat_unmerged(pieces, d, total)) is not None:
-        return joined
-    cuts = largest.cuts
+    cuts, grid = largest.cuts, largest.grid
     buffers, offset = [x.shard for x in skipped], 0
     for x in pieces:
         needs: list[IndexMap] = [Same()] * x.dim()
@@ -385,23 +332,6 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     # As rows: torch would leave out the graph of gradients for a vector without elements.
     row = torch.cat([x.unsqueeze(0) for x in buffers], 1)
     return DistTensor(row.squeeze(0), shape, cuts, grid)
-
-
-def _cat_unmerged(pieces: Sequence[DistTensor], d: int, total: int) -> DistTensor | None:
-    """Return the concatenation of merged tensors along dimension `d`, by their unmerged forms.
-
-    `total` is the size of the result along `d`. Returns None if a piece is merged along `d`, or if
-    the factors of other dimensions do not fit together.
-    """
-    runs = [factors_of(x) for x in pieces]
-    shape = [*pieces[0].shape]
-    factors = fitting_factors([(*run[:d], (), *run[d + 1 :]) for run in runs], shape)
-    if factors is None or any(len(run[d]) > 1 for run in runs):
-        return None
-    apart = [unmerge(x, (*factors[:d], (x.shape[d],), *factors[d + 1 :])) for x in pieces]
-    shape[d] = total
-    joined = cat(apart, sum(len(run) for run in factors[:d]))
-    return cast(DistTensor, merge_as(joined, shape))
 
 
 @implements(torch.stack)

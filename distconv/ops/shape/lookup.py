@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.layout import Shape, cuts_of_broadcast, cutting_axes, replaced_at
+from distconv.grid.interface import Grid
 from distconv.ops.shape.rows import row_exchange
 from distconv.ops.support.arguments import check_on_meta, in_range, normalize_dim
-from distconv.ops.support.merged import (
-    factors_of,
-    fitting_factors,
-    is_merged,
-    merge_as,
-    unmerge,
-    unmerged,
-)
+from distconv.ops.support.dimensions import gathers_along, keeps_shape, picks_in_order
 from distconv.ops.support.operands import (
     Selection,
     as_distributed,
@@ -29,6 +23,7 @@ from distconv.ops.support.operands import (
     gather_whole,
     local_operand,
     uncut,
+    unravel,
 )
 from distconv.tensor.aliasing import finish_write
 from distconv.tensor.dispatch import implements, refuse
@@ -81,7 +76,8 @@ def selected(input: Tensor, dim: int, index: Tensor, wraps: bool = False) -> Dis
     return DistTensor(shard, shape, x.cuts, grid)
 
 
-def rows_of(table: DistTensor, index: DistTensor) -> DistTensor:
+@keeps_shape
+def rows_at(index: DistTensor, table: DistTensor) -> DistTensor:
     """Return `table[index]`, cut as `index` is; the table is whole on every rank."""
     own = wrap_negative(index.shard, len(table))
     with in_range("indexing, position", own, len(table)):
@@ -94,15 +90,18 @@ def rows_of(table: DistTensor, index: DistTensor) -> DistTensor:
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> DistTensor:
     grid = common_grid("gather", (input, index))
     x = as_distributed(input, grid)
-    shape = check_on_meta(torch.gather, input, dim, index)
+    check_on_meta(torch.gather, input, dim, index)
     if sparse_grad or not x.dim() or x.dim() != index.dim():
         what = "sparse_grad" if sparse_grad else f"{x.dim()} dimensions for {index.dim()} of index"
         refuse("gather", f"{what} is not supported", x, index, way_out="Use x.full_tensor()")
     d = normalize_dim(dim, x.dim())
-    if (is_merged(input) or is_merged(index)) and (factors := _shared_factors(x, index, d)):
-        place = sum(len(run) for run in factors[:d])
-        named = unmerge(index, (*factors[:d], (index.shape[d],), *factors[d + 1 :]))
-        return cast(DistTensor, merge_as(gather(unmerge(input, factors), place, named), shape))
+    return _gathered(x, index, d)
+
+
+@gathers_along
+def _gathered(x: DistTensor, index: Tensor, d: int) -> DistTensor:
+    """Return torch.gather along dimension `d`, whose operands have been checked."""
+    shape, grid = tuple(index.shape), x.grid
     # Where the index is shorter than the input their blocks do not match.
     shorter = [i for i, n in enumerate(shape) if i != d and n != x.shape[i]]
     cuts = [() if i in shorter else axes for i, axes in enumerate(x.cuts)]
@@ -125,22 +124,6 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
     with in_range("gather, position", own, x.shape[d]):
         shard = here.gather(d, own)
     return DistTensor(shard, shape, tuple(cuts), grid)
-
-
-def _shared_factors(input: Tensor, index: Tensor, d: int) -> tuple[Shape, ...] | None:
-    """Return the factors of each dimension that fit both `input` and `index`; `d` stays one.
-
-    Returns None if no factors fit, if `d` is merged, or if the sizes of another dimension differ.
-    """
-    runs = [factors_of(input), factors_of(index)]
-    if any(len(run[d]) > 1 for run in runs):
-        return None
-    if any(
-        i != d and n != m for i, (n, m) in enumerate(zip(input.shape, index.shape, strict=True))
-    ):
-        return None
-    factors = fitting_factors([replaced_at(run, d, ()) for run in runs], input.shape)
-    return factors and replaced_at(factors, d, (input.shape[d],))
 
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim)
@@ -169,6 +152,7 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Di
 
 
 @implements(F.embedding)
+@keeps_shape
 def embedding(
     input: Tensor,
     weight: Tensor,
@@ -186,8 +170,6 @@ def embedding(
     if input.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"embedding: positions of {input.dtype}; expected int32 or int64")
     shape = check_on_meta(F.embedding, input, weight, padding_idx)
-    if is_merged(input):
-        return cast(DistTensor, merge_as(embedding(unmerged(input), weight, padding_idx), shape))
     x = as_distributed(input, grid)
     own, rows = x.shard, None
     if isinstance(weight, DistTensor):
@@ -241,14 +223,13 @@ def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
     the called function, for errors and records.
     """
     check_mask(mask, tuple(input.shape[: mask.dim()]), input)
-    grid = common_grid(operator, (input, mask))
-    rest = input.shape[mask.dim() :]
-    lead = tuple(mask.shape)
-    runs = factors_of(input)
-    factors = fitting_factors([runs[: mask.dim()], factors_of(mask)], lead)
-    factors = factors or tuple((n,) for n in lead)
-    x = as_distributed(unmerge(input, (*factors, *runs[mask.dim() :])), grid)
-    chosen = as_distributed(unmerge(mask, factors), grid)
+    return _picked(input, mask, common_grid(operator, (input, mask)), operator)
+
+
+@picks_in_order
+def _picked(input: Tensor, mask: Tensor, grid: Grid, operator: str) -> DistTensor:
+    """Return the rows that a mask picks, as `picked_by_mask` does, without its checks."""
+    x, chosen = as_distributed(input, grid), as_distributed(mask, grid)
     behind = x.dim() - chosen.dim()
     shape = tuple(x.shape)
     cuts = cuts_of_broadcast(
@@ -258,8 +239,7 @@ def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
     here = local_operand(chosen, shape[: chosen.dim()], over, grid, operator)
     selection = Selection(DistTensor(here, chosen.shape, over, grid), operator)
     rows = selection.bring(local_operand(x, shape, cuts, grid, operator)[here], along)
-    made = DistTensor(rows, (selection.total, *shape[chosen.dim() :]), ((), *along), grid)
-    return cast(DistTensor, merge_as(made, (selection.total, *rest)))
+    return DistTensor(rows, (selection.total, *shape[chosen.dim() :]), ((), *along), grid)
 
 
 def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -> None:
@@ -324,20 +304,17 @@ def positions(input: DistTensor, operator: str) -> DistTensor:
 
     `operator` is the called function, for records.
     """
-    runs = factors_of(input)
-    x = input if input.unmerged is None else cast(DistTensor, input.unmerged)
+    x = input.stored
     chosen = x.shard != 0
+    if not input.dim():
+        return as_distributed(chosen.nonzero(), x.grid)
     selection = Selection(DistTensor(chosen, x.shape, x.cuts, x.grid), operator)
     start = torch.tensor(x.box.start, dtype=torch.int64, device=x.device)
-    digits = iter((chosen.nonzero() + start).unbind(1))
-    columns: list[Tensor] = []
-    for run in runs:
-        place: Any = 0
-        for n in run:
-            place = place * n + next(digits)
-        columns.append(place)
-    rows = selection.bring(torch.stack(columns, 1)) if columns else chosen.nonzero()
-    return as_distributed(rows, x.grid)
+    # Row-major numbers are those of any reshape.
+    numbers: Any = 0
+    for size, column in zip(x.shape, (chosen.nonzero() + start).unbind(1), strict=True):
+        numbers = numbers * size + column
+    return as_distributed(torch.stack(unravel(selection.bring(numbers), input.shape), 1), x.grid)
 
 
 def _positions(function: Callable[..., Any]) -> None:

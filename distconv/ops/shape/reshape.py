@@ -156,7 +156,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = F
     before = tuple(input.shape)
     forks = copied and any(sum(before[d] != 1 for d in old) > 1 for old, _ in groups(before, shape))
     # Merged dimensions are split again.
-    x = input if input.unmerged is None else input.unmerged
+    x = input.stored
     topology = x.grid.topology
     unmerged = _unmerged_shape(tuple(x.shape), x.cuts, shape, topology)
     if unmerged is None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from distconv.tensor.base import whole_numbers
+from distconv.tensor.base import Run, whole_numbers
 from distconv.tensor.dispatch import Rule
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import without_modes
@@ -82,6 +82,24 @@ def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
     if len(numbers) != n:
         raise RuntimeError(f"{what}={numbers} has {len(numbers)} values, expected {n}")
     return numbers
+
+
+def strided_run(pick: Any, size: int, dimension: int) -> Run:
+    """Return first position, step and number of positions of `pick`, an integer or slice.
+
+    `size` is the number of positions along `dimension`, whose number is for errors. Raises
+    IndexError out of range, and ValueError for a step below 1.
+    """
+    if isinstance(pick, int):
+        if not -size <= pick < size:
+            raise IndexError(
+                f"index {pick} is out of bounds for dimension {dimension} with size {size}"
+            )
+        return pick % size, 1, 1
+    start, stop, step = pick.indices(size)
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    return start, step, len(range(start, stop, step))
 
 
 def accepts_unbatched(name: str, spatial: int) -> Callable[[Rule], Rule]:

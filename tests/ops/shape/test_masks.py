@@ -113,6 +113,10 @@ def test_what_is_not_picked_does_not_move(shape: tuple[int, ...]) -> None:
     # The numbers in each row of planes, and the elements.
     planes = 8 * shape[0] * shape[1] * (grid.size - 1)
     assert received <= 8 * len(picked) + planes < 8 * size
+    # One number for each element, however many dimensions it has.
+    mask.nonzero()
+    received = sum(entry.bytes for entry in dc.redistributions(reset=True))
+    assert received <= 8 * len(picked) + planes
     x[mask] = 1.0
     x[mask] = picked.mean()
     x[:, :1] = x[:, :1] * 2

@@ -95,6 +95,7 @@ LOCAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a few results of all positions": lambda x, w: F.linear(x.flatten(1), _ROW * w[0, 0], w[0, :1]),
     "distances": lambda x, w: torch.cdist(tokens(x), w).argmin(1).view(-1, H, W) * x.sum(),
     "embedding": lambda x, w: F.embedding(tokens(x).abs().argmax(1), w).view(-1, H, W, C),
+    "rows at positions": lambda x, w: w[windows(x).abs().argmax(2)] * x.sum(),
     "parts in place": lambda x, w: scaled(windows(x)),
     "written in part": lambda x, w: back(partly(windows(x), w[0, 0])),
     "no gradient": lambda x, w: tokens(x).detach().to(torch.float32).double() + tokens(x),
