@@ -99,7 +99,7 @@ class Bucket:
                 view.zero_()
             else:
                 view.copy_(gradient)
-            used.append(p.is_part and gradient is not None)
+            used.append(gradient is not None and (p.is_part or p.node is None))
             if gradient is not None and p.is_new and gradient.dtype == view.dtype:
                 leaf.grad = None
             views.append(view)

@@ -219,7 +219,12 @@ class GradientReduction:
         self.buckets = BucketSequence(trained, self._bucket_bytes)
 
     def _put_hooks(self, trained: list[ReducedParameter]) -> None:
-        """Put hooks on parameters that have none, or whose autograd node torch has replaced."""
+        """Put hooks on parameters that have none, or whose autograd node torch has replaced.
+
+        One rank has nothing to sum, so its parameters have hooks only if gradients are divided.
+        """
+        if self.grid.size == 1 and self.divisor is None:
+            return
         stream = number_of_stream(self.grid.device)
         if stream != self._stream:
             # A node that is held here accumulates on the stream on which it was made. A capture on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from operator import is_
+from operator import attrgetter, is_, truth
 from typing import Any
 from zlib import crc32
 
@@ -163,7 +163,7 @@ class ModuleGuard:
             return
         outermost = enter_call(self, depth=3).outermost
         if not torch.is_grad_enabled():
-            if outermost and self._together(inputs):
+            if outermost and self._grid.journal.compares and self._together(inputs):
                 self._check_equal(module)
                 _, *parts = (module, *self._parts) if self._same_structure() else module.modules()
                 self._check_agreement(module, parts)
@@ -184,7 +184,7 @@ class ModuleGuard:
                     f"the module is parallelized on {self._grid}, but its input is on {grid}; use "
                     "one grid for both"
                 )
-        if outermost:
+        if outermost and self._grid.journal.compares:
             self._check_equal(module)
             self._check_agreement(module, self._parts)
 
@@ -275,7 +275,7 @@ class ModuleGuard:
         evaluation send different ones. `parts` are the submodules. Collective.
         """
         records, reduction = torch.is_grad_enabled(), self._reduction
-        modes = bytes([bool(module.training), *(bool(part.training) for part in parts)])
+        modes = bytes(map(truth, map(attrgetter("training"), (module, *parts))))
         number = crc32(modes, records)
         if records:
             number ^= reduction.layout ^ reduction.enabled

@@ -55,6 +55,7 @@ from distconv.tensor.dispatch import (
     way_out_of,
 )
 from distconv.tensor.memory_format import channels_last
+from distconv.tensor.one_rank import SERIAL, call_serial
 from distconv.tensor.ownership import started_at, undeclared
 from distconv.tensor.recording import check_brought, check_recorded, gradient_seed, ignores_first
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
@@ -102,6 +103,11 @@ class DistTensor(Chunked):
         rule = RULES.get(func)
         if rule is not None:
             check_untraced(func, args, kwargs)  # before the call is noted anywhere
+            serial = SERIAL.get(rule)
+            if serial and args and isinstance(args[0], DistTensorBase) and args[0].grid.size == 1:
+                result = call_serial(serial, args, kwargs or {})
+                if result is not NotImplemented:
+                    return result
             operands = tensors_in(*args, *kwargs.values()) if kwargs else tensors_in(*args)
             if CURRENT.call is not NO_CALL:
                 return _run(rule, func, args, kwargs, operands)

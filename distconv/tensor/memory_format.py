@@ -95,13 +95,14 @@ def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
     With operands in two formats torch was measured to take ten times as long, and the result would
     have the format of the first operand.
     """
-    planes = [x if isinstance(x, Tensor) and x.dim() == 4 else None for x in blocks]
-    whole = [x for x in planes if x is not None]
-    if len({x.stride() for x in whole}) < 2 or not any(map(has_channels_last, whole)):
+    planes = [x for x in blocks if isinstance(x, Tensor) and x.dim() == 4]
+    if len({x.stride() for x in planes}) < 2 or not any(map(has_channels_last, planes)):
         return blocks
     return [
-        x if p is None or not p.is_contiguous() else p.contiguous(memory_format=torch.channels_last)
-        for x, p in zip(blocks, planes, strict=True)
+        x.contiguous(memory_format=torch.channels_last)
+        if isinstance(x, Tensor) and x.dim() == 4 and x.is_contiguous()
+        else x
+        for x in blocks
     ]
 
 

@@ -21,7 +21,7 @@ from distconv.comm import collectives
 from distconv.grid.interface import Grid
 from distconv.torch_private import ShardFunction, roots_of_backward
 
-_OWNED = "_distconv_owned"
+OWNED = "_distconv_owned"
 """The attribute of a parameter or buffer with the number of ranks of its parallelized module."""
 
 _SUMMED = "_distconv_summed"
@@ -40,31 +40,31 @@ _DISTRIBUTED: list[list[Tensor]] = []
 def own(tensors: Iterable[Tensor], ranks: int) -> None:
     """Mark parameters and buffers as those of a module that is parallelized over `ranks` ranks."""
     for x in tensors:
-        x.__dict__[_OWNED] = ranks
+        x.__dict__[OWNED] = ranks
 
 
 def disown(tensors: Iterable[Tensor]) -> None:
     """Remove the marks of `own` and `mark_summed`."""
     for x in tensors:
-        x.__dict__.pop(_OWNED, None)
+        x.__dict__.pop(OWNED, None)
         x.__dict__.pop(_SUMMED, None)
 
 
 def is_owned(x: Tensor) -> bool:
     """Return whether a tensor is a parameter or buffer of a parallelized module, on any grid."""
-    return _OWNED in x.__dict__
+    return OWNED in x.__dict__
 
 
 def is_shared(x: Tensor) -> bool:
     """Return whether `x` belongs to a module that is parallelized over several ranks."""
-    several: bool = x.__dict__.get(_OWNED, 1) > 1
+    several: bool = x.__dict__.get(OWNED, 1) > 1
     return several
 
 
 def own_alike(y: Tensor, x: Tensor) -> None:
     """Give `y`, a copy of `x` in another type, the owner of `x`, if it has one."""
-    if _OWNED in x.__dict__:
-        y.__dict__[_OWNED] = x.__dict__[_OWNED]
+    if OWNED in x.__dict__:
+        y.__dict__[OWNED] = x.__dict__[OWNED]
 
 
 def mark_summed(p: Tensor, summed: bool) -> None:

@@ -52,7 +52,7 @@ _OF_SPARSE_BATCHES: set[Any] = {torch.bmm, torch.Tensor.bmm}
 """Functions that accept plain batches of sparse matrices beside distributed tensors."""
 
 
-_node_of_wrapper: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+node_of_wrapper: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 """Return the node at which torch has recorded a DistTensor itself, or None."""
 
 
@@ -139,7 +139,7 @@ def check_recorded(
         for x in operands:
             if isinstance(x, DistTensorBase):
                 distributed.append(x)
-                if lost is None and _node_of_wrapper(x) is not None:
+                if lost is None and node_of_wrapper(x) is not None:
                     lost = x
     if lost is not None:
         refuse(

@@ -187,13 +187,26 @@ def test_asking_autograd_for_gradients_leaves_those_of_the_parameters_alone() ->
 # What is refused
 
 
-@pytest.mark.parallel(RANKS)
-def test_gradients_of_parameters_cannot_be_differentiated() -> None:
+@pytest.mark.parallel([2, 4])
+def test_sums_of_gradients_cannot_be_differentiated() -> None:
     twins = Twins(grids(16)[0])
     loss = loss_of(twins.parallel, *twins.inputs(0))
     with pytest.warns(UserWarning, match="create_graph"):
         message = raised_everywhere(RuntimeError, lambda: loss.backward(create_graph=True))
     assert "cannot be differentiated" in message
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_gradients_on_one_rank_can_be_differentiated_as_in_serial_torch() -> None:
+    twins = Twins(grids(16)[0])
+    twins.backward(0, create_graph=True)
+    pairs = zip(twins.serial.parameters(), twins.parallel.parameters(), strict=True)
+    gradients = [(own.grad, serial.grad) for serial, own in pairs if serial.grad is not None]
+    assert gradients
+    for own, serial in gradients:
+        assert own.requires_grad
+        assert deviation(own.detach(), serial.detach()) <= 1e-10
 
 
 # The module stays what it was
@@ -394,7 +407,7 @@ def test_inputs_in_random_layouts_have_and_give_the_serial_gradients() -> None:
         twins.check()
 
 
-@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parallel([2, 3])
 def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

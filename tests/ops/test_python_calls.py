@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import distconv as dc
 from distconv.transport.launch import switched_on
@@ -37,6 +37,29 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
 the most files of the library from which they may come."""
 
 
+def _files_of_calls(run: Callable[[], object]) -> list[str]:
+    """Return the file of each Python function that a warm call of `run` calls."""
+    called: list[str] = []
+
+    def hear(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_filename)
+
+    # Ranks compare the arguments of the first calls, and of some later ones.
+    for _ in range(70):
+        run()
+    found, before = [], sys.getprofile()
+    for _ in range(5):
+        called = []
+        sys.setprofile(hear)
+        try:
+            run()
+        finally:
+            sys.setprofile(before)
+        found.append(called)
+    return min(found, key=len)
+
+
 @pytest.mark.skipif(switched_on("DISTCONV_DEBUG"), reason="DISTCONV_DEBUG=1 compares all calls")
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", CALLS)
@@ -44,26 +67,39 @@ def test_a_warm_call_of_a_cut_tensor_calls_few_python_functions(name: str) -> No
     call, most, most_files = CALLS[name]
     grid = dc.ProcessGrid(height=2)
     x = dc.distribute_tensor(torch.ones(1, 8, 64, 64), grid).requires_grad_()
-    called: list[str] = []
-
-    def hear(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            called.append(frame.f_code.co_filename)
-
-    before = sys.getprofile()
     with dc.method("assembled"):
-        # Ranks compare the arguments of the first calls, and of some later ones.
-        for _ in range(70):
-            call(x)
-        found = []
-        for _ in range(5):
-            called.clear()
-            sys.setprofile(hear)
-            try:
-                call(x)
-            finally:
-                sys.setprofile(before)
-            files = {file for file in called if file.startswith(FOLDER)}
-            found.append((len(called), len(files)))
-    assert min(calls for calls, _ in found) <= most, found
-    assert min(files for _, files in found) <= most_files, found
+        called = _files_of_calls(lambda: call(x))
+    assert len(called) <= most
+    assert len({file for file in called if file.startswith(FOLDER)}) <= most_files
+
+
+# A training step on one rank, whose operators are those of plain torch.
+
+ONE_RANK_STEP = 230
+"""The most Python functions that a step of 18 layers calls beside the 215 of plain torch."""
+
+
+def _layers() -> nn.Module:
+    parts: list[nn.Module] = []
+    for _ in range(6):
+        parts += [nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*parts)
+
+
+def _calls_of_step(model: nn.Module, x: Tensor) -> int:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+    return len(_files_of_calls(step))
+
+
+@pytest.mark.parallel([1])
+def test_a_step_on_one_rank_calls_few_python_functions_beside_those_of_torch() -> None:
+    x, grid = torch.ones(2, 8, 16, 16), dc.ProcessGrid(height=-1)
+    plain = _calls_of_step(_layers(), x)
+    own = _calls_of_step(dc.parallelize(_layers(), grid), dc.distribute_tensor(x, grid)) - plain
+    assert own <= ONE_RANK_STEP, own

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ from distconv.ops.support.operands import (
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.memory_format import one_channel_in_sample_format
+from distconv.tensor.one_rank import serial_by
 from distconv.tensor.redistribution import gather_by, plan_to_gather
 from distconv.torch_private import in_selective_checkpoint, without_modes
 
@@ -272,6 +273,7 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
     """
 
     @implements(function)
+    @serial_by(partial(_of_blocks, function, n))
     @convolves(function, n, kind.transposed)
     @accepts_unbatched(function.__name__, n)
     def rule(
@@ -285,6 +287,19 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
         ):
             return without_outputs(x, weight, bias, spec)
         return convolve(x, weight, bias, spec)
+
+
+def _of_blocks(
+    function: Callable[..., Tensor], n: int, input: Tensor, weight: Tensor, *args: Any, **named: Any
+) -> Any:
+    """Return a convolution of the block of one rank, for `serial_by`.
+
+    The rule chooses the kernels of volumes and the format of one channel, and warns of blocks in
+    doubt. `n` is the number of spatial dimensions.
+    """
+    if n == 3 or input.shape[1] == 1 or input.numel() * weight.shape[0] > FEWEST_IN_DOUBT:
+        return NotImplemented
+    return function(input, weight, *args, **named)
 
 
 def _hashable(argument: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from distconv.tensor.aliasing import (
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.memory_format import in_one_format
+from distconv.tensor.one_rank import serial_by
 
 # Functions of one tensor and numbers, and n-ary ones that broadcast. Each name is looked up in
 # torch, torch.special, torch.Tensor and torch.nn.functional, with its in-place form.
@@ -73,7 +75,15 @@ def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
     takes_inplace = code is not None and "inplace" in code.co_varnames
     operator = name.startswith("__")
     writes = name.startswith("__i") and name != "__invert__" if operator else name.endswith("_")
-    return pointwise_rule(function, writes, takes_inplace)
+    rule = pointwise_rule(function, writes, takes_inplace)
+    return rule if writes else serial_by(partial(_of_blocks, function))(rule)
+
+
+def _of_blocks(function: Callable[..., Any], *blocks: Any, **named: Any) -> Any:
+    """Return an element-wise function of the blocks of one rank, for `serial_by`."""
+    if named.get("inplace"):
+        return NotImplemented
+    return function(*(in_one_format(blocks) if len(blocks) > 1 else blocks), **named)
 
 
 def pointwise_rule(

@@ -46,6 +46,7 @@ from distconv.ops.support.operands import (
 )
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.one_rank import serial_by
 from distconv.tensor.redistribution import gather_inputs, redistribute
 
 
@@ -373,6 +374,7 @@ _added(torch.addr, torch.outer, "vec1", "vec2")
 
 
 @implements(F.linear)
+@serial_by(F.linear)
 @works_on_last(lambda weight, bias=None: weight.dim() - 1)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x A^T + b over the last dimension: (..., in) to (..., out), A of shape (out, in)."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
-from distconv.device.kinds import on_accelerator, thresholds
+from distconv.device.kinds import is_accelerator, on_accelerator, thresholds
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.normalize import check_parameter_types, normalize
 from distconv.ops.norm.statistics import (
@@ -36,6 +36,7 @@ from distconv.ops.support.operands import (
 )
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.one_rank import serial_by
 from distconv.tensor.redistribution import redistribute
 from distconv.torch_private import without_modes
 
@@ -103,7 +104,17 @@ def batch_norm_over(
     return DistTensor(shard, x.shape, x.cuts, grid)
 
 
-implements(F.batch_norm)(works_on_channels(of_each_sample=False)(partial(batch_norm_over, None)))
+def _of_blocks(input: Tensor, *args: Any, **named: Any) -> Any:
+    """Return the batch norm of the block of one rank, for `serial_by`."""
+    most = thresholds(is_accelerator(input.device)).own_batch_norm
+    if input.numel() > most:
+        return NotImplemented
+    return F.batch_norm(with_batch_stride(input), *args, **named)
+
+
+implements(F.batch_norm)(
+    serial_by(_of_blocks)(works_on_channels(of_each_sample=False)(partial(batch_norm_over, None)))
+)
 
 
 class _Statistics(NamedTuple):

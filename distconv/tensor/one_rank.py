@@ -1,0 +1,68 @@
+"""Functions on one rank, whose blocks are whole tensors: torch computes on the blocks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.tensor.base import DistTensorBase
+from distconv.tensor.dispatch import Rule
+from distconv.tensor.ownership import OWNED
+from distconv.tensor.recording import node_of_wrapper
+from distconv.torch_private import without_torch_function
+
+SERIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""For rules of functions that make one new tensor, the function that one rank calls on blocks."""
+
+
+def serial_by(function: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Let one rank call `function` on blocks in place of the decorated rule.
+
+    `function` takes the arguments of the rule, and returns a new tensor or one of its arguments. It
+    returns `NotImplemented` where the rule is faster, or has more to check.
+    """
+
+    def register(rule: Rule) -> Rule:
+        SERIAL[rule] = function
+        return rule
+
+    return register
+
+
+def call_serial(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the distributed result of a function of `SERIAL`, called on the blocks of arguments.
+
+    `args[0]` is a DistTensor on a grid of one rank. Returns `NotImplemented` for a dry run, for
+    `out=`, for a block that has yet to be made, and for arguments that `recording` has to check.
+    """
+    if "out" in kwargs:
+        return NotImplemented
+    first, grid, blocks = args[0], args[0].grid, []
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, DistTensorBase):
+            block = x.__dict__.get("shard")
+            if block is None or block.is_meta or x.unmerged is not None or x.grid is not grid:
+                return NotImplemented
+            with without_torch_function():
+                if node_of_wrapper(x) is not None:
+                    return NotImplemented
+            blocks.append(block)
+            continue
+        if isinstance(x, Tensor) and (
+            (x.requires_grad and OWNED not in x.__dict__) or x.layout is not torch.strided
+        ):
+            return NotImplemented
+        blocks.append(x)
+    count = len(args)
+    named = dict(zip(kwargs, blocks[count:], strict=True)) if kwargs else {}
+    result = function(*blocks[:count], **named)
+    if result is blocks[0]:
+        return first
+    if not isinstance(result, Tensor) or isinstance(result, DistTensorBase):
+        return result
+    return type(first)(result, result.shape, ((),) * result.dim(), grid)
