@@ -15,6 +15,7 @@ keys alike leave a choice, which moves the following shares of the whole tensors
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from math import ceil, prod
@@ -95,7 +96,8 @@ def arrange(
     if ring:
         choices.append((keys * moved(parts) * (0.75 if causal else 1), given))
         every = tuple(dict.fromkeys((*cutting_axes(given.rows), *axes)))
-        heads = _over_batch(topology, sizes, given.batch, every)
+        free = [d for d, shared in enumerate(sizes.shared) if not shared]
+        heads = over_batch(topology, sizes.batch, given.batch, free, every)
         if heads is not None:
             batch, idle = heads
             whole = Arrangement(batch, ((),) * len(given.rows), ((),) * len(given.columns))
@@ -109,22 +111,23 @@ def without(cuts: Cuts, axes: Axes) -> Cuts:
     return tuple(tuple(a for a in own if a not in axes) for own in cuts)
 
 
-def _over_batch(
-    topology: Topology, sizes: Sizes, cuts: Cuts, axes: Axes
+def over_batch(
+    topology: Topology, batch: Shape, cuts: Cuts, free: Sequence[int], axes: Axes
 ) -> tuple[Cuts, float] | None:
     """Return cuts of samples and heads over `axes` as well, and the busiest rank's share of work.
 
-    The share is relative to the mean. Returns None if it is more than `MOST_IDLE`.
+    `batch` has the sizes of the dimensions of samples and heads, which `cuts` partition, and `free`
+    are those that may be partitioned further, the last one first. The share is relative to the
+    mean. Returns None if it is more than `MOST_IDLE`.
     """
-    free = [d for d, shared in enumerate(sizes.shared) if not shared][::-1]
     best: tuple[float, Cuts] | None = None
-    for places in product(free, repeat=len(axes)):
+    for places in product(free[::-1], repeat=len(axes)):
         made = tuple(
             (*own, *(a for a, d in zip(axes, places, strict=True) if d == at))
             for at, own in enumerate(cuts)
         )
         parts = [topology.parts(own) for own in made]
-        pairs = zip(sizes.batch, parts, strict=True)
+        pairs = zip(batch, parts, strict=True)
         idle = prod(ceil(n / p) * p / n for n, p in pairs if n)
         if best is None or idle < best[0]:
             best = idle, made

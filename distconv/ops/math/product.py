@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from math import prod
 from string import ascii_letters
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.index_maps import Same
-from distconv.geometry.layout import Cuts, common_factors, cutting_axes, replaced_at
+from distconv.geometry.layout import Axes, Cuts, common_factors, cutting_axes, replaced_at
 from distconv.geometry.topology import Topology
+from distconv.ops.attention.arrangement import over_batch
 from distconv.ops.conv.channel_algorithms import LayerCall, WeightMeta, algorithm, local_layer
 from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.dimensions import works_on_last
@@ -111,19 +112,20 @@ def contract(
         apart = _unmerged(terms, result, operands, sizes)
         if apart is not None:
             return cast(DistTensor, merge_as(contract(name, *apart), [sizes[c] for c in result]))
-    cuts: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
+    cuts: dict[str, Axes] = dict.fromkeys(sizes, ())
     # A letter that occurs twice in a term is a diagonal, which does not lie within one block.
     fixed = {c for term in terms for c in term if term.count(c) > 1}
     ranked = sorted(zip(terms, operands, strict=True), key=lambda pair: -pair[1].numel())
+    home = _home_of(ranked, result, sizes)
+    if home is not None and home.weights != ranked[0][0]:
+        ranked = ranked[::-1]
     for term, x in ranked:
         for d, letter in enumerate(term):
             if isinstance(x, DistTensor) and x.shape[d] == sizes[letter] and letter not in fixed:
                 if not set(x.cuts[d]) & set(cutting_axes(cuts.values())) and not cuts[letter]:
                     cuts[letter] = x.cuts[d]
-    back = None
-    if len(operands) == 2 and result:
-        cuts |= _cuts_by_leading(ranked, result, cuts, grid.topology)
-        back = _cuts_of_positions(ranked, result, sizes, cuts)
+    if len(operands) == 2 and home is None:
+        cuts |= _cuts_by_batch(ranked, result, sizes, cuts, grid.topology)
     blocks = [
         local_operand(x, tuple(sizes[c] for c in term), tuple(cuts[c] for c in term), grid, name)
         for term, x in zip(terms, operands, strict=True)
@@ -135,13 +137,7 @@ def contract(
     made = DistTensor(
         all_reduce_with_grad(local, grid, summed), shape, tuple(cuts[c] for c in result), grid
     )
-    if back is None:
-        return made
-    place, factors, along = back
-    split = cast(DistTensor, made.unflatten(place, factors)) if len(factors) > 1 else made
-    others = ((),) * (len(shape) - place - 1)
-    moved = redistribute(split, (*((),) * place, *along, *others), name)
-    return cast(DistTensor, merge_as(moved, shape)) if len(factors) > 1 else moved
+    return made if home is None else home.applied(made, name)
 
 
 # Attention written as products: q and k, partitioned along their positions, and then v.
@@ -151,54 +147,85 @@ Ranked = Sequence[tuple[str, Tensor]]
 """The terms of a product with their operands, the largest first."""
 
 
-def _cuts_by_leading(
-    ranked: Ranked, result: str, cuts: dict[str, tuple[str, ...]], topology: Topology
-) -> dict[str, tuple[str, ...]]:
+def _cuts_by_batch(
+    ranked: Ranked, result: str, sizes: dict[str, int], cuts: dict[str, Axes], topology: Topology
+) -> dict[str, Axes]:
     """Return other cuts for a product such as q k^T, whose operands cut different dimensions alike.
 
-    One operand would be gathered. If both have the first dimension of the result, in which samples
-    lie, and it is shared out evenly, the axes move there instead where that moves less.
+    One operand would be gathered. The axes move to dimensions that both operands share with the
+    result, such as samples and heads, where that moves less.
     """
     (term, x), (other, y) = ranked
-    lead = result[0]
     own, others = (
         cutting_axes(z.cuts[d] for d, c in enumerate(t) if c in result and c not in u)
         if isinstance(z, DistTensor)
         else ()
         for t, u, z in ((term, other, x), (other, term, y))
     )
-    parts = topology.parts(own)
-    if not own or set(own) != set(others) or lead not in term or lead not in other:
+    if not own or set(own) != set(others):
         return {}
-    size = x.shape[term.index(lead)]
-    if cuts[lead] or size % parts or y.shape[other.index(lead)] != size:
+    batch = [
+        c
+        for c in result
+        if c in term and c in other and x.shape[term.index(c)] == y.shape[other.index(c)]
+    ]
+    given = tuple(cuts[c] for c in batch)
+    found = over_batch(topology, tuple(sizes[c] for c in batch), given, range(len(batch)), own)
+    if found is None:
         return {}
-    if (x.numel() + y.numel()) >= parts * y.numel():
+    placed, idle = found
+    if (x.numel() + y.numel()) * idle >= topology.parts(own) * y.numel():
         return {}
-    return {c: () for c in term if c in result and c not in other} | {lead: own}
+    return {c: () for c in term if c in result and c not in other} | dict(
+        zip(batch, placed, strict=True)
+    )
 
 
-def _cuts_of_positions(
-    ranked: Ranked, result: str, sizes: dict[str, int], cuts: dict[str, tuple[str, ...]]
-) -> tuple[int, tuple[int, ...], Cuts] | None:
-    """Return the partition along positions of the result of a product such as softmax(q k^T) v.
+class _Home(NamedTuple):
+    """The partition to which the result of a product such as softmax(q k^T) v moves.
 
-    v is cut over the axes that cut the first dimension of the other operand, and moves there; the
-    result moves back, and is cut along its positions as v is. Returns the dimension of the
-    positions in the result, its factors and their cuts; None for other products.
+    The weights are partitioned over samples and heads by axes that partition v along its positions.
+    v moves to the weights, and the result to the positions of v.
+
+    Attributes
+    ----------
+    weights: the term of the weights.
+    place: the dimension of the positions in the result.
+    factors: the factors of these positions, which are merged.
+    along: the cuts of the factors.
     """
-    (term, _), (other, y) = ranked
-    lead, free = result[0], [c for c in result if c not in other]
-    summed = [c for c in other if c in term and c not in result]
-    if not isinstance(y, DistTensor) or len(free) != 1 or lead in free or not cuts[lead]:
-        return None
-    along = tuple(y.cuts[other.index(c)] for c in summed)
-    factors = tuple(sizes[c] for c in summed)
-    if set(cutting_axes(along)) != set(cuts[lead]) or prod(factors) != sizes[free[0]]:
-        return None
-    if cutting_axes(cuts.values()) != cuts[lead] or "".join(summed) not in other:
-        return None
-    return result.index(free[0]), factors, along
+
+    weights: str
+    place: int
+    factors: tuple[int, ...]
+    along: Cuts
+
+    def applied(self, made: DistTensor, name: str) -> DistTensor:
+        """Return the result `made`, partitioned along its positions. Collective."""
+        merged, place = len(self.factors) > 1, self.place
+        split = cast(DistTensor, made.unflatten(place, self.factors)) if merged else made
+        kept = [tuple(a for a in axes if a not in cutting_axes(self.along)) for axes in made.cuts]
+        cuts = (*kept[:place], *self.along, *kept[place + 1 :])
+        moved = redistribute(split, cuts, name)
+        return cast(DistTensor, merge_as(moved, made.shape)) if merged else moved
+
+
+def _home_of(ranked: Ranked, result: str, sizes: dict[str, int]) -> _Home | None:
+    """Return the partition to which the result of a product moves; None if it stays."""
+    for (term, x), (other, y) in (ranked, ranked[::-1]) if len(ranked) == 2 else ():
+        summed = "".join(c for c in other if c in term and c not in result)
+        free = [c for c in result if c not in other]
+        if not (isinstance(x, DistTensor) and isinstance(y, DistTensor) and len(free) == 1):
+            continue
+        along = tuple(y.cuts[other.index(c)] for c in summed)
+        factors = tuple(sizes[c] for c in summed)
+        held = cutting_axes(x.cuts[term.index(c)] for c in result if c in term and c in other)
+        moved = cutting_axes(along)
+        if not moved or not set(moved) <= set(held) or x.cuts[term.index(free[0])]:
+            continue
+        if summed in other and prod(factors) == sizes[free[0]]:
+            return _Home(term, result.index(free[0]), factors, along)
+    return None
 
 
 def _with_runs_joined(

@@ -45,6 +45,22 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (v @ weights.mT).reshape(shape)
 
 
+def _einsum_by_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend with heads in a dimension of their own, by einsum, features last."""
+    shape = q.shape
+    q, k, v = (x.flatten(2).unflatten(1, (HEADS, -1)).mT for x in (q, k, v))
+    weights = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+    return torch.einsum("bhij,bhjd->bhid", weights, v).mT.reshape(shape)
+
+
+def _linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend linearly: a softmax of the keys over all positions, and no product of positions."""
+    shape = q.shape
+    q, k, v = (x.flatten(2).unflatten(1, (HEADS, -1)) for x in (q, k, v))
+    context = torch.einsum("bhdn,bhen->bhde", k.softmax(-1), v)
+    return torch.einsum("bhde,bhdn->bhen", context, q.softmax(-2)).reshape(shape)
+
+
 def _gram(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return products that are no attention, of rows with rows."""
     return (q @ k.mT) @ v
@@ -54,6 +70,8 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "guided": _guided,
     "batched": _batched,
     "by heads": _by_heads,
+    "einsum by heads": _einsum_by_heads,
+    "linear": _linear,
     "gram": _gram,
 }
 
@@ -68,7 +86,7 @@ def test_attention_by_products_equals_serial(case: Case, name: str) -> None:
 
 @pytest.mark.parallel([3, 4])
 @pytest.mark.parametrize("extents", [{"height": -1}, {"height": 2, "width": -1}])
-@pytest.mark.parametrize("name", ["guided", "batched"])
+@pytest.mark.parametrize("name", ["guided", "batched", "by heads", "einsum by heads"])
 def test_blocks_move_to_the_heads_and_back(name: str, extents: dict[str, int]) -> None:
     if "width" in extents and MPI.COMM_WORLD.size % 2:
         extents = {"width": -1}
@@ -86,3 +104,22 @@ def test_blocks_move_to_the_heads_and_back(name: str, extents: dict[str, int]) -
     assert traffic.forward == pytest.approx(share, rel=0.02)
     assert traffic.backward == pytest.approx(share, rel=0.02)
     assert out.layout == q.layout
+
+
+@pytest.mark.parallel([4])
+def test_linear_attention_moves_no_positions() -> None:
+    grid = dc.ProcessGrid(height=2, width=2)
+    q, k, v = (dc.distribute_tensor(torch.ones(1, 8, 32, 32), grid) for _ in range(3))
+    with dc.count_traffic() as traffic:
+        _linear(q, k, v)
+    # The largest element and the sum of 8 rows from each rank, and a sum of 2 x 8 products.
+    assert traffic.forward <= 4 * (3 * 2 * 8 + 2 * 2 * 8)
+
+
+@pytest.mark.parallel([4])
+def test_one_sample_moves_to_its_heads() -> None:
+    grid = dc.ProcessGrid(height=2, width=2)
+    q, k, v = (dc.distribute_tensor(torch.ones(1, 8, 16, 16), grid) for _ in range(3))
+    with dc.count_traffic() as traffic:
+        _einsum_by_heads(q, k, v)
+    assert traffic.forward == 4 * q.numel() * 4 * 3 / 16
