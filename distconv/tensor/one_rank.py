@@ -46,7 +46,7 @@ def call_serial(
     for x in (*args, *kwargs.values()):
         if isinstance(x, DistTensorBase):
             block = x.__dict__.get("shard")
-            if block is None or block.is_meta or x.unmerged is not None or x.grid is not grid:
+            if block is None or block.is_meta or x.grid is not grid:
                 return NotImplemented
             with without_torch_function():
                 if node_of_wrapper(x) is not None:
