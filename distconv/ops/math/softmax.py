@@ -7,7 +7,7 @@ element, and the sum of the exponentials; backward one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import normalize_dim
 from distconv.ops.support.dimensions import works_along
-from distconv.ops.support.merged import is_merged, merge_as, places_of_factors, unmerged
 from distconv.ops.support.operands import to_accumulation_type, uncut
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -30,7 +29,6 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
     name = function.__name__
 
     @implements(function, *others)
-    @works_along(reduces=False)
     def rule(
         input: DistTensor,
         dim: int | None = None,
@@ -43,31 +41,20 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
         if not kind.is_floating_point and input.numel():
             raise NotImplementedError(f"{name}: not implemented for {kind}; pass a floating dtype=")
         implicit = 0 if input.dim() in (0, 1, 3) else 1  # as in torch
-        d = normalize_dim(implicit if dim is None else dim, input.dim())
-        if is_merged(input) and input.numel():
-            return _along_merged(name, function, input, d, kind)
-        x, axes = input, input.cuts[d] if input.dim() else ()
-        if axes and input.numel():
-            shard = _along_cut(name, input.shard.to(kind), d, input.grid, axes)
+        return along(input, normalize_dim(implicit if dim is None else dim, input.dim()), dtype)
+
+    @works_along(reduces=False)
+    def along(input: DistTensor, dim: int | list[int], dtype: torch.dtype | None) -> DistTensor:
+        """Return the softmax along a dimension, or along several adjacent ones as one."""
+        dims = [dim] if isinstance(dim, int) else dim
+        axes = cutting_axes(input.cuts[d] for d in dims) if input.dim() and input.numel() else ()
+        x = input if axes else uncut(input, dims, name)
+        rows = x.shard.flatten(dims[0], dims[-1]) if len(dims) > 1 else x.shard
+        if axes:
+            made = _along_cut(name, rows.to(dtype or x.dtype), dims[0], x.grid, axes)
         else:
-            x = uncut(input, [d], name)
-            shard = function(x.shard, d, dtype=dtype)
-        return DistTensor(shard, x.shape, x.cuts, x.grid)
-
-
-def _along_merged(
-    name: str, function: Callable[..., Tensor], input: DistTensor, d: int, kind: torch.dtype
-) -> DistTensor:
-    """Return the softmax along the dimension `d`, computed where the factors of `d` lie."""
-    x, places = unmerged(input), places_of_factors(input)[d]
-    block, axes = x.shard.to(kind), cutting_axes(x.cuts[i] for i in places)
-    rows = block.flatten(places[0], places[-1])
-    if axes:
-        made = _along_cut(name, rows, places[0], x.grid, axes)
-    else:
-        made = function(rows, places[0])
-    result = DistTensor(made.reshape(block.shape), x.shape, x.cuts, x.grid)
-    return cast(DistTensor, merge_as(result, input.shape))
+            made = function(rows, dims[0], dtype=dtype)
+        return DistTensor(made.reshape(x.shard.shape), x.shape, x.cuts, x.grid)
 
 
 def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) -> Tensor:

@@ -254,8 +254,13 @@ def _convolve_points(
 def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule]:
     """Let a rule with an argument `dim` take merged tensors, by calling it with the unmerged one.
 
-    The dimensions in `dim` may themselves be merged only if the rule `reduces` them to size 1, and
-    accepts `several` dimensions or None for all.
+    The dimensions in `dim` may themselves be merged only if the rule accepts `several` dimensions,
+    or None for all.
+
+    Parameters
+    ----------
+    reduces: whether the rule reduces these dimensions to size 1.
+    several: whether `dim` may be a sequence of dimensions.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -264,7 +269,7 @@ def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule
         places = places_of_factors(input)
         over = _dims(dim, input.dim())
         single = over is not None and all(len(places[d]) == 1 for d in over)
-        if over is None or not (single or (reduces and (several or dim is None))):
+        if over is None or not (single or several or dim is None):
             return NotImplemented
         if dim is not None:
             inner = [i for d in over for i in places[d]]
