@@ -22,7 +22,7 @@ from distconv.device.kinds import random_states
 from distconv.grid.communicators import WatchedTransport, WrappedTransport, carried_by
 from distconv.grid.interface import Grid
 from distconv.ops.support.in_place import noted_in
-from distconv.tensor.dispatch import own_mode
+from distconv.tensor.dispatch import replay_trace
 from distconv.torch_private import DispatchMode, Operator, is_mutable
 from distconv.transport.interface import Message, Request, Transport
 
@@ -33,6 +33,8 @@ _ALIASES = (aten.detach.default, aten.alias.default)
 
 _FRESH = aten.lift_fresh.default
 """The function by which torch returns a tensor made from numbers."""
+
+_ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """The tags of functions with results, or shapes, that a program reads from elements."""
@@ -163,6 +165,11 @@ class Trace(DispatchMode):
         kept = (x for x, there in self._kept.items() if there.op == "placeholder" and there.users)
         first.end([*results, *kept])
 
+    def has_made_zeros(self, x: Tensor) -> bool:
+        """Return whether `x` is zeros that a call of this trace has made."""
+        node = self.seen.get(x)
+        return node is not None and node.target in _ZEROS
+
     def standing_for(self, x: Any) -> Any:
         """Return `x` with a node of the current pass in place of each tensor."""
         return map_aggregate(x, lambda y: self._node(y) if isinstance(y, Tensor) else y)
@@ -290,5 +297,5 @@ def traced(trace: Trace, grid: Grid) -> Iterator[None]:
         left.enter_context(noted_in(trace.seen))
         left.enter_context(grid.journal.comparing_all("traced pass"))
         left.enter_context(carried_by(lambda transport: _TracedCarrier(transport, trace)))
-        left.enter_context(own_mode(trace))
+        left.enter_context(replay_trace(trace))
         yield

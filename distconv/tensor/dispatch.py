@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from distconv import torch_private
 from distconv.grid.words import operator_name
@@ -181,30 +182,44 @@ class SerialTrace:
     under_way = False
 
 
-_own_modes = 0
-"""The number of active modes below torch's functions that are the library's."""
+class ReplayTrace(Protocol):
+    """A torch dispatch mode by which the library traces a program, to replay it."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: Any) -> object: ...
+
+    def has_made_zeros(self, x: Tensor) -> bool:
+        """Return whether `x` is zeros that the traced program has made, as in every replay."""
+
+
+_traces: list[ReplayTrace] = []
 
 
 @contextmanager
-def own_mode(mode: AbstractContextManager[object]) -> Iterator[None]:
+def replay_trace(mode: ReplayTrace) -> Iterator[None]:
     """Enter a torch dispatch mode of the library, which `others_look_on` ignores."""
-    global _own_modes
     with mode:
-        _own_modes += 1
+        _traces.append(mode)
         try:
             yield
         finally:
-            _own_modes -= 1
+            _traces.pop()
 
 
 def is_traced() -> bool:
     """Return whether the library itself traces the program, to replay it (`compiling/trace.py`)."""
-    return _own_modes > 0
+    return bool(_traces)
+
+
+def is_traced_zeros(x: Tensor) -> bool:
+    """Return whether the library traces the program, and has seen it make the zeros `x`."""
+    return any(trace.has_made_zeros(x) for trace in _traces)
 
 
 def others_look_on() -> bool:
     """Return whether the program has a torch dispatch mode active, which sees every kernel."""
-    return count_modes() > _own_modes
+    return count_modes() > len(_traces)
 
 
 def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:

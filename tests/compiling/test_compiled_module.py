@@ -532,3 +532,47 @@ def test_no_more_graphs_are_made_than_torch_allows() -> None:
                 assert identical(y.detach(), model(x).detach())
                 y.sum().backward()
             assert (f.replays > before) == (height < 8 + most), height
+
+
+class Modes(nn.Module):
+    """Pass on the lowest modes of planes in a new spectrum of zeros, as Fourier operators do."""
+
+    def forward(self, x: Tensor, others: Tensor | None = None) -> Tensor:
+        f = torch.fft.rfft2(x)
+        spectrum = torch.zeros(f.shape, dtype=f.dtype)
+        if others is not None:
+            spectrum = others.expand(f.shape).to(f.dtype)
+        spectrum[..., :3, :3] = f[..., :3, :3] * (2 + 1j)
+        return torch.fft.irfft2(spectrum, s=x.shape[-2:])
+
+
+def modes_classifier() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), Modes(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@pytest.mark.parallel([2, 3])
+def test_few_modes_are_replayed_with_the_same_bits_and_bytes() -> None:
+    assert compared(plain, modes_classifier).replays == CALLS - 2
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(Modes(), grid)
+    compiled = dc.compile(model)
+    x = dc.distribute_tensor(torch.randn(1, 2, 12, 12), grid).requires_grad_()
+    moved = []
+    for call in (model, compiled, compiled):
+        dc.redistributions(reset=True)
+        call(x).sum().backward()
+        moved.append({r.operator: r.bytes for r in dc.redistributions(reset=True)})
+    assert moved[2] == moved[1] == moved[0]
+
+
+@pytest.mark.parallel([2])
+def test_a_spectrum_that_was_zero_in_the_traced_call_may_hold_other_values() -> None:
+    grid = dc.ProcessGrid(height=2)
+    model = dc.parallelize(Modes(), grid)
+    compiled = dc.compile(model)
+    x = dc.distribute_tensor(torch.randn(1, 2, 12, 12), grid).requires_grad_()
+    for value in (0.0, 0.0, 1.0, 2.0):
+        y, expected = (f(x, torch.tensor(value)) for f in (compiled, model))
+        torch.testing.assert_close(y.full_tensor(), expected.full_tensor())
+        y.sum().backward()
+    assert compiled.replays == 2

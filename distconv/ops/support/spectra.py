@@ -25,6 +25,7 @@ from distconv.grid.interface import Grid
 from distconv.grid.words import module_calls
 from distconv.ops.support.operands import box_on_rank
 from distconv.tensor.base import DistTensorBase, PendingElements, Run, ViewRecipe
+from distconv.tensor.dispatch import is_traced, is_traced_zeros
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import redistribute, reduce_scatter
 from distconv.torch_private import autocast_is_on, count_modes
@@ -370,12 +371,15 @@ def is_fresh_spectrum(plain: Tensor) -> bool:
     """Return whether a plain tensor is complex and all zeros, as a new spectrum is.
 
     A tensor without elements, in a dry run, counts as zeros if nothing has been written to it.
-    False while a mode of torch's dispatcher looks on, which would record that elements are read.
+    While the program is traced to be replayed, only zeros that it makes count. False while another
+    mode of torch's dispatcher looks on, which would record that elements are read.
     """
     if plain.dtype not in _TYPES or not plain.is_complex() or plain.requires_grad:
         return False
     if not plain.numel() or not (plain.is_inference() or plain._version == 0):
         return False
+    if is_traced():
+        return is_traced_zeros(plain)
     return plain.is_meta or not (count_modes() or plain.any())
 
 
