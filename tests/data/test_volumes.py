@@ -300,14 +300,18 @@ def test_zarr_is_read_from_object_stores(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("name", ["x.h5", "x.nc", "x.npy", "x.nii.gz"])
 def test_files_are_read_from_object_stores_by_boxes_or_as_copies(folder: Path, name: str) -> None:
     fsspec, h5py = pytest.importorskip("fsspec"), pytest.importorskip("h5py")
-    path = folder / f"{WORLD.rank}-{name}"
-    if name == "x.npy":
-        np.save(path, X)
-    elif name == "x.nii.gz":
-        nifti(path, X[:1])
-    else:
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=X, chunks=(1, 3, *X.shape[2:]))
+    path = folder / name
+
+    def write() -> None:
+        if name == "x.npy":
+            np.save(path, X)
+        elif name == "x.nii.gz":
+            nifti(path, X[:1])
+        else:
+            with h5py.File(path, "w") as file:
+                file.create_dataset("x", data=X, chunks=(1, 3, *X.shape[2:]))
+
+    on_rank_zero(write)
     # Each rank has a store of its own.
     fsspec.filesystem("memory").put(str(path), f"/bucket/{name}")
     grid = dc.ProcessGrid(height=-1)
