@@ -36,16 +36,17 @@ from distconv.transport.interface import KEPT_BYTES, SMALL_BYTES, Message
 class LiveMemory:
     """The bytes of all live tensors of a dry run, by kind, now and at their highest total.
 
-    With `pools`, the memory of a message is kept for later messages of its size, as on CPUs.
+    With `pools`, the memory of a message is kept for later messages of its size, as on CPUs. It is
+    then kept from the step before as well, so a step holds the most of it from its beginning.
     """
 
     def __init__(self, pools: bool = True) -> None:
-        self._pools = pools
+        self.pools = pools
         self._live: dict[int, tuple[int, str, weakref.ref[Any], str]] = {}
         self._kept: set[int] = set()
         self._bytes: Counter[str] = Counter()
-        self.total = self._most = 0
-        self.at_most: dict[str, int] = {}
+        self.total = self._most = self._most_pooled = 0
+        self._at_most: dict[str, int] = {}
         self._idle: Counter[int] = Counter()
         self._idle_bytes = 0
 
@@ -65,8 +66,19 @@ class LiveMemory:
                 continue
             self._bytes[kind] += size
             self.total += size
-            if self.total > self._most:
-                self._most, self.at_most = self.total, dict(self._bytes)
+            self._most_pooled = max(self._most_pooled, self.pooled)
+            if self.total - self.pooled > self._most:
+                self._most, self._at_most = self.total - self.pooled, dict(self._bytes)
+
+    @property
+    def pooled(self) -> int:
+        """Return the bytes of messages, in use or kept for later ones; 0 without pools."""
+        return self._bytes["halos"] if self.pools else 0
+
+    @property
+    def at_most(self) -> dict[str, int]:
+        """Return the bytes by kind at the moment of their highest total."""
+        return self._at_most | ({"halos": self._most_pooled} if self._most_pooled else {})
 
     def turn_into(self, tensor: Tensor, kind: str) -> None:
         """Move the bytes of a live tensor to another kind."""
@@ -105,7 +117,7 @@ class LiveMemory:
     def _release(self, key: int, _: object) -> None:
         size, kind, _, _ = self._live.pop(key)
         self._kept.discard(key)
-        if self._pools and kind == "halos" and SMALL_BYTES < size <= KEPT_BYTES:
+        if self.pools and kind == "halos" and SMALL_BYTES < size <= KEPT_BYTES:
             if self._idle_bytes + size > KEPT_BYTES:
                 self._bytes[kind] -= self._idle_bytes
                 self.total -= self._idle_bytes

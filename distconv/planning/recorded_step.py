@@ -117,7 +117,7 @@ def record_step(
     checkpoint: the modules that are computed again in the backward pass; see `with_checkpoints`.
     accumulate: the number of mini-batches of the given shapes in a step. All but the last run
         within `no_sync`.
-    offload: whether saved activations are kept on the host, as by `save_on_cpu`. The time of their
+    offload: whether GPUs keep saved activations on the host, as by `save_on_cpu`. The time of their
         copies is not recorded.
     input_gradients: whether the inputs require gradients, too.
     gpu: whether the ranks compute on GPUs, where the library runs other code for some operators.
@@ -132,6 +132,11 @@ def record_step(
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
             f"{caller}: accumulate={accumulate!r}; expected a number of mini-batches, 1 or more"
+        )
+    if offload and not gpu:
+        raise ValueError(
+            f"{caller}: offload=True, but the ranks compute on CPUs, whose activations are in the "
+            "memory of the host already; leave it out, or choose a machine with GPUs"
         )
     grid = DryRunGrid(extents, rank, gpu=gpu)
     hollow = with_checkpoints(without_elements(module, caller), checkpoint)

@@ -180,7 +180,8 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             operator = LocalOperator(str(func), arguments, keywords, spec_of(tuple(made)))
             operator = self._operators.setdefault(operator, operator)
             if operator.taken or operator.made:
-                self._events.append(Compute(operator, place, self.memory.total))
+                live = self.memory.total - self.memory.pooled
+                self._events.append(Compute(operator, place, live))
                 self._streamed += operator.nbytes
         return result
 
@@ -369,11 +370,16 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
 
     def recording(self) -> Recording:
         """Return everything recorded."""
+        memory = self.memory.at_most
+        pooled = memory.get("halos", 0) if self.memory.pools else 0
         return Recording(
             self._grid.rank,
             self._grid.size,
-            tuple(self._events),
-            {kind: self.memory.at_most.get(kind, 0) for kind in KINDS},
+            tuple(
+                event._replace(live=event.live + pooled) if isinstance(event, Compute) else event
+                for event in self._events
+            ),
+            {kind: memory.get(kind, 0) for kind in KINDS},
             with_backward(self._layers, backward_of(self._events[self._begun :])),
             self._types | {name: "" for name in _OTHERS if name not in self._types},
             sum(map(bytes_here, self._module.parameters())),

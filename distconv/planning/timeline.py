@@ -205,6 +205,11 @@ class _Rank:
         if stop > start:
             self.segments.append(Segment(self.recording.rank, start, stop, what, place, follows))
 
+    def wait_for_host(self, place: Place) -> None:
+        """Let the device wait, where it has no more work, until the host has started the next."""
+        self.add(self.now, self.host, "host", place)
+        self.now = max(self.now, self.host)
+
     def all_here(self, machine: Machine) -> float:
         """Return the time at which the slowest of the ranks with equal work reaches this point.
 
@@ -278,7 +283,10 @@ def play(recordings: Sequence[Recording], machine: Machine, times: OperatorTimes
             f"ranks {stuck} wait for messages that no rank sends: an error in distconv; please "
             "report it"
         )
-    ends = {r: max(rank.now, rank.host) for r, rank in ranks.items()}
+    for rank in ranks.values():
+        if rank.recording.events:
+            rank.wait_for_host(rank.recording.events[-1].place)
+    ends = {r: rank.now for r, rank in ranks.items()}
     slowest = max(ends, key=ends.__getitem__)
     return Timeline(
         ends[slowest],
@@ -300,7 +308,7 @@ def _advance(
         seconds = times[event.operator]
         if machine.asynchronous:
             rank.host += machine.host["launch"].at(0) if "launch" in machine.host else 0.0
-            rank.now = max(rank.now, rank.host)
+            rank.wait_for_host(event.place)
         rank.add(rank.now, rank.now + seconds, "compute", event.place)
         rank.now += seconds
     elif isinstance(event, HostWork):
@@ -328,7 +336,8 @@ def _start(rank: _Rank, event: Start, machine: Machine) -> None:
         cost = collective_cost(event.collective, peers, size, machine)
     if machine.asynchronous:
         rank.host += cost.posted
-        begun = rank.now = max(rank.now, rank.host)
+        rank.wait_for_host(event.place)
+        begun = rank.now
     else:
         begun = rank.all_here(machine)
         rank.add(rank.now, rank.now + cost.posted, "communication", event.place)

@@ -291,9 +291,43 @@ def test_zarr_is_read_from_object_stores(folder: Path, kind: str) -> None:
     assert torch.equal(
         data.batch([1, 0]).full_tensor(), torch.from_numpy(X[::-1, None].copy())[:, 0]
     )
-    fails_everywhere(lambda: Dataset(f"{url}z", data.grid), "of object stores only zarr is read")
+    fails_everywhere(lambda: Dataset(f"{url}z", data.grid), "write simplecache::.*x.zarrz to copy")
     none = url.replace("x.zarr", "none.zarr")
     fails_everywhere(lambda: Dataset(none, data.grid), r"none.zarr: not a whole zarr folder")
+
+
+@both
+@pytest.mark.parametrize("name", ["x.h5", "x.nc", "x.npy", "x.nii.gz"])
+def test_files_are_read_from_object_stores_by_boxes_or_as_copies(folder: Path, name: str) -> None:
+    fsspec, h5py = pytest.importorskip("fsspec"), pytest.importorskip("h5py")
+    path = folder / name
+
+    def write() -> None:
+        if name == "x.npy":
+            np.save(path, X)
+        elif name == "x.nii.gz":
+            nifti(path, X[:1])
+        else:
+            with h5py.File(path, "w") as file:
+                file.create_dataset("x", data=X, chunks=(1, 3, *X.shape[2:]))
+
+    on_rank_zero(write)
+    # Each rank has a store of its own.
+    fsspec.filesystem("memory").put(str(path), f"/bucket/{name}")
+    grid = dc.ProcessGrid(height=-1)
+    url = f"memory://bucket/{name}"
+    inputs = "x" if name in ("x.h5", "x.nc") else None
+    expected = Dataset(path, grid, inputs=inputs).batch([0]).full_tensor()
+    for place in (url, f"simplecache::{url}"):
+        if inputs or place != url:
+            found = Dataset(place, grid, inputs=inputs).batch([0]).full_tensor()
+            assert torch.equal(found, expected)
+        else:
+            fails_everywhere(lambda: Dataset(url, grid), f"write simplecache::{url} to copy")
+    none = f"memory://bucket/none/{name}"
+    fails_everywhere(
+        lambda: Dataset(f"simplecache::{none}", grid, inputs=inputs), "cannot be opened"
+    )
 
 
 @both

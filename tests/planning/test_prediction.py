@@ -28,9 +28,10 @@ def network() -> nn.Sequential:
     )
 
 
-def test_the_seconds_of_the_layers_add_up_to_the_step() -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_seconds_of_the_layers_add_up_to_the_step(asynchronous: bool) -> None:
     for grid in ({}, {"height": 2}, {"sample": 2, "width": 2}, {"height": 8}):
-        p = predict(network(), SHAPE, grid, described())
+        p = predict(network(), SHAPE, grid, described(asynchronous=asynchronous))
         assert sum(layer.seconds for layer in p.layers) == pytest.approx(p.seconds)
         assert sum(s.stop - s.start for s in p.critical_path) == pytest.approx(p.seconds)
         assert p.compute + p.host + p.exposed == pytest.approx(p.seconds)

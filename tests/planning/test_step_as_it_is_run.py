@@ -88,9 +88,11 @@ def test_accumulated_mini_batches_share_one_sum_and_one_step() -> None:
 
 
 def test_offloaded_activations_are_not_on_the_device() -> None:
-    kept, offloaded = events(network(6)), events(network(6), offload=True)
+    kept, offloaded = events(network(6), gpu=True), events(network(6), gpu=True, offload=True)
     activations = kept.memory["activations"]
     assert offloaded.peak < kept.peak - activations / 2
+    with pytest.raises(ValueError, match="offload=True, but the ranks compute on CPUs"):
+        predict(network(), SHAPE, {}, described(), offload=True)
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad"])
@@ -212,6 +214,8 @@ STEPS: list[tuple[Any, tuple[int, ...], dict[str, int], dict[str, Any]]] = [
     (classifier, (4, 2, 24, 24, 24), {"sample": 2}, {"shard": "zero3", "optimizer": "adamw"}),
     (hourglass, (2, 5, 144, 240), {"height": 2}, {"accumulate": 2, "optimizer": "momentum"}),
     (hourglass, (2, 5, 144, 240), {"sample": 2}, {"shard": "zero2", "checkpoint": "down"}),
+    # The memory of halves is kept for the next step, and is there while activations are.
+    (classifier, (2, 2, 32, 24, 24), {"depth": 2}, {"wire": "bfloat16", "optimizer": "adam"}),
 ]
 
 

@@ -17,7 +17,7 @@ PICTURE = ROOT / "docs/howto/report_step.svg"
 
 def drawn() -> str:
     """Return a predicted step of a U-Net on four ranks as the report draws it: SVG."""
-    machine = Machine.load("h100")
+    machine = Machine.load("h100").in_graph()
     found = predict(mesh_unet(), (4, 18, 256, 256), {"sample": 2, "height": 2}, machine=machine)
     (figure,) = re.findall(r"<svg.*?</svg>", prediction_page(found, machine), re.DOTALL)
     return f"{figure}\n"

@@ -277,6 +277,22 @@ def test_ranks_that_share_gpus_are_a_warning(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("stops", [True, False])
+def test_a_job_of_lsf_ends_with_the_status_that_queues_it_again(
+    stops: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = script(capsys, "lsf", "--requeue", "--warn=10", "--cores-per-rank=1")
+    assert "#BSUB -Q 99\n" in text and "#BSUB -o /dev/null\n" in text
+    touch = 'touch "$DISTCONV_CONTINUE"' if stops else "true"
+    (tmp_path / "jsrun").write_text(f"#!/bin/sh\necho here; {touch}\n")
+    (tmp_path / "jsrun").chmod(stat.S_IRWXU)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LSB_JOBID": "7"}
+    for _ in range(2):
+        ended = subprocess.run(["bash"], input=text, text=True, cwd=tmp_path, env=environment)
+        assert ended.returncode == (99 if stops else 0)
+    assert (tmp_path / "train-7.out").read_text() == "here\nhere\n"  # of both runs
+
+
+@pytest.mark.parametrize("stops", [True, False])
 def test_a_job_is_queued_again_where_its_program_has_stopped(
     stops: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -384,6 +400,7 @@ def test_the_number_of_cores_is_counted_where_it_is_not_given(
         (("--chain=2", "--requeue"), "--chain 2 and --requeue: choose"),
         (("--scheduler=pbs", "--warn=5"), "pbs sends no signal before the end"),
         (("--scheduler=flux", "--requeue"), "submit a chain of jobs, as by --chain 4"),
+        (("--scheduler=pbs", "--requeue"), "a job of pbs cannot queue itself again"),
     ],
 )
 def test_nonsense_is_refused(

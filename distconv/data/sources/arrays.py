@@ -207,8 +207,6 @@ def open_zarr_url(url: str, name: str | None) -> ArraySource:
     """
     import_package("zarr", f"{url}: reading zarr", "remote")
     import_package("fsspec", f"{url}: reading an object store", "remote")
-    if not url.rstrip("/").endswith(".zarr"):
-        raise ValueError(f"{url}: of object stores only zarr is read; expected a name in .zarr")
     return _zarr_at(url, Path(url), name, False)
 
 

@@ -39,6 +39,8 @@ class HDF5Source(Source):
     single: whether the dataset is one sample, and has no dimension for samples.
     external: whether the dataset may be a link or a virtual dataset, or lie in other files. Ranks
         do not compare those files, and HDF5 fills missing parts of them with the fill value.
+    file: an open binary file to read from, such as one of fsspec. `path` is then only its name, and
+        later writes to the file are not noticed.
 
     Raises
     ------
@@ -65,11 +67,12 @@ class HDF5Source(Source):
         dataset: str | None = None,
         single: bool = False,
         external: bool = False,
+        file: Any = None,
     ) -> None:
         self._path, self._single = path, single
-        self._file = open_hdf5(path)
-        self._descriptor = self._file.id.get_vfd_handle()
-        self._before = os.fstat(self._descriptor)
+        self._file = open_hdf5(path, file)
+        self._descriptor = self._file.id.get_vfd_handle() if file is None else None
+        self._before = self._stat()
         try:
             self._dataset = dataset_in(self._file, path, dataset, external)
             self._label = self._dataset.name.lstrip("/")
@@ -80,6 +83,10 @@ class HDF5Source(Source):
             if isinstance(error, OSError | ValueError) and path.name in str(error):
                 raise
             raise damaged(path, error) from error
+
+    def _stat(self) -> os.stat_result | None:
+        """Return the state of the file; None for an object in a store."""
+        return None if self._descriptor is None else os.fstat(self._descriptor)
 
     def _describe(self) -> None:
         shape = self._dataset.shape
@@ -112,13 +119,14 @@ class HDF5Source(Source):
                 self._dataset.read_direct(out, index)
             else:
                 stored = self._dataset[index]
-            now = os.fstat(self._descriptor)
+            now = self._stat()
         except _ERRORS as error:
             raise OSError(
                 f"{self._path}: cannot read {self._label!r} of sample {sample}: {error}; create "
                 "or copy the file again"
             ) from error
-        check_unchanged(self._path, self._before, now)
+        if self._before is not None and now is not None:
+            check_unchanged(self._path, self._before, now)
         if not direct:
             put(out, self._packing.unpacked(stored), self.name)
 
@@ -127,7 +135,7 @@ class HDF5Source(Source):
         return (
             super().facts()
             | self.first_values()
-            | facts_of_file(self._path)
+            | (facts_of_file(self._path) if self._descriptor is not None else {})
             | {
                 f"attributes of {self._path.name}": _attributes(self._file),
                 f"attributes of {self.name}": _attributes(self._dataset),
@@ -135,12 +143,16 @@ class HDF5Source(Source):
         )
 
 
-def open_hdf5(path: Path) -> h5py.File:
-    """Return an HDF5 file opened for reading; raise OSError, naming it, if that fails."""
+def open_hdf5(path: Path, file: Any = None) -> h5py.File:
+    """Return an HDF5 file opened for reading; raise OSError, naming it, if that fails.
+
+    `file` is as for `HDF5Source`.
+    """
     h5py = import_package("h5py", f"{path}: reading HDF5", "data")
-    check_file(path, "an HDF5 file")
+    if file is None:
+        check_file(path, "an HDF5 file")
     try:
-        return h5py.File(path, "r")
+        return h5py.File(path if file is None else file, "r")
     except PermissionError as error:
         raise PermissionError(f"{path}: no permission to read this file ({error})") from error
     except _ERRORS as error:

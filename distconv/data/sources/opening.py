@@ -7,13 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
+from weakref import finalize
 
 from distconv.data.sources.arrays import ArraySource, open_npy, open_npz, open_zarr, open_zarr_url
 from distconv.data.sources.files import FilesSource
 from distconv.data.sources.functions import Items, ItemSource
 from distconv.data.sources.hdf5 import HDF5Source
-from distconv.data.sources.interface import Source
+from distconv.data.sources.interface import Source, import_package
 from distconv.data.sources.shards import ShardSource
 from distconv.data.sources.volumes import is_dicom, open_dicom, open_nifti, open_tiff, stack_of
 
@@ -157,7 +159,7 @@ def _of_object(source: Any, field: Field, name: str) -> Source:
     if isinstance(source, str | os.PathLike):
         text = os.fspath(source)
         if "://" in text:
-            return open_zarr_url(text, field if field is None else str(field))
+            return _of_url(text, field if field is None else str(field))
         path = Path(text)
         if _PATTERN & set(text) and not path.exists():
             return open_files(text, field)
@@ -182,6 +184,42 @@ def _of_object(source: Any, field: Field, name: str) -> Source:
         f"a source of samples cannot be {source!r}; expected a path, a pattern, an array, a torch "
         "dataset, a distconv.data.Source, or a dictionary of these by name"
     )
+
+
+def _of_url(url: str, field: str | None) -> Source:
+    """Return a source on an object in a store, by a URL of fsspec.
+
+    zarr and HDF5 are read by boxes. Files of other kinds need a copy on the node, which a URL such
+    as "simplecache::s3://bucket/x.nii.gz" makes.
+    """
+    path = Path(url.rstrip("/").rpartition("/")[2])
+    if path.suffix == ".zarr":
+        return open_zarr_url(url, field)
+    fsspec = import_package("fsspec", f"{url}: reading an object store", "remote")
+    cache, chained, _ = url.partition("::")
+    by_boxes = kind_of(path) == "hdf5" or path.suffix == _NETCDF
+    if not chained and not by_boxes:
+        raise ValueError(
+            f"{url}: of object stores only zarr and HDF5 (NetCDF 4) are read by boxes; write "
+            f"simplecache::{url} to copy the file to the node first"
+        )
+    # Objects of one name in several folders need several folders here.
+    folder = TemporaryDirectory(prefix="distconv-") if chained else None
+    try:
+        if folder is None:
+            file = fsspec.open(url, "rb").open()
+        else:
+            options = {cache: {"same_names": True, "cache_storage": folder.name}}
+            path = Path(fsspec.open_local(url, **options))
+    except ImportError as error:
+        raise ImportError(f"{url}: {error}") from error
+    except OSError as error:
+        raise OSError(f"{url}: cannot be opened: {error!r}") from error
+    if folder is None:
+        return HDF5Source(path, field, file=file)
+    source = of_path(path, field)
+    finalize(source, folder.cleanup)
+    return source
 
 
 def of_path(path: Path, field: Field = None, single: bool = False) -> Source:

@@ -86,7 +86,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--mpi", help="the option --mpi of srun: pmi2 for MPICH, pmix for Open MPI (Slurm only)")
     text = "minutes before the end at which ranks receive the signal USR1 (Slurm and LSF)"
     add("--warn", type=int, metavar="MINUTES", help=text)
-    text = "requeue the job when its program has stopped by dc.training.TimeToStop (Slurm)"
+    text = "requeue the job when its program has stopped by dc.training.TimeToStop (Slurm and LSF)"
     add("--requeue", action="store_true", help=text)
     text = "the number of jobs to submit; each starts when the one before it has ended"
     add("--chain", type=int, metavar="JOBS", help=text)
@@ -228,9 +228,11 @@ def _check_continuing(job: Namespace) -> None:
             f"--warn {job.warn} minutes before the end of a job of {job.time}; choose from 1 to "
             f"{job.time - 1}"
         )
-    if job.requeue and job.scheduler != "slurm":
+    if job.requeue and job.scheduler not in ("slurm", "lsf"):
+        # PBS's qrerun is for operators, and Flux has no command for it.
         raise ValueError(
-            f"--requeue is for Slurm; with {job.scheduler} submit a chain of jobs, as by --chain 4"
+            f"--requeue: a job of {job.scheduler} cannot queue itself again; submit a chain of "
+            "jobs, as by --chain 4"
         )
     if job.chain is not None and (job.chain < 1 or job.requeue):
         raise ValueError(

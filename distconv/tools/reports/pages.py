@@ -300,13 +300,14 @@ def _step(found: Prediction, machine: Machine) -> list[Section]:
     """Return sections for a predicted step: the critical path, memory, the grid, and layers."""
     path: dict[str, list[Bar]] = {}
     for s in found.critical_path:
+        if s.what == "host" and machine.asynchronous:
+            continue  # thousands of gaps between kernels
         what = f"{s.place.layer or 'between layers'}, {s.place.phase}, rank {s.rank}: {s.what}"
         span = Bar(s.start, s.stop, ACTIVITIES[s.what], what)
         path.setdefault(s.place.phase, []).append(span)
     memory = [(kind, size_cell(size)) for kind, size in found.memory.items() if size]
     note = (
-        "The critical path: each interval waits for the one before. In gaps the device waits for "
-        "Python."
+        "The critical path: each interval waits for the one before. In gaps a GPU waits for Python."
     )
     step = lanes(path, 0.0, found.seconds, ACTIVITIES)
     return [
