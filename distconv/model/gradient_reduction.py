@@ -110,6 +110,7 @@ class GradientReduction:
     divisor: a number by which each rank's part of a gradient is divided, for `DistConvDDP`. Inputs
         may then live on smaller grids of some of the ranks, each with samples of its own. None for
         sums.
+    starts_at_the_end: whether all sums start after the backward pass, in one order on all ranks.
     layout: a checksum of the parameters' types, strides and trainability, from which the buckets
         follow; it must be equal on all ranks.
     """
@@ -127,6 +128,9 @@ class GradientReduction:
         self.divisor: float | None = None
         self.reduce_hook: ReduceHook | None = None
         self._bucket_bytes, self._wire, self._error_feedback = bucket_bytes, wire, error_feedback
+        # A rank without a gradient for a parameter starts the parameter's bucket at the end. If
+        # exchanges need one order, other ranks must not start it earlier, within the pass.
+        self.starts_at_the_end = grid.transport.ordered or wire is not None
         tensors = list(module.parameters())
         PARAMETERS.update({p: i for i, p in enumerate(tensors)})
         for p in tensors:
@@ -280,7 +284,7 @@ class GradientReduction:
         reference: ref[GradientReduction], number: int, gradients: tuple[Tensor | None]
     ) -> tuple[Tensor] | None:
         """Note that autograd adds a part to a gradient; return the part, if it is another one."""
-        self = alive(reference)
+        self = reference() or alive(reference)
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
@@ -299,9 +303,10 @@ class GradientReduction:
         backward_pass = torch_private.backward_pass()
         if backward_pass != self._pass:
             self._begin_pass(backward_pass)
-        p.defer_hooks(self.enabled)
+        if len(torch_private.accumulation_hooks_of(p.leaf)) > 1:
+            p.defer_hooks(self.enabled)
         p.expect_part()
-        if p.holds_sum_of_hooks() and p.comm.rank > 0:
+        if torch_private.hooks_of(p.leaf) and p.holds_sum_of_hooks() and p.comm.rank > 0:
             # Results of hooks on the sum are the same on all ranks, and count once.
             return (torch.zeros_like(part),)
         return scaled
@@ -309,11 +314,11 @@ class GradientReduction:
     @staticmethod
     def _after_accumulation(reference: ref[GradientReduction], number: int, _: Tensor) -> None:
         """Note that the gradient of a parameter is there, and start the buckets that are full."""
-        self = alive(reference)  # and with it the node with the other hook
+        self = reference() or alive(reference)  # and with it the node with the other hook
         if self.grid.size == 1 or not self.enabled:
             return
-        self.buckets.note(self.parameters[number])
-        if not self.starts_at_the_end:
+        full = self.buckets.note(self.parameters[number])
+        if full and not self.starts_at_the_end:
             self.buckets.start_full(self.reduce_hook or self.start_sum)
 
     def _begin_pass(self, backward_pass: int) -> None:
@@ -343,15 +348,6 @@ class GradientReduction:
             self.start_rest()
         self.wait(hooks=not failed)
 
-    @property
-    def starts_at_the_end(self) -> bool:
-        """Return whether all sums start after the backward pass, in one order on all ranks.
-
-        A rank without a gradient for a parameter starts the parameter's bucket at the end. If
-        exchanges need one order, other ranks must not start it earlier, within the pass.
-        """
-        return self.grid.transport.ordered or self._wire is not None
-
     def start_rest(self) -> None:
         """Start the sums of all buckets that have not started. Collective."""
         hook = self.reduce_hook or self.start_sum
@@ -380,6 +376,8 @@ class GradientReduction:
         self._pass = -1
         summed: list[ReducedParameter] = []
         for bucket in self.buckets:
+            if bucket.request is None:
+                continue
             summed += (members := bucket.wait())
             if members and bucket.uneven and not self._warned:
                 self._warn(bucket)

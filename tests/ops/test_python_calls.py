@@ -17,6 +17,9 @@ from distconv.transport.launch import switched_on
 
 FOLDER = str(Path(dc.__file__).parent)
 
+BOTH_PASSES = 244
+"""The most functions of the library that a parallelized convolution calls, forward and backward."""
+
 
 def _step(x: Tensor) -> None:
     weight = torch.ones(8, 8, 3, 3)
@@ -73,9 +76,22 @@ def test_a_warm_call_of_a_cut_tensor_calls_few_python_functions(name: str) -> No
     assert len({file for file in called if file.startswith(FOLDER)}) <= most_files
 
 
+@pytest.mark.skipif(switched_on("DISTCONV_DEBUG"), reason="DISTCONV_DEBUG=1 compares all calls")
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", ["assembled", "overlapped"])
+def test_both_passes_of_a_cut_convolution_call_few_functions_of_the_library(name: str) -> None:
+    grid = dc.ProcessGrid(height=2)
+    layer = dc.parallelize(nn.Conv2d(8, 8, 3, padding=1), grid)
+    x = dc.distribute_tensor(torch.ones(1, 8, 64, 64), grid).requires_grad_()
+    dy = dc.distribute_tensor(torch.ones(1, 8, 64, 64), grid)
+    with dc.method(name):
+        called = _files_of_calls(lambda: layer(x).backward(dy))
+    assert len([file for file in called if file.startswith(FOLDER)]) <= BOTH_PASSES
+
+
 # A training step on one rank, whose operators are those of plain torch.
 
-ONE_RANK_STEP = 230
+ONE_RANK_STEP = 221
 """The most Python functions that a step of 18 layers calls beside the 215 of plain torch."""
 
 

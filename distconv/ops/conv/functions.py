@@ -48,6 +48,7 @@ from distconv.ops.support.merged import (
 from distconv.ops.support.operands import (
     Placement,
     box_on_rank,
+    check_equal_types,
     distributed_input,
     empty_block,
     filled_block,
@@ -198,6 +199,7 @@ def _plan(
     method: str | None,
     sizes: Thresholds,
 ) -> _Plan:
+    check_equal_types(spec.name, (x.dtype, *weights.dtypes))
     shape = spec.output_shape(x.shape, weights.shape, weights.bias)
     maps = spec.index_maps(weights.shape[2:])
     needs = (Same(), Same(), *spec.inputs_to_gather(maps, x.cuts))
@@ -276,7 +278,12 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
     def rule(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **named: Any
     ) -> DistTensor:
-        given = map(_hashable, (*args, *named.values()))
+        given = [
+            a
+            if type(a) is int or type(a) is tuple and _INTEGERS.issuperset(map(type, a))
+            else _hashable(a)
+            for a in (*args, *named.values())
+        ]
         spec = _specification(kind, function, n, *given, named=tuple(named))
         if is_merged(input) and not kind.transposed:
             made = _convolve_points(input, weight, bias, spec)
@@ -305,8 +312,6 @@ def _of_blocks(
 
 def _hashable(argument: Any) -> Any:
     """Return an argument as a key of a cache: a list as a tuple, a 0-d tensor as its number."""
-    if type(argument) is tuple and _INTEGERS.issuperset(map(type, argument)):
-        return argument
     if isinstance(argument, (tuple, list)):
         return tuple(map(_hashable, argument))
     return argument.item() if isinstance(argument, Tensor) else argument
