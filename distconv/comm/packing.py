@@ -340,7 +340,7 @@ class ReceiveBuffers:
 
     def __init__(self, places: Places, like: Tensor, grid: Grid, into: Tensor | None = None):
         self._places = places
-        buffered: tuple[Tensor, ...] = ()
+        buffered: Sequence[Tensor] = ()
         if places.order:
             self._buffer = grid.transport.empty((places.total,), like)
             buffered = _divided(self._buffer, places.sizes)

@@ -110,7 +110,6 @@ class GradientReduction:
     divisor: a number by which each rank's part of a gradient is divided, for `DistConvDDP`. Inputs
         may then live on smaller grids of some of the ranks, each with samples of its own. None for
         sums.
-    starts_at_the_end: whether all sums start after the backward pass, in one order on all ranks.
     layout: a checksum of the parameters' types, strides and trainability, from which the buckets
         follow; it must be equal on all ranks.
     """
@@ -128,9 +127,6 @@ class GradientReduction:
         self.divisor: float | None = None
         self.reduce_hook: ReduceHook | None = None
         self._bucket_bytes, self._wire, self._error_feedback = bucket_bytes, wire, error_feedback
-        # A rank without a gradient for a parameter starts the parameter's bucket at the end. If
-        # exchanges need one order, other ranks must not start it earlier, within the pass.
-        self.starts_at_the_end = grid.transport.ordered or wire is not None
         tensors = list(module.parameters())
         PARAMETERS.update({p: i for i, p in enumerate(tensors)})
         for p in tensors:
@@ -347,6 +343,15 @@ class GradientReduction:
         if not failed:
             self.start_rest()
         self.wait(hooks=not failed)
+
+    @property
+    def starts_at_the_end(self) -> bool:
+        """Return whether all sums start after the backward pass, in one order on all ranks.
+
+        A rank without a gradient for a parameter starts the parameter's bucket at the end. If
+        exchanges need one order, other ranks must not start it earlier, within the pass.
+        """
+        return self.grid.transport.ordered or self._wire is not None
 
     def start_rest(self) -> None:
         """Start the sums of all buckets that have not started. Collective."""

@@ -240,8 +240,8 @@ def _affine(
     else:
         numbers = weight, bias, mean.unsqueeze(2), variance.unsqueeze(2)
         # Kernels for channels last read them without regard to strides.
-        own = [None if t is None else runs.spread(t).flatten().contiguous() for t in numbers]
-        y, _, _ = torch.native_batch_norm(runs.of(block), *own, False, 0.0, eps)
+        w, b, m, v = [t if t is None else runs.spread(t).flatten().contiguous() for t in numbers]
+        y, _, _ = torch.native_batch_norm(runs.of(block), w, b, m, v, False, 0.0, eps)
     # A view could not be changed in place afterwards.
     return y if y.shape == x.shape else y.as_strided_(x.shape, x.stride())
 

@@ -338,8 +338,8 @@ class RunningStatistics(NamedTuple):
         if self.rest:
             total = all_reduce(torch.stack([mean, variance]), self.grid, self.rest)
             mean, variance = total / self.groups
-        self.mean.lerp_(in_type(mean, self.mean.dtype), self.momentum)
-        self.variance.lerp_(in_type(variance, self.variance.dtype), self.momentum)
+        for own, new in ((self.mean, mean), (self.variance, variance)):
+            own.lerp_(new if new.dtype == own.dtype else new.to(own.dtype), self.momentum)
         if self.publish is not None:
             self.publish()
 
