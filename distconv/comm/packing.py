@@ -276,7 +276,7 @@ def pack_messages(
         else:
             packed = grid.transport.empty(places.shape, tensor)
             torch.index_select(memory, 0, places.indices[0], out=packed)
-        messages: Sequence[Tensor] = torch.split_with_sizes(packed, places.units)
+        messages: Sequence[Tensor] = _divided(packed, places.units)
     else:
         messages = _copied(tensor, places, grid, small)
     return _all_messages(places, tensor, messages)
@@ -291,7 +291,7 @@ def _copied(tensor: Tensor, places: Places, grid: Grid, small: bool) -> Sequence
     if not places.order:
         return ()
     buffer = grid.transport.empty((places.total,), tensor)
-    messages = torch.split_with_sizes(buffer, places.sizes)
+    messages = _divided(buffer, places.sizes)
     for place, part in _boxes(tensor, places, messages):
         part.copy_(place)
     return messages
@@ -319,11 +319,14 @@ def _boxes(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each box of the messages in the buffer: its place in `tensor`, and in its message."""
     for i, message in zip(places.order, buffered, strict=True):
-        start = 0
-        for box in places.routes[i].boxes:
-            place = tensor[box]
-            yield place, message[start : start + place.numel()].view(place.shape)
-            start += place.numel()
+        own = [tensor[box] for box in places.routes[i].boxes]
+        for place, part in zip(own, _divided(message, [x.numel() for x in own]), strict=True):
+            yield place, part.view(place.shape)
+
+
+def _divided(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """Return views of consecutive parts of `flat` of these sizes, along its first dimension."""
+    return (flat,) if len(sizes) == 1 else torch.split_with_sizes(flat, sizes)
 
 
 class ReceiveBuffers:
@@ -340,10 +343,10 @@ class ReceiveBuffers:
 
     def __init__(self, places: Places, like: Tensor, grid: Grid, into: Tensor | None = None):
         self._places = places
-        buffered: tuple[Tensor, ...] = ()
+        buffered: Sequence[Tensor] = ()
         if places.order:
             self._buffer = grid.transport.empty((places.total,), like)
-            buffered = torch.split_with_sizes(self._buffer, places.sizes)
+            buffered = _divided(self._buffer, places.sizes)
         self.messages = _all_messages(places, into, buffered)
 
     def copy_to(self, tensor: Tensor) -> None:
@@ -353,7 +356,7 @@ class ReceiveBuffers:
             memory = tensor.as_strided(*places.memory)
             memory.index_copy_(0, places.indices[0], self._buffer.view(places.shape))
         elif places.order:
-            buffered = torch.split_with_sizes(self._buffer, places.sizes)
+            buffered = _divided(self._buffer, places.sizes)
             for place, part in _boxes(tensor, places, buffered):
                 place.copy_(part)
 
@@ -361,10 +364,10 @@ class ReceiveBuffers:
         """Add the buffer to `tensor`, to which `places` belongs."""
         if places.indices and tensor.dtype in _INDEXED:
             memory, summands = tensor.as_strided(*places.memory), self._buffer.view(places.shape)
-            parts = torch.split_with_sizes(summands, places.counts)
+            parts = _divided(summands, places.counts)
             for index, part in zip(places.indices, parts, strict=True):
                 memory.index_add_(0, index, part)
         elif places.order:
-            buffered = torch.split_with_sizes(self._buffer, places.sizes)
+            buffered = _divided(self._buffer, places.sizes)
             for place, part in _boxes(tensor, places, buffered):
                 place.add_(part)

@@ -47,9 +47,11 @@ class InFlight:
         """Wait for the messages, and return each of them in the shape of its route, in order."""
         self._request.wait()
         plan = self._transfer.plan
-        pairs = zip(plan.packed.receives, self._buffers.messages, strict=True)
-        halos = [message.view(route.shape) for route, (_, message) in pairs]
-        return [x.movedim(-1, 1) for x in halos] if plan.channels_last else halos
+        halos, last = [], plan.channels_last
+        for route, (_, message) in zip(plan.packed.receives, self._buffers.messages, strict=True):
+            halo = message.view(route.shape)
+            halos.append(halo.movedim(-1, 1) if last else halo)
+        return halos
 
     def wait_into(self, buffer: Tensor) -> None:
         """Wait for the messages, and copy them to their boxes of `buffer`."""

@@ -335,6 +335,7 @@ def cutting_axes(cuts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(chain.from_iterable(cuts))
 
 
+@lru_cache(maxsize=4096)
 def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:
     """Return the grid axes with several ranks along which a tensor is replicated.
 

@@ -192,9 +192,11 @@ class BucketSequence:
         for bucket in self._buckets:
             bucket.missing = len(bucket.members)
 
-    def note(self, p: ReducedParameter) -> None:
-        """Note that the gradient of `p` is there."""
-        self._buckets[p.bucket].missing -= 1
+    def note(self, p: ReducedParameter) -> bool:
+        """Note that the gradient of `p` is there, and return whether its bucket is now full."""
+        bucket = self._buckets[p.bucket]
+        bucket.missing -= 1
+        return not bucket.missing
 
     def start_full(self, reduce_hook: ReduceHook) -> None:
         """Start the buckets that are full, up to the first one that is not."""

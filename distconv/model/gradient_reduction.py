@@ -280,7 +280,7 @@ class GradientReduction:
         reference: ref[GradientReduction], number: int, gradients: tuple[Tensor | None]
     ) -> tuple[Tensor] | None:
         """Note that autograd adds a part to a gradient; return the part, if it is another one."""
-        self = alive(reference)
+        self = reference() or alive(reference)
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
@@ -299,9 +299,10 @@ class GradientReduction:
         backward_pass = torch_private.backward_pass()
         if backward_pass != self._pass:
             self._begin_pass(backward_pass)
-        p.defer_hooks(self.enabled)
+        if len(torch_private.accumulation_hooks_of(p.leaf)) > 1:
+            p.defer_hooks(self.enabled)
         p.expect_part()
-        if p.holds_sum_of_hooks() and p.comm.rank > 0:
+        if torch_private.hooks_of(p.leaf) and p.holds_sum_of_hooks() and p.comm.rank > 0:
             # Results of hooks on the sum are the same on all ranks, and count once.
             return (torch.zeros_like(part),)
         return scaled
@@ -309,11 +310,11 @@ class GradientReduction:
     @staticmethod
     def _after_accumulation(reference: ref[GradientReduction], number: int, _: Tensor) -> None:
         """Note that the gradient of a parameter is there, and start the buckets that are full."""
-        self = alive(reference)  # and with it the node with the other hook
+        self = reference() or alive(reference)  # and with it the node with the other hook
         if self.grid.size == 1 or not self.enabled:
             return
-        self.buckets.note(self.parameters[number])
-        if not self.starts_at_the_end:
+        full = self.buckets.note(self.parameters[number])
+        if full and not self.starts_at_the_end:
             self.buckets.start_full(self.reduce_hook or self.start_sum)
 
     def _begin_pass(self, backward_pass: int) -> None:
@@ -380,6 +381,8 @@ class GradientReduction:
         self._pass = -1
         summed: list[ReducedParameter] = []
         for bucket in self.buckets:
+            if bucket.request is None:
+                continue
             summed += (members := bucket.wait())
             if members and bucket.uneven and not self._warned:
                 self._warn(bucket)

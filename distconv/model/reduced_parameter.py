@@ -134,9 +134,9 @@ class ReducedParameter:
     def holds_sum_of_hooks(self) -> bool:
         """Return whether the program's hooks have got the sum, and not this rank's part.
 
-        Raises RuntimeError if the program's hooks have got this rank's part.
+        The program has such hooks. Raises RuntimeError if they have got this rank's part.
         """
-        if not torch_private.hooks_of(self.leaf) or isinstance(self.tensor, DistTensor):
+        if isinstance(self.tensor, DistTensor):
             return False
         if not is_summed(self.leaf):
             raise RuntimeError(
@@ -167,6 +167,8 @@ class ReducedParameter:
 
     def call_deferred_hooks(self) -> None:
         """Call the program's post-accumulate-gradient hooks, now that the sum is set."""
+        if len(torch_private.accumulation_hooks_of(self.leaf)) == 1:
+            return  # distconv's own
         self.defer_hooks(True)  # this rank may have had no part of the gradient
         with torch.no_grad():
             for _, after in self._deferred():
@@ -222,7 +224,9 @@ def accumulating_nodes(leaves: Sequence[Tensor]) -> list[Node]:
     """
     if not leaves:
         return []
-    with torch.enable_grad():
-        # Earlier versions of torch keep the node only as long as its result.
-        result = _Edges.apply(*leaves)
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return accumulating_nodes(leaves)
+    # Earlier versions of torch keep the node only as long as its result.
+    result = _Edges.apply(*leaves)
     return [node for node, _ in result.grad_fn.next_functions]

@@ -57,7 +57,13 @@ from distconv.tensor.dispatch import (
 from distconv.tensor.memory_format import channels_last
 from distconv.tensor.one_rank import SERIAL, call_serial
 from distconv.tensor.ownership import started_at, undeclared
-from distconv.tensor.recording import check_brought, check_recorded, gradient_seed, ignores_first
+from distconv.tensor.recording import (
+    MAY_IGNORE_FIRST,
+    check_brought,
+    check_recorded,
+    gradient_seed,
+    ignores_first,
+)
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
 from distconv.torch_private import (
     ShardFunction,
@@ -115,7 +121,11 @@ class DistTensor(Chunked):
             try:
                 if func in _OWN_AFFAIRS:
                     return _keep_journal_entry(args, _run(rule, func, args, kwargs, operands))
-                _enter_call(func, operands)
+                for x in operands:
+                    # One rank may print a tensor alone that is whole on every rank.
+                    if isinstance(x, DistTensorBase) and any(x.cuts):
+                        x.grid.journal.enter_call(func)
+                        break
                 return _run(rule, func, args, kwargs, operands)
             except Exception as error:
                 note_error(func, error)
@@ -588,17 +598,6 @@ def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) ->
     return rank_box(sizes, cuts_of_layout(layout, grid, len(sizes)), grid.topology, grid.rank)
 
 
-def _enter_call(func: Callable[..., Any], operands: Sequence[Tensor]) -> None:
-    """Enter a call of `func` in the journal of the grid, for comparison with the other ranks.
-
-    Calls on tensors that are whole on every rank are left out, as one rank may print them alone.
-    """
-    for x in operands:
-        if isinstance(x, DistTensorBase) and any(x.cuts):
-            x.grid.journal.enter_call(func)
-            return
-
-
 class _Alias(ShardFunction):
     """An alias of a leaf, in the same memory.
 
@@ -664,7 +663,8 @@ def _run(
         operands = tensors_in(*args, *named.values())
     entered: dict[int, Tensor] = {}
     if func not in UNCHECKED:
-        entered = check_recorded(func, *operands, unused_first=ignores_first(func, args, named))
+        unused = func in MAY_IGNORE_FIRST and ignores_first(func, args, named)
+        entered = check_recorded(func, *operands, unused_first=unused)
     if func not in UNCHECKED and autocast_is_on():
         rule = autocast.under_autocast(rule, func, operands)
     if out is None:

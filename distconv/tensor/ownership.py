@@ -8,8 +8,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -174,16 +173,21 @@ def _check_not_owned(node: Any, _: Tensor | None) -> None:
         )
 
 
-@contextmanager
-def started_at(shards: Iterable[Tensor]) -> Iterator[None]:
-    """Note that the backward pass in the context starts at these blocks of distributed tensors.
+class started_at:
+    """A context whose backward pass starts at these blocks of distributed tensors.
 
     All other tensors at which it starts then count as plain.
     """
-    _DISTRIBUTED.append(list(shards))
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_shards",)
+
+    def __init__(self, shards: list[Tensor]):
+        self._shards = shards
+
+    def __enter__(self) -> None:
+        _DISTRIBUTED.append(self._shards)
+
+    def __exit__(self, *_: object) -> None:
         _DISTRIBUTED.pop()
 
 

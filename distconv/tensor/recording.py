@@ -16,7 +16,7 @@ from distconv.grid.interface import Grid
 from distconv.grid.words import operator_name, user_line
 from distconv.tensor.base import DistTensorBase, replaced, tensors_in
 from distconv.tensor.dispatch import check_untraced, refuse
-from distconv.tensor.ownership import enter, is_owned, origins, owned_among
+from distconv.tensor.ownership import OWNED, enter, origins, owned_among
 from distconv.tensor.redistribution import redistribute
 from distconv.torch_private import hooks_of, without_torch_function
 
@@ -106,6 +106,10 @@ _ADDED: set[Any] = {
 """Functions that ignore their first argument with beta=0."""
 
 
+MAY_IGNORE_FIRST = _OVERWRITING | _ADDED
+"""The functions for which `ignores_first` may be true."""
+
+
 def ignores_first(operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     """Return whether `operator(*args, **named)` reads no element of its first argument.
 
@@ -156,7 +160,7 @@ def check_recorded(
         return entered
     plain = []
     for x in operands:
-        if isinstance(x, DistTensorBase) or not isinstance(x, Tensor) or is_owned(x):
+        if isinstance(x, DistTensorBase) or not isinstance(x, Tensor) or OWNED in x.__dict__:
             continue
         sparse = x.layout is not torch.strided
         dims = 3 if operator in _OF_SPARSE_BATCHES else 2 if operator in _OF_SPARSE else None
@@ -288,7 +292,7 @@ def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operat
     if not isinstance(gradient, DistTensorBase):
         whole = collectives.replicate(gradient, grid, replicating_axes((), grid.topology))
         return whole[rank_box(shape, cuts, grid.topology, grid.rank).slices] / replicas
-    if gradient.grid != grid:
+    if gradient.grid is not grid and gradient.grid != grid:
         raise ValueError(
             f"{operator}: the gradient is on {gradient.grid}, but the tensor is on {grid}; create "
             "them on one grid"

@@ -80,7 +80,8 @@ class MPICommunicator:
     def compare(self, numbers: Sequence[int]) -> Comparison:
         check_is_rank()
         check_mpi_runs()
-        release_abandoned()
+        if _ABANDONED:
+            release_abandoned()
         most = with_opposites(numbers)
         request = self.mpi.Iallreduce(MPI.IN_PLACE, most, MPI.MAX)
         return Comparison(MPIRequest([request], most).wait, most)
@@ -126,8 +127,9 @@ class MPITransport:
     ) -> MPIRequest:
         if MPI.Is_finalized():
             check_mpi_runs()
+        if _ABANDONED:
+            release_abandoned()
         receive, send, requests = self._comm.Irecv, self._comm.Isend, list[MPI.Request]()
-        release_abandoned()
         under_way = MPIRequest(requests, (arriving, leaving))
         for rank, tensor in arriving:
             requests.append(receive(_bytes(tensor), rank, tag))

@@ -212,17 +212,21 @@ class _Zero(ShardFunction):
 
 
 class WeightMeta(NamedTuple):
-    """The global shape and the cuts of a layer's weight, and the shape of its bias."""
+    """The global shape and the cuts of a layer's weight, the shape of its bias, and their types."""
 
     shape: tuple[int, ...]
     cuts: Cuts
     bias: tuple[int, ...] | None
+    dtypes: tuple[torch.dtype, ...]
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> WeightMeta:
-        """Return the shapes and cuts of a layer's weight and bias, distributed or whole."""
-        cuts = weight.cuts if isinstance(weight, DistTensor) else ((),) * weight.dim()
-        return cls(tuple(weight.shape), cuts, None if bias is None else tuple(bias.shape))
+        """Return the shapes, cuts and types of a layer's weight and bias, distributed or whole."""
+        shape = tuple(weight.shape)
+        cuts = weight.cuts if isinstance(weight, DistTensor) else ((),) * len(shape)
+        if bias is None:
+            return cls(shape, cuts, None, (weight.dtype,))
+        return cls(shape, cuts, tuple(bias.shape), (weight.dtype, bias.dtype))
 
 
 class LayerCall(NamedTuple):

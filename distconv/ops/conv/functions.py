@@ -42,6 +42,7 @@ from distconv.ops.support.dimensions import convolves
 from distconv.ops.support.operands import (
     Placement,
     box_on_rank,
+    check_equal_types,
     distributed_input,
     empty_block,
     filled_block,
@@ -201,6 +202,7 @@ def _plan(
     method: str | None,
     sizes: Thresholds,
 ) -> _Plan:
+    check_equal_types(spec.name, (x.dtype, *weights.dtypes))
     shape = spec.output_shape(x.shape, weights.shape, weights.bias)
     maps = spec.index_maps(weights.shape[2:])
     needs = (Same(), Same(), *spec.inputs_to_gather(maps, x.cuts))
@@ -279,7 +281,12 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
     def rule(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **named: Any
     ) -> DistTensor:
-        given = map(_hashable, (*args, *named.values()))
+        given = [
+            a
+            if type(a) is int or type(a) is tuple and _INTEGERS.issuperset(map(type, a))
+            else _hashable(a)
+            for a in (*args, *named.values())
+        ]
         spec = _specification(kind, function, n, *given, named=tuple(named))
         x = distributed_input(spec.name, input, weight, bias)
         if isinstance(spec, TransposedConvolution) and spec.has_no_outputs(
@@ -304,8 +311,6 @@ def _of_blocks(
 
 def _hashable(argument: Any) -> Any:
     """Return an argument as a key of a cache: a list as a tuple, a 0-d tensor as its number."""
-    if type(argument) is tuple and _INTEGERS.issuperset(map(type, argument)):
-        return argument
     if isinstance(argument, (tuple, list)):
         return tuple(map(_hashable, argument))
     return argument.item() if isinstance(argument, Tensor) else argument

@@ -223,7 +223,7 @@ class LocalConvolution:
         y = convolve(x, weight, bias, *self._arguments(piece))
         if d is not None:
             y = y.unsqueeze(d)
-        return crop_outputs(y, piece.crop)
+        return y if piece.crop is None else crop_outputs(y, piece.crop)
 
     def backward(
         self,
@@ -270,15 +270,12 @@ class LocalConvolution:
         return stride, padding, dilation, self.transposed, extra, self.groups
 
 
-def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
+def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]]) -> Tensor:
     """Return `y` without some first and last elements of each spatial dimension.
 
     Parameters
     ----------
-    crop: for each spatial dimension, the numbers of elements to drop before and after; None to drop
-        none.
+    crop: for each spatial dimension, the numbers of elements to drop before and after.
     """
-    if crop is None:
-        return y
     kept = (slice(a, n - b) for (a, b), n in zip(crop, y.shape[2:], strict=True))
     return y[(slice(None), slice(None), *kept)]

@@ -406,6 +406,7 @@ _added(torch.addr, torch.outer, "vec1", "vec2")
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x A^T + b over the last dimension: (..., in) to (..., out), A of shape (out, in)."""
     x = distributed_input("linear", input, weight, bias)
+    check_same_types("linear", x, weight, bias)
     if x.shape[-1] != weight.shape[-1]:
         raise RuntimeError(
             f"linear: the input {tuple(x.shape)} ends in {x.shape[-1]} features, the weight "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
-from distconv.device.kinds import is_accelerator, on_accelerator, thresholds
+from distconv.device.kinds import on_accelerator, thresholds
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.normalize import check_parameter_types, normalize
 from distconv.ops.norm.statistics import (
@@ -28,6 +28,7 @@ from distconv.ops.support.operands import (
     accumulation_type,
     as_distributed,
     common_grid,
+    distributed_input,
     gather_whole,
     in_type,
     local_operand,
@@ -66,38 +67,40 @@ def batch_norm_over(
     statistics take their mean over the groups, and so stay the same on every rank.
     """
     channelwise = running_mean, running_var, weight, bias
-    grid = common_grid("batch_norm", (input, *channelwise))
-    x = as_distributed(input, grid)
+    x = distributed_input("batch_norm", input, *channelwise)
+    grid = x.grid
     kinds = tuple([None if t is None else (t.shape, t.dtype) for t in channelwise])
     options = training, momentum is None, eps
     training, group, rest, counts, groups = _decide(
         Placement.of(x), axes, grid.device, *options, kinds
     )
-    running = running_mean, running_var
+    publish: Callable[[], None] | None = None
     if any(x.cuts[1:2]) or any([isinstance(t, DistTensor) for t in channelwise]):
+        running = running_mean, running_var
         running_mean, running_var, weight, bias = (
             own_channels(t, x, "batch_norm") for t in channelwise
         )
         if running_mean is not None and running_var is not None:
             # The backward pass needs their current values.
-            running_mean, running_var = running_mean.clone(), running_var.clone()
-    block = with_batch_stride(x.shard)
+            own = running_mean, running_var = running_mean.clone(), running_var.clone()
+            publish = partial(gather_running_statistics, x, running, own, "batch_norm")
+    block = x.shard
     most = thresholds(on_accelerator(block, grid.computes_on_gpu)).own_batch_norm
     if not training or not (group or rest or block.numel() > most):
         if block.numel() or not x.numel():
+            block = with_batch_stride(block)
             shard = F.batch_norm(
                 block, running_mean, running_var, weight, bias, training, momentum, eps
             )
         else:
             shard = _without_elements(block, weight, bias)
-        if training:
-            gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
+        if training and publish is not None:
+            publish()
         return DistTensor(shard, x.shape, x.cuts, grid)
 
     tracked = None
     if running_mean is not None and running_var is not None:
         own = running_mean, running_var
-        publish = partial(gather_running_statistics, x, running, own, "batch_norm")
         tracked = RunningStatistics(*own, momentum, sum(counts), grid, rest, groups, publish)
     form = Form(block.shape[1], of_each_sample=False)
     shard = normalize(block, weight, bias, form, grid, group, counts, eps, tracked)
@@ -106,8 +109,7 @@ def batch_norm_over(
 
 def _of_blocks(input: Tensor, *args: Any, **named: Any) -> Any:
     """Return the batch norm of the block of one rank, for `serial_by`."""
-    most = thresholds(is_accelerator(input.device)).own_batch_norm
-    if input.numel() > most:
+    if input.numel() > thresholds(on_accelerator(input, simulated=False)).own_batch_norm:
         return NotImplemented
     return F.batch_norm(with_batch_stride(input), *args, **named)
 

@@ -72,11 +72,12 @@ def normalize(
     counts: the number of elements of a statistic on each rank along `group`.
     running: the running statistics to update, if any.
     """
-    if on_accelerator(x, grid.computes_on_gpu):
+    accelerator = on_accelerator(x, grid.computes_on_gpu)
+    if accelerator:
         form = form._replace(in_runs=False)
     x = in_format_of(x, x)
     # The choice is the same on all ranks, whose functions exchange messages.
-    synchronized = form.centered and not form.weighs_elements and on_accelerator(x, simulated=False)
+    synchronized = accelerator and form.centered and not (form.weighs_elements or x.is_meta)
     function = SynchronizedNorm if synchronized else _NormalizeBlock
     last = synchronized and form.of_each_sample and has_channels_last(x)
     block = x.contiguous() if last else x
@@ -206,7 +207,7 @@ def _gain(weight: Tensor | None, variance: Tensor, eps: float) -> Tensor:
     rows = weight.expand(*variance.shape, weight.shape[-1]).reshape(1, n, -1)
     # One kernel in place of a sum, a root and a product.
     numbers = None, None, _vector(device, n, 0.0, dtype), variance.flatten()
-    gain, _, _ = torch.ops.aten.native_batch_norm(rows, *numbers, False, 0.0, eps)
+    gain, _, _ = torch.native_batch_norm(rows, *numbers, False, 0.0, eps)
     return gain.view(*variance.shape, -1)
 
 
@@ -239,8 +240,8 @@ def _affine(
     else:
         numbers = weight, bias, mean.unsqueeze(2), variance.unsqueeze(2)
         # Kernels for channels last read them without regard to strides.
-        own = [None if t is None else runs.spread(t).flatten().contiguous() for t in numbers]
-        y, _, _ = torch.ops.aten.native_batch_norm(runs.of(block), *own, False, 0.0, eps)
+        w, b, m, v = [t if t is None else runs.spread(t).flatten().contiguous() for t in numbers]
+        y, _, _ = torch.native_batch_norm(runs.of(block), w, b, m, v, False, 0.0, eps)
     # A view could not be changed in place afterwards.
     return y if y.shape == x.shape else y.as_strided_(x.shape, x.stride())
 

@@ -109,7 +109,7 @@ def by_groups(x: Tensor, form: Form) -> Tensor:
 
     With channels last the block itself is returned.
     """
-    if has_channels_last(x) or form.groups == x.shape[1]:
+    if form.groups == x.shape[1] or has_channels_last(x):
         return x
     return x.view(x.shape[0], form.groups, x[0].numel() // form.groups)
 
@@ -119,9 +119,12 @@ def channels_of(x: Tensor, form: Form) -> Runs:
 
     If samples share their statistics, runs are whole channels of the mini-batch.
     """
-    if form.of_each_sample and x.shape[0] > 1:
-        return runs_of(x, form)
-    return Runs((1, 1, form.groups, x.shape[1] // form.groups, 1), tuple(x.shape), False)
+    return runs_of(x, form) if form.of_each_sample and x.shape[0] > 1 else _whole(x.shape, form)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: torch.Size, form: Form) -> Runs:
+    return Runs((1, 1, form.groups, shape[1] // form.groups, 1), tuple(shape), False)
 
 
 @lru_cache(maxsize=4096)
@@ -266,9 +269,10 @@ def _shares(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -
 
 def _of_block(x: Tensor, form: Form) -> Tensor:
     """Return mean and biased variance of a block, as (2, samples, groups)."""
-    x = by_groups(to_accumulation_type(rows_if_small(x, form)), form)
+    x = rows_if_small(x, form) if form.of_each_sample else x
+    x = by_groups(to_accumulation_type(x), form)
     runs = runs_of(x, form)
-    means, variances = runs.collect([_of_runs(part) for part in runs.calls(x)])
+    means, variances = runs.collect(list(map(_of_runs, runs.calls(x))))
     if prod(runs.numbers) == runs.numbers[0] * form.groups:
         return torch.stack([means, variances]).flatten(2)
     return torch.stack(_of_equal_parts(means, variances, (1, 3, 4)))
@@ -312,7 +316,8 @@ class RunningStatistics(NamedTuple):
     elements: the number of elements of a statistic on all ranks.
     rest, groups: the grid axes that separate groups of ranks with statistics of their own, and the
         number of groups that have elements. Running statistics take the mean over the groups.
-    publish: a collective function that makes the updated statistics known to all ranks.
+    publish: a collective function that makes the updated statistics known to all ranks; None if
+        every rank has all channels.
     """
 
     mean: Tensor
@@ -322,7 +327,7 @@ class RunningStatistics(NamedTuple):
     grid: Grid
     rest: tuple[str, ...]
     groups: int
-    publish: Callable[[], None]
+    publish: Callable[[], None] | None
 
     def update(self, mean: Tensor, variance: Tensor) -> None:
         """Take in the mini-batch's mean and biased variance, one number for each channel.
@@ -333,9 +338,10 @@ class RunningStatistics(NamedTuple):
         if self.rest:
             total = all_reduce(torch.stack([mean, variance]), self.grid, self.rest)
             mean, variance = total / self.groups
-        self.mean.lerp_(in_type(mean, self.mean.dtype), self.momentum)
-        self.variance.lerp_(in_type(variance, self.variance.dtype), self.momentum)
-        self.publish()
+        for own, new in ((self.mean, mean), (self.variance, variance)):
+            own.lerp_(new if new.dtype == own.dtype else new.to(own.dtype), self.momentum)
+        if self.publish is not None:
+            self.publish()
 
 
 # Gradients of norms that can be differentiated again.

@@ -338,7 +338,8 @@ def _combined(
             numbers,
         )
     if running and in_kernel:
-        running.publish()
+        if running.publish is not None:
+            running.publish()
     elif running:
         running.update(mean, invstd.square().reciprocal_().sub_(eps))
     return mean.reshape(-1), invstd.reshape(-1)

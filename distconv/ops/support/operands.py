@@ -226,28 +226,26 @@ def check_same_types(name: str, *tensors: Tensor | None) -> None:
 
     `name` is the called function, for the error.
     """
-    first = None
-    for t in tensors:
-        if t is None:
-            continue
-        first = t.dtype if first is None else first
-        if t.dtype != first:
-            types = ", ".join(str(t.dtype) for t in tensors if t is not None)
-            raise RuntimeError(
-                f"{name}: input, weight and bias have the types {types}; convert them to one type"
-            )
+    check_equal_types(name, [t.dtype for t in tensors if t is not None])
+
+
+def check_equal_types(name: str, types: Sequence[torch.dtype]) -> None:
+    """Raise RuntimeError if the types of input, weight and bias of function `name` differ."""
+    if types.count(types[0]) < len(types):
+        raise RuntimeError(
+            f"{name}: input, weight and bias have the types {', '.join(map(str, types))}; convert "
+            "them to one type"
+        )
 
 
 def distributed_input(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
-    """Return the input as a DistTensor; raise if parameters have another type or grid.
+    """Return the input as a DistTensor on the grid of the parameters.
 
     `name` is the called function, for errors.
     """
-    x = input
-    if not isinstance(x, DistTensor):
-        x = as_distributed(input, common_grid(name, (input, *parameters)))
-    check_same_types(name, x, *parameters)
-    return x
+    if isinstance(input, DistTensor):
+        return input
+    return as_distributed(input, common_grid(name, (input, *parameters)))
 
 
 def global_indices(x: DistTensor) -> list[Tensor]:
