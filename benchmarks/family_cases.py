@@ -385,7 +385,7 @@ class RAFT(nn.Module):
 
 def _attention(*ways: str) -> Callable[[], nn.Module]:
     """Return the factory of layers of attention that attend in these ways, one after the other."""
-    return lambda: nn.Sequential(nn.Conv2d(3, 32, 1), *(Attention(32, way=way) for way in ways))
+    return lambda: nn.Sequential(*(Attention(32, way=way) for way in ways))
 
 
 def _deformable() -> nn.Module:
@@ -402,8 +402,8 @@ FAMILIES = (
     Family("Perceiver", Perceiver, (1, 3, 128, 128)),
     Family("ViT", ViT, (1, 3, 256, 256)),
     Family("ViT, causal", partial(ViT, causal=True), (1, 3, 256, 256)),
-    Family("axial attention", _attention("height", "width"), (1, 3, 128, 128)),
-    Family("MaxViT grid", _attention("grid"), (1, 3, 128, 128)),
+    Family("axial attention", _attention("height", "width"), (1, 32, 128, 128)),
+    Family("MaxViT grid", _attention("grid"), (1, 32, 128, 128)),
     Family("RAFT", RAFT, (1, 3, 128, 128)),
     Family("deformable convolution", _deformable, (1, 3, 96, 96)),
     Family("LIIF", LIIF, (1, 3, 96, 96)),
