@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -48,8 +49,9 @@ def families(settings: Settings, cases: tuple[Family, ...] = FAMILIES) -> Iterat
 def _grid(settings: Settings, ndim: int) -> ProcessGrid:
     """Return the grid for tensors of `ndim` dimensions, of 2 x 2 ranks by default on four."""
     if settings.extents is None and settings.ranks == 4 and ndim > 3:
-        axes = ("height", "width") if ndim == 4 else ("depth", "height")
-        return ProcessGrid(**dict.fromkeys(axes, 2), device="cpu")
+        first = "depth" if ndim == 5 else "width"
+        extents: dict[str, Any] = {first: 2, "height": 2}
+        return ProcessGrid(**extents, device="cpu")
     return settings.grid(ndim)
 
 

@@ -191,7 +191,7 @@ class VoxelMorph(nn.Module):
         self.flow = nn.Conv3d(1, 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        points = F.affine_grid(torch.eye(3, 4)[None], x.shape, align_corners=True)
+        points = F.affine_grid(torch.eye(3, 4)[None], list(x.shape), align_corners=True)
         moved = self.voxels * self.flow(x).tanh().permute(0, 2, 3, 4, 1)
         units = torch.tensor([2 / (n - 1) for n in reversed(x.shape[2:])])
         return F.grid_sample(x, points + moved * units, align_corners=True)
@@ -289,6 +289,9 @@ class Scan(nn.Module):
 
 class MeshGraph(nn.Module):
     """Messages along the edges of a regular mesh, nodes in the order of its rows."""
+
+    receivers: Tensor
+    senders: Tensor
 
     def __init__(self, rows: int, columns: int, channels: int = 16) -> None:
         super().__init__()

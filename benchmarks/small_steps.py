@@ -5,7 +5,7 @@ A step is timed eagerly and compiled, as for the networks of `benchmarks/network
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 
@@ -56,6 +56,8 @@ class Wave(nn.Module):
 
     The input is (sample, 2, height, width): the first pressure, and the medium's speed.
     """
+
+    laplacian: Tensor
 
     def __init__(self, steps: int = 100) -> None:
         super().__init__()
@@ -123,22 +125,17 @@ def nafnet(channels: int = 16, blocks: int = 4) -> nn.Module:
     return nn.Sequential(first, *layers, last)
 
 
-def _steps() -> Iterator[Network]:
-    for name, make, channels, extent in (
-        ("lattice-Boltzmann by roll", LatticeBoltzmann, 9, 256),
-        ("wave equation of 100 convolutions", Wave, 2, 256),
-        ("NAFNet", nafnet, 3, 128),
-        ("FNO", partial(FNO, 16), 3, 192),
-    ):
-        yield Network(
-            f"{name}, {extent}^2",
-            lambda spatial, make=make: make(),
-            (1, channels, extent, extent),
-            over_plain=TARGET,
-        )
+def _network(name: str, make: Callable[[], nn.Module], channels: int, extent: int) -> Network:
+    shape = 1, channels, extent, extent
+    return Network(f"{name}, {extent}^2", lambda spatial: make(), shape, over_plain=TARGET)
 
 
-NETWORKS = tuple(_steps())
+NETWORKS = (
+    _network("lattice-Boltzmann by roll", LatticeBoltzmann, 9, 256),
+    _network("wave equation of 100 convolutions", Wave, 2, 256),
+    _network("NAFNet", nafnet, 3, 128),
+    _network("FNO", partial(FNO, 16), 3, 192),
+)
 
 
 def small_steps(settings: Settings) -> Iterator[Row]:
