@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.attention import attentions
 from benchmarks.channels import channels
+from benchmarks.families import families
 from benchmarks.halo import halos
 from benchmarks.layer import layers
 from benchmarks.lookups import graphs, warps
@@ -22,6 +23,7 @@ from benchmarks.measuring.settings import Settings
 from benchmarks.modes import modes
 from benchmarks.networks import MESH, NETWORKS, UNET3D
 from benchmarks.overhead import overheads
+from benchmarks.small_steps import small_steps
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.ranks import world
 from distconv.tools.arguments import BadArguments, RankParser, grid_axes, shape
@@ -41,6 +43,8 @@ BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "warp": warps,
     "graph": graphs,
     "modes": modes,
+    "small": small_steps,
+    "families": families,
 }
 """The benchmarks by name; all ranks call one."""
 

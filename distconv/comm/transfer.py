@@ -171,7 +171,11 @@ class Transfer:
                 block = block.clone()
             own = own[1:]
         else:
-            block = empty_in_format(plan.block_shape, buffer).zero_()
+            block = empty_in_format(plan.block_shape, buffer)
+            block[plan.beside_own].zero_()
+            for source, target in own[:1]:
+                block[source] = buffer[target]
+            own = own[1:]
         for source, target in own:
             block[source].add_(buffer[target])
         gradients.wait_and_add_to(block)

@@ -132,6 +132,22 @@ class Plan:
         return tuple(slice(0, n) for n in self.block_shape)
 
     @cached_property
+    def beside_own(self) -> Slices:
+        """Return the smallest box with all elements of the block outside of the first own box."""
+        if not self.own:
+            return self.whole_block
+        rests = [
+            (d, rest)
+            for d, (side, n) in enumerate(zip(self.own[0][0], self.block_shape, strict=True))
+            for rest in (slice(0, side.start), slice(side.stop, n))
+            if rest.start < rest.stop
+        ]
+        if len(rests) != 1:
+            return self.whole_block
+        ((d, rest),) = rests
+        return (*self.whole_block[:d], rest, *self.whole_block[d + 1 :])
+
+    @cached_property
     def covered(self) -> bool:
         """Return whether every element of the buffer is written, with no padding left."""
         own = sum(prod(s.stop - s.start for s in source) for source, _ in self.own)

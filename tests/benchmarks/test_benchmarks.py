@@ -19,6 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 import distconv as dc
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.attention import attentions
+from benchmarks.families import families
+from benchmarks.family_cases import FAMILIES
 from benchmarks.halo import exchange, halos, plan_of, sendrecv
 from benchmarks.layer import Case, layers
 from benchmarks.lookups import graphs, warps
@@ -284,6 +286,14 @@ def test_warps_and_graphs_are_compared_with_gathering() -> None:
 @pytest.mark.parallel(2)
 def test_partial_transforms_are_compared_with_transforms_in_full() -> None:
     check(list(modes(QUICK, ((8, 2),))), "modes")
+
+
+@pytest.mark.parallel(2)
+def test_families_are_counted_in_bytes_and_memory() -> None:
+    rows = list(families(QUICK, FAMILIES[:1]))
+    check(rows, "families")
+    forward, backward, peak = (row.value for row in rows)
+    assert 2 < forward < 4 and 2 < backward < 4 and 0.45 < peak < 0.6
 
 
 @pytest.mark.parallel(2)

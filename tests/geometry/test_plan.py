@@ -293,6 +293,21 @@ def test_the_reverse_of_a_plan_is_its_transpose(movement: Movement, seed: int) -
 
 
 @given(movements())
+def test_the_first_own_box_and_the_box_beside_it_are_the_block(movement: Movement) -> None:
+    for plan in movement.plans:
+        found = np.zeros(plan.block_shape)
+        found[plan.beside_own] = 1
+        if plan.own:
+            found[plan.own[0][0]] = 1
+        assert found.all() or not found.size
+
+
+def test_a_roll_leaves_its_last_rows_beside_the_own_box() -> None:
+    first, second = of_width(2, 8, Rolled(1))
+    assert [plan.beside_own for plan in (first, second)] == [(slice(3, 4),)] * 2
+
+
+@given(movements())
 def test_a_plan_knows_when_the_buffer_is_the_block(movement: Movement) -> None:
     blocks = movement.blocks(indices(movement.shape))
     for plan, mine, buffer in zip(movement.plans, blocks, movement.gather(blocks), strict=True):

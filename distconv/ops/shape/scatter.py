@@ -60,8 +60,9 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
                 way_out="Use x.full_tensor()",
             )
         d = normalize_dim(dim, x.dim())
-        if name == "scatter_add" and not is_merged(index):
-            added = _added_to_rows(x, d, index, *values, *options.values())
+        if name == "scatter_add" and not (is_merged(index) and _counts(x, d, index)):
+            cut = _cut_as_index(x, d, index)
+            added = _added_to_rows(cut, d, index, *values, *options.values())
             if added is not None:
                 return added
         if name == "scatter_add" and _counts(x, d, index):
@@ -90,6 +91,14 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 _scatter(torch.scatter, torch.Tensor.scatter)
 _scatter(torch.scatter_add, torch.Tensor.scatter_add)
 _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
+
+
+def _cut_as_index(x: DistTensor, d: int, index: Tensor) -> DistTensor:
+    """Return `x`, partitioned along `d` as a smaller index is if `x` is whole. Nothing moves."""
+    axes = index.cuts[d] if isinstance(index, DistTensor) else ()
+    if x.cuts[d] or not axes or set(axes) & set(cutting_axes(x.cuts)) or _counts(x, d, index):
+        return x
+    return redistribute(x, replaced_at(x.cuts, d, axes), "scatter_add")
 
 
 def _added_to_rows(x: DistTensor, d: int, index: Tensor, src: Tensor) -> DistTensor | None:

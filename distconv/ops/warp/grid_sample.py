@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,10 @@ from distconv.comm.ledger import Movement, record
 from distconv.comm.transfer import gather
 from distconv.device.kinds import on_accelerator, thresholds
 from distconv.geometry.index_maps import Interval
-from distconv.geometry.layout import Box, Cuts, Layout, cutting_axes, rank_box
+from distconv.geometry.layout import Box, Cuts, Layout, Shape, cutting_axes, rank_box
 from distconv.geometry.requested import boxes_plan
 from distconv.ops.support.arguments import check_on_meta
+from distconv.ops.support.merged import factors_of, is_merged, merge_as, unmerge, unmerged
 from distconv.ops.support.operands import (
     as_distributed,
     box_on_rank,
@@ -53,7 +55,12 @@ def grid_sample(
     """
     options = mode, padding_mode, bool(align_corners)
     shape = check_on_meta(F.grid_sample, input, grid, *options)
-    x = as_distributed(input, common_grid(NAME, (input, grid)))
+    process_grid = common_grid(NAME, (input, grid))
+    if is_merged(input):
+        sampled = _by_samples(cast(DistTensor, input), grid, shape, options)
+        if sampled is not None:
+            return sampled
+    x = as_distributed(input, process_grid)
     cuts = _result_cuts(x, grid)
     points = (cuts[0], *cuts[2:], ())
     own = local_operand(grid, tuple(grid.shape), points, x.grid, NAME)
@@ -75,6 +82,29 @@ def grid_sample(
         moved = Relocate.apply(own, sampling, x.shape[2:], box)
         shard = F.grid_sample(plane, moved, mode, sampling.padding_in_box, bool(align_corners))
     return DistTensor(shard, shape, cuts, x.grid)
+
+
+def _by_samples(
+    input: DistTensor, points: Tensor, shape: Shape, options: tuple[str, str, bool]
+) -> DistTensor | None:
+    """Return the values of planes of which only the samples are merged and partitioned.
+
+    Each rank samples its own planes, and points that are not merged alike move to them. Returns
+    None for other planes.
+    """
+    x, runs = unmerged(input), factors_of(input)
+    lead = len(runs[0])
+    if any(len(run) > 1 for run in runs[1:]) or any(x.cuts[lead:]):
+        return None
+    cuts, made = (*x.cuts[:lead], *((),) * len(shape[1:])), (*runs[0], *shape[1:])
+    apart = unmerge(points, (runs[0], *((n,) for n in points.shape[1:])))
+    own = local_operand(apart, tuple(apart.shape), cuts, x.grid, NAME).flatten(0, lead - 1)
+    plane, block = x.shard.flatten(0, lead - 1), box_on_rank(made, cuts, x.grid).shape
+    if 0 in block:
+        shard = empty_block(plane, block) + empty_block(own, block)
+    else:
+        shard = F.grid_sample(plane, own, *options).reshape(block)
+    return cast(DistTensor, merge_as(DistTensor(shard, made, cuts, x.grid), shape))
 
 
 def _result_cuts(x: DistTensor, points: Tensor) -> Cuts:

@@ -111,3 +111,23 @@ def test_a_confusion_matrix_moves_nothing_but_sums() -> None:
     actual = counts(cut)
     assert torch.equal(actual, counts(labels))
     assert not sum(entry.bytes for entry in dc.redistributions(reset=True))
+
+
+@pytest.mark.parallel([2, 4])
+def test_values_splatted_into_plain_zeros_are_sent_to_their_rows() -> None:
+    grid = dc.ProcessGrid(height=2, width=-1)
+    n = 1024
+
+    def splat(x: Tensor) -> Tensor:
+        to = (torch.arange(n * n) + n).clamp(max=n * n - 1).view(1, 1, n, n) + (x > 9).long()
+        return torch.zeros(1, 1, n * n).scatter_add(2, to.flatten(2), x.flatten(2))
+
+    plain = torch.rand(1, 1, n, n)
+    x = dc.distribute_tensor(plain, grid)
+    with dc.count_traffic() as traffic:
+        y = splat(x)
+    assert torch.equal(y.full_tensor(), splat(plain))
+    assert y.to_local().numel() == n * n // grid.size
+    # On 2 x 2 ranks half of each block moves, of indices of 8 bytes and values of 4.
+    moved = 0 if grid.size == 2 else 12 * n * n / 8
+    assert moved <= traffic.forward < moved + 64 * n

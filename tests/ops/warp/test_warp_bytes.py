@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +16,7 @@ import distconv as dc
 from benchmarks.measuring.memory import peak_of
 from tests.ops.warp.test_warp_properties import identity
 from tests.support.arriving import arriving
+from tests.support.serial import agrees, random_tensor
 
 
 def _moved(
@@ -97,3 +99,29 @@ def test_a_rank_needs_its_share_of_the_serial_memory() -> None:
     own = peak_of(partial(_step, serial=False)).whole
     most = max(MPI.COMM_WORLD.allgather(own))
     assert most / serial < 1.6 / MPI.COMM_WORLD.size, most / serial
+
+
+def _lookups(left: Tensor, right: Tensor) -> Tensor:
+    """Return correlations of positions with those one pixel to the right, as RAFT looks them up."""
+    n, c, h, w = left.shape
+    pairs = (left.flatten(2).mT @ right.flatten(2)).view(n, h, w, 1, h, w).reshape(-1, 1, h, w)
+    rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    here = torch.stack([columns + 1, rows], -1).to(left.dtype)[None] + 0 * left[:, :2].movedim(1, 3)
+    points = 2 * here.reshape(-1, 1, 1, 2) / torch.tensor([w - 1.0, h - 1.0]).to(left.dtype) - 1
+    return F.grid_sample(pairs, points, align_corners=True).view(n, h, w, -1).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_planes_of_merged_samples_are_sampled_where_they_lie() -> None:
+    grid = (
+        dc.ProcessGrid(height=2, width=-1)
+        if MPI.COMM_WORLD.size == 4
+        else dc.ProcessGrid(height=-1)
+    )
+    x = random_tensor(random.Random(0), (1, 4, 9, 6))
+    agrees(_lookups, [x, x + 1], [], grid, random.Random(1), [None] * 2)
+    left, right = (dc.distribute_tensor(x, grid) for _ in range(2))
+    with dc.count_traffic() as traffic:
+        y = _lookups(left, right)
+    assert y.layout == left.layout
+    assert not any("grid_sample" in entry.operator for entry in traffic.entries)
