@@ -175,18 +175,8 @@ def save_checkpoint(
         "random": torch.get_rng_state(),
         **gathered(together(grid, lambda: _rest_of_run(extra, scheduler, loader)), grid),
     }
-    learned: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model}
-    if optimizer is not None:
-        learned["optimizer"] = optimizer
-        state["optimizer of"] = _described(optimizer, model)
-    divided = None
-    if sharded:
-        states = {name: part.state_dict() for name, part in learned.items()}
-        divided = together(grid, lambda: divide(states, grid))
-        state |= divided.skeleton
-        state["versions"] = dict(versions_in_state(model.state_dict()) or {})
-    else:
-        state |= {name: full_state_dict(part) for name, part in learned.items()}
+    learned, divided = _learned(model, optimizer, grid, sharded)
+    state |= learned
 
     def prepare() -> str:
         if keep < 1 or step < 0:
@@ -209,6 +199,26 @@ def save_checkpoint(
             _write_with_shards(path, state, divided, token, grid)
         on_rank_zero(grid, lambda: _clean(path, token, keep))
     return path
+
+
+def _learned(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid, sharded: bool
+) -> tuple[dict[str, Any], Divided | None]:
+    """Return what a checkpoint has of model and optimizer, and how it is divided. Collective.
+
+    Without `sharded` the tensors are whole, and the second result is None.
+    """
+    learned: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model}
+    described = {}
+    if optimizer is not None:
+        learned["optimizer"] = optimizer
+        described["optimizer of"] = _described(optimizer, model)
+    if not sharded:
+        return described | {name: full_state_dict(part) for name, part in learned.items()}, None
+    states = {name: part.state_dict() for name, part in learned.items()}
+    divided = together(grid, lambda: divide(states, grid))
+    versions = dict(versions_in_state(model.state_dict()) or {})
+    return described | divided.skeleton | {"versions": versions}, divided
 
 
 def _rest_of_run(

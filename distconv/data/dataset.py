@@ -200,12 +200,7 @@ class Dataset:
         names = [*_listed(inputs), *_listed(targets)]
 
         def opened() -> dict[Field, FieldOnGrid]:
-            if len(set(names)) < len(names):
-                raise ValueError(
-                    f"inputs and targets name a field twice: {names}; name each field once"
-                )
-            if augment_seed < 0:
-                raise ValueError(f"augment_seed={augment_seed} is negative; choose 0 or more")
+            _check_arguments(names, augment_seed)
             sources = open_sources(source, names)
             transforms = _by_name(transform, sources)
             check_names(
@@ -217,32 +212,8 @@ class Dataset:
             )
             _check_samples(sources)
             augmentations = Augmentations(tuple(augment), augment_seed)
-            shapes = given_shapes(sources, augmentations)
-            cuts = batch_cuts({name: shape for name, (shape, _) in shapes.items()}, layout, grid)
-            fields = {
-                name: FieldOnGrid(
-                    number=number,
-                    name=name,
-                    source=own,
-                    cuts=cuts[name],
-                    dtype=tensor_type(own, dtype, name),
-                    transform=transforms.get(name),
-                    shape=shapes[name][0],
-                    space=shapes[name][1],
-                    halo=halo_of(name, own, *shapes[name], halo, halo_border),
-                    border=halo_border,
-                    augmentations=augmentations,
-                    changes=tuple(augmentations.changes(number, name)),
-                )
-                for number, (name, own) in enumerate(sources.items())
-            }
-            for own in fields.values():
-                if own.changes and not own.dtype.is_floating_point:
-                    raise ValueError(
-                        f"augment: {own.changes[0][1]} changes {own.source.name}, which has type "
-                        f"{own.dtype}; expected a floating-point type, which dtype= sets"
-                    )
-            return fields
+            how = augmentations, layout, dtype, transforms, halo, halo_border
+            return _fields_on_grid(sources, grid, *how)
 
         self._fields = together(grid, opened)
         facts = together(grid, self._facts)
@@ -448,6 +419,48 @@ def _listed(names: str | int | Sequence[str | int] | None) -> list[str | int]:
     return [names] if isinstance(names, str | int) else list(names)
 
 
+def _fields_on_grid(
+    sources: Mapping[Field, Source],
+    grid: ProcessGrid,
+    augmentations: Augmentations,
+    layout: Layout | Mapping[Any, Layout] | None,
+    dtype: torch.dtype | Mapping[Any, torch.dtype] | None,
+    transforms: Mapping[Any, Transform],
+    halo: Any,
+    border: str,
+) -> dict[Field, FieldOnGrid]:
+    """Return the fields of a dataset as a grid reads them; the arguments are those of `Dataset`.
+
+    Raises ValueError if an augmentation changes values that are not floating-point.
+    """
+    shapes = given_shapes(sources, augmentations)
+    cuts = batch_cuts({name: shape for name, (shape, _) in shapes.items()}, layout, grid)
+    fields = {
+        name: FieldOnGrid(
+            number=number,
+            name=name,
+            source=own,
+            cuts=cuts[name],
+            dtype=tensor_type(own, dtype, name),
+            transform=transforms.get(name),
+            shape=shapes[name][0],
+            space=shapes[name][1],
+            halo=halo_of(name, own, *shapes[name], halo, border),
+            border=border,
+            augmentations=augmentations,
+            changes=tuple(augmentations.changes(number, name)),
+        )
+        for number, (name, own) in enumerate(sources.items())
+    }
+    for own in fields.values():
+        if own.changes and not own.dtype.is_floating_point:
+            raise ValueError(
+                f"augment: {own.changes[0][1]} changes {own.source.name}, which has type "
+                f"{own.dtype}; expected a floating-point type, which dtype= sets"
+            )
+    return fields
+
+
 def _by_name(
     transform: Transform | Mapping[Any, Transform] | None, sources: Mapping[Field, Source]
 ) -> Mapping[Any, Transform]:
@@ -460,6 +473,14 @@ def _by_name(
             f"{list(sources)}; pass a dictionary of functions by field name"
         )
     return dict.fromkeys(sources, transform)
+
+
+def _check_arguments(names: Sequence[Field], augment_seed: int) -> None:
+    """Raise ValueError for a field that is named twice, or a negative seed."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"inputs and targets name a field twice: {names}; name each field once")
+    if augment_seed < 0:
+        raise ValueError(f"augment_seed={augment_seed} is negative; choose 0 or more")
 
 
 def _check_samples(sources: Mapping[Field, Source]) -> None:

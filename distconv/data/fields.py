@@ -277,7 +277,9 @@ def halo_of(
     Raises ValueError for a halo of a field that does not share the first field's spatial
     dimensions, and for a periodic halo larger than a sample.
     """
-    asked = halo.get(name) if isinstance(halo, Mapping) else halo if space else None
+    asked = halo if space else None
+    if isinstance(halo, Mapping):
+        asked = halo.get(name)
     if asked is None or asked == 0:
         return ()
     extents = shape[len(shape) - space :]

@@ -25,4 +25,6 @@ def mapped(content: Any, change: Callable[[Any, Any], Any], path: tuple[Any, ...
         items = [mapped(value, change, (*path, place)) for place, value in enumerate(content)]
         named = isinstance(content, tuple) and hasattr(content, "_fields")
         return type(content)(*items) if named else type(content)(items)
-    return change(path if len(path) > 1 else path[0] if path else 0, content)
+    if len(path) > 1:
+        return change(path, content)
+    return change(path[0] if path else 0, content)

@@ -132,14 +132,19 @@ def flush_files() -> None:
 
 def _flush_files() -> None:
     """Flush all open files of the program: text layers first, then the buffers beneath them."""
-    layers: tuple[list[io.IOBase], ...] = [], [], []
+    texts: list[io.IOBase] = []
+    buffers: list[io.IOBase] = []
+    others: list[io.IOBase] = []
     gc.unfreeze()  # or files that were open when the program called gc.freeze would stay unseen
     for thing in gc.get_objects():
         kind = type(thing)
-        if issubclass(kind, io.IOBase):
-            raw = issubclass(kind, (io.BufferedWriter, io.BufferedRandom))
-            layers[2 if raw else 0 if issubclass(kind, io.TextIOBase) else 1].append(thing)
-    for file in sum(layers, []):
+        if issubclass(kind, io.TextIOBase):
+            texts.append(thing)
+        elif issubclass(kind, (io.BufferedWriter, io.BufferedRandom)):
+            buffers.append(thing)
+        elif issubclass(kind, io.IOBase):
+            others.append(thing)
+    for file in (*texts, *others, *buffers):
         with contextlib.suppress(Exception):
             file.flush()
 

@@ -541,8 +541,10 @@ def _called(
                 for x, y in zip(given, found, strict=True):
                     x.detach().copy_(y)
                 found = given
+            if several:
+                return found
             # The result of alltoall_async is (tensor, splits), with and without given splits.
-            return found if several else tuple(found) if "splits" in options else found[0]
+            return tuple(found) if "splits" in options else found[0]
 
         return give_handle(result) if "async" in variant else result()
     packed = [compression.compress(x) for x in given]

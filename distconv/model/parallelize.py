@@ -128,24 +128,7 @@ def parallelize(
             [56., 64., 56.],
             [49., 56., 49.]])
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
-    check_untraced("parallelize")
-    check_grid(grid)
-    check_unwrapped(module)
-    refuse_wrappers_around(reduction_of)
-    refuse_fully_shard(reduction_of)
-    if any(map(reduction_of, module.modules())):
-        raise ValueError(
-            "parallelize: the module, or a part of it, is already parallelized; after a change of "
-            "its structure call parallelize(distconv.unparallelize(module), grid)"
-        )
-    unparallelize(module)
-    if any(map(is_owned, module.parameters())):
-        raise ValueError(
-            "parallelize: the module shares parameters with a module that is already "
-            "parallelized; parallelize both together, for example in a torch.nn.ModuleList"
-        )
+    _check_module(module, grid)
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
     options |= {"grid": str(grid), "layouts": layouts, "wire": wire, "shard": shard}
     options["error_feedback"] = error_feedback
@@ -179,6 +162,31 @@ def parallelize(
         part.__dict__[REDUCTION_ATTRIBUTE] = reduction
         part.__dict__[_SCRIPT] = _refuse_script
     return module
+
+
+def _check_module(module: Module, grid: ProcessGrid) -> None:
+    """Raise for a module that cannot be parallelized on `grid`, or is already; see `parallelize`.
+
+    Removes what is left of an earlier `parallelize` of which the module has lost its reduction.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
+    check_untraced("parallelize")
+    check_grid(grid)
+    check_unwrapped(module)
+    refuse_wrappers_around(reduction_of)
+    refuse_fully_shard(reduction_of)
+    if any(map(reduction_of, module.modules())):
+        raise ValueError(
+            "parallelize: the module, or a part of it, is already parallelized; after a change of "
+            "its structure call parallelize(distconv.unparallelize(module), grid)"
+        )
+    unparallelize(module)
+    if any(map(is_owned, module.parameters())):
+        raise ValueError(
+            "parallelize: the module shares parameters with a module that is already "
+            "parallelized; parallelize both together, for example in a torch.nn.ModuleList"
+        )
 
 
 def _refuse_script() -> NoReturn:

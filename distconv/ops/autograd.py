@@ -116,26 +116,10 @@ def grad(
         shards, leaves, seeds, retain_graph, create_graph, allow_unused=True
     )
     allow_unused = materialize_grads if allow_unused is None else allow_unused
-
-    def used(leaf: Tensor, part: Tensor | None) -> Tensor | None:
-        """Return `part`, the gradient of `leaf`; for None return zeros if `leaf` is in the graph.
-
-        If the graph of the outputs does not reach `leaf`, returns None with `allow_unused`, and
-        raises RuntimeError without.
-        """
-        if part is not None:
-            return part
-        # torch may leave out gradients of blocks without elements that other ranks have.
-        if reaches(shards, leaf):
-            return torch.zeros_like(leaf)
-        if not allow_unused:
-            raise RuntimeError(
-                f"grad: an input of shape {tuple(leaf.shape)} appears to not have been used in the "
-                "graph of the outputs; set allow_unused=True to have None for it"
-            )
-        return None
-
-    parts = [used(*pair) for pair in zip(leaves, gradients, strict=True)]
+    parts = [
+        _part_of_leaf(shards, leaf, part, allow_unused)
+        for leaf, part in zip(leaves, gradients, strict=True)
+    ]
     if create_graph and grid.size > 1:
         parts = _recorded_alike(parts, leaves, grid)
 
@@ -160,6 +144,27 @@ def grad(
         return DistTensor(total, x.shape, cuts, grid) if create_graph else total
 
     return tuple(map(whole, wanted, parts, met))
+
+
+def _part_of_leaf(
+    shards: Sequence[Tensor], leaf: Tensor, part: Tensor | None, allow_unused: bool
+) -> Tensor | None:
+    """Return `part`, the gradient of `leaf`; for None return zeros if `leaf` is in the graph.
+
+    If the graph of the outputs, whose blocks are `shards`, does not reach `leaf`, returns None with
+    `allow_unused`, and raises RuntimeError without.
+    """
+    if part is not None:
+        return part
+    # torch may leave out gradients of blocks without elements that other ranks have.
+    if reaches(shards, leaf):
+        return torch.zeros_like(leaf)
+    if not allow_unused:
+        raise RuntimeError(
+            f"grad: an input of shape {tuple(leaf.shape)} appears to not have been used in the "
+            "graph of the outputs; set allow_unused=True to have None for it"
+        )
+    return None
 
 
 def _recorded_alike(

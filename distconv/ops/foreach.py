@@ -12,7 +12,7 @@ from distconv import torch_private
 from distconv.comm.collectives import all_reduce
 from distconv.geometry.topology import AXES
 from distconv.ops.support.operands import common_grid
-from distconv.tensor.aliasing import finish_write, prepare_write
+from distconv.tensor.aliasing import prepare_write, update_views
 from distconv.tensor.base import shards_of
 from distconv.tensor.dispatch import RULES, UNCHECKED, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -77,7 +77,7 @@ def _of_optimizer(function: Callable[..., None]) -> Callable[..., None]:
             prepare_write(x, name)
         function(*(shards_of(column) for column in (parameters, *lists)), **options)
         for x in written:
-            finish_write(x)
+            update_views(x)
 
     return rule
 

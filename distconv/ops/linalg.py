@@ -140,7 +140,10 @@ def norm(
     dtype: torch.dtype | None = None,
 ) -> Any:
     check_on_meta(torch.linalg.norm, A, ord, dim, keepdim, dtype=dtype)
-    count = A.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    if dim is None:
+        count = A.dim()
+    else:
+        count = 1 if isinstance(dim, int) else len(dim)
     if ord is None or count == 1:
         ord = 2 if ord is None else ord
         return torch.linalg.vector_norm(A, ord, dim, keepdim, dtype=dtype)

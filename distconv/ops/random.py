@@ -25,7 +25,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.dimensions import keeps_shape
 from distconv.ops.support.operands import broadcast_shape, global_numbers, local_operand
-from distconv.tensor.aliasing import finish_write, is_of_parameter, prepare_write
+from distconv.tensor.aliasing import is_of_parameter, prepare_write, update_views
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import assert_async, fans
@@ -233,7 +233,7 @@ def bernoulli(input: DistTensor, p: float | None = None) -> DistTensor:
 def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
     prepare_write(input, name)
     input.shard.copy_(values)
-    finish_write(input)
+    update_views(input)
     return input
 
 

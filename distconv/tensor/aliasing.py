@@ -83,7 +83,7 @@ def mark_of_parameter(x: DistTensorBase) -> None:
 def prepare_write(x: DistTensorBase, operator: str) -> None:
     """Check that `x` may be written in place, and give it a block of its own. Collective.
 
-    `operator` is the writing function; it calls `finish_write(x)` after the write. Raises
+    `operator` is the writing function; it calls `update_views(x)` after the write. Raises
     UnsupportedOperation or RuntimeError on every rank, before any message, if serial torch forbids
     the write, or if other tensors might have to change with `x`.
     """
@@ -139,7 +139,7 @@ def _check_bases(x: DistTensorBase, operator: str) -> None:
         )
 
 
-def finish_write(x: DistTensorBase) -> None:
+def update_views(x: DistTensorBase) -> None:
     """After a write to `x`, update all tensors that share its memory in serial torch.
 
     Views of `x` on other ranks are made anew when they are read. If `x` is itself a view of

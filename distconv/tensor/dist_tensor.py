@@ -22,7 +22,7 @@ from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid, arranged, axes_of_mesh
 from distconv.grid.words import CURRENT, NO_CALL, note_error, operator_name, running
 from distconv.tensor import autocast
-from distconv.tensor.aliasing import finish_write, mark_of_parameter
+from distconv.tensor.aliasing import mark_of_parameter, update_views
 from distconv.tensor.base import (
     DistTensorBase,
     Tensors,
@@ -679,7 +679,7 @@ def _run(
         check_out(func, x, made, *operands)
     for x, made in pairs:
         x.shard.copy_(made.shard)
-        finish_write(x)
+        update_views(x)
     return replaced(result, {id(made): x for x, made in pairs})
 
 

@@ -15,7 +15,7 @@ from distconv.geometry.layout import Cuts, Layout, default_cuts, effective_cuts
 from distconv.geometry.plan import Plan, make_plan
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
-from distconv.tensor.aliasing import finish_write, make_view, prepare_write
+from distconv.tensor.aliasing import make_view, prepare_write, update_views
 from distconv.tensor.base import Distributed, DistTensorBase, is_view_of
 from distconv.tensor.dispatch import outermost_call
 from distconv.torch_private import is_marked_parameter
@@ -152,7 +152,7 @@ def overwrite(x: DistTensorBase, value: DistTensorBase, operator: str) -> None:
     prepare_write(x, operator)
     if not is_view_of(own, x.shard):
         x.shard.copy_(own)
-    finish_write(x)
+    update_views(x)
 
 
 def check_grid(grid: Any) -> None:

@@ -142,19 +142,13 @@ def infer(
         together(grid, lambda: norms.measured(reach, dim))
         with norms.noting() as extents:
             together(grid, lambda: _record(net, shape, grid, dtype, autocast))
-        for count in _counts(slabs, needed / free):
-            cut = slabs_of(shape[dim], outputs[dim], reach, count)
-            longest = max(slab.stop - slab.start for slab in cut)
-            part = replaced_at(shape, dim, longest)
-            needed = together(grid, lambda: _record(net, part, grid, dtype, autocast).peak)  # noqa: B023
-            if slabs is not None or needed <= free:
-                break
-            if len(cut) < count or longest >= shape[dim]:
-                raise DataError(
-                    f"infer: a slab of {longest} of {shape[dim]} elements needs "
-                    f"{byte_size(needed)} on a rank, more than the available {byte_size(free)}. "
-                    "Use more ranks (--grid), or fewer bytes (--autocast bfloat16)"
-                )
+
+        def peak(part: tuple[int, ...]) -> int:
+            return together(grid, lambda: _record(net, part, grid, dtype, autocast).peak)
+
+        counts = _counts(slabs, needed / free)
+        enough = None if slabs is not None else free
+        cut, count, needed = _slabs_within(enough, counts, shape, dim, outputs[dim], reach, peak)
     passes = f", after {len(norms.found)} passes for the statistics of norms" if norms.found else ""
     progress(
         f"{volume.samples} volume(s) of {tuple(shape[1:])}, {len(cut)} slab(s) each{passes}: "
@@ -165,13 +159,18 @@ def infer(
     if len(cut) > 1 and reach is not None:
         run.check_slabs(reach)
     statistics = partial(run.statistics, extents, count, progress)
-    result = torch.int32 if outputs[1] > 256 else torch.uint8
-    if not argmax:
-        result = plan.dtype if plan.dtype != torch.bfloat16 else torch.float32
-    else:
-        outputs = (outputs[0], 1, *outputs[2:])
-    _write_all(run, path, outputs, result, cut, statistics, facts, restart, progress)
+    written = _written(outputs, plan.dtype, argmax)
+    _write_all(run, path, *written, cut, statistics, facts, restart, progress)
     return path
+
+
+def _written(
+    shape: tuple[int, ...], dtype: torch.dtype, argmax: bool
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and type of what is written of a result of `shape` and `dtype`."""
+    if argmax:
+        return replaced_at(shape, 1, 1), torch.int32 if shape[1] > 256 else torch.uint8
+    return shape, torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 @dataclass(frozen=True)
@@ -258,6 +257,42 @@ def _counts(slabs: int | None, least: float) -> Iterator[int]:
     while True:
         yield count
         count += max(1, count // 4)
+
+
+def _slabs_within(
+    free: int | None,
+    counts: Iterator[int],
+    shape: tuple[int, ...],
+    dim: int,
+    outputs: int,
+    reach: ReceptiveField,
+    peak: Callable[[tuple[int, ...]], int],
+) -> tuple[list[Slab], int, int]:
+    """Return the first slabs that need no more memory than `free`, their number, and their need.
+
+    Parameters
+    ----------
+    free: the bytes on each rank; None to return the first slabs, whatever they need.
+    counts: the numbers of slabs to try.
+    shape: the shape of the network's input, which is divided along `dim`.
+    outputs: the size of the network's result along `dim`.
+    peak: takes the shape of a slab of the input, and returns the bytes that it needs on each rank.
+
+    Raises DataError if no number of slabs is enough.
+    """
+    for count in counts:
+        cut = slabs_of(shape[dim], outputs, reach, count)
+        longest = max(slab.stop - slab.start for slab in cut)
+        needed = peak(replaced_at(shape, dim, longest))
+        if free is None or needed <= free:
+            break
+        if len(cut) < count or longest >= shape[dim]:
+            raise DataError(
+                f"infer: a slab of {longest} of {shape[dim]} elements needs {byte_size(needed)} on "
+                f"a rank, more than the available {byte_size(free)}. Use more ranks (--grid), or "
+                "fewer bytes (--autocast bfloat16)"
+            )
+    return cut, count, needed
 
 
 def _free_memory(grid: ProcessGrid) -> int:

@@ -156,24 +156,15 @@ def serve(
             "create a Worker on this rank"
         )
     try:
-        if save_every is not None:
-            check_count("serve", "save_every", save_every, 1)
-        check_validation(validate, every, patience, target)
-        if validate is not None and team.arrangement.of_server > 1:
-            raise ValueError(
-                "serve: validate needs the whole model on one rank, and each of the "
-                f"servers={team.arrangement.of_server} holds a part; create a Team(servers=1), or "
-                "validate in a worker within `with worker.center():`"
-            )
+        _check_arguments(team, save_every, validate, every, patience, target)
     except ValueError as error:
         team.leave(error)
         raise
     state = _set_up(team, model, method, folder, save_every, keep)
     server, report, validation = state.server, state.server.report, None
     if validate is not None and every is not None and server.above is None:
-        validation = Validation(
-            validate, every, patience, target, model, server.tensors, report.history
-        )
+        how = validate, every, patience, target
+        validation = Validation(*how, model, server.tensors, report.history)
 
     def run_validation() -> None:
         if validation is not None:
@@ -209,6 +200,26 @@ def serve(
     state.save()
     team.leave()
     return report
+
+
+def _check_arguments(
+    team: Team,
+    save_every: int | None,
+    validate: Callable[[nn.Module], float | Tensor] | None,
+    every: int | None,
+    patience: int | None,
+    target: float | None,
+) -> None:
+    """Raise ValueError for arguments of `serve` that are out of range, or do not fit the team."""
+    if save_every is not None:
+        check_count("serve", "save_every", save_every, 1)
+    check_validation(validate, every, patience, target)
+    if validate is not None and team.arrangement.of_server > 1:
+        raise ValueError(
+            "serve: validate needs the whole model on one rank, and each of the "
+            f"servers={team.arrangement.of_server} holds a part; create a Team(servers=1), or "
+            "validate in a worker within `with worker.center():`"
+        )
 
 
 def _set_up(

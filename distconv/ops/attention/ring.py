@@ -177,7 +177,7 @@ class _Pass:
             queries, parcel = home.pop()
             arrived = parcel.wait()
             if arrived:
-                self.take(queries, arrived)
+                self.add_arrived(queries, arrived)
 
     def _count(self, rank: int, queries: bool) -> int:
         schedule = self.spec.schedule
@@ -215,7 +215,7 @@ class _Pass:
         """Compute with visitors, None for own queries and keys; return what visitors take home."""
 
     @abstractmethod
-    def take(self, queries: bool, arrived: Sequence[Tensor]) -> None:
+    def add_arrived(self, queries: bool, arrived: Sequence[Tensor]) -> None:
         """Add the tensors with which the queries, or the keys, have come home."""
 
 
@@ -245,10 +245,10 @@ class _Forward(_Pass):
             out, lse = attend(visitors[0], self.k, self.v, pair)
             return [lse, out]
         out, lse = attend(self.q, visitors[0], visitors[1], pair)
-        self.take(True, [lse, out])
+        self.add_arrived(True, [lse, out])
         return []
 
-    def take(self, queries: bool, arrived: Sequence[Tensor]) -> None:
+    def add_arrived(self, queries: bool, arrived: Sequence[Tensor]) -> None:
         lse, out = arrived
         merge_(self.out, self.lse, out, lse)
 
@@ -294,10 +294,10 @@ class _Backward(_Pass):
         if visitors is None:
             self.found = [dq, dk, dv]
             return []
-        self.take(not queries, [dk, dv] if queries else [dq])
+        self.add_arrived(not queries, [dk, dv] if queries else [dq])
         return [in_type(dq, q.dtype)] if queries else [in_type(x, k.dtype) for x in (dk, dv)]
 
-    def take(self, queries: bool, arrived: Sequence[Tensor]) -> None:
+    def add_arrived(self, queries: bool, arrived: Sequence[Tensor]) -> None:
         for total, part in zip(self.found[:1] if queries else self.found[1:], arrived, strict=True):
             total += part
 

@@ -24,12 +24,12 @@ from distconv.ops.support.operands import (
 )
 from distconv.ops.support.spectra import zeros
 from distconv.tensor.aliasing import (
-    finish_write,
     is_of_parameter,
     make_fork,
     make_view,
     mark_of_parameter,
     prepare_write,
+    update_views,
 )
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -149,7 +149,7 @@ def pointwise_rule(
             return result
         if written is not None:
             if isinstance(written, DistTensor):
-                finish_write(written)
+                update_views(written)
             return written
         # A conversion that changes nothing returns the tensor itself, as in torch.
         return first if result is first.shard else DistTensor(result, shape, cuts, grid)

@@ -60,7 +60,8 @@ def einsum(equation: str, *operands: Any) -> DistTensor:
     left, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
         letters = sorted(set(left) - {",", "."})
-        result = "..." * ("." in left) + "".join(c for c in letters if left.count(c) == 1)
+        once = "".join(c for c in letters if left.count(c) == 1)
+        result = f"...{once}" if "." in left else once
     terms, rest = _without_ellipsis(left, operands)
     return contract("einsum", terms, result.replace("...", rest), operands)
 

@@ -36,7 +36,7 @@ from distconv.ops.support.operands import (
     gather_whole,
 )
 from distconv.ops.support.spectra import is_fresh_spectrum
-from distconv.tensor.aliasing import finish_write, prepare_write
+from distconv.tensor.aliasing import prepare_write, update_views
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import UnsupportedOperation, implements, innermost_call, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -208,7 +208,7 @@ def _write_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
         else:
             value = gather_inputs(value, needs, tuple(cuts), "assignment")
     input.shard[tuple(into)] = value
-    finish_write(input)
+    update_views(input)
 
 
 def _before_mask(items: tuple[Any, ...]) -> int | None:

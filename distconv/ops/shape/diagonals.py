@@ -10,7 +10,7 @@ from torch import Tensor
 from distconv.ops.shape.scatter import diagonal_scatter
 from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dims
 from distconv.ops.support.operands import global_indices, uncut
-from distconv.tensor.aliasing import finish_write, make_view, prepare_write
+from distconv.tensor.aliasing import make_view, prepare_write, update_views
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import overwrite
@@ -37,7 +37,7 @@ def _triangle(name: str) -> None:
         moved = own(input, diagonal)
         prepare_write(input, f"{name}_")
         write(input.shard, moved)
-        finish_write(input)
+        update_views(input)
         return input
 
 
@@ -87,5 +87,5 @@ def fill_diagonal_(input: DistTensor, fill_value: float, wrap: bool = False) -> 
     for positions in others:
         mask &= positions == first
     input.shard.masked_fill_(mask, fill_value)
-    finish_write(input)
+    update_views(input)
     return input

@@ -25,7 +25,7 @@ from distconv.ops.support.operands import (
     uncut,
     unravel,
 )
-from distconv.tensor.aliasing import finish_write
+from distconv.tensor.aliasing import update_views
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -279,7 +279,7 @@ def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -
     if selection is not None:
         own = own.index_select(own.dim() - 1 - behind, selection.places)
     input.shard[(*(slice(None),) * first, here)] = own
-    finish_write(input)
+    update_views(input)
 
 
 def check_mask(mask: Tensor, shape: Shape, input: Tensor) -> None:

@@ -192,11 +192,10 @@ class Spectrum(PendingElements):
             block = reduce_scatter(partial, shape, apart, cuts, grid, transform.name)
         block = block if torch.is_grad_enabled() else block.detach()
         kept: Any = DistTensor(block, shape, cuts, grid)
-        rest = tuple(
-            pick if d not in lengths else 0 if isinstance(pick, int) else slice(None)
-            for d, pick in enumerate(index)
-        )
-        return kept if all(pick == slice(None) for pick in rest) else kept[rest]
+        rest = list(index)
+        for d in lengths:  # these dimensions have the picked frequencies alone
+            rest[d] = 0 if isinstance(index[d], int) else slice(None)
+        return kept if all(pick == slice(None) for pick in rest) else kept[tuple(rest)]
 
     def rolled(self, x: DistTensor, shifts: Mapping[int, int]) -> Any:
         """Return the spectrum rolled along transformed dimensions, still pending."""
