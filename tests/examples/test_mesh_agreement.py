@@ -26,19 +26,22 @@ OTHERS = {2: "rank 0", 3: "ranks 0-1"}.get(WORLD.size, "")
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "samples": (
         lambda path: write_file(path, samples=4),
-        "shape of 'state' of data.h5 is (5, 18, 64, 64) on",
+        "shape of 'state' of data.h5, field 'state' is (5, 18, 64, 64) on",
     ),
-    "values": (lambda path: write_file(path, seed=1), "checksum of 'state' of data.h5 is"),
+    "values": (
+        lambda path: write_file(path, seed=1),
+        "checksum of 'state' of data.h5, field 'state' is",
+    ),
     "statistics": (
         lambda path: write_file(path, channel_mean=np.zeros(18, np.float32)),
         "checksum of the statistics of data.h5 is",
     ),
     "type": (
         lambda path: write_file(path, state=np.zeros((5, 18, 64, 64))),
-        "type of 'state' of data.h5 is float32 on",
+        "type of 'state' of data.h5, field 'state' is float32 on",
     ),
-    "attributes": (lambda path: with_attribute(path), "attributes of data.h5 is"),
-    "bytes": (lambda path: with_more_bytes(path), "size of data.h5 is"),
+    "attributes": (lambda path: with_attribute(path), "attributes of data.h5, field 'state' is"),
+    "bytes": (lambda path: with_more_bytes(path), "size of data.h5, field 'state' is"),
 }
 
 
