@@ -81,12 +81,12 @@ class Prediction:
     >>> step = dc.planning.predict(net, (1, 1, 256, 256, 256), {"depth": 8}, machine)
     >>> print(step)
     Conv3d on depth=8 of Frontier (described), assumed: 1.772 ms a step, 1.772 ms a sample
-    layer      type    local output     forward  backward  exposed   hidden     kept
-    Conv3d     Conv3d  1x16x32x256x256   0.3777     0.426           0.01966  8.5 MiB
-    loss                                 0.4294    0.3246     0.12
-    gradients                                        0.02  0.06008
+    layer      type    local output     forward  backward   host  exposed   hidden     kept
+    Conv3d     Conv3d  1x16x32x256x256   0.3777     0.426  0.004           0.01966  8.5 MiB
+    loss                                 0.4294    0.3246            0.12
+    gradients                                        0.02         0.06008
     optimizer                                        0.01
-    total                                0.8071    0.7806   0.1801  0.01966  401 MiB
+    total                                0.8071    0.7806  0.004   0.1801  0.01966  401 MiB
     times in ms, of rank 0; memory at most 401 MiB: ...
     """
 

@@ -95,9 +95,9 @@ class GridPlan:
     >>> found = dc.planning.plan(net, (2, 1, 256, 256, 256), 4, machine, axes=axes)
     >>> print(found)
     Conv3d on 4 ranks of Frontier (described), assumed: depth=4
-    grid              a sample  a step  compute  exposed    memory
-    depth=4              3.153   6.307     6.12   0.1831  1.56 GiB
-    sample=2,depth=2     3.157   6.314     6.19   0.1201  1.56 GiB
+    grid              a sample  a step  compute   host  exposed    memory
+    depth=4              3.153   6.307     6.12  0.004   0.1831  1.56 GiB
+    sample=2,depth=2     3.157   6.314     6.19  0.004   0.1201  1.56 GiB
     times in ms; 2 grids fit, 0 do not
     sample=2,depth=2 takes 0.1% longer: 0.035 ms more computing a sample, ...
     """
@@ -167,8 +167,9 @@ class GridPlan:
                 more = "more" if b > a else "less"
                 name = {"compute": "computing", "host": "Python", "exposed": "waiting"}[what]
                 parts.append(f"{abs(b - a) * 1e3:.3g} ms {more} {name} a sample")
-        why = ", ".join(parts) or "which is within a thousandth everywhere"
-        return f"{in_words(second.grid)} takes {longer:.1%} longer: {why}"
+        if not parts:
+            return f"{in_words(second.grid)} takes the same time within 0.1%"
+        return f"{in_words(second.grid)} takes {longer:.1%} longer: {', '.join(parts)}"
 
     def __str__(self) -> str:
         if not self.fitting:

@@ -234,7 +234,7 @@ def advise(
     --------
     >>> for warning in dc.training.advise({"sample": 64}, batch_size=512, samples=10_000):
     ...     print(warning)
-    The batch size 512 is beyond sqrt(10000) = 100, the root of the data ...
+    The batch size 512 is beyond sqrt(10000) = 100, the square root ...
     sample=8 with 8 ranks a sample uses the 64 ranks better than sample=64 with 1
     """
     check_count("advise", "batch_size", batch_size, 1)
@@ -247,9 +247,8 @@ def advise(
         check_count("advise", axis, n, 1)
     replicas, ranks = extents.get("sample", 1), prod(extents.values())
     found = []
-    limits = {
-        f"sqrt({samples}) = {max_batch(samples)}, the root of the data set": max_batch(samples)
-    }
+    most = max_batch(samples)
+    limits = {f"sqrt({samples}) = {most}, the square root of the number of samples": most}
     if noise_scale is not None and noise_scale > 0:
         limits[f"{noise_scale:.4g}, the gradient noise scale"] = max(1, int(noise_scale))
     for words, limit in limits.items():
