@@ -204,7 +204,7 @@ def save_checkpoint(
 def _learned(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid, sharded: bool
 ) -> tuple[dict[str, Any], Divided | None]:
-    """Return what a checkpoint has of model and optimizer, and how it is divided. Collective.
+    """Return the states of the model and the optimizer, and their division into files. Collective.
 
     Without `sharded` the tensors are whole, and the second result is None.
     """

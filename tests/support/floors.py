@@ -44,6 +44,7 @@ OF_MERGED = frozenset(
         "ops/shape/scatter.py",
         "ops/support/dimensions.py",
         "ops/support/merged.py",
+        "ops/warp/grid_sample.py",
         "tensor/base.py",
         "tensor/dispatch.py",
         "tensor/dist_tensor.py",
