@@ -207,8 +207,20 @@ def _write_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
             value = value.shard[tuple(own)]
         else:
             value = gather_inputs(value, needs, tuple(cuts), "assignment")
-    input.shard[tuple(into)] = value
+    target = input.shard[tuple(into)]
+    # x[i] += y assigns the view that it has written; torch's copy refuses other strides of size 1.
+    if not (isinstance(value, Tensor) and _is_same_memory(target, value)):
+        input.shard[tuple(into)] = value
     update_views(input)
+
+
+def _is_same_memory(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors have the same elements in memory, in the same order."""
+    steps = [[k for n, k in zip(t.shape, t.stride(), strict=True) if n != 1] for t in (x, y)]
+    where = [
+        (t.shape, t.dtype, t.storage_offset(), torch_private.address_of_memory(t)) for t in (x, y)
+    ]
+    return steps[0] == steps[1] and where[0] == where[1]
 
 
 def _before_mask(items: tuple[Any, ...]) -> int | None:

@@ -44,3 +44,36 @@ def test_what_is_cut_stays_so_beside_what_is_whole() -> None:
     joined = torch.cat([whole, cut], 1)
     assert joined.cuts == cut.cuts
     assert not sum(entry.bytes for entry in dc.redistributions(reset=True))
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_slices_of_permuted_samples_are_added_to_in_place(samples: int) -> None:
+    """With one sample on a rank, torch gives the view that `+=` assigns other strides."""
+    rng = random.Random(5)
+    x = random_tensor(rng, (samples, 3, 4, 2))
+
+    def rows(x):
+        y = x.permute(0, 2, 3, 1) * 1
+        y[..., 0] += 2
+        y[:, 1] *= x[0, 0, 0, 0]
+        return y
+
+    def planes(x):
+        y = x.transpose(1, 2) * 1
+        y[:, :, 0] += 2
+        return y
+
+    def heads(x):
+        y = x.permute(1, 0, 2, 3) * 1
+        y[0] += 2
+        return y
+
+    def flat(x):
+        y = x.permute(3, 2, 0, 1).flatten(0, 2) * 1
+        y[:, 0] += 2
+        return y
+
+    for function in (rows, planes, heads, flat):
+        for axis in ("sample", "height"):
+            agrees(function, [x], [], dc.ProcessGrid(**{axis: -1}), rng)
