@@ -166,9 +166,12 @@ class Trace(DispatchMode):
         first.end([*results, *kept])
 
     def has_made_zeros(self, x: Tensor) -> bool:
-        """Return whether `x` is zeros that a call of this trace has made."""
+        """Return whether `x` is zeros that a call of this trace has made, and no other has taken.
+
+        Writes through `x.data` count in no version of `x`.
+        """
         node = self.seen.get(x)
-        return node is not None and node.target in _ZEROS
+        return node is not None and node.target in _ZEROS and not node.users
 
     def standing_for(self, x: Any) -> Any:
         """Return `x` with a node of the current pass in place of each tensor."""
