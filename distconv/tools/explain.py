@@ -113,7 +113,8 @@ def explain(
     dtype: the type of the input, or one for each input; the type of the parameters by default.
     layout: the layout of the input, or one for each input; by default every dimension is
         partitioned over the axis of its own name.
-    layouts, options: as for `parallelize`, such as `shard_parameters=True`.
+    layouts, options: as for `parallelize`, such as `shard_parameters=True`. With `offload=True`
+        saved activations are kept on the host; the layers are then those of ranks with GPUs.
     rank: the rank to show; by default the rank in the middle of every axis.
     show: whether to print the table, on rank 0.
     progress: called with each line of the table as it is ready.
@@ -137,6 +138,7 @@ def explain(
     given: Any = {"dtype": dtype, "loss": None, "caller": "explain"}
     shapes = shapes_of(input_shape)
     cut = {"rank": rank, "layout": layout, "layouts": layouts, "progress": progress} | options
+    cut["gpu"] = bool(options.get("offload"))
     recording = record_step(module, shapes, extents, **given, **cut)
     try:
         alone = record_step(module, shapes, {}, serial=True, **given)

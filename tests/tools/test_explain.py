@@ -255,3 +255,8 @@ class _Of(nn.Module):
 def test_what_looks_for_nan_or_infinities_is_planned_without_elements(function: Any) -> None:
     plan = dc.explain(_Of(function), (1, 2, 8, 8), {"height": 2}, show=False)
     assert plan.refusal is None
+
+
+def test_offloaded_activations_are_explained_as_of_gpus() -> None:
+    found = dc.explain(nn.Conv2d(1, 2, 3), (1, 1, 8, 8), {"height": 2}, show=False, offload=True)
+    assert [layer.kind for layer in found.layers] == ["Conv2d"]
