@@ -184,3 +184,14 @@ def test_the_rank_that_meets_a_number_out_of_range_names_it(name: str) -> None:
         raised = str(error)
     assert raised or grid.rank < grid.size - 1
     assert not raised or (name in raised and "7 is out of range" in raised and "0 to 2" in raised)
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("x, weight", [((5,), (2, 1, 3)), ((1, 2, 5), (3,)), ((2, 5), ())])
+@pytest.mark.parametrize("function", [F.conv1d, F.conv_transpose1d])
+def test_tensors_of_too_few_dimensions_are_refused(x: Any, weight: Any, function: Any) -> None:
+    block, kernel = torch.ones(x), torch.ones(weight)
+    with pytest.raises(RuntimeError):
+        function(block, kernel)
+    with pytest.raises(RuntimeError, match="dimension|tensor"):
+        function(dc.distribute_tensor(block, dc.ProcessGrid(height=-1), dc.Layout()), kernel)

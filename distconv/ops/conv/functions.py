@@ -203,6 +203,11 @@ def _plan(
     sizes: Thresholds,
 ) -> _Plan:
     check_equal_types(spec.name, (x.dtype, *weights.dtypes))
+    if len(weights.shape) != len(x.shape):
+        raise RuntimeError(
+            f"{spec.name}: expected a weight of {len(x.shape)} dimensions for the input {x.shape}, "
+            f"got the weight {weights.shape}"
+        )
     shape = spec.output_shape(x.shape, weights.shape, weights.bias)
     maps = spec.index_maps(weights.shape[2:])
     needs = (Same(), Same(), *spec.inputs_to_gather(maps, x.cuts))
@@ -304,7 +309,9 @@ def _of_blocks(
     The rule chooses the kernels of volumes and the format of one channel, and warns of blocks in
     doubt. `n` is the number of spatial dimensions.
     """
-    if n == 3 or input.shape[1] == 1 or input.numel() * weight.shape[0] > FEWEST_IN_DOUBT:
+    if n == 3 or input.dim() < n + 1 or weight.dim() != n + 2:
+        return NotImplemented
+    if input.shape[1] == 1 or input.numel() * weight.shape[0] > FEWEST_IN_DOUBT:
         return NotImplemented
     return function(input, weight, *args, **named)
 
