@@ -213,6 +213,8 @@ class _Home(NamedTuple):
 
 def _home_of(ranked: Ranked, result: str, sizes: dict[str, int]) -> _Home | None:
     """Return the partition to which the result of a product moves; None if it stays."""
+    if any(len(set(term)) < len(term) for term, _ in ranked):  # of diagonals
+        return None
     for (term, x), (other, y) in (ranked, ranked[::-1]) if len(ranked) == 2 else ():
         summed = "".join(c for c in other if c in term and c not in result)
         free = [c for c in result if c not in other]

@@ -59,6 +59,15 @@ def test_einstein_sums_with_ellipses(equation: str, shapes: list) -> None:
         agrees(lambda *t: torch.einsum(equation, *t), tensors, [], random_grid(rng), rng)
 
 
+@pytest.mark.parallel([2, 3])
+def test_a_term_with_a_diagonal_is_cut_as_any_other() -> None:
+    rng = random.Random(3)
+    tensors = [random_tensor(rng, (4, 3, 5)), random_tensor(rng, (4, 5, 5))]
+    layouts = [dc.Layout.of((("height",), (), ())), dc.Layout.of(((), ("height",), ()))]
+    grid = dc.ProcessGrid(height=-1)
+    agrees(lambda x, y: torch.einsum("bij,bjj->bi", x, y), tensors, [], grid, rng, layouts)
+
+
 @pytest.mark.parallel([2])
 def test_shapes_that_do_not_fit_are_an_error() -> None:
     x = dc.distribute_tensor(torch.ones(4, 5), dc.ProcessGrid(sample=-1))
