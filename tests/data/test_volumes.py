@@ -324,6 +324,9 @@ def test_files_are_read_from_object_stores_by_boxes_or_as_copies(folder: Path, n
             assert torch.equal(found, expected)
         else:
             fails_everywhere(lambda: Dataset(url, grid), f"write simplecache::{url} to copy")
+    every = f"simplecache::memory://bucket/*{name[1:]}"
+    if inputs is None:
+        assert torch.equal(Dataset(every, grid).batch([0]).full_tensor(), expected)
     none = f"memory://bucket/none/{name}"
     fails_everywhere(
         lambda: Dataset(f"simplecache::{none}", grid, inputs=inputs), "cannot be opened"

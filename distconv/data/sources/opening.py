@@ -210,14 +210,15 @@ def _of_url(url: str, field: str | None) -> Source:
             file = fsspec.open(url, "rb").open()
         else:
             options = {cache: {"same_names": True, "cache_storage": folder.name}}
-            path = Path(fsspec.open_local(url, **options))
+            found = fsspec.open_local(url, **options)  # a list for a pattern
+            paths = list(map(Path, found if isinstance(found, list) else [found]))
     except ImportError as error:
         raise ImportError(f"{url}: {error}") from error
     except OSError as error:
         raise OSError(f"{url}: cannot be opened: {error!r}") from error
     if folder is None:
         return HDF5Source(path, field, file=file)
-    source = of_path(path, field)
+    source = of_path(paths[0], field) if len(paths) == 1 else _files(paths, field)
     finalize(source, folder.cleanup)
     return source
 
