@@ -29,10 +29,11 @@ import os
 import queue
 import random
 import statistics
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ import pytest
 import torch
 from torch import nn
 
+import distconv as dc
 from tests.compiling.test_compile import identical
 from tests.compiling.test_habits import Network, run
 from tests.support.serial import told_once
@@ -638,3 +640,21 @@ def test_an_attribute_that_the_program_does_not_read_leaves_replays_as_they_are(
         return lambda value: setattr(state, f"note{value}", value)
 
     assert run(habit, True)[1].replays == 5
+
+
+@pytest.mark.parallel(2)
+def test_cached_functions_of_einops_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their results depend on their arguments alone."""
+    module = ModuleType("einops.packing")
+    code = "import functools\n@functools.lru_cache\ndef doubled(n):\n    return 2 * n\n"
+    exec(code, vars(module))
+    for name in ("einops", "einops.packing"):
+        monkeypatch.setitem(sys.modules, name, module)
+    grid = dc.ProcessGrid(height=2)
+    compiled = dc.compile(lambda x, n: x * module.doubled(n))
+    x = dc.distribute_tensor(torch.ones(1, 1, 4, 4), grid).requires_grad_()
+    for n in (1, 1, 1, 3, 3, 3):
+        y = compiled(x, n)
+        assert y.full_tensor().unique().tolist() == [2 * n]
+        y.sum().backward()
+    assert compiled.replays == 2
