@@ -170,7 +170,7 @@ def results(example: Example[Any, Any], args: argparse.Namespace, done: bool) ->
             ),
             "  numbers of a grid beside those of one rank: add --compare-serial 3 to a new run",
             f"  what the example does: docs/examples, and {program} --help",
-            "  your own network: docs/tutorials/first_network.md; the site: make docs",
+            "  a network of your own: docs/tutorials/first_network.md; the site: make docs",
         )
     )
 
