@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distconv.device.kinds import on_accelerator, remembered, thresholds
+from distconv.device.kinds import for_later_calls, on_accelerator, remembered, thresholds
 from distconv.device.streams import keep_if_captured
 from distconv.geometry.plan import Plan, Route, Slices
 from distconv.grid.interface import Grid
-from distconv.torch_private import is_zero_tensor, without_modes
+from distconv.torch_private import is_zero_tensor
 from distconv.transport.interface import SMALL_BYTES, Message
 
 
@@ -68,9 +68,7 @@ def padding(shape: tuple[int, ...], value: float, like: Tensor) -> Tensor:
 def _filled(
     device: torch.device, shape: tuple[int, ...], value: float, dtype: torch.dtype
 ) -> Tensor:
-    # It is kept beyond the program's call, and must not look like part of it.
-    with without_modes(), torch.inference_mode(False):
-        return torch.full(shape, value, dtype=dtype, device=device)
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
 class Places(NamedTuple):
@@ -122,8 +120,7 @@ def places_in(
         routes = plan.sends if of_block else plan.receives
         apart = sums and accelerator
         found = _arranged(routes, None if sums else tensor.stride(), apart)
-        # Indices are kept beyond the program's call, and must not look like part of it.
-        with without_modes(), torch.inference_mode(False):
+        with for_later_calls():
             found = _indexed(found, tensor, thresholds(accelerator).most_indices, apart)
         plan.kept[key] = found
     if accelerator and found.indices:

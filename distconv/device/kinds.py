@@ -478,23 +478,28 @@ MOST_CONSTANTS = 256
 """The number of results of each function kept on CPUs; the least recently used goes first."""
 
 
+@contextmanager
+def for_later_calls() -> Iterator[None]:
+    """Make tensors in this context that are kept beyond the program's call.
+
+    Dispatch modes do not see how they are made, and autograd may save them, whatever the call runs
+    under.
+    """
+    with without_modes(), torch.inference_mode(False):
+        yield
+
+
 def remembered(
     make: Callable[Concatenate[torch.device, Arguments], Made],
 ) -> Callable[Concatenate[torch.device, Arguments], Made]:
     """Cache the tensors that a function makes of its arguments; nobody may write to them.
 
     The last `MOST_CONSTANTS` are kept on CPUs. On GPUs all are kept for good: a captured graph
-    reads them in place. They are made outside of dispatch modes: the first of several recorded or
-    traced steps has the operators of the others.
+    reads them in place. The first of several recorded or traced steps has the operators of the
+    others, as nothing records how constants are made.
     """
-
-    def outside_of_modes(
-        device: torch.device, *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Made:
-        with without_modes():
-            return make(device, *args, **kwargs)
-
-    last, every = lru_cache(maxsize=MOST_CONSTANTS)(outside_of_modes), cache(outside_of_modes)
+    made = for_later_calls()(make)
+    last, every = lru_cache(maxsize=MOST_CONSTANTS)(made), cache(made)
 
     @wraps(make)
     def look_up(device: torch.device, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:

@@ -238,11 +238,7 @@ def _taps(
     plane.
     """
     pairs = zip(*(array.T for array in resampled.taps(size, start, stop)), strict=True)
-    with torch.inference_mode(False):
-        return [
-            (
-                torch.from_numpy(positions - first).to(device),
-                torch.tensor(weights).to(device, dtype),
-            )
-            for positions, weights in pairs
-        ]
+    return [
+        (torch.from_numpy(positions - first).to(device), torch.tensor(weights).to(device, dtype))
+        for positions, weights in pairs
+    ]

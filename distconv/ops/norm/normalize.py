@@ -255,8 +255,7 @@ torch's batch norm: measured 0.8 of its time, and 0.65 with twice as many elemen
 @remembered
 def _vector(device: torch.device, n: int, value: float, dtype: torch.dtype) -> Tensor:
     """Return a vector of `n` elements that all have this value."""
-    with torch.inference_mode(False):
-        return torch.full((n,), value, dtype=dtype, device=device)
+    return torch.full((n,), value, dtype=dtype, device=device)
 
 
 def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, form: Form, eps: float) -> Tensor:

@@ -39,8 +39,7 @@ def constant(
     device: torch.device, numbers: tuple[int, ...], dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """Return a tensor of these integers."""
-    with torch.inference_mode(False):  # autograd may save it later
-        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 class Placement(NamedTuple):

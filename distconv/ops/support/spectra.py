@@ -77,11 +77,10 @@ def _waves(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return exp(sign 2 pi i f j / length), for positions j from `start` to `stop` as rows."""
-    with torch.inference_mode(False):  # autograd may save it later
-        positions = torch.arange(start, stop, device=device).unsqueeze(1)
-        steps = positions * torch.tensor(frequencies, dtype=torch.int64, device=device) % length
-        angles = steps.double() * (sign * 2 * torch.pi / length)
-        return torch.polar(torch.ones_like(angles), angles).to(dtype)
+    positions = torch.arange(start, stop, device=device).unsqueeze(1)
+    steps = positions * torch.tensor(frequencies, dtype=torch.int64, device=device) % length
+    angles = steps.double() * (sign * 2 * torch.pi / length)
+    return torch.polar(torch.ones_like(angles), angles).to(dtype)
 
 
 def _to_modes(y: Tensor, d: int, length: int, frequencies: tuple[int, ...], start: int) -> Tensor:

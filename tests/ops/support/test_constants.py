@@ -37,6 +37,14 @@ def test_a_constant_is_made_outside_of_dispatch_modes() -> None:
     assert seen == [torch.ops.aten.ones.default]
 
 
+def test_a_constant_made_in_inference_mode_can_be_saved_by_autograd() -> None:
+    with torch.inference_mode():
+        factor = constant(CPU, (27, 1828), torch.float32)
+    x = torch.ones(2, requires_grad=True)
+    (x * factor).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, factor)
+
+
 def test_cpus_keep_the_constants_that_were_used_last() -> None:
     oldest, used = ref(constant(CPU, (-1,))), constant(CPU, (-2,))
     for i in range(MOST_CONSTANTS):
