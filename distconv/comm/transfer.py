@@ -169,14 +169,13 @@ class Transfer:
             block = buffer[own[0][1]]
             if not (in_place and is_without_gaps(block)):
                 block = block.clone()
-            own = own[1:]
         else:
             block = empty_in_format(plan.block_shape, buffer)
             block[plan.beside_own].zero_()
-            for source, target in own[:1]:
+            if own:
+                source, target = own[0]
                 block[source] = buffer[target]
-            own = own[1:]
-        for source, target in own:
+        for source, target in own[1:]:
             block[source].add_(buffer[target])
         gradients.wait_and_add_to(block)
         return block

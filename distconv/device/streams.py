@@ -56,13 +56,14 @@ def is_capturing(device: torch.device) -> bool:
     return bool(ask and ask())
 
 
-_CAPTURED: list[Any] = []
+_CAPTURED: dict[int, Tensor] = {}
+"""The tensors that captured graphs read, by their identity."""
 
 
 def keep_if_captured(device: torch.device, *tensors: Tensor) -> None:
     """Keep tensors for good if a graph of an accelerator that reads them is being captured."""
     if is_accelerator(device) and is_capturing(device):
-        _CAPTURED.append(tensors)
+        _CAPTURED.update((id(x), x) for x in tensors)
 
 
 def number_of_stream(device: torch.device) -> int | None:

@@ -133,7 +133,10 @@ class Plan:
 
     @cached_property
     def beside_own(self) -> Slices:
-        """Return the smallest box with all elements of the block outside of the first own box."""
+        """Return a box with all elements of the block outside of the first own box.
+
+        It is the smallest one where the rest is a box, and else the whole block.
+        """
         if not self.own:
             return self.whole_block
         rests = [

@@ -216,11 +216,13 @@ def _write_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
 
 def _is_same_memory(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors have the same elements in memory, in the same order."""
-    steps = [[k for n, k in zip(t.shape, t.stride(), strict=True) if n != 1] for t in (x, y)]
-    where = [
-        (t.shape, t.dtype, t.storage_offset(), torch_private.address_of_memory(t)) for t in (x, y)
-    ]
-    return steps[0] == steps[1] and where[0] == where[1]
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return False
+    one, two = (
+        (torch_private.address_of_memory(t), t.storage_offset(), t.squeeze().stride())
+        for t in (x, y)
+    )
+    return one == two
 
 
 def _before_mask(items: tuple[Any, ...]) -> int | None:
