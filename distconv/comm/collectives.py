@@ -108,7 +108,7 @@ def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 
 def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
-    """Overwrite `tensor` by that of the first rank along `axes`; all ranks along them call it.
+    """Overwrite `tensor` by the first rank's along `axes`; all ranks along these axes call it.
 
     Examples
     --------

@@ -167,7 +167,7 @@ def parallelize(
 def _check_module(module: Module, grid: ProcessGrid) -> None:
     """Raise for a module that cannot be parallelized on `grid`, or is already; see `parallelize`.
 
-    Removes what is left of an earlier `parallelize` of which the module has lost its reduction.
+    Removes the rest of an earlier `parallelize` whose sums of gradients the module has lost.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")

@@ -114,7 +114,7 @@ def explain(
     layout: the layout of the input, or one for each input; by default every dimension is
         partitioned over the axis of its own name.
     layouts, options: as for `parallelize`, such as `shard_parameters=True`. With `offload=True`
-        saved activations are kept on the host; the layers are then those of ranks with GPUs.
+        saved activations are kept on the host; the layers are then planned for GPUs.
     rank: the rank to show; by default the rank in the middle of every axis.
     show: whether to print the table, on rank 0.
     progress: called with each line of the table as it is ready.

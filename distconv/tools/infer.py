@@ -167,7 +167,7 @@ def infer(
 def _written(
     shape: tuple[int, ...], dtype: torch.dtype, argmax: bool
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and type of what is written of a result of `shape` and `dtype`."""
+    """Return the written shape and type for a result of `shape` and `dtype`."""
     if argmax:
         return replaced_at(shape, 1, 1), torch.int32 if shape[1] > 256 else torch.uint8
     return shape, torch.float32 if dtype == torch.bfloat16 else dtype

@@ -116,8 +116,8 @@ def over_batch(
 ) -> tuple[Cuts, float] | None:
     """Return cuts of samples and heads over `axes` as well, and the busiest rank's share of work.
 
-    `batch` has the sizes of the dimensions of samples and heads, which `cuts` partition, and `free`
-    are those that may be partitioned further, the last one first. The share is relative to the
+    `batch` has the sizes of the dimensions of samples and heads, which `cuts` partition. Of these
+    dimensions, `free` may be partitioned further, the last one first. The share is relative to the
     mean. Returns None if it is more than `MOST_IDLE`.
     """
     best: tuple[float, Cuts] | None = None

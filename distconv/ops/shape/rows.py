@@ -1,9 +1,9 @@
-"""Rows of a partitioned dimension, of which each rank asks for those that its positions name.
+"""Rows of a partitioned dimension, of which each rank asks for the rows that its positions name.
 
 The ranks exchange the numbers of rows for which they ask, then their indices, and then the rows.
 Indices are kept for as long as the tensor of positions exists and is not written to, so a mesh or
 graph with constant connectivity sends them once. Whether a rank still has them depends on its
-objects, so in each call the ranks compare the numbers of what they have kept.
+objects, so in each call the ranks compare the numbers of their kept decisions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_MOVED = 0.75
 If it is more, every rank gathers all rows."""
 
 _KEPT = WeakTensorKeyDictionary()
-"""For each tensor of positions the number of writes to it, and what is kept for its positions."""
+"""For each tensor of positions the number of writes to it, and the kept decisions."""
 
 _latest = 0
 """The number of the last decision that this rank has taken with others."""
