@@ -20,6 +20,7 @@ from itertools import zip_longest
 from random import Random
 from types import FunctionType, MethodType
 from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
+from weakref import WeakMethod, ref
 from zlib import crc32
 
 import torch
@@ -221,7 +222,7 @@ class Compiled(Generic[Given, Result]):
         if self._forgotten > MOST_CASES:
             raise _AsItIs("it reads classes or dictionaries that change too often")
         if self._front is None:
-            self._front = _front_of(self._program, self._compile, self._watch)
+            self._front = _front_of(self._program, _weakly(self._compile), _weakly(self._watch))
         before, self._call, drawn = self._call, call, random.getstate()
         try:
             SerialTrace.under_way = True
@@ -242,7 +243,7 @@ class Compiled(Generic[Given, Result]):
             if graph.is_like(former):  # what has changed was no value that the program reads
                 graph.cases, graph.reductions = former.cases, former.reductions
         self._graphs.append(graph)
-        return partial(self._run, graph)
+        return _weakly(self._run, graph)
 
     def _watch(self, guards: Sequence[Any]) -> list[bool]:
         """Note values that the guards of the latest graph do not see; keep all guards."""
@@ -412,6 +413,15 @@ def filled(argument: Any, tensors: Sequence[Tensor]) -> Any:
         named = {key: filled(x, tensors) for key, x in argument.items()}
         return named if type(argument) is dict else type(argument)(named)
     return argument
+
+
+def _weakly(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    """Return a function that calls `method` with `arguments` before its own, and keeps neither.
+
+    Dynamo keeps functions that it gets for as long as the process lives.
+    """
+    weak, references = WeakMethod(method), list(map(ref, arguments))
+    return lambda *args: weak()(*(each() for each in references), *args)  # type: ignore[misc]
 
 
 def _front_of(program: Any, take: Callable[..., Any], watch: Callable[..., Any]) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -447,6 +449,24 @@ def test_parameters_that_move_are_found() -> None:
         return found
 
     assert compared(loop, lambda: nn.Sequential(nn.Conv2d(3, 2, 3), nn.Tanh())).replays > 0
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("as_a_function", [False, True])
+def test_a_dropped_program_frees_its_memory(as_a_function: bool) -> None:
+    grid = dc.ProcessGrid(height=-1)
+
+    def used() -> list[Any]:
+        model = dc.parallelize(classifier(), grid)
+        called: Any = dc.compile(lambda x: model(x)) if as_a_function else dc.compile(model)
+        for x, _ in batches(grid):
+            step_of(called, x)
+        assert called.replays > 0
+        return [ref(model), *map(ref, model.parameters())]
+
+    held = used()
+    gc.collect()
+    assert not any(each() is not None for each in held)
 
 
 # Modules that go on as they are
