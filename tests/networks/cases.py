@@ -27,6 +27,8 @@ class Case:
     Attributes
     ----------
     tolerance: the tolerance of `verify`, for a case that computes in shorter types within.
+    loops: whether it loops over a few positions at a time along the partitioned dimension, and
+        carries the last ones over to the next pass.
     """
 
     package: str
@@ -34,6 +36,7 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: tuple[Input, ...]
     tolerance: float | None = None
+    loops: bool = False
 
     @property
     def key(self) -> str:

@@ -82,13 +82,17 @@ class _AtStep(nn.Module):
 
 
 def _diffusers(
-    name: str, shape: Sequence[int] = (2, 3, 32, 24), step: bool = False, **options: Any
+    name: str,
+    shape: Sequence[int] = (2, 3, 32, 24),
+    step: bool = False,
+    loops: bool = False,
+    **options: Any,
 ) -> Case:
     def build() -> nn.Module:
         network = of(f"diffusers.{name}")(**options)
         return _AtStep(network) if step else network
 
-    return Case("diffusers", name, build, (normal(*shape),))
+    return Case("diffusers", name, build, (normal(*shape),), loops=loops)
 
 
 def _plans(name: str, spatial: int, shape: Sequence[int], **options: Any) -> Case:
@@ -487,6 +491,7 @@ NETWORKS: tuple[Case, ...] = (
         _diffusers(
             name,
             (1, 3, 5, 32, 24),
+            loops=True,
             base_dim=8,
             z_dim=4,
             dim_mult=[1, 2],

@@ -31,7 +31,10 @@ last column is the operator that sends most of these bytes. *Input* is the size 
 *Otherwise* excludes operators whose results depend on all positions of a sample, and which
 therefore must communicate: the keys and values of attention, fully connected layers and recurrences
 along positions, Fourier transforms, sorting and running sums. `make networks` fails if a network
-redistributes more bytes otherwise than its input has.
+redistributes more bytes otherwise than its input has. AutoencoderKLWan and AutoencoderKLQwenImage
+are exempt: they loop over a few frames at a time along the dimension that is partitioned here, and
+carry the last frames of each layer over to the next pass. Partition such networks in height and
+width.
 
 Some losses redistribute more on four ranks. Lovász losses sort the errors of all positions: every
 rank receives the sorted errors, and looks up all labels in their order. Losses that write one-hot
