@@ -65,6 +65,8 @@ def interpolate(
         shard = F.interpolate(input.shard, size, scale_factor, *arguments)
         return DistTensor(shard, shape, input.cuts, input.grid)
     _refuse_on_cut_plane(input, shape, mode, antialias)
+    if antialias:
+        _refuse_unlike_gradient(input, shape, scales)
     needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
     buffer = gather_inputs(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:
@@ -143,6 +145,23 @@ def _refuse_on_cut_plane(
     if antialias and shape[3] == 1 and shape[2] not in (1, input.shape[2]):
         reason = "torch repeats the first row of an antialiased plane of one column"
         refuse("interpolate", reason, input, way_out="Transpose the plane, x.mT, and the result")
+
+
+def _refuse_unlike_gradient(
+    input: DistTensor, shape: Sequence[int], scales: Sequence[float | None]
+) -> None:
+    """Refuse an antialiased dimension that torch copies, though its gradient resamples."""
+    for axes, size, made, scale in zip(
+        input.cuts[2:], input.shape[2:], shape[2:], scales, strict=True
+    ):
+        if axes and size == made and scale not in (None, 1):
+            refuse(
+                "interpolate",
+                f"torch copies the {size} rows that scale_factor={scale} leaves antialiased, but "
+                "its gradient resamples them",
+                input,
+                way_out="Pass size=, or recompute_scale_factor=True",
+            )
 
 
 def _of_buffer(
