@@ -229,7 +229,8 @@ def _check_declared(_: Tensor) -> None:
 
     It is another loss on each rank, as that of `to_local`; see `ownership.undeclared`.
     """
-    waiting = [get_gradient_edge(x).node for x in roots_of_backward() if x.requires_grad]
+    roots = (x for x in roots_of_backward() if x.requires_grad)
+    waiting: list[Any] = [get_gradient_edge(x).node for x in roots]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()

@@ -90,7 +90,7 @@ class ArraySource(Source):
             facts |= facts_of_file(self._path)
         elif isinstance(self._array, np.ndarray) and self._array.nbytes <= _SMALL:
             # Where samples are partitioned, no mini-batch shows that labels differ.
-            number = crc32(np.ascontiguousarray(self._array))
+            number = crc32(self._array.tobytes())
             facts[f"checksum of {self.name}"] = f"{number:08x}"
         elif self._path is not None or isinstance(self._array, np.ndarray):
             facts |= self.first_values()  # not of an object that may compute them
