@@ -247,7 +247,7 @@ def test_arrays_of_labels_that_differ_in_a_middle_sample_are_found(axis: str) ->
     volumes = np.zeros((6000, 1, 4, 4), dtype=np.float32)
     grid = dc.ProcessGrid(**{axis: -1})
     fails_everywhere(
-        lambda: Dataset({"x": volumes, "y": labels[::-1]}, grid), "checksum of the array, field 'y'"
+        lambda: Dataset({"x": volumes, "y": labels[::-1]}, grid), "checksum of y, field 'y' is"
     )
 
 
