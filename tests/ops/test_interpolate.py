@@ -190,8 +190,10 @@ def test_one_column_of_an_antialiased_plane_is_refused_and_of_a_block_is_not() -
     for to in ((6, grid.size), (1, 1), (9, 1)):
         agrees(lambda x, to=to: F.interpolate(x, to, mode="bilinear", antialias=True), [x], [],
                grid, rng, [None])  # fmt: skip
-    refused(lambda x: F.interpolate(x, (6, 1), mode="bilinear", antialias=True), [x], [], grid, rng,
-            [None])  # fmt: skip
+    # A block of one channel has another memory format than the whole, on which torch depends.
+    for layout in (None, dc.Layout(channel="width")):
+        refused(lambda x: F.interpolate(x, (6, 1), mode="bilinear", antialias=True), [x], [], grid,
+                rng, [layout])  # fmt: skip
     agrees(lambda x: F.interpolate(x.mT, (1, 6), mode="bilinear", antialias=True).mT, [x], [],
            grid, rng, [None])  # fmt: skip
 
