@@ -245,7 +245,7 @@ def _check_declared(_: Tensor) -> None:
         if any(placement.is_shard() for placement in spec.placements):
             raise RuntimeError(
                 f"backward: a plain loss depends on DTensor.to_local() of {spec}, and every rank "
-                "has the loss of its own piece. Compute the loss on the DTensor itself, or on "
+                "has the loss of its own shard. Compute the loss on the DTensor itself, or on "
                 "full_tensor(). If the serial loss is the sum of the losses of the ranks, write "
                 "to_local(grad_placements=d.placements)"
             )
