@@ -58,13 +58,17 @@ def interpolate(
     scales = _scales(None if recompute_scale_factor else scale_factor, len(shape) - 2)
     maps = _index_maps(input, shape, scales, mode, bool(align_corners), antialias)
     _refuse_ambiguous(input, shape, scale_factor, maps)
+    if antialias:
+        _refuse_one_column(input, shape)
     box = box_on_rank(shape, input.cuts, input.grid)
     if not any(input.cuts[2:]):
         if 0 in box.shape:
             return DistTensor(empty_block(input.shard, box.shape), shape, input.cuts, input.grid)
         shard = F.interpolate(input.shard, size, scale_factor, *arguments)
         return DistTensor(shard, shape, input.cuts, input.grid)
-    _refuse_on_cut_plane(input, shape, mode, antialias)
+    _refuse_on_cut_plane(input, mode)
+    if antialias:
+        _refuse_unlike_gradient(input, shape, scales)
     needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
     buffer = gather_inputs(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:
@@ -133,16 +137,38 @@ def _refuse_ambiguous(
             )
 
 
-def _refuse_on_cut_plane(
-    input: DistTensor, shape: Sequence[int], mode: str, antialias: bool
-) -> None:
-    """Refuse types and shapes that only whole planes support."""
+def _refuse_one_column(input: DistTensor, shape: Sequence[int]) -> None:
+    """Refuse an antialiased plane that torch resizes by its memory format, and so by its block.
+
+    A block of one channel counts as contiguous where the whole tensor has channels last.
+    """
+    if any(input.cuts[1:]) and shape[3] == 1 and shape[2] not in (1, input.shape[2]):
+        reason = "torch repeats the first row of an antialiased plane of one column"
+        refuse("interpolate", reason, input, way_out="Transpose the plane, x.mT, and the result")
+
+
+def _refuse_on_cut_plane(input: DistTensor, mode: str) -> None:
+    """Refuse types that only whole planes support."""
     if not (input.is_floating_point() or mode.startswith("nearest")):
         reason = f"mode={mode!r} of {input.dtype} on a partitioned plane is not supported"
         refuse("interpolate", reason, input, way_out="Convert it, x.float(), and round the result")
-    if antialias and shape[3] == 1 and shape[2] not in (1, input.shape[2]):
-        reason = "torch repeats the first row of an antialiased plane of one column"
-        refuse("interpolate", reason, input, way_out="Transpose the plane, x.mT, and the result")
+
+
+def _refuse_unlike_gradient(
+    input: DistTensor, shape: Sequence[int], scales: Sequence[float | None]
+) -> None:
+    """Refuse an antialiased dimension that torch copies, though its gradient resamples."""
+    for axes, size, made, scale in zip(
+        input.cuts[2:], input.shape[2:], shape[2:], scales, strict=True
+    ):
+        if axes and size == made and scale not in (None, 1):
+            refuse(
+                "interpolate",
+                f"torch copies the {size} rows that scale_factor={scale} leaves antialiased, but "
+                "its gradient resamples them",
+                input,
+                way_out="Pass size=, or recompute_scale_factor=True",
+            )
 
 
 def _of_buffer(

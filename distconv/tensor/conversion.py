@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from distconv.comm import collectives
 from distconv.comm.checksums import CURE, checksum, differing, due
@@ -22,6 +23,7 @@ from distconv.tensor.aliasing import prepare_write
 from distconv.tensor.base import DistTensorBase, tensors_in
 from distconv.tensor.dispatch import WAYS_OUT, refuse
 from distconv.tensor.redistribution import redistribute
+from distconv.torch_private import roots_of_backward
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -207,6 +209,9 @@ def to_dtensor(x: DistTensorBase) -> DTensor:
         places = ((topology.extent(axis), here[axis]) for axis in axes if axis in x.cuts[d])
         start, stop = _chunk(x.shape[d], places)
         local = local.narrow(d, start, stop - start)
+    if local.requires_grad:
+        local = collectives.alias(local)
+        local.register_hook(_check_declared)
     stride = torch.empty(x.shape, device="meta").stride()
     result: Any = DTensor.from_local(
         local.contiguous(),
@@ -217,6 +222,33 @@ def to_dtensor(x: DistTensorBase) -> DTensor:
         stride=stride,
     )
     return result  # type: ignore[no-any-return]
+
+
+def _check_declared(_: Tensor) -> None:
+    """Raise if a plain loss depends on a piece of a DTensor whose gradients are not declared.
+
+    It is another loss on each rank, as that of `to_local`; see `ownership.undeclared`.
+    """
+    roots = (x for x in roots_of_backward() if x.requires_grad)
+    waiting: list[Any] = [get_gradient_edge(x).node for x in roots]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        # Whatever is behind DTensor.from_local has become a DTensor again.
+        if node is None or node in seen or node.name() == "_FromTorchTensorBackward":
+            continue
+        seen.add(node)
+        waiting.extend(following for following, _ in node.next_functions)
+        spec = getattr(node, "dtensor_spec", None)
+        if spec is None or node.grad_placements is not None:
+            continue
+        if any(placement.is_shard() for placement in spec.placements):
+            raise RuntimeError(
+                f"backward: a plain loss depends on DTensor.to_local() of {spec}, and every rank "
+                "has the loss of its own shard. Compute the loss on the DTensor itself, or on "
+                "full_tensor(). If the serial loss is the sum of the losses of the ranks, write "
+                "to_local(grad_placements=d.placements)"
+            )
 
 
 def block_of_dtensor(d: DTensor, axes: Sequence[str], grid: ProcessGrid) -> tuple[Tensor, Layout]:

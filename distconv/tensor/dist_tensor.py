@@ -272,7 +272,9 @@ class DistTensor(Chunked):
         """Return the tensor as a DTensor of torch on `grid.device_mesh`. All ranks call it.
 
         It shares memory if torch partitions dimensions as this tensor's layout does. Any other
-        dimension is made whole on the way. Gradients flow back from the DTensor.
+        dimension is made whole on the way. Gradients flow back from the DTensor. A plain loss
+        of its `to_local()`, a piece, raises RuntimeError in the backward pass unless
+        `grad_placements` is given, as with `DistTensor.to_local`.
 
         Examples
         --------

@@ -225,7 +225,8 @@ def test_labels_that_differ_in_a_middle_sample_are_found_when_they_are_read(load
     labels = np.arange(60)
     labels[31] += WORLD.rank
     volumes = np.zeros((60, 1, 4, 4), dtype=np.float32)
-    data = Dataset({"x": volumes, "y": labels}, dc.ProcessGrid(height=2))
+    numbers = dc.data.Function(lambda i, box: labels[i], 60, ())
+    data = Dataset({"x": volumes, "y": numbers}, dc.ProcessGrid(height=2))
     seen: list[Any] = []
 
     def read() -> None:
@@ -236,6 +237,18 @@ def test_labels_that_differ_in_a_middle_sample_are_found_when_they_are_read(load
 
     fails_everywhere(read, "field 'y' is not the same on all ranks: rank 1 differs from rank 0")
     assert len(seen) == 15
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("axis", ["sample", "height"])
+def test_arrays_of_labels_that_differ_in_a_middle_sample_are_found(axis: str) -> None:
+    labels = np.arange(6000)
+    labels[3100] += WORLD.rank == WORLD.size - 1
+    volumes = np.zeros((6000, 1, 4, 4), dtype=np.float32)
+    grid = dc.ProcessGrid(**{axis: -1})
+    fails_everywhere(
+        lambda: Dataset({"x": volumes, "y": labels[::-1]}, grid), "checksum of y, field 'y' is"
+    )
 
 
 @pytest.mark.parallel([2])

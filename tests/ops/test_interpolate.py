@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import distconv as dc
 from distconv.device.kinds import accelerator
@@ -158,6 +160,28 @@ def test_antialiasing_reads_the_rows_that_others_send(mode: str) -> None:
         agrees(function, [x], [], random_grid(rng, ["height", "width"]), rng, [None])
 
 
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_an_antialiased_factor_that_keeps_the_size_is_serial_or_refused(mode: str) -> None:
+    # Torch copies such a dimension, and differentiates as if it had resampled.
+    rng, grid = random.Random(0), dc.ProcessGrid(height=-1)
+    x = random_tensor(rng, (1, 2, 6, 4))
+
+    def resized(x: Tensor, **options: Any) -> Tensor:
+        return F.interpolate(x, mode=mode, antialias=True, **options)
+
+    given = dc.distribute_tensor(x, grid)
+    with pytest.raises(dc.UnsupportedOperation, match="torch copies the 6 rows that scale_factor="):
+        resized(given, scale_factor=(1.1, 2.0))
+    for options in (
+        {"scale_factor": (2.0, 1.1)},
+        {"scale_factor": (1.0, 1.5)},
+        {"scale_factor": (1.1, 2.0), "recompute_scale_factor": True},
+        {"size": (6, 8)},
+    ):
+        agrees(lambda x, o=options: resized(x, **o), [x], [], grid, rng, [given.layout])
+
+
 @pytest.mark.parallel([2, 4])
 def test_one_column_of_an_antialiased_plane_is_refused_and_of_a_block_is_not() -> None:
     rng = random.Random(9)
@@ -166,8 +190,10 @@ def test_one_column_of_an_antialiased_plane_is_refused_and_of_a_block_is_not() -
     for to in ((6, grid.size), (1, 1), (9, 1)):
         agrees(lambda x, to=to: F.interpolate(x, to, mode="bilinear", antialias=True), [x], [],
                grid, rng, [None])  # fmt: skip
-    refused(lambda x: F.interpolate(x, (6, 1), mode="bilinear", antialias=True), [x], [], grid, rng,
-            [None])  # fmt: skip
+    # A block of one channel has another memory format than the whole, on which torch depends.
+    for layout in (None, dc.Layout(channel="width")):
+        refused(lambda x: F.interpolate(x, (6, 1), mode="bilinear", antialias=True), [x], [], grid,
+                rng, [layout])  # fmt: skip
     agrees(lambda x: F.interpolate(x.mT, (1, 6), mode="bilinear", antialias=True).mT, [x], [],
            grid, rng, [None])  # fmt: skip
 

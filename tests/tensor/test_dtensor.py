@@ -99,6 +99,27 @@ def test_tensors_of_any_layout_become_dtensors_and_come_back_with_their_gradient
         torch.testing.assert_close(leaf.grad.full_tensor(), 2 * x * weight)
 
 
+@pytest.mark.parallel([1, 2, 3])
+def test_a_loss_of_a_piece_of_a_dtensor_says_that_it_is_a_summand() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.arange(2.0 * 6 * 5).reshape(1, 2, 6, 5)
+    cut = dc.distribute_tensor(x, grid).requires_grad_()
+    if grid.size > 1:
+        for start in (
+            lambda: (cut * 2).to_dtensor().to_local().square().mean().backward(),
+            lambda: torch.autograd.grad(cut.to_dtensor().exp().to_local().sum(), cut),
+        ):
+            assert "DTensor.to_local() of" in raised_everywhere(RuntimeError, start)
+    d = (cut * 2).to_dtensor()
+    d.to_local(grad_placements=d.placements).square().sum().backward()
+    torch.testing.assert_close(cut.grad.full_tensor(), 8 * x)
+    cut.grad = None
+    d = cut.to_dtensor()
+    again = DTensor.from_local(d.to_local() * 2, d.device_mesh, d.placements)
+    again.full_tensor().square().sum().backward()
+    torch.testing.assert_close(cut.grad.full_tensor(), 8 * x)
+
+
 @pytest.mark.parallel([2, 4])
 def test_what_torch_cuts_alike_is_not_copied() -> None:
     grid = dc.ProcessGrid(height=-1)

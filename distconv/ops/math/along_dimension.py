@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.comm.packing import has_channels_last
 from distconv.ops.shape.reshape import flatten
 from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dim
 from distconv.ops.support.in_place import implements_in_place
@@ -84,7 +85,13 @@ def local_response_norm(
     """Divide by (k + alpha * the mean square over `size` neighbouring channels) ** beta."""
     check_on_meta(F.local_response_norm, any_type(input), size, alpha, beta, k)
     name = "local_response_norm"
-    y = apply_along(F.local_response_norm, name, input, [1], size, alpha, beta, k)
+
+    def normalized(x: Tensor, *args: Any) -> Tensor:
+        # For volumes torch makes a view that the strides of some blocks do not allow.
+        strided = x.dim() > 4 and not has_channels_last(x)
+        return F.local_response_norm(x.contiguous() if strided else x, *args)
+
+    y = apply_along(normalized, name, input, [1], size, alpha, beta, k)
     return redistribute(y, input.cuts, name)
 
 

@@ -15,7 +15,7 @@ from distconv.geometry.layout import Cuts
 from distconv.ops.pool.average import check_pooled_type, with_some_channel
 from distconv.ops.reduce.sums import mean
 from distconv.ops.support.arguments import accepts_unbatched
-from distconv.ops.support.operands import apply_along, box_on_rank
+from distconv.ops.support.operands import apply_along, box_on_rank, empty_block
 from distconv.tensor.base import whole_number
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -121,10 +121,11 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
         outputs = _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
         if not any(input.cuts[2:]):
             shape = (*input.shape[:2], *outputs)
-            if input.shard.numel():
+            if input.shard.numel() and 0 not in outputs:
                 shard = local(input.shard, outputs)
             else:
-                shard = input.shard.reshape(box_on_rank(shape, input.cuts, input.grid).shape)
+                # Torch's gradient raises without outputs, on the ranks that have inputs.
+                shard = empty_block(input.shard, box_on_rank(shape, input.cuts, input.grid).shape)
             return DistTensor(shard, shape, input.cuts, input.grid)
         # An average over a whole dimension is a sum over ranks, with no gathering at all.
         over = [d for d, m in enumerate(outputs, 2) if m == 1]

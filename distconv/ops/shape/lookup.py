@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distconv.geometry.layout import Shape, cuts_of_broadcast, cutting_axes, replaced_at
 from distconv.grid.interface import Grid
-from distconv.ops.shape.rows import row_exchange
+from distconv.ops.shape.rows import check_range, row_exchange
 from distconv.ops.support.arguments import check_on_meta, in_range, normalize_dim
 from distconv.ops.support.dimensions import gathers_along, keeps_shape, picks_in_order
 from distconv.ops.support.operands import (
@@ -34,7 +34,7 @@ from distconv.tensor.dist_tensor import DistTensor
 # The result is cut as the input, or as the tensor of positions if the input is whole: each rank
 # looks up the positions in its own block. If that dimension is cut, a rank receives the rows that
 # its positions name (`rows.py`), or all rows if they are few. All ranks raise for a position out of
-# range, but where rows are gathered only the rank that meets it.
+# range, but where `index_select` or `embedding` gathers rows only the rank that meets it.
 
 
 def wrap_negative(index: Tensor, size: int) -> Tensor:
@@ -121,6 +121,7 @@ def _gathered(x: DistTensor, index: Tensor, d: int) -> DistTensor:
     table = uncut(x, [d, *shorter], "gather")
     along = replaced_at(tuple(cuts), d, ())
     here = local_operand(table, tuple(x.shape), along, grid, "gather")
+    check_range(own, x.shape[d], x, "gather, position")
     with in_range("gather, position", own, x.shape[d]):
         shard = here.gather(d, own)
     return DistTensor(shard, shape, tuple(cuts), grid)

@@ -18,11 +18,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distconv.comm.collectives import all_gather
 from distconv.comm.ledger import Movement, record
 from distconv.comm.transfer import accumulate, gather
-from distconv.device.kinds import on_accelerator, thresholds
+from distconv.device.kinds import is_accelerator, on_accelerator, thresholds
 from distconv.geometry.layout import Axes, Cuts, Layout, cutting_axes, rank_box, replaced_at
 from distconv.geometry.plan import Plan
 from distconv.geometry.requested import rows_plan
+from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
+from distconv.ops.support.arguments import out_of_range
 from distconv.ops.support.operands import constant, may_read
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import base_of
@@ -271,11 +273,23 @@ def _told(
     told = all_gather(asked.message, grid, axes).tolist()
     for wrong, position, *_ in told:
         if wrong:
-            raise error(
-                f"{operator}: {position} is out of range; expected numbers from 0 to "
-                f"{size - 1}, of {size}"
-            )
+            raise error(out_of_range(operator, position, size))
     return {rank: row[2:] for rank, row in zip(_peers(grid, axes), told, strict=True)}
+
+
+def check_range(own: Tensor, size: int, x: DistTensor, operator: str) -> None:
+    """Raise RuntimeError on every rank if one has a position out of range in `own`. Collective.
+
+    `x` is an operand of `operator`. On accelerators nothing is checked: positions would have to be
+    waited for, and torch's kernel ends the program.
+    """
+    if x.grid.size == 1 or is_accelerator(own.device) or not may_read(x):
+        return
+    extremes = torch.stack(own.aminmax()) if own.numel() else own.new_tensor([0, size - 1])
+    lowest, highest = all_gather(extremes, x.grid, AXES).T
+    wrong = torch.cat([lowest[lowest < 0], highest[highest >= size]])
+    if len(wrong):
+        raise RuntimeError(out_of_range(operator, int(wrong[0]), size))
 
 
 def _exchange(

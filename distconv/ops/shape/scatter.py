@@ -15,7 +15,7 @@ from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes, replaced_at
 from distconv.grid.interface import Grid
 from distconv.ops.shape.lookup import check_mask, wrap_negative
-from distconv.ops.shape.rows import RowExchange, row_exchange
+from distconv.ops.shape.rows import RowExchange, check_range, row_exchange
 from distconv.ops.support.arguments import check_on_meta, in_range, normalize_dim, normalize_dims
 from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.merged import factors_of, is_merged, unmerge
@@ -84,6 +84,7 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 
         arguments = [own(value) for value in (index, *values)]
         named = {key: own(value) for key, value in options.items()}
+        check_range(arguments[0], x.shape[d], x, f"{name}, position")
         shard = function(whole.shard, d, *arguments, **named)
         return redistribute(DistTensor(shard, shape, whole.cuts, grid), x.cuts, name)
 

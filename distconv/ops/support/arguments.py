@@ -218,7 +218,9 @@ def in_range(
             wrong &= numbers != ignored
         if not wrong.any():
             raise
-        raise type(error)(
-            f"{operator}: {numbers[wrong][0].item()} is out of range; expected numbers from 0 to "
-            f"{size - 1}, of {size}"
-        ) from None
+        raise type(error)(out_of_range(operator, numbers[wrong][0].item(), size)) from None
+
+
+def out_of_range(operator: str, number: float, size: int) -> str:
+    """Return the message for a number that is not from 0 to `size` - 1."""
+    return f"{operator}: {number} is out of range; expected numbers from 0 to {size - 1}, of {size}"

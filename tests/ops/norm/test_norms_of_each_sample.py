@@ -119,3 +119,17 @@ def test_weights_set_by_data_before_the_backward_pass_have_the_gradients_of_torc
     first, *others = gradients(module, dc.distribute_tensor(x, grid).requires_grad_())
     for ours, torchs in zip([first.full_tensor(), *others], expected, strict=True):
         assert deviation(ours, torchs) < 1e-12
+
+
+@pytest.mark.parallel(RANKS)
+def test_local_response_norm_of_blocks_with_other_strides_on_each_rank() -> None:
+    # The last rank's block has a single column, and so strides that torch can view as it needs.
+    x = random_tensor(random.Random(3), (2, 5, 2, 3, 2 * dc.ProcessGrid(width=-1).size - 1))
+    grid = dc.ProcessGrid(width=-1)
+    turned = dc.distribute_tensor(x.transpose(3, 4).contiguous(), grid, dc.Layout(height="width"))
+    for y in (turned.transpose(3, 4), dc.distribute_tensor(x, grid, dc.Layout(channel="width"))):
+        y.requires_grad_()
+        F.local_response_norm(y, 3).square().sum().backward()
+        serial = x.clone().requires_grad_()
+        F.local_response_norm(serial, 3).square().sum().backward()
+        torch.testing.assert_close(y.grad.full_tensor(), serial.grad)

@@ -121,3 +121,15 @@ def test_adaptive_maxima_of_no_samples_with_fewer_channels_than_ranks_equal_seri
         pool = F.adaptive_max_pool2d if len(shape) == 4 else F.adaptive_max_pool1d
         grid, rng = dc.ProcessGrid(channel=-1), random.Random(2)
         agrees(lambda x, pool=pool: pool(x, 1), [torch.zeros(shape)], [], grid, rng, layout)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("axis", ["sample", "channel", "height"])
+def test_averages_without_outputs_leave_no_rank_waiting_in_the_backward_pass(axis: str) -> None:
+    # One sample, two channels: some ranks have no inputs, where torch's gradient does not raise.
+    grid = dc.ProcessGrid(**{axis: -1})
+    x = dc.distribute_tensor(torch.ones(1, 2, 4, 1), grid).requires_grad_()
+    for y in (F.adaptive_avg_pool2d(x, (3, 0)), F.interpolate(x, scale_factor=0.3, mode="area")):
+        assert y.numel() == 0
+        y.sum().backward()
+    assert torch.equal(x.grad.full_tensor(), torch.zeros(1, 2, 4, 1))

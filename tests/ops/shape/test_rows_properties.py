@@ -136,3 +136,25 @@ def test_a_position_out_of_range_raises_on_every_rank_by_its_number() -> None:
     for call in (lambda: x.gather(0, wide), lambda: x.scatter_add(0, wide, torch.ones(6, 2))):
         assert "7 is out of" in raised_everywhere(RuntimeError, call)
     assert torch.equal(x[index[:3]].full_tensor(), torch.ones(3, 2))
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("own", [True, False], ids=["distributed", "plain"])
+def test_a_position_out_of_range_in_one_ranks_rows_raises_on_every_rank(own: bool) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(4, 3), grid, dc.Layout(sample="height"))
+    for number in (7, -1):
+        index = torch.zeros(4, 3, dtype=torch.int64)
+        index[3, 1] = number  # in the rows of the last rank
+        given = dc.distribute_tensor(index, grid, dc.Layout()) if own else index
+        for call in (
+            lambda given=given: x.gather(1, given),
+            lambda given=given: x[:, :0].gather(1, given[:, :2]),
+            lambda index=index: torch.ones(4, 3).gather(
+                1, dc.distribute_tensor(index, grid, x.layout)
+            ),
+            lambda given=given: x.scatter(1, given, 2.0),
+            lambda given=given: x.scatter_reduce(1, given, x, "amax"),
+            lambda given=given: x.scatter_add(1, given, x),
+        ):
+            assert "out of" in raised_everywhere(RuntimeError, call)
