@@ -82,9 +82,9 @@ def grid_sample(
         shard = F.grid_sample(plane, own, *options)
     else:
         moved = Relocate.apply(own, sampling, x.shape[2:], box)
-        padding = sampling.padding_in_box
-        sampled = to_accumulation_type(plane), moved, mode, padding, bool(align_corners)
-        shard = in_type(F.grid_sample(*sampled), plane.dtype)
+        wide, padding = to_accumulation_type(plane), sampling.padding_in_box
+        values = F.grid_sample(wide, moved, mode, padding, bool(align_corners))
+        shard = in_type(values, plane.dtype)
     return DistTensor(shard, shape, cuts, x.grid)
 
 
