@@ -234,6 +234,31 @@ def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
     return result
 
 
+def reorder(local: Tensor, plan: Plan, inverse: Plan, grid: Grid) -> Tensor:
+    """Return `gather(local, plan, grid)` where each element belongs to the buffer of one rank.
+
+    Differentiable. The gradient moves by the plan `inverse`, without sums. Collective.
+    """
+    there, back = Transfer(plan, grid), Transfer(inverse, grid)
+    if plan.identity:
+        return local
+    result: Tensor = _Reorder.apply(local, there, back)
+    return result
+
+
+class _Reorder(ShardFunction):
+    """A transfer whose adjoint is another transfer, as a function of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Transfer, back: Transfer) -> Tensor:
+        ctx.movement = back, there
+        return there.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Reorder.apply(grads[0], *ctx.movement), None, None
+
+
 class _Move(ShardFunction):
     """A transfer, or its adjoint, as a function of autograd."""
 

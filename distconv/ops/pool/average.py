@@ -28,6 +28,7 @@ from distconv.ops.support.assembled import (
     plan_windows,
     window_arguments,
 )
+from distconv.ops.support.dimensions import works_on_samples
 from distconv.ops.support.operands import Placement, constant
 from distconv.tensor.base import whole_number
 from distconv.tensor.dispatch import implements
@@ -73,6 +74,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
     name = f"avg_pool{n}d"
 
     @implements(local)
+    @works_on_samples(local, n)
     @accepts_unbatched(name, n)
     def rule(
         input: DistTensor,

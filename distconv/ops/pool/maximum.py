@@ -21,6 +21,7 @@ from distconv.ops.support.assembled import (
     plan_windows,
     window_arguments,
 )
+from distconv.ops.support.dimensions import works_on_samples
 from distconv.ops.support.in_place import is_recorded
 from distconv.ops.support.operands import Placement, constant, empty_block, unravel
 from distconv.tensor.dispatch import implements, refuse
@@ -119,6 +120,7 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
     name = f"max_pool{n}d"
 
     @implements(*functions)
+    @works_on_samples(functions[0], n)
     @accepts_unbatched(name, n)
     def rule(
         input: DistTensor,

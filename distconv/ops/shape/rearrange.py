@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.comm.transfer import reorder
 from distconv.geometry.index_maps import Grouped, IndexMap, Reversed, Rolled, Same, Window
 from distconv.ops import synonyms  # noqa: F401  registers what is looked up here
 from distconv.ops.shape import rearrange, reshape  # noqa: F401
@@ -36,7 +37,7 @@ from distconv.ops.support.operands import (
 from distconv.tensor.base import tensors_in, whole_numbers
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gather_inputs
+from distconv.tensor.redistribution import gather_inputs, plan_to_gather, record_gather
 from distconv.torch_private import of_sequence, without_torch_dispatch, without_torch_function
 
 # Reordering and repetition of elements.
@@ -67,12 +68,20 @@ def roll(
     total = [0] * input.dim()
     for shift, d in zip(amounts, chosen, strict=True):
         total[normalize_dim(d, input.dim())] += shift
-    needs: list[IndexMap] = [
-        Rolled(shift) if shift and axes and n else Same()
-        for shift, axes, n in zip(total, input.cuts, input.shape, strict=True)
-    ]
-    buffer = gather_inputs(input, needs, input.cuts, "roll")
-    rest = [d for d, need in enumerate(needs) if total[d] and isinstance(need, Same)]
+    there, back = (
+        [
+            Rolled(sign * shift) if shift and axes and n else Same()
+            for shift, axes, n in zip(total, input.cuts, input.shape, strict=True)
+        ]
+        for sign in (1, -1)
+    )
+    where = input.grid.topology, input.grid.rank, tuple(input.shape), input.cuts
+    plan, inverse = (plan_to_gather(*where, needs, input.cuts) for needs in (there, back))
+    buffer = input.shard
+    if plan is not None and inverse is not None:
+        record_gather(input, plan, input.cuts, "roll")
+        buffer = reorder(buffer, plan, inverse, input.grid)
+    rest = [d for d, need in enumerate(there) if total[d] and isinstance(need, Same)]
     if rest:
         buffer = buffer.roll([total[d] for d in rest], rest)
     elif buffer is input.shard:

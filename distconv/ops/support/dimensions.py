@@ -194,7 +194,7 @@ def convolves(function: Callable[..., Tensor], n: int, transposed: bool) -> Call
             return made if made is NotImplemented else made.squeeze(0)
         if input.dim() != n + 2:
             return NotImplemented
-        made = _convolve_samples(function, input, *args, **kwargs)
+        made = _on_own_samples(function, input, *args, **kwargs)
         if made is NotImplemented and not transposed:
             made = _convolve_points(n, input, *args, **kwargs)
         return made
@@ -202,10 +202,22 @@ def convolves(function: Callable[..., Tensor], n: int, transposed: bool) -> Call
     return _on_merged(special)
 
 
-def _convolve_samples(
-    function: Callable[..., Tensor], input: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Return the convolution of merged samples of which each rank has its own in full."""
+def works_on_samples(function: Callable[..., Tensor], n: int) -> Callable[[Rule], Rule]:
+    """Let the rule of `function`, which pools `n` spatial dimensions, take merged samples.
+
+    Only samples may be cut: each rank calls `function` on its own.
+    """
+
+    def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
+        if input.dim() != n + 2:
+            return NotImplemented
+        return _on_own_samples(function, input, *args, **kwargs)
+
+    return _on_merged(special)
+
+
+def _on_own_samples(function: Callable[..., Tensor], input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return `function` of merged samples of which each rank has its own in full."""
     own, runs = unmerged(input), factors_of(input)
     lead = len(runs[0])
     if (
@@ -215,6 +227,8 @@ def _convolve_samples(
     ):
         return NotImplemented
     shape = check_on_meta(function, input, *args, **kwargs)
+    if not isinstance(shape[0], int):
+        return NotImplemented  # it returns indices, too
     block = function(own.shard.flatten(0, lead - 1), *args, **kwargs)
     block = block.reshape((*own.shard.shape[:lead], *shape[1:]))
     made = (*own.shape[:lead], *shape[1:])

@@ -202,17 +202,17 @@ def empty_block(buffer: Tensor, shape: Shape) -> Tensor:
     return buffer.reshape(-1)[:0].reshape(shape)
 
 
-_HALVES = torch.float16, torch.bfloat16
+HALVES = torch.float16, torch.bfloat16
 
 
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which to add up many elements: float32 for half types, else `dtype`."""
-    return torch.float32 if dtype in _HALVES else dtype
+    return torch.float32 if dtype in HALVES else dtype
 
 
 def to_accumulation_type(x: Tensor) -> Tensor:
     """Return `x` in the type of `accumulation_type`."""
-    return x.float() if x.dtype in _HALVES else x
+    return x.float() if x.dtype in HALVES else x
 
 
 def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:

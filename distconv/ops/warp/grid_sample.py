@@ -28,8 +28,10 @@ from distconv.ops.support.operands import (
     box_on_rank,
     common_grid,
     empty_block,
+    in_type,
     local_operand,
     may_read,
+    to_accumulation_type,
     uncut,
 )
 from distconv.ops.warp.positions import Relocate, Sampling, extremes
@@ -65,7 +67,7 @@ def grid_sample(
     points = (cuts[0], *cuts[2:], ())
     own = local_operand(grid, tuple(grid.shape), points, x.grid, NAME)
     block = box_on_rank(shape, cuts, x.grid).shape
-    if _gathers(x):
+    if _gathers(x, padding_mode):
         plane = uncut(x, range(2, x.dim()), NAME).shard
         box = [(0, n) for n in x.shape[2:]]
     else:
@@ -80,7 +82,9 @@ def grid_sample(
         shard = F.grid_sample(plane, own, *options)
     else:
         moved = Relocate.apply(own, sampling, x.shape[2:], box)
-        shard = F.grid_sample(plane, moved, mode, sampling.padding_in_box, bool(align_corners))
+        wide, padding = to_accumulation_type(plane), sampling.padding_in_box
+        values = F.grid_sample(wide, moved, mode, padding, bool(align_corners))
+        shard = in_type(values, plane.dtype)
     return DistTensor(shard, shape, cuts, x.grid)
 
 
@@ -116,10 +120,12 @@ def _result_cuts(x: DistTensor, points: Tensor) -> Cuts:
     return (*x.cuts[:2], *free)
 
 
-def _gathers(x: DistTensor) -> bool:
+def _gathers(x: DistTensor, padding_mode: str) -> bool:
     """Return whether every rank gathers the planes of `x`, alike on all ranks.
 
-    Half types cannot express positions in a box.
+    On CPUs kernels of half types round all intermediate results to these. From the largest number
+    on up to which the type has all integers, and for reflected positions, that cannot be repeated
+    in a box.
     """
     if not any(x.cuts[2:]) or 0 in x.shape or not may_read(x):
         return True
@@ -127,7 +133,12 @@ def _gathers(x: DistTensor) -> bool:
     # The first rank holds the most samples and channels.
     most = rank_box(tuple(x.shape), x.cuts, x.grid.topology, 0).shape[:2]
     gathered = prod(most) * prod(x.shape[2:])
-    return x.shard.element_size() < 4 or gathered <= thresholds(accelerated).gathered_plane
+    if gathered <= thresholds(accelerated).gathered_plane:
+        return True
+    if accelerated or x.shard.element_size() >= 4:
+        return False
+    integers = 2 / torch.finfo(x.dtype).eps
+    return padding_mode == "reflection" or max(x.shape[2:]) > integers
 
 
 def _boxes(x: DistTensor, own: Sequence[Interval]) -> Tensor:

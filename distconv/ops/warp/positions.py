@@ -5,7 +5,7 @@ of the plane, coordinates are turned into pixels as the kernel does it, to the l
 the image as the padding mode says, and turned into coordinates across the box. A coordinate in the
 box is rounded otherwise. So where its pixel would be rounded down to another integer than in the
 plane, it is moved by a few units in the last place: the slope of linear interpolation jumps at
-integers.
+integers. Half types are too short for coordinates across a box, so these are in float32.
 
 No communication.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distconv.geometry.index_maps import Interval
+from distconv.ops.support.operands import HALVES, accumulation_type, to_accumulation_type
 from distconv.torch_private import ShardFunction
 
 CHUNK = 2**15
@@ -60,6 +61,11 @@ class Sampling(NamedTuple):
 
     def pixels(self, x: Tensor, size: int) -> Tensor:
         """Return the pixels of the coordinates `x` across `size` pixels, as torch's kernel does."""
+        if x.dtype in HALVES:
+            if not self.accelerated:  # whose kernels compute in float32
+                y = (x + 1).mul_(x.new_tensor(self.slope(size)))
+                return y if self.corners else y.sub_(0.5)
+            x = x.float()
         y = x + 1
         if self.corners:
             return y.mul_((size - 1) / 2)
@@ -111,18 +117,20 @@ class Sampling(NamedTuple):
 
     def in_box(self, x: Tensor, size: int, box: Interval) -> Tensor:
         """Return the coordinates across `box`, of a plane of `size` pixels, for coordinates `x`."""
-        if box == (0, size) and self.padding == self.padding_in_box:
+        rounded = x.dtype in HALVES and not self.accelerated
+        if box == (0, size) and self.padding == self.padding_in_box and not rounded:
             return x
         start, width = box[0], box[1] - box[0]
-        pixels = self.inside(self.pixels(x, size), size).sub_(start)
+        pixels = to_accumulation_type(self.inside(self.pixels(x, size), size))
         if self.mode == "nearest":
-            pixels.round_()
+            pixels.round_()  # to even numbers, which they would not be after the next line
+        pixels.sub_(start)
         first = -1.0 if self.corners else 1 / width - 1
         unit = 1 / (self.slope(width) or 1.0)
         moved = torch.add(pixels.new_full((), first), pixels, alpha=unit)
         if self.mode == "bilinear":
             jump = pixels.floor_().sub_(self.pixels(moved, width).floor_())
-            moved.add_(jump, alpha=4 * torch.finfo(x.dtype).eps)
+            moved.add_(jump, alpha=4 * torch.finfo(moved.dtype).eps)
         return moved
 
     def interval(self, low: float, high: float, size: int) -> Interval:
@@ -201,7 +209,8 @@ class Relocate(ShardFunction):
     ) -> Tensor:
         ctx.save_for_backward(points)
         ctx.relocation = sampling, plane, boxes
-        moved = torch.empty(points.shape, dtype=points.dtype, device=points.device)
+        dtype = accumulation_type(points.dtype)
+        moved = torch.empty(points.shape, dtype=dtype, device=points.device)
         for size, box, source, target in _chunks(sampling, plane, boxes, points, moved):
             target.copy_(sampling.in_box(source, size, box))
         return moved

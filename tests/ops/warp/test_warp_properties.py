@@ -111,6 +111,56 @@ def test_slopes_at_integer_pixels_are_the_serial_ones(
     )
 
 
+@pytest.mark.parallel([2, 3])
+def test_points_between_two_pixels_take_the_even_one() -> None:
+    grid, rng = dc.ProcessGrid(height=-1), random.Random(1)
+    x, points = random_tensor(rng, (1, 1, 17, 5)), identity((17, 5), True)
+    points = points[:, 1:-1] + 1 / torch.tensor([4.0, 16.0])
+    assert torch.equal(8 * (points[..., 1] + 1) % 1, torch.full((1, 15, 5), 0.5).double())
+    layout = dc.Layout(height="height")
+    agrees(
+        lambda x: F.grid_sample(x, points, "nearest", align_corners=True),
+        [x],
+        [],
+        grid,
+        rng,
+        [layout],
+    )
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_half_types_are_sampled_at_the_serial_pixels(
+    padding: str, mode: str, n: int, dtype: torch.dtype
+) -> None:
+    """In half types positions are rounded to large parts of a pixel, and to the same in a box."""
+    if (n, mode) == (3, "bicubic"):
+        return  # which torch does not have
+    grid, rng = dc.ProcessGrid(height=-1), random.Random(1)
+    plane = (150, 29) if n == 2 else (11, 150, 13)
+    for corners in (False, True):
+        x = random_tensor(rng, (1, 2, *plane), dtype)
+        field = identity(plane, corners) + 0.04 * random_tensor(rng, (1, *plane, n))
+        layout = dc.distribute_tensor(x, grid).layout
+        points = dc.Layout.of(((), *layout.cuts(n + 2)[2:], ()))
+        dc.redistributions(reset=True)
+        agrees(
+            lambda x, points, c=corners: F.grid_sample(x, points, mode, padding, c),
+            [x, field.to(dtype)],
+            [],
+            grid,
+            rng,
+            [layout, points],
+            8 * torch.finfo(dtype).eps,
+        )
+        whole = 1 - 1 / grid.size if padding == "reflection" else 0.4
+        moved = sum(e.bytes for e in dc.redistributions() if e.operator == "grid_sample")
+        assert moved <= x.nbytes * whole
+
+
 @pytest.mark.parallel([2])
 def test_points_of_a_whole_plane_keep_their_partition() -> None:
     grid = dc.ProcessGrid(height=-1)
