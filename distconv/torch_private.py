@@ -701,6 +701,28 @@ def inner_schedulers(scheduler: Any) -> list[Any]:
     return list(getattr(scheduler, "_schedulers", ()))
 
 
+def replace_flex_attention(replacement: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
+    """Let `replacement` run when a program calls torch's `flex_attention`.
+
+    Returns torch's function, which now calls the replacement, and a function that does what torch's
+    did. torch does not dispatch `flex_attention` to subclasses, but compiles it for them, and
+    fails. Its code is replaced, as programs hold references to the function itself.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    function: Any = flex_attention
+    code, defaults = function.__code__, function.__defaults__
+    own = FunctionType(code, function.__globals__, function.__name__, defaults)
+    own.__kwdefaults__ = function.__kwdefaults__
+    function.__wrapped__, function.replacement = own, replacement
+    function.__code__, function.__defaults__ = _replaced_flex_attention.__code__, None
+    return function, own
+
+
+def _replaced_flex_attention(*args: Any, **kwargs: Any) -> Any:
+    return flex_attention.replacement(*args, **kwargs)  # type: ignore[name-defined] # noqa: F821
+
+
 def in_data_parallel() -> bool:
     """Return whether the forward pass of a DistributedDataParallel is running.
 

@@ -75,12 +75,7 @@ def arrange(
     axes = cutting_axes(given.columns)
     if not axes:
         return given
-    share = topology.parts(cutting_axes(given.batch))
-    rows = prod(sizes.batch) * prod(sizes.rows) / share
-    pairs = [(b, s) for b, s in zip(sizes.batch, sizes.shared, strict=True)]
-    columns = prod(1 if s else b for b, s in pairs) * prod(sizes.columns) / share
-    queries, results = (rows * n for n in sizes.features)
-    keys = columns * sum(sizes.features)
+    queries, keys, results = _elements(topology, sizes, given.batch)
     if keys <= gathered:
         return given._replace(columns=((),) * len(given.columns))
 
@@ -104,6 +99,42 @@ def arrange(
             n = topology.parts(every)
             choices.insert(0, ((queries + keys + results) * moved(n) / n * idle, whole))
     return min(choices, key=lambda choice: choice[0])[1]
+
+
+@lru_cache(maxsize=4096)
+def arrange_whole_keys(topology: Topology, sizes: Sizes, given: Arrangement) -> Arrangement:
+    """Return the partition with whole keys that moves the fewest elements to the busiest rank.
+
+    The choice is between a gather of keys and values and an all-to-all; `given` is the partition of
+    the operands.
+    """
+    axes, cut = cutting_axes(given.columns), cutting_axes(given.rows)
+    gather = given._replace(columns=((),) * len(given.columns))
+    every = tuple(dict.fromkeys((*cut, *axes)))
+    free = [d for d, shared in enumerate(sizes.shared) if not shared]
+    heads = over_batch(topology, sizes.batch, given.batch, free, every) if axes else None
+    if heads is None:
+        return gather
+    batch, idle = heads
+    queries, keys, results = _elements(topology, sizes, given.batch)
+    n, rows, columns = (topology.parts(a) for a in (every, cut, axes))
+    there = (queries * (1 - 1 / rows) + keys * (1 - 1 / columns)) / n
+    if idle * (there + results / rows * (1 - 1 / n)) > keys * (1 - 1 / columns):
+        return gather
+    return Arrangement(batch, ((),) * len(given.rows), ((),) * len(given.columns))
+
+
+def _elements(topology: Topology, sizes: Sizes, batch: Cuts) -> tuple[float, float, float]:
+    """Return the elements of queries, of keys and values, and of results.
+
+    They are those of the samples and heads of a rank, which `batch` cuts.
+    """
+    share = topology.parts(cutting_axes(batch))
+    rows = prod(sizes.batch) * prod(sizes.rows) / share
+    pairs = [(b, s) for b, s in zip(sizes.batch, sizes.shared, strict=True)]
+    columns = prod(1 if s else b for b, s in pairs) * prod(sizes.columns) / share
+    queries, results = (rows * n for n in sizes.features)
+    return queries, columns * sum(sizes.features), results
 
 
 def without(cuts: Cuts, axes: Axes) -> Cuts:

@@ -136,7 +136,7 @@ def _attention(
         as_distributed(unmerge(t, (*batch, run, (t.shape[-1],))), grid)
         for t, run in zip(given, (rows, columns, columns), strict=True)
     )
-    sizes, base = _partition(q, k, v, samples, rows, columns)
+    sizes, base = partition(q, k, v, samples, rows, columns)
     accelerated = on_accelerator(q.shard, grid.computes_on_gpu)
     smallest = thresholds(accelerated).gathered_attention
     made = arrange(grid.topology, sizes, base, causal, smallest)
@@ -185,7 +185,7 @@ def _placed(x: Tensor, shape: Shape, cuts: Cuts, grid: Grid) -> tuple[Tensor, _P
     return block, _Place(own, operand_cuts(own, shape, cuts))
 
 
-def _partition(
+def partition(
     q: DistTensor, k: DistTensor, v: DistTensor, samples: Shape, rows: Shape, columns: Shape
 ) -> tuple[Sizes, Arrangement]:
     """Return the sizes of attention, and the partition of samples, queries and keys."""
