@@ -713,7 +713,7 @@ def replace_flex_attention(replacement: Callable[..., Any]) -> tuple[Any, Callab
     function: Any = flex_attention
     code, defaults = function.__code__, function.__defaults__
     own = FunctionType(code, function.__globals__, function.__name__, defaults)
-    own.__kwdefaults__ = function.__kwdefaults__
+    own.__kwdefaults__, own.__annotations__ = function.__kwdefaults__, function.__annotations__
     function.__wrapped__, function.replacement = own, replacement
     function.__code__, function.__defaults__ = _replaced_flex_attention.__code__, None
     return function, own
