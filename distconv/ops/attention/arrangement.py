@@ -62,13 +62,19 @@ class Sizes(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def arrange(
-    topology: Topology, sizes: Sizes, given: Arrangement, causal: bool, gathered: int
+    topology: Topology,
+    sizes: Sizes,
+    given: Arrangement,
+    causal: bool,
+    recorded: bool,
+    gathered: int,
 ) -> Arrangement:
     """Return the partition that moves the fewest elements to the busiest rank.
 
     Parameters
     ----------
     given: the partition of the operands.
+    recorded: whether autograd records the attention, so that the backward pass counts as well.
     gathered: the largest number of elements in the keys and values of a rank's samples and heads
         that it gathers, as nothing else is as fast.
     """
@@ -89,7 +95,9 @@ def arrange(
     combined = 2 * results / spread * moved(parts)
     choices = [(queries / spread * moved(topology.parts(ring)) + combined, few)]
     if ring:
-        choices.append((keys * moved(parts) * (0.75 if causal else 1), given))
+        # Backward, keys visit all ranks again, and bring home their gradients.
+        passes = 1.5 if recorded else 1
+        choices.append((keys * moved(parts) * passes * (0.75 if causal else 1), given))
         every = tuple(dict.fromkeys((*cutting_axes(given.rows), *axes)))
         free = [d for d, shared in enumerate(sizes.shared) if not shared]
         heads = over_batch(topology, sizes.batch, given.batch, free, every)

@@ -139,7 +139,8 @@ def _attention(
     sizes, base = partition(q, k, v, samples, rows, columns)
     accelerated = on_accelerator(q.shard, grid.computes_on_gpu)
     smallest = thresholds(accelerated).gathered_attention
-    made = arrange(grid.topology, sizes, base, causal, smallest)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    made = arrange(grid.topology, sizes, base, causal, recorded, smallest)
     operands = [
         _placed(x, (*samples, *run, x.shape[-1]), (*made.batch, *cuts, ()), grid)
         for x, run, cuts in (
