@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import handle_torch_function
 
 from distconv.device.kinds import is_accelerator
@@ -35,38 +36,39 @@ from distconv.ops.support.operands import (
     local_operand,
 )
 from distconv.tensor.base import tensors_in
-from distconv.tensor.dispatch import RULES, refuse
+from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import origins
 from distconv.tensor.redistribution import redistribute
-from distconv.torch_private import at_first_grid, replace_flex_attention, run_eagerly
+from distconv.torch_private import (
+    at_first_grid,
+    flex_attention_of_torch,
+    replace_flex_attention,
+    run_eagerly,
+)
 
 NAME = "flex_attention"
 
 Function = Callable[..., Any]
 
 
-def _install() -> None:
-    """Let torch's function call the rule if an argument is a DistTensor."""
-
-    @run_eagerly
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        return handle_torch_function(function, tensors_in(args, kwargs), *args, **kwargs)
-
-    def either(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, DistTensor) for x in (*args, *kwargs.values())):
-            return dispatch(*args, **kwargs)
-        return of_torch(*args, **kwargs)
-
-    function, of_torch = replace_flex_attention(either)
-    RULES[function] = partial(_flex_attention, of_torch)
+@run_eagerly
+def _dispatch(*args: Any, **kwargs: Any) -> Any:
+    return handle_torch_function(flex_attention, tensors_in(args, kwargs), *args, **kwargs)
 
 
-at_first_grid(_install)
+def _either(*args: Any, **kwargs: Any) -> Any:
+    """Call the rule if an argument is a DistTensor, else torch's function."""
+    if any(isinstance(x, DistTensor) for x in (*args, *kwargs.values())):
+        return _dispatch(*args, **kwargs)
+    return flex_attention_of_torch(*args, **kwargs)
 
 
+at_first_grid(partial(replace_flex_attention, _either))
+
+
+@implements(flex_attention)
 def _flex_attention(
-    of_torch: Function,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -79,9 +81,8 @@ def _flex_attention(
 ) -> Any:
     """Return the attention of (B, H, L, E) queries to (B or 1, K, S, E) keys. Collective.
 
-    The arguments after the first, torch's own function, are those of torch's function. Results are
-    partitioned as the query, and over samples and heads also as key and value where the query is
-    not.
+    The arguments are those of torch's function. Results are partitioned as the query, and over
+    samples and heads also as key and value where the query is not.
     """
     grid = common_grid(NAME, (query, key, value))
     _check(query, key, value, block_mask, enable_gqa)
@@ -97,7 +98,7 @@ def _flex_attention(
     ]
     full, cuts = (*sizes.batch, *sizes.rows), (*made.batch, *made.rows)
     block = _Block.of(full, box_on_rank(full, cuts, grid), block_mask)
-    attend = _compiled(of_torch) if is_accelerator(blocks[0].device) else of_torch
+    attend = _compiled() if is_accelerator(blocks[0].device) else flex_attention_of_torch
     if blocks[0].is_meta:
         attend = _without_elements
     how = score_mod, block_mask, scale, enable_gqa, *options
@@ -209,9 +210,9 @@ def _with_own_samples(x: DistTensor) -> DistTensor:
 
 
 @lru_cache(maxsize=1)
-def _compiled(of_torch: Function) -> Function:
+def _compiled() -> Function:
     """Return torch's function compiled, without which it holds the scores of all positions."""
-    return torch.compile(of_torch)
+    return torch.compile(flex_attention_of_torch)
 
 
 def _without_elements(

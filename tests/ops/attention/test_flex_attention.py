@@ -143,8 +143,8 @@ def test_programs_that_torch_compiles_call_flex_attention_on_partitioned_tensors
     assert deviation(torch.compile(attention, backend="eager")(*tensors), expected) < 1e-5
     compiled: list[Any] = []
 
-    def compile_blocks(function: Any) -> Any:
-        compiled.append(torch.compile(function, backend="eager"))
+    def compile_blocks() -> Any:
+        compiled.append(torch.compile(flex.flex_attention_of_torch, backend="eager"))
         return compiled[0]
 
     with (
