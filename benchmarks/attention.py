@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -60,14 +61,15 @@ def attentions(
 
 
 def _arranged(
-    way: str, topology: Topology, sizes: Sizes, given: Arrangement, causal: bool, _: int
+    way: str, topology: Topology, sizes: Sizes, given: Arrangement, *how: Any
 ) -> Arrangement:
     """Return the partition in which attention is computed in one of `WAYS`."""
     if way == "ring":
         return given
     if way == "few queries":
         return given._replace(rows=without(given.rows, cutting_axes(given.columns)))
-    return arrange(topology, sizes, given, causal, 2**60 if way == "gather" else 0)
+    causal, recorded, _ = how
+    return arrange(topology, sizes, given, causal, recorded, 2**60 if way == "gather" else 0)
 
 
 def _step(

@@ -25,6 +25,7 @@ from torch.autograd import Function, Variable, profiler
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import _reduction
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -699,6 +700,33 @@ def set_versions_in_state(state: Any, versions: Any) -> None:
 def inner_schedulers(scheduler: Any) -> list[Any]:
     """Return the schedulers that a SequentialLR or ChainedScheduler is made of; [] for others."""
     return list(getattr(scheduler, "_schedulers", ()))
+
+
+def _copied(function: Any) -> Callable[..., Any]:
+    """Return a function with the code that `function` has now."""
+    code, defaults = function.__code__, function.__defaults__
+    own = FunctionType(code, function.__globals__, function.__name__, defaults)
+    own.__kwdefaults__, own.__annotations__ = function.__kwdefaults__, function.__annotations__
+    return own
+
+
+flex_attention_of_torch = _copied(flex_attention)
+"""torch's `flex_attention` as it is before `replace_flex_attention`."""
+
+
+def replace_flex_attention(replacement: Callable[..., Any]) -> None:
+    """Let `replacement` run when a program calls torch's `flex_attention`.
+
+    torch does not dispatch `flex_attention` to subclasses, but compiles it for them, and fails. Its
+    code is replaced, as programs hold references to the function itself.
+    """
+    function: Any = flex_attention
+    function.__wrapped__, function.replacement = flex_attention_of_torch, replacement
+    function.__code__, function.__defaults__ = _replaced_flex_attention.__code__, None
+
+
+def _replaced_flex_attention(*args: Any, **kwargs: Any) -> Any:
+    return flex_attention.replacement(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def in_data_parallel() -> bool:

@@ -789,6 +789,23 @@ def test_wrappers_are_known() -> None:
     assert "_is_flat_param" in Path(_flat_param.__file__).read_text()
 
 
+def test_flex_attention_calls_its_replacement() -> None:
+    run_alone(
+        "import torch\n"
+        "from torch.nn.attention.flex_attention import flex_attention\n"  # before the patch
+        "from inspect import signature\n"
+        "from distconv import torch_private as private\n"
+        "seen, before = [], signature(flex_attention)\n"
+        "own = private.flex_attention_of_torch\n"
+        "def replacement(*x, **named): seen.append(len(x)); return own(*x, **named)\n"
+        "private.replace_flex_attention(replacement)\n"
+        "assert signature(flex_attention) == before\n"
+        "x = torch.ones(1, 1, 2, 4)\n"
+        "assert torch.allclose(flex_attention(x, x, value=x), x) and seen == [2], seen\n"
+    )
+    assert private.replace_flex_attention and private.flex_attention_of_torch
+
+
 def test_fully_shard_asks_first() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_state
 

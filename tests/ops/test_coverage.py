@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import get_overridable_functions
 
 import distconv as dc
@@ -32,12 +33,13 @@ NUMBERS = [2] if TIMES == 1 else [2, 3]
 NAMELESS = {
     torch._C._nn.pad,
     torch.sparse.mm,
+    flex_attention,
     torch.Tensor.data.__set__,  # type: ignore[attr-defined]
     *(getattr(torch._C._VariableFunctions, f"atleast_{n}d") for n in (1, 2, 3)),
     torch._C._VariableFunctions.meshgrid,
     *(getattr(torch, n) for n in dir(torch) if n.startswith(("_foreach", "_amp", "_fused"))),
 }
-"""Functions that only torch itself calls, and two that have tests of their own."""
+"""Functions that only torch itself calls, and three that have tests of their own."""
 
 SAMPLED: dict[str, list[str]] = {}
 """The names of functions with samples, by their bare name."""

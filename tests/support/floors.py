@@ -36,6 +36,7 @@ SERIAL = ("torch", "mpi4py")
 OF_MERGED = frozenset(
     {
         "compiling/front.py",
+        "ops/attention/flex.py",
         "ops/attention/scaled_dot_product.py",
         "ops/custom_function.py",
         "ops/math/product.py",

@@ -62,25 +62,26 @@ class Sizes(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def arrange(
-    topology: Topology, sizes: Sizes, given: Arrangement, causal: bool, gathered: int
+    topology: Topology,
+    sizes: Sizes,
+    given: Arrangement,
+    causal: bool,
+    recorded: bool,
+    gathered: int,
 ) -> Arrangement:
     """Return the partition that moves the fewest elements to the busiest rank.
 
     Parameters
     ----------
     given: the partition of the operands.
+    recorded: whether autograd records the attention, so that the backward pass counts as well.
     gathered: the largest number of elements in the keys and values of a rank's samples and heads
         that it gathers, as nothing else is as fast.
     """
     axes = cutting_axes(given.columns)
     if not axes:
         return given
-    share = topology.parts(cutting_axes(given.batch))
-    rows = prod(sizes.batch) * prod(sizes.rows) / share
-    pairs = [(b, s) for b, s in zip(sizes.batch, sizes.shared, strict=True)]
-    columns = prod(1 if s else b for b, s in pairs) * prod(sizes.columns) / share
-    queries, results = (rows * n for n in sizes.features)
-    keys = columns * sum(sizes.features)
+    queries, keys, results = _elements(topology, sizes, given.batch)
     if keys <= gathered:
         return given._replace(columns=((),) * len(given.columns))
 
@@ -94,7 +95,9 @@ def arrange(
     combined = 2 * results / spread * moved(parts)
     choices = [(queries / spread * moved(topology.parts(ring)) + combined, few)]
     if ring:
-        choices.append((keys * moved(parts) * (0.75 if causal else 1), given))
+        # Backward, keys visit all ranks again, and bring home their gradients.
+        passes = 1.5 if recorded else 1
+        choices.append((keys * moved(parts) * passes * (0.75 if causal else 1), given))
         every = tuple(dict.fromkeys((*cutting_axes(given.rows), *axes)))
         free = [d for d, shared in enumerate(sizes.shared) if not shared]
         heads = over_batch(topology, sizes.batch, given.batch, free, every)
@@ -104,6 +107,42 @@ def arrange(
             n = topology.parts(every)
             choices.insert(0, ((queries + keys + results) * moved(n) / n * idle, whole))
     return min(choices, key=lambda choice: choice[0])[1]
+
+
+@lru_cache(maxsize=4096)
+def arrange_whole_keys(topology: Topology, sizes: Sizes, given: Arrangement) -> Arrangement:
+    """Return the partition with whole keys that moves the fewest elements to the busiest rank.
+
+    The choice is between a gather of keys and values and an all-to-all; `given` is the partition of
+    the operands.
+    """
+    axes, cut = cutting_axes(given.columns), cutting_axes(given.rows)
+    gather = given._replace(columns=((),) * len(given.columns))
+    every = tuple(dict.fromkeys((*cut, *axes)))
+    free = [d for d, shared in enumerate(sizes.shared) if not shared]
+    heads = over_batch(topology, sizes.batch, given.batch, free, every) if axes else None
+    if heads is None:
+        return gather
+    batch, idle = heads
+    queries, keys, results = _elements(topology, sizes, given.batch)
+    n, rows, columns = (topology.parts(a) for a in (every, cut, axes))
+    there = (queries * (1 - 1 / rows) + keys * (1 - 1 / columns)) / n
+    if idle * (there + results / rows * (1 - 1 / n)) > keys * (1 - 1 / columns):
+        return gather
+    return Arrangement(batch, ((),) * len(given.rows), ((),) * len(given.columns))
+
+
+def _elements(topology: Topology, sizes: Sizes, batch: Cuts) -> tuple[float, float, float]:
+    """Return the elements of queries, of keys and values, and of results.
+
+    They are those of the samples and heads of a rank, which `batch` cuts.
+    """
+    share = topology.parts(cutting_axes(batch))
+    rows = prod(sizes.batch) * prod(sizes.rows) / share
+    pairs = [(b, s) for b, s in zip(sizes.batch, sizes.shared, strict=True)]
+    columns = prod(1 if s else b for b, s in pairs) * prod(sizes.columns) / share
+    queries, results = (rows * n for n in sizes.features)
+    return queries, columns * sum(sizes.features), results
 
 
 def without(cuts: Cuts, axes: Axes) -> Cuts:

@@ -83,18 +83,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pair: Pair) -> tuple[Tensor, Tensor]
     """
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     kind = accumulation_type(q.dtype)
-    out = q.new_zeros((*batch, q.shape[-2], v.shape[-1]), dtype=kind)
-    lse = q.new_full((*batch, q.shape[-2], 1), -inf, dtype=kind)
-    if not attends(pair.rows, pair.columns, pair.causal) or 0 in batch:
-        return out, lse
-    if _suits_kernel(q, k, v, pair):
+    some = attends(pair.rows, pair.columns, pair.causal) and 0 not in batch
+    made: tuple[Tensor, Tensor] | None = None
+    if some and _suits_kernel(q, k, v, pair):
         planes = [as_planes(x, batch) for x in (q, k, v)]
         for rows, columns, triangular in stretches(pair.rows, pair.columns, pair.causal):
             slices = (rows, columns, columns)
             pieces = [x[..., s, :] for x, s in zip(planes, slices, strict=True)]
             part, sums = flash_attention(pieces, triangular, pair.scale)
-            part = part.reshape((*batch, *part.shape[-2:]))
-            merge_(out[..., rows, :], lse[..., rows, :], part, sums.reshape((*part.shape[:-1], 1)))
+            part = in_type(part.reshape((*batch, *part.shape[-2:])), kind)
+            sums = sums.reshape((*part.shape[:-1], 1))
+            if made is None and part.shape[-2] == q.shape[-2]:
+                made = part, sums
+            else:
+                out, lse = made = made or _nothing(q, v, batch)
+                merge_(out[..., rows, :], lse[..., rows, :], part, sums)
+        return made or _nothing(q, v, batch)
+    out, lse = _nothing(q, v, batch)
+    if not some:
         return out, lse
     q, keys, values = q.expand((*batch, *q.shape[-2:])), in_type(k, kind), in_type(v, kind)
     for at in _tiles((*batch, q.shape[-2]), k.shape[-2], pair.tile):
@@ -108,6 +114,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pair: Pair) -> tuple[Tensor, Tensor]
             weights = weights * _kept(pair.dropout, pair.columns, at, kind)
         out[at] = weights @ _batch_of(values, at) / total.masked_fill(total == 0, 1)
     return out, lse
+
+
+def _nothing(q: Tensor, v: Tensor, batch: Shape) -> tuple[Tensor, Tensor]:
+    """Return the attention of queries to no keys, and its log-sum-exp."""
+    kind = accumulation_type(q.dtype)
+    out = q.new_zeros((*batch, q.shape[-2], v.shape[-1]), dtype=kind)
+    return out, q.new_full((*batch, q.shape[-2], 1), -inf, dtype=kind)
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor) -> None:
@@ -135,20 +148,25 @@ def gradients(
     """
     batch = out.shape[:-2]
     kind = accumulation_type(q.dtype)
-    dq, dk, dv = (x.new_zeros(x.shape, dtype=kind) for x in (q, k, v))
     added = pair.mask is not None and pair.mask.is_floating_point()
     dmask = torch.zeros_like(pair.mask, dtype=kind) if added else None  # type: ignore[arg-type]
-    if not attends(pair.rows, pair.columns, pair.causal) or 0 in batch:
-        return dq, dk, dv, dmask
-    if _suits_kernel(q, k, v, pair):
+    some = attends(pair.rows, pair.columns, pair.causal) and 0 not in batch
+    if some and _suits_kernel(q, k, v, pair):
         planes = [as_planes(x, batch) for x in (grad, q, k, v, out)]
-        sums = as_planes(lse, batch)[..., 0]
+        sums, found = as_planes(lse, batch)[..., 0], list[Tensor]()
         for rows, columns, triangular in stretches(pair.rows, pair.columns, pair.causal):
             slices = (rows, rows, columns, columns, rows)
             pieces = [x[..., s, :] for x, s in zip(planes, slices, strict=True)]
             parts = flash_attention_backward(pieces, sums[..., rows], triangular, pair.scale)
-            for x, part, s in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
-                _add(x[..., s, :], part.reshape((*batch, *part.shape[-2:])))
+            triples = zip((q, k, v), slices[1:4], parts, strict=True)
+            found = [
+                _plus(found[i] if found else None, x, s, part.reshape((*batch, *part.shape[-2:])))
+                for i, (x, s, part) in enumerate(triples)
+            ]
+        dq, dk, dv = found
+        return dq, dk, dv, dmask
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=kind) for x in (q, k, v))
+    if not some:
         return dq, dk, dv, dmask
     q, keys, values = q.expand((*batch, *q.shape[-2:])), in_type(k, kind), in_type(v, kind)
     delta = (in_type(grad, kind) * out).sum(-1, keepdim=True)
@@ -241,6 +259,16 @@ def _batch_of(x: Tensor, at: Slices) -> Tensor:
 def _add(total: Tensor, part: Tensor) -> None:
     """Add `part`, summed over the dimensions in which `total` is broadcast to it, in place."""
     total += part.sum_to_size(total.shape)
+
+
+def _plus(total: Tensor | None, x: Tensor, rows: slice, part: Tensor) -> Tensor:
+    """Return the gradient `total` of `x`, or None for zeros, plus `part` of it in some rows."""
+    kind = accumulation_type(x.dtype)
+    if total is None and part.shape[-2] == x.shape[-2]:
+        return in_type(part.sum_to_size(x.shape), kind)
+    total = x.new_zeros(x.shape, dtype=kind) if total is None else total
+    _add(total[..., rows, :], part)
+    return total
 
 
 def _scores(q: Tensor, k: Tensor, pair: Pair, at: Slices) -> Tensor:

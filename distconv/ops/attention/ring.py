@@ -310,6 +310,14 @@ def of_tour(tour: Tour, x: Tensor, trailing: int = 2) -> Tensor:
     return x.narrow(d, tour.start, tour.stop - tour.start)
 
 
+def _joined(tour: Tour, x: Tensor, parts: list[Tensor]) -> Tensor:
+    """Return the gradient of `x`, of which each tour, one of them `tour`, has made a part."""
+    d = x.dim() - 2 - tour.back
+    if len(parts) == 1 or (d >= 0 and x.shape[d] > 1):
+        return parts[0] if len(parts) == 1 else torch.cat(parts, d)
+    return torch.stack(parts).sum(0)
+
+
 class BlockwiseAttention(ShardFunction):
     """Attention of this rank's queries to all keys, of which each rank holds a block.
 
@@ -360,16 +368,17 @@ class BlockwiseAttention(ShardFunction):
         if spec.schedule.sums:
             grad = all_reduce(grad, spec.grid, spec.schedule.sums)
         trailing = 1 + len(spec.schedule.sizes.columns)
-        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        made = []
         dmask = torch.zeros_like(mask, dtype=lse.dtype) if needed[3] else None
         for tour in tours_of(spec.schedule):
             masks = [None if x is None else of_tour(tour, x, trailing) for x in (mask, dmask)]
             own = [of_tour(tour, x) for x in (lse, q, out, grad)]
             run = _Backward(spec, tour, own, of_tour(tour, k), of_tour(tour, v), *masks)
             run.make()
-            for total, part in zip((dq, dk, dv), run.found, strict=True):
-                of_tour(tour, total).add_(part)
-        pairs = zip((dq, dk, dv, dmask), (q, k, v, mask), strict=True)
+            made.append(run.found)
+            del run
+        totals = [_joined(tour, x, parts) for x, *parts in zip((q, k, v), *made, strict=True)]
+        pairs = zip((*totals, dmask), (q, k, v, mask), strict=True)
         return *(None if d is None else in_type(d, x.dtype) for d, x in pairs), None, None
 
 

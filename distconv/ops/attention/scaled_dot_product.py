@@ -136,10 +136,11 @@ def _attention(
         as_distributed(unmerge(t, (*batch, run, (t.shape[-1],))), grid)
         for t, run in zip(given, (rows, columns, columns), strict=True)
     )
-    sizes, base = _partition(q, k, v, samples, rows, columns)
+    sizes, base = partition(q, k, v, samples, rows, columns)
     accelerated = on_accelerator(q.shard, grid.computes_on_gpu)
     smallest = thresholds(accelerated).gathered_attention
-    made = arrange(grid.topology, sizes, base, causal, smallest)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    made = arrange(grid.topology, sizes, base, causal, recorded, smallest)
     operands = [
         _placed(x, (*samples, *run, x.shape[-1]), (*made.batch, *cuts, ()), grid)
         for x, run, cuts in (
@@ -185,7 +186,7 @@ def _placed(x: Tensor, shape: Shape, cuts: Cuts, grid: Grid) -> tuple[Tensor, _P
     return block, _Place(own, operand_cuts(own, shape, cuts))
 
 
-def _partition(
+def partition(
     q: DistTensor, k: DistTensor, v: DistTensor, samples: Shape, rows: Shape, columns: Shape
 ) -> tuple[Sizes, Arrangement]:
     """Return the sizes of attention, and the partition of samples, queries and keys."""

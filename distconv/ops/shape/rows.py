@@ -250,10 +250,12 @@ def _start(size: int, axes: Axes, grid: Grid, rank: int) -> int:
 def _ask(
     own: Tensor, size: int, ranks: tuple[int, ...], axes: Axes, grid: Grid, wraps: bool
 ) -> _Asked:
-    rows = own.long()
+    # Of an index that is expanded over channels, for example, one channel is sorted.
+    rows = own[tuple(slice(None) if step else slice(1) for step in own.stride())].long()
     if wraps:
         rows = rows + size * (rows < 0)
     wanted, places = torch.unique(rows, return_inverse=True)
+    places = places.expand(own.shape)
     outside = (wanted < 0) | (wanted >= size)
     wrong = outside.any()
     edges = constant(own.device, (*(_start(size, axes, grid, r) for r in ranks), size))

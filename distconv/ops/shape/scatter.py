@@ -136,7 +136,7 @@ def _sums_sent(
     """
     values = local_operand(src, tuple(src.shape), x.cuts, x.grid, name)
     zeros = values.new_zeros(replaced_at(tuple(x.shard.shape), d, len(rows.wanted)))
-    sums = add(zeros, d, rows.places, values, **options)
+    sums = getattr(zeros, f"{add.__name__}_")(d, rows.places, values, **options)
     return DistTensor(rows.add(x.shard, d, x.cuts, sums), x.shape, x.cuts, x.grid)
 
 

@@ -65,6 +65,19 @@ def test_a_causal_ring_moves_three_quarters_as_much_to_the_busiest_rank() -> Non
     assert 0 < told < forward < 2 / 3 * (n - 1) / n * 0.78
 
 
+@pytest.mark.parallel([2])
+def test_a_causal_ring_is_chosen_if_no_gradients_are_recorded() -> None:
+    # Both passes of the ring move 2.25 thirds, and both all-to-alls 2.
+    forward, backward, told = _moved(SQUARE, "smallest", causal=True)
+    assert forward == told == pytest.approx(backward, abs=0.01) == 1 / 3
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(SQUARE[0]), grid, dc.Layout(height="height"))
+    with attending_by("smallest"), arriving(grid) as arrived:
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    everywhere = MPI.COMM_WORLD.allgather(sum(arrived))
+    assert max(everywhere) < 0.9 * x.nbytes
+
+
 @pytest.mark.parallel([2, 4])
 def test_few_whole_queries_gather_no_keys() -> None:
     forward, backward, told = _moved([(1, 2, 1, 8), (1, 2, 256, 8), (1, 2, 256, 8)], "smallest")
@@ -76,13 +89,15 @@ def test_gathering_moves_more_than_any_other_way() -> None:
     assert _moved(SQUARE, "gather")[0] == 2 * 3 / 4 / 3
 
 
-def _step(causal: bool, serial: bool) -> Callable[[], object]:
-    """Return a step of attention and its gradients."""
-    tensors = [torch.ones(1, 8, 1024, 16) for _ in range(3)]
+def _step(causal: bool, serial: bool, queries: int = 1024) -> Callable[[], object]:
+    """Return a step of attention and its gradients; fewer queries than 1024 are whole."""
+    tensors = [torch.ones(1, 8, n, 16) for n in (queries, 1024, 1024)]
     if not serial:
         grid = dc.ProcessGrid(height=-1)
-        layout = dc.Layout(height="height")
-        tensors = [dc.distribute_tensor(x, grid, layout) for x in tensors]
+        layouts = [
+            dc.Layout(height="height") if x.shape[2] == 1024 else dc.Layout() for x in tensors
+        ]
+        tensors = [dc.distribute_tensor(x, grid, i) for x, i in zip(tensors, layouts, strict=True)]
     q, k, v = (x.requires_grad_() for x in tensors)
 
     def step() -> None:
@@ -103,6 +118,16 @@ def test_a_rank_needs_few_shares_of_the_serial_memory(
         own = peak_of(partial(_step, causal, serial=False)).whole
     most = max(MPI.COMM_WORLD.allgather(own))
     assert most / serial < shares / 4, most / serial
+
+
+@pytest.mark.parallel([2, 4])
+def test_few_whole_queries_need_a_share_of_the_serial_memory() -> None:
+    serial = peak_of(partial(_step, False, serial=True, queries=1)).whole
+    with attending_by("few queries", tiny=False):
+        own = peak_of(partial(_step, False, serial=False, queries=1)).whole
+    most = max(MPI.COMM_WORLD.allgather(own))
+    # Twice the share if the gradients of keys and values are added to zeros.
+    assert most / serial < 1.5 / MPI.COMM_WORLD.size, most / serial
 
 
 @pytest.mark.parallel([4])

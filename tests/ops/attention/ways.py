@@ -24,12 +24,12 @@ def attending_by(way: str, tiny: bool = True) -> Iterator[None]:
     Without `tiny`, tiles have the usual size.
     """
 
-    def arrange(topology: Any, sizes: Any, given: Arrangement, causal: bool, _: int) -> Arrangement:
+    def arrange(topology: Any, sizes: Any, given: Arrangement, *how: Any) -> Arrangement:
         if way == "ring":
             return given
         if way == "few queries":
             return given._replace(rows=without(given.rows, cutting_axes(given.columns)))
-        return _ARRANGE(topology, sizes, given, causal, 2**60 if way == "gather" else 0)
+        return _ARRANGE(topology, sizes, given, *how[:-1], 2**60 if way == "gather" else 0)
 
     with (
         mock.patch.object(scaled_dot_product, "arrange", arrange),
