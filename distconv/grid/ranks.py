@@ -103,7 +103,7 @@ def _met_by_environment() -> tuple[Any, int, int]:
     # In a thread, since torch waits for ever for the answer of a port that another program has.
     Thread(target=meet, name="distconv meeting", daemon=True).start()
     try:
-        store, rank, size = met.result(waited.total_seconds() + _LATE)
+        return met.result(waited.total_seconds() + _LATE)
     except (RuntimeError, ValueError, futures.TimeoutError) as error:
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         raise RuntimeError(
@@ -112,7 +112,6 @@ def _met_by_environment() -> tuple[Any, int, int]:
             f"DISTCONV_TIMEOUT={limit:g} seconds ({_first_line(error)}). Start all ranks, "
             "with the address of rank 0's host and a free port of that host"
         ) from error
-    return store, rank, size
 
 
 def _first_line(error: BaseException) -> str:
