@@ -98,6 +98,11 @@ class DistributedLoader:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the loader, which raises ValueError for `batch_size` and others."""
+        own = name.startswith("_") or name == "grid" or hasattr(type(self), name)
+        object.__setattr__(self, name, value) if own else setattr(self._loader, name, value)
+
     def __len__(self) -> int:
         """Return the number of mini-batches of an epoch."""
         return len(self._loader)  # type: ignore[arg-type]

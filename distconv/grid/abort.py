@@ -284,14 +284,15 @@ def _watch(launcher: int, signals: int | None) -> None:
     """Wait for an interrupt, or the end of process `launcher`, and end this process."""
     last: float | None = None
     aborted: float | None = None
+    arriving = select.poll()  # unlike select(), also for a program with more than 1,024 files
+    if signals is not None:
+        arriving.register(signals, select.POLLIN)
     while True:
         if ABANDONED.is_set():
             aborted = aborted or time.monotonic()
             if time.monotonic() > aborted + AT_LAST:
                 os._exit(1)
-        if signals is None:
-            time.sleep(_INTERVAL)
-        elif select.select([signals], [], [], _INTERVAL)[0]:
+        if arriving.poll(1000 * _INTERVAL) and signals is not None:
             interrupted = signal.SIGINT in os.read(signals, 2**12)
             ends = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             if interrupted and ends and last is None:

@@ -127,9 +127,15 @@ class Board:
         links = self._links()
         for link in links:
             link.register(waiting)
-        ready = waiting.poll(1000 * max(seconds, 0.0))
-        if any(number == self._woken.fileno() for number, _ in ready):
-            self._woken.recv(1)
+        try:
+            ready = waiting.poll(1000 * max(seconds, 0.0))
+            if any(number == self._woken.fileno() for number, _ in ready):
+                self._woken.recv(1)
+        except OSError:  # of files that the program has closed, or forbidden by a limit
+            time.sleep(min(max(seconds, 0.0), 1.0))
+            for link in links:
+                self._lose(link)
+            return
         for link in links:
             while self._handle_message(link):
                 pass

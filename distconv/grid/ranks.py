@@ -6,9 +6,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from concurrent import futures
 from datetime import timedelta
 from functools import cache
 from numbers import Number
+from threading import Thread
 from typing import Any
 
 from distconv.geometry.topology import AXES
@@ -17,6 +19,9 @@ from distconv.torch_private import default_store
 from distconv.transport import launch
 from distconv.transport.interface import Communicator
 from distconv.transport.torch import NO_LIMIT, TorchCommunicator
+
+_LATE = 2.0
+"""Seconds after its time limit in which torch's own error of a missing rank may come."""
 
 
 def world() -> Communicator:
@@ -86,18 +91,31 @@ def _met_by_environment() -> tuple[Any, int, int]:
             "from 0 to WORLD_SIZE - 1 on each rank, or start the program by torchrun"
         )
     limit = time_limit_or_default()
+    waited = timedelta(seconds=min(limit, NO_LIMIT.total_seconds()))
+    met: futures.Future[tuple[Any, int, int]] = futures.Future()
+
+    def meet() -> None:
+        try:
+            met.set_result(next(distributed.rendezvous("env://", timeout=waited)))
+        except Exception as error:
+            met.set_exception(error)
+
+    # In a thread, since torch waits for ever for the answer of a port that another program has.
+    Thread(target=meet, name="distconv meeting", daemon=True).start()
     try:
-        waited = timedelta(seconds=min(limit, NO_LIMIT.total_seconds()))
-        store, rank, size = next(distributed.rendezvous("env://", timeout=waited))
-    except (RuntimeError, ValueError) as error:
+        return met.result(waited.total_seconds() + _LATE)
+    except (RuntimeError, ValueError, futures.TimeoutError) as error:
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         raise RuntimeError(
             f"ProcessGrid: rank {place[0]} could not connect to the other ranks of "
             f"WORLD_SIZE={place[1]} at MASTER_ADDR={address}, MASTER_PORT={port} within "
-            f"DISTCONV_TIMEOUT={limit:g} seconds ({str(error).splitlines()[0]}). Start all ranks, "
+            f"DISTCONV_TIMEOUT={limit:g} seconds ({_first_line(error)}). Start all ranks, "
             "with the address of rank 0's host and a free port of that host"
         ) from error
-    return store, rank, size
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or "no answer").splitlines()[0]
 
 
 def ranks_of(comm: Any) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
@@ -51,6 +52,8 @@ def cross_entropy(output: Any) -> Tensor:
 
 def _sum_of_losses(output: Any, loss: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the sum of `loss` over all results of a module that have floating-point numbers."""
+    if is_dataclass(output) and not isinstance(output, dict):
+        output = [getattr(output, field.name) for field in fields(output)]
     losses = [loss(y) for y in tensors_in(output) if y.is_floating_point()]
     if not losses:
         raise TypeError("the result has no floating-point tensor to minimize; pass a loss function")

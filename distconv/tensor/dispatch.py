@@ -165,7 +165,7 @@ _QUESTIONS = (
 METADATA: set[Any] = {
     *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
     *(getattr(torch.Tensor, name) for name in ("size", "dim", "ndimension", "nelement")),
-    *(getattr(torch.Tensor, name) for name in ("element_size", "get_device")),
+    *(torch.Tensor.element_size, torch.Tensor.get_device, torch.get_device, torch.result_type),
     *(getattr(kind, name) for kind in (torch, torch.Tensor) for name in _QUESTIONS),
 }
 

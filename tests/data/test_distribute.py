@@ -442,6 +442,11 @@ def test_attributes_and_length_are_those_of_the_loader() -> None:
     for name in ("dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "drop_last"):
         assert getattr(spread, name) is getattr(loader, name)
     assert len(spread) == len(loader) and len(spread.dataset) == SAMPLES
+    for name in ("dataset", "batch_size", "sampler", "drop_last"):
+        with pytest.raises(ValueError, match=f"{name} attribute should not be set"):
+            setattr(spread, name, getattr(loader, name))
+    spread.note = "kept"
+    assert loader.note == "kept"  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="batchsize"):
         _ = spread.batchsize
     with pytest.raises(TypeError, match="no len"):

@@ -15,9 +15,11 @@ import pytest
 from tests.support.jobs import LIMIT, end_of, start
 
 SCRIPT = """
-import os, signal, time
+import os, resource, signal, time
 import torch, distconv as dc
 
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
 grid = dc.ProcessGrid(height=-1)
 
 def wait():

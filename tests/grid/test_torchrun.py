@@ -5,6 +5,7 @@ These tests launch jobs of their own.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -147,6 +148,7 @@ MEETINGS = {
     "no such host": {"RANK": "1", "MASTER_ADDR": "no-such-host.invalid"},
     "no such rank": {"RANK": "-1"},
     "a rank too many": {"RANK": "2"},
+    "another program has the port, and is silent": {"RANK": "1"},
 }
 
 
@@ -159,7 +161,8 @@ def test_ranks_that_do_not_meet_end_within_the_limit(tmp_path: Path) -> None:
         command = [sys.executable, "-S", "-E", *forked(path)]
         return end_of(started(command, **meeting | variables, DISTCONV_TIMEOUT="2"))
 
-    with ThreadPoolExecutor() as pool:
+    silent = socket.create_server(("127.0.0.1", 29_731 + len(MEETINGS) - 1))
+    with silent, ThreadPoolExecutor() as pool:
         ends = list(pool.map(end, range(29_731, 29_740), MEETINGS.values()))
     for told, variables in zip((end.stderr for end in ends), MEETINGS.values(), strict=True):
         rank = variables["RANK"]

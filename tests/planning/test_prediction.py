@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import time
+from typing import Any
 
 import pytest
 from torch import Tensor, nn
@@ -94,8 +95,11 @@ def test_messages_are_hidden_from_their_start_until_they_are_waited_for_as_in_a_
     assert 0.8 * layer.forward <= layer.hidden <= layer.forward
 
 
+@pytest.mark.parametrize(
+    "results", [dict, dataclasses.make_dataclass("Results", ["one", "other", "largest"])]
+)
 def test_all_results_of_a_network_have_a_loss_and_nothing_warns(
-    recwarn: pytest.WarningsRecorder,
+    results: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:
@@ -103,16 +107,20 @@ def test_all_results_of_a_network_have_a_loss_and_nothing_warns(
             self.body, self.unused = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 1)
             self.one, self.other = nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
 
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
+        def forward(self, x: Tensor) -> Any:
             y = self.body(x)
-            return {"one": self.one(y), "other": self.other(y), "largest": y.argmax(1)}
+            return results(one=self.one(y), other=self.other(y), largest=y.argmax(1))
+
+    def first_result(y: Any) -> Tensor:
+        one: Tensor = (y if isinstance(y, dict) else vars(y))["one"]
+        return one.sum()
 
     for loss in ("mse", "cross-entropy"):
         p = predict(Heads(), SHAPE, {"height": 2}, described(), loss=loss)
         one, other = ([x for x in p.layers if x.name == name][0] for name in ("one", "other"))
         assert min(one.backward, other.backward) > max(one.forward, other.forward)
     assert plan(Heads(), SHAPE, 2, described()).grid
-    first = predict(Heads(), SHAPE, {"height": 2}, described(), loss=lambda y: y["one"].sum())
+    first = predict(Heads(), SHAPE, {"height": 2}, described(), loss=first_result)
     assert not [x for x in first.layers if x.name == "other"][0].backward
     assert not recwarn.list
 

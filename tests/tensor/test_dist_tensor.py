@@ -336,6 +336,8 @@ def test_metadata_is_that_of_the_whole_tensor() -> None:
         assert len(d) == len(x)
         assert (d.dtype, d.device, d.itemsize, d.nbytes) == (x.dtype, x.device, 8, x.nbytes)
         assert d.is_floating_point() and not d.is_complex() and torch.is_signed(d)
+        assert torch.result_type(d, 1) == torch.result_type(torch.tensor(1), d) == x.dtype
+        assert torch.result_type(d.long(), 2.5) == torch.float32 and torch.get_device(d) == -1
         assert d.is_leaf and d.grad_fn is None and d.grad is None and not d.requires_grad
         d.requires_grad_()
         assert d.is_leaf and not (2 * d).is_leaf and (2 * d).grad_fn is not None
