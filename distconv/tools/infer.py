@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from distconv.data.errors import DataError, check_alike, together
 from distconv.data.sources.interface import Coordinate, Source
 from distconv.data.sources.opening import Field, open_sources
-from distconv.data.writing.contiguous import Description
+from distconv.data.writing.formats import Description
 from distconv.data.writing.resumable import StepwiseFile
 from distconv.data.writing.save import (
     check_sink,
