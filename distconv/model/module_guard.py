@@ -18,9 +18,10 @@ from distconv.grid.words import differences
 from distconv.model.consistency import checked_state
 from distconv.model.gradient_reduction import GradientReduction, reduction_of
 from distconv.tensor.base import tensors_in
-from distconv.tensor.dispatch import SerialTrace, check_untraced, enter_call, innermost_call
+from distconv.tensor.dispatch import SerialTrace, enter_call, innermost_call
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import is_owned
+from distconv.tensor.recording import check_untraced
 from distconv.torch_private import (
     before_data_parallel,
     before_fully_shard,
