@@ -14,7 +14,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_reduce
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow, Window
 from distconv.geometry.layout import Box, Shape, cutting_axes
-from distconv.ops.pool.average import unread_input, with_some_channel
+from distconv.ops.pool.average import unread_input
 from distconv.ops.support.arguments import (
     Sizes,
     TensorMeta,
@@ -28,6 +28,7 @@ from distconv.ops.support.assembled import (
     make_windows,
     plan_windows,
     window_arguments,
+    with_some_channel,
 )
 from distconv.ops.support.in_place import is_recorded
 from distconv.ops.support.operands import (
