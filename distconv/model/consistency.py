@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distconv.comm.checksums import Checked, possible, unequal
+from distconv.comm.checksums import Checked, unequal
 from distconv.geometry.layout import cutting_axes
 from distconv.model.gradient_reduction import required_reduction
 from distconv.tensor.base import tensors_in
@@ -56,7 +56,7 @@ def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, fu
     """
     reduction = required_reduction(caller, model)
     grid = reduction.grid
-    if not possible(grid):
+    if not grid.journal.compares_on(grid.device):
         return
     found = unequal([*checked_state(model), *_of_optimizer(optimizer, model)], grid, full)
     if found:
