@@ -15,8 +15,8 @@ from distconv.geometry.layout import Cuts
 from distconv.ops.pool.average import check_pooled_type
 from distconv.ops.reduce.sums import mean
 from distconv.ops.support.arguments import accepts_unbatched
-from distconv.ops.support.assembled import with_some_channel
 from distconv.ops.support.operands import apply_along, box_on_rank
+from distconv.ops.support.windows import with_some_channel
 from distconv.tensor.base import whole_number
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor

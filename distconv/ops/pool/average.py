@@ -21,7 +21,8 @@ from distconv.ops.support.arguments import (
     check_on_meta,
     to_tuple,
 )
-from distconv.ops.support.assembled import (
+from distconv.ops.support.operands import Placement, constant
+from distconv.ops.support.windows import (
     PlannedWindows,
     apply_windows,
     make_windows,
@@ -29,7 +30,6 @@ from distconv.ops.support.assembled import (
     window_arguments,
     with_some_channel,
 )
-from distconv.ops.support.operands import Placement, constant
 from distconv.tensor.base import whole_number
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor

@@ -22,14 +22,6 @@ from distconv.ops.support.arguments import (
     check_on_meta,
     to_tuple,
 )
-from distconv.ops.support.assembled import (
-    PlannedWindows,
-    apply_windows,
-    make_windows,
-    plan_windows,
-    window_arguments,
-    with_some_channel,
-)
 from distconv.ops.support.in_place import is_recorded
 from distconv.ops.support.operands import (
     Placement,
@@ -40,6 +32,14 @@ from distconv.ops.support.operands import (
     global_indices,
     uncut,
     unravel,
+)
+from distconv.ops.support.windows import (
+    PlannedWindows,
+    apply_windows,
+    make_windows,
+    plan_windows,
+    window_arguments,
+    with_some_channel,
 )
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
