@@ -85,8 +85,7 @@ def batch_norm_over(
             own = running_mean, running_var = running_mean.clone(), running_var.clone()
             publish = partial(gather_running_statistics, x, running, own, "batch_norm")
     block = x.shard
-    most = thresholds(on_accelerator(block, grid.computes_on_gpu)).own_batch_norm
-    if not training or not (group or rest or block.numel() > most):
+    if not training or not (group or rest) and _suits_torch(block, grid.computes_on_gpu):
         if block.numel() or not x.numel():
             block = with_batch_stride(block)
             shard = F.batch_norm(
@@ -109,9 +108,17 @@ def batch_norm_over(
 
 def _of_blocks(input: Tensor, *args: Any, **named: Any) -> Any:
     """Return the batch norm of the block of one rank, for `serial_by`."""
-    if input.numel() > thresholds(on_accelerator(input, simulated=False)).own_batch_norm:
+    if not _suits_torch(input, simulated=False):
         return NotImplemented
     return F.batch_norm(with_batch_stride(input), *args, **named)
+
+
+def _suits_torch(block: Tensor, simulated: bool) -> bool:
+    """Return whether torch's batch norm is fastest for a block of this size: `own_batch_norm`.
+
+    `simulated` is the argument of `on_accelerator`.
+    """
+    return block.numel() <= thresholds(on_accelerator(block, simulated)).own_batch_norm
 
 
 implements(F.batch_norm)(
