@@ -144,7 +144,7 @@ def test_what_is_forbidden_is_found(
     ("check", "modules"),
     [
         (upward_imports, {"ops__loss": "from distconv.tensor.base import Base\nimport torch"}),
-        (upward_imports, {"__main__": "from distconv.tools.command_line import main"}),
+        (upward_imports, {"__main__": "from distconv.__main__ import main"}),
         (imports_of_libraries, {"grid__devices": "import torch"}),
         (circles, {"ops__one": "from distconv.ops.two import f", "ops__two": ""}),
         (shared_class_names, {"grid__a": "class A: ...", "ops__b": "A = int\nclass B(A): ..."}),

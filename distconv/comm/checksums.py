@@ -9,7 +9,7 @@ processors of different kinds round differently.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distconv.device.kinds import is_accelerator
-from distconv.device.streams import is_capturing
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
 from distconv.grid.words import ranks_in_words
@@ -49,18 +47,6 @@ class Checked(NamedTuple):
     name: str
     tensor: Tensor
     axes: tuple[str, ...] = ()
-
-
-def possible(grid: Grid) -> bool:
-    """Return whether tensors can be compared now: on several ranks, and not during a capture."""
-    if not grid.journal.compares:
-        return False
-    return not (is_accelerator(grid.device) and is_capturing(grid.device))
-
-
-def due(use: Hashable, grid: Grid) -> bool:
-    """Count a use of kind `use`, and return whether to compare its tensors: `Journal.is_due`."""
-    return possible(grid) and grid.journal.is_due(use)
 
 
 def checksum(x: Tensor, full: bool = False) -> int:

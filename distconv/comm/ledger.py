@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -68,14 +68,13 @@ _TRACE: ContextVar[list[Movement] | None] = ContextVar("distconv_trace", default
 _COUNTING: ContextVar[bool] = ContextVar("distconv_counting", default=True)
 
 
-def tracing() -> bool:
-    """Return whether a `trace_movements` is active, which records halo exchanges, too."""
-    return _TRACE.get() is not None
+current_trace: Callable[[], list[Movement] | None] = _TRACE.get
+"""Return the list of the active `trace_movements`, which has halo exchanges, too; None outside."""
 
 
 def record(movement: Movement) -> None:
     """Record a movement in the current trace, and count it if it is a redistribution."""
-    trace = _TRACE.get()
+    trace = current_trace()
     if trace is not None:
         trace.append(movement)
     if movement.redistributes and _COUNTING.get():

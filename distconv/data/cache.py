@@ -20,7 +20,7 @@ from distconv.data.durable import unwritable
 from distconv.data.fields import FieldOnGrid, Values, Wanted
 from distconv.data.sources.interface import Source
 from distconv.data.views import Piece
-from distconv.data.writing.contiguous import write_at
+from distconv.data.writing.formats import write_at
 from distconv.geometry.layout import Box, cutting_axes, owning_part
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid

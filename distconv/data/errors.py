@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, TypeVar
 from zlib import crc32
 
-from distconv.comm.checksums import CURE, Checked, checksum, possible, unequal
+from distconv.comm.checksums import CURE, Checked, checksum, unequal
 from distconv.grid.interface import Grid
 from distconv.grid.words import differences
 
@@ -188,7 +188,7 @@ def _replicas_agree(
 
 def check_replicas(grid: Grid, tensors: Sequence[Checked]) -> None:
     """Raise DataError on every rank if ranks that should hold equal tensors do not. Collective."""
-    found = unequal(tensors, grid) if possible(grid) else None
+    found = unequal(tensors, grid) if grid.journal.compares_on(grid.device) else None
     if found:
         raise DataError(
             f"{found[0]} is not the same on all ranks: {found[1]} in a mini-batch, but all ranks "

@@ -136,7 +136,7 @@ class DeviceGraph:
     """
 
     def __init__(self, device: torch.device, work: Callable[[], Any]):
-        self._graph, capturing = _new(device)
+        self._graph, capturing = _new()
         stream = torch.Stream(device=device)
         stream.wait_stream(torch.accelerator.current_stream(device))
         with using(stream), capturing:
@@ -245,7 +245,7 @@ def release_graphs() -> None:
                 thing.reset()
 
 
-def _new(device: torch.device) -> tuple[Any, AbstractContextManager[Any]]:
+def _new() -> tuple[Any, AbstractContextManager[Any]]:
     """Return an empty graph, and a context that captures work on the current stream into it."""
     if hasattr(torch.accelerator, "Graph"):
         graph: Any = torch.accelerator.Graph(capture_error_mode="thread_local")

@@ -22,7 +22,8 @@ from zlib import crc32
 
 import torch
 
-from distconv.device.streams import has_passed, record_event
+from distconv.device.kinds import is_accelerator
+from distconv.device.streams import has_passed, is_capturing, record_event
 from distconv.grid.words import (
     CURRENT,
     by_ranks,
@@ -34,7 +35,7 @@ from distconv.grid.words import (
     user_line,
 )
 from distconv.torch_private import backward_pass
-from distconv.transport.interface import Comparison, Tags
+from distconv.transport.interface import Comparison, tags
 from distconv.transport.launch import switched_on
 
 # This rank's present waits for other ranks, where the watching thread can see them.
@@ -192,16 +193,24 @@ class Journal:
         self._steps: dict[Any, int] = {}
         self._counts: dict[Hashable, int] = {}
         """The numbers of calls and steps of each function, and of uses of other kinds."""
-        self._tags = Tags()
-        self.next_tag = self._tags.next
+        self.next_tag = tags()
         self.thread = threading.get_ident()
         self._under_way: Comparison | None = None
 
-    def is_due(self, kind: Hashable) -> bool:
-        """Count a use of `kind`; return whether ranks compare it: the first 16, then every 64th.
-
-        All ranks that make the same calls get the same answer; nothing is sent.
+    def compares_on(self, device: torch.device) -> bool:
+        """Return whether ranks can compare tensors on `device` now: there are several ranks, and no
+        graph is being captured.
         """
+        return self.compares and not (is_accelerator(device) and is_capturing(device))
+
+    def is_due(self, kind: Hashable, device: torch.device) -> bool:
+        """Count a use of `kind`; return whether ranks compare its tensors, which are on `device`.
+
+        They compare the first 16 uses, and then every 64th, but none while a graph is captured. All
+        ranks that make the same calls get the same answer; nothing is sent.
+        """
+        if not self.compares_on(device):
+            return False
         if len(self._counts) >= _KINDS and kind not in self._counts:
             self._counts.clear()
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
@@ -234,7 +243,7 @@ class Journal:
         every rank if ranks differ, and RuntimeError if two threads use the grid at once.
         """
         self._begin_step()
-        function = CURRENT.call[0]
+        function, arguments, _ = CURRENT.call
         outside = function is None or function in _BACKWARD
         if outside and kind == "all_reduce":
             # Gradients are reduced as they become ready, in orders that differ between ranks.
@@ -247,7 +256,8 @@ class Journal:
         if with_arguments:
             words = call_in_words(CURRENT.call, self._known_from)
         else:
-            words = function_in_words(CURRENT.call)
+            grid = getattr(arguments[0], "grid", None) if arguments else None
+            words = function_in_words(function, None if grid is None else grid.topology)
         numbered = f"{kind} {tag}" if tag else kind
         self._write(f"{numbered}{words}", user_line() if self._compares_all else None)
         self.place = self.written if with_arguments else None
@@ -337,12 +347,14 @@ class Journal:
 
     def _differences(self) -> str:
         """Return the error message for ranks that differ, and reset the journal. Collective."""
-        told = self.latest_entries(), place_of(self.thread), self._tags.last, CURRENT.error
+        tag = self.next_tag()
+        told = self.latest_entries(), place_of(self.thread), tag, CURRENT.error
         with Wait(self.waiting):
-            ranks, places, tags, errors = zip(*self._comm.allgather(told), strict=True)
+            ranks, places, reached, errors = zip(*self._comm.allgather(told), strict=True)
         number = first_difference(ranks)
         # A program that catches the error continues with the same numbers on all ranks.
-        self._tags.last = max(tags)
+        for _ in range(max(reached) - tag):
+            self.next_tag()
         self._checksum = self._since = 0
         CURRENT.error = None
         for known in (self._calls, self._steps, self._counts, self._last):

@@ -321,15 +321,9 @@ PARAMETERS: Any = WeakIdKeyDictionary()
 """The parameters of parallelized modules, each with its index in its module."""
 
 
-def function_in_words(call: Call) -> str:
-    """Return a call's function and grid: " in sum on ProcessGrid(height=2)"; "" for `NO_CALL`."""
-    function, arguments, _ = call
-    grid = getattr(arguments[0], "grid", None) if arguments else None
-    return _function_in_words(function, None if grid is None else grid.topology)
-
-
 @lru_cache(maxsize=8192)
-def _function_in_words(function: Any, topology: Topology | None) -> str:
+def function_in_words(function: Any, topology: Topology | None) -> str:
+    """Return a function and a grid as text: " in sum on ProcessGrid(height=2)"; "" for None."""
     if function is None:
         return ""
     on = "" if topology is None else f" on ProcessGrid({topology})"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distconv.comm.checksums import Checked, possible, unequal
+from distconv.comm.checksums import Checked, unequal
 from distconv.geometry.layout import cutting_axes
 from distconv.model.gradient_reduction import required_reduction
 from distconv.tensor.base import tensors_in
@@ -17,6 +17,31 @@ from distconv.tensor.dist_tensor import DistTensor
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 """Types of settings that are equal on all ranks if their texts are."""
+
+
+def assert_in_sync(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Raise, on every rank, if the models of the ranks differ.
+
+    All ranks of the grid call it together, between steps, every so often. Each computes a checksum
+    of every element and sends a few bytes, and more only if one differs. Sharded parameters are
+    compared among the ranks that hold the same block. Differences of the size of rounding are
+    accepted, as processors of different kinds round differently.
+
+    Raises RuntimeError naming the first tensor or setting that differs, and the ranks. Raises
+    ValueError if the model is not parallelized.
+
+    Parameters
+    ----------
+    model: a parallelized module.
+    optimizer: its state and settings, such as the learning rate, are compared as well.
+
+    Examples
+    --------
+    >>> model = dc.parallelize(nn.Linear(4, 1), dc.ProcessGrid(sample=2))
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> dc.training.assert_in_sync(model, optimizer)  # raises if ranks differ
+    """
+    check_in_sync("assert_in_sync", model, optimizer, full=True)
 
 
 def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, full: bool) -> None:
@@ -31,7 +56,7 @@ def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, fu
     """
     reduction = required_reduction(caller, model)
     grid = reduction.grid
-    if not possible(grid):
+    if not grid.journal.compares_on(grid.device):
         return
     found = unequal([*checked_state(model), *_of_optimizer(optimizer, model)], grid, full)
     if found:

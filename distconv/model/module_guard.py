@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from distconv.comm.checksums import due, unequal
+from distconv.comm.checksums import unequal
 from distconv.grid.journal import DivergenceError
 from distconv.grid.words import differences
 from distconv.model.consistency import checked_state
 from distconv.model.gradient_reduction import GradientReduction, reduction_of
 from distconv.tensor.base import tensors_in
-from distconv.tensor.dispatch import SerialTrace, check_untraced, enter_call, innermost_call
+from distconv.tensor.dispatch import SerialTrace, enter_call, innermost_call
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import is_owned
+from distconv.tensor.recording import check_untraced
 from distconv.torch_private import (
     before_data_parallel,
     before_fully_shard,
@@ -257,7 +258,7 @@ class ModuleGuard:
 
         They are compared in the first 16 calls of the module, and in every 64th later.
         """
-        if not due(self._calls, self._grid):
+        if not self._grid.journal.is_due(self._calls, self._grid.device):
             return
         found = unequal(checked_state(module), self._grid)
         if found:

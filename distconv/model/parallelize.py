@@ -44,9 +44,10 @@ from distconv.model.sample_shards import (
     gather_in_calls,
     shard_over_samples,
 )
-from distconv.tensor.dispatch import SERIAL, check_untraced, refuse
+from distconv.tensor.dispatch import SERIAL, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import disown, is_owned
+from distconv.tensor.recording import check_untraced
 from distconv.tensor.redistribution import check_grid
 from distconv.torch_private import hooks_of_module
 

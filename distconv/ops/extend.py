@@ -19,8 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 from distconv.geometry.index_maps import Same, Window
 from distconv.ops.math.pointwise import pointwise_rule
 from distconv.ops.support.arguments import Sizes, to_tuple
-from distconv.ops.support.assembled import make_windows
 from distconv.ops.support.operands import as_distributed, box_on_rank, common_grid, gather_whole
+from distconv.ops.support.windows import make_windows
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor

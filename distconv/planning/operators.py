@@ -206,7 +206,7 @@ def time_together(
         (folder / "operators").write_bytes(pickle.dumps(operators))
         (folder / "counters").write_bytes(bytes(8 * processes))
         command = [sys.executable, "-m", "distconv.planning.operators", name]
-        numbers = [map(str, (i, processes, threads, memory)) for i in range(processes)]
+        numbers = [map(str, (i, threads, memory)) for i in range(processes)]
         workers = [
             subprocess.Popen([*command, *each], env=kept, stderr=subprocess.PIPE)
             for each in numbers
@@ -242,7 +242,7 @@ def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
             running.remove(worker)
 
 
-def time_in_folder(folder: Path, number: int, processes: int, threads: int, memory: int) -> None:
+def time_in_folder(folder: Path, number: int, threads: int, memory: int) -> None:
     """Time the operators that `time_together` wrote to a folder, in process `number` of several."""
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
@@ -265,7 +265,7 @@ def time_in_folder(folder: Path, number: int, processes: int, threads: int, memo
 
 
 if __name__ == "__main__":
-    time_in_folder(Path(sys.argv[1]), *map(int, sys.argv[2:6]))
+    time_in_folder(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
 
 
 _Kind: TypeAlias = tuple[Any, ...]

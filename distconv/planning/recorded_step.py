@@ -132,15 +132,7 @@ def record_step(
     make_optimizer = _named(optimizer, OPTIMIZERS, "optimizer")
     dtypes = _each_input(dtype or dtype_of(module), len(shapes), f"{caller}: dtype")
     cuts = _each_input(layout, len(shapes), f"{caller}: layout")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(
-            f"{caller}: accumulate={accumulate!r}; expected a number of mini-batches, 1 or more"
-        )
-    if offload and not gpu:
-        raise ValueError(
-            f"{caller}: offload=True, but the ranks compute on CPUs, whose activations are in the "
-            "memory of the host already; leave it out, or choose a machine with GPUs"
-        )
+    _check_options(accumulate, offload, gpu, caller)
     grid = DryRunGrid(extents, rank, gpu=gpu)
     hollow = with_checkpoints(without_elements(module, caller), checkpoint)
     recorder = Recorder(hollow, grid, progress)
@@ -164,17 +156,14 @@ def record_step(
             RuleCalls(recorder),
             autocast_of(rehearsed() if gpu else "cpu", autocast),
         ):
-            for number in range(accumulate):
-                last = number == accumulate - 1 or minimised is None
-                with nullcontext() if last or serial else no_sync(hollow):
-                    _run(hollow, inputs, minimised, recorder, offload)
-                if last:
-                    break
-                recorder.repeat()
             if minimised is not None:
-                recorder.move(Place("optimizer", "optimizer"))
-                if made is not None:
-                    made.step()
+                for _ in range(accumulate - 1):
+                    with nullcontext() if serial else no_sync(hollow):
+                        _run(hollow, inputs, minimised, recorder, offload)
+                    recorder.repeat()
+            _run(hollow, inputs, minimised, recorder, offload)
+            if minimised is not None:
+                _update(made, recorder)
     except UnsupportedOperation as refusal:
         if minimised is not None:
             raise
@@ -182,6 +171,19 @@ def record_step(
     finally:
         recorder.remove()
     return recorder.recording()
+
+
+def _check_options(accumulate: int, offload: bool, gpu: bool, caller: str) -> None:
+    """Raise ValueError for options of `record_step` that are out of range, or do not fit."""
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(
+            f"{caller}: accumulate={accumulate!r}; expected a number of mini-batches, 1 or more"
+        )
+    if offload and not gpu:
+        raise ValueError(
+            f"{caller}: offload=True, but the ranks compute on CPUs, whose activations are in the "
+            "memory of the host already; leave it out, or choose a machine with GPUs"
+        )
 
 
 def _plain_input(shape: tuple[int, ...], layout: Layout | None, dtype: torch.dtype) -> Tensor:
@@ -224,6 +226,13 @@ def _run(
     if scalar.requires_grad:
         scalar.backward()
     del scalar
+
+
+def _update(optimizer: torch.optim.Optimizer | None, recorder: Recorder) -> None:
+    """Run the optimizer's step, if the module has parameters."""
+    recorder.move(Place("optimizer", "optimizer"))
+    if optimizer is not None:
+        optimizer.step()
 
 
 @contextmanager

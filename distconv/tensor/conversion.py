@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from distconv.comm import collectives
-from distconv.comm.checksums import CURE, checksum, differing, due
+from distconv.comm.checksums import CURE, checksum, differing
 from distconv.geometry.layout import Cuts, Layout, block, cutting_axes, rank_box, replicating_axes
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
@@ -48,7 +48,7 @@ def global_shape(
     replicated = grid.topology.parts(cutting_axes(cuts)) < grid.size
     # A use counted by block would differ between ranks.
     whole = None if any(cuts) else local.shape
-    check = replicated and due((operator, line, whole), grid)
+    check = replicated and grid.journal.is_due((operator, line, whole), grid.device)
     mine = {"type": str(local.dtype), "requires_grad": local.requires_grad}
     mine |= {"layout": layout, "grid": str(grid), **arguments}
     number = checksum(local, grid.journal.debug) if check else None

@@ -17,15 +17,8 @@ import torch
 from torch import Tensor
 
 from distconv import torch_private
-from distconv.grid.words import operator_name
-from distconv.tensor.base import DistTensorBase, tensors_in
-from distconv.torch_private import (
-    count_modes,
-    innermost_transform,
-    is_traced_by_jit,
-    make_fx_before_dispatch,
-    tracing_mode,
-)
+from distconv.tensor.base import DistTensorBase
+from distconv.torch_private import count_modes
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
@@ -220,29 +213,6 @@ def is_traced_zeros(x: Tensor) -> bool:
 def others_look_on() -> bool:
     """Return whether the program has a torch dispatch mode active, which sees every kernel."""
     return count_modes() > len(_traces)
-
-
-def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
-    """Raise UnsupportedOperation while a tool traces or transforms the program.
-
-    A traced graph would hold this rank's blocks without the messages. All ranks raise, as all run
-    the same program. `operator` and the tensors in `arguments` are named in the error.
-    """
-    tool = "torch.jit.trace" if is_traced_by_jit() else ""
-    if innermost_transform() is not None:
-        tool = "one of torch.func's transforms"
-    if count_modes():
-        tool = tracing_mode() or tool
-    if make_fx_before_dispatch() is not None:
-        tool = "make_fx"
-    if tool:
-        refuse(
-            operator_name(operator),
-            f"{tool}, or a tool that uses it, is tracing or transforming the program, but cannot "
-            "trace messages between ranks",
-            *tensors_in(*arguments),
-            way_out=SERIAL,
-        )
 
 
 # The calls of parallelized modules that are now running, innermost first.

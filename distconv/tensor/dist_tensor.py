@@ -49,7 +49,6 @@ from distconv.tensor.dispatch import (
     WAYS_OUT,
     WITHOUT_MERGED,
     ShardNode,
-    check_untraced,
     innermost_call,
     refuse,
     way_out_of,
@@ -61,6 +60,7 @@ from distconv.tensor.recording import (
     MAY_IGNORE_FIRST,
     check_brought,
     check_recorded,
+    check_untraced,
     gradient_seed,
     ignores_first,
 )

@@ -9,21 +9,52 @@ import torch
 from torch import Tensor
 
 from distconv.comm import collectives
-from distconv.comm.checksums import CURE, due, names_of, unequal
+from distconv.comm.checksums import CURE, names_of, unequal
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, Shape, cutting_axes, rank_box, replicating_axes
 from distconv.grid.interface import Grid
 from distconv.grid.words import operator_name, user_line
 from distconv.tensor.base import DistTensorBase, replaced, tensors_in
-from distconv.tensor.dispatch import check_untraced, refuse
+from distconv.tensor.dispatch import SERIAL, refuse
 from distconv.tensor.ownership import OWNED, enter, origins, owned_among
 from distconv.tensor.redistribution import redistribute
-from distconv.torch_private import hooks_of, without_torch_function
+from distconv.torch_private import (
+    count_modes,
+    hooks_of,
+    innermost_transform,
+    is_traced_by_jit,
+    make_fx_before_dispatch,
+    tracing_mode,
+    without_torch_function,
+)
 
 ADVICE_FOR_FUNCTIONS = (
     "Use torch functions, or wrap it in a function with a rule (distconv.elementwise, .windowed, "
     ".implements); create a grid before the program stores a Function's apply under another name"
 )
+
+
+def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
+    """Raise UnsupportedOperation while a tool traces or transforms the program.
+
+    A traced graph would hold this rank's blocks without the messages. All ranks raise, as all run
+    the same program. `operator` and the tensors in `arguments` are named in the error.
+    """
+    tool = "torch.jit.trace" if is_traced_by_jit() else ""
+    if innermost_transform() is not None:
+        tool = "one of torch.func's transforms"
+    if count_modes():
+        tool = tracing_mode() or tool
+    if make_fx_before_dispatch() is not None:
+        tool = "make_fx"
+    if tool:
+        refuse(
+            operator_name(operator),
+            f"{tool}, or a tool that uses it, is tracing or transforming the program, but cannot "
+            "trace messages between ranks",
+            *tensors_in(*arguments),
+            way_out=SERIAL,
+        )
 
 
 def check_brought(operator: str, x: Tensor) -> None:
@@ -247,7 +278,7 @@ def _check_plain(
     # One rank alone may compute with a tensor that it has in full, to print it, say.
     if not (any(x.cuts) or x.held.requires_grad):
         return
-    if not due((operator, x.shape), x.grid):
+    if not x.grid.journal.is_due((operator, x.shape), x.grid.device):
         return
     found = unequal(names_of(plain), x.grid)
     if found:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distconv.comm import transfer
-from distconv.comm.ledger import Movement, record, tracing
+from distconv.comm.ledger import Movement, current_trace, record
 from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Cuts, Layout, default_cuts, effective_cuts
 from distconv.geometry.plan import Plan, make_plan
@@ -91,7 +91,7 @@ def reduce_scatter(
 
 def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> None:
     """Record in the ledger that `operator`, with an output cut by `cuts`, gathered its inputs."""
-    if cuts != x.cuts or tracing():
+    if cuts != x.cuts or current_trace() is not None:
         itemsize = x.shard.element_size()
         target = Layout.of(cuts, weight=is_marked_parameter(x))
         record(Movement(operator, x.layout, target, plan, itemsize))

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distconv.data.durable import StepwiseFile
 from distconv.data.errors import DataError, check_alike, together
 from distconv.data.sources.interface import Coordinate, Source
 from distconv.data.sources.opening import Field, open_sources
-from distconv.data.writing.contiguous import Description
-from distconv.data.writing.resumable import StepwiseFile
+from distconv.data.writing.formats import Description
 from distconv.data.writing.save import (
     check_sink,
     commit_file,

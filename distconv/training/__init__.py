@@ -5,7 +5,7 @@ ranks: a worker is a replica, the P_S ranks that share a sample. Models, optimiz
 loops stay those of the program.
 """
 
-from distconv.training.checks import assert_in_sync as assert_in_sync
+from distconv.model.consistency import assert_in_sync as assert_in_sync
 from distconv.training.client import Worker as Worker
 from distconv.training.downpour import Downpour as Downpour
 from distconv.training.elastic import AsynchronousElastic as AsynchronousElastic

@@ -191,15 +191,20 @@ def serve(
         if server.above is not None:
             server.above.ask(MessageKind.DONE)
     except BaseException as error:
-        try:
-            if isinstance(error, (AllWorkersLost, KeyboardInterrupt, ServerLost)):
-                state.save()  # an interrupt may have come within an update
-        finally:
-            team.leave(error)
+        _give_up(team, state, error)
         raise
     state.save()
     team.leave()
     return report
+
+
+def _give_up(team: Team, state: ServerCheckpoints, error: BaseException) -> None:
+    """Save the state after an error that has left it whole, and leave the team."""
+    try:
+        if isinstance(error, (AllWorkersLost, KeyboardInterrupt, ServerLost)):
+            state.save()  # an interrupt may have come within an update
+    finally:
+        team.leave(error)
 
 
 def _check_arguments(

@@ -6,6 +6,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from math import prod
 from operator import eq, neg
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -175,16 +176,9 @@ _MOST = 32767
 """The number of tags before they repeat; every MPI has as many."""
 
 
-class Tags:
-    """The tags 1, 2, ... of exchanges, which all ranks start in one order."""
-
-    def __init__(self) -> None:
-        self.last = 0
-
-    def next(self) -> int:
-        """Return the tag of the next exchange."""
-        self.last = self.last % _MOST + 1
-        return self.last
+def tags() -> Callable[[], int]:
+    """Return a function of the tags 1, 2, ... of exchanges, which all ranks start in one order."""
+    return chain.from_iterable(repeat(range(1, _MOST + 1))).__next__
 
 
 # Pools of memory for messages, which later messages of the same size use again.

@@ -216,19 +216,19 @@ def start_line(ranks: int) -> str:
     return f"{'srun -n' if _STEP_SIZE in launched() else 'mpiexec -n'} {ranks} ..."
 
 
-def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
+def meets_by_torch() -> bool:
     """Return whether the ranks of the job find each other by torch.distributed, not by MPI.
 
     True under torchrun. True also if torchrun's variables or a default group are set, unless a
     launcher of MPI has started several ranks. False with DISTCONV_ALLOW_SINGLE=1.
     """
-    if switched_on(ALLOW_SINGLE, environment):
+    if switched_on(ALLOW_SINGLE):
         return False
-    meeting = all(environment.get(name) for name in _MEETING)
-    if meeting and _BY_TORCHRUN in environment:
+    meeting = all(os.environ.get(name) for name in _MEETING)
+    if meeting and _BY_TORCHRUN in os.environ:
         return True  # where MPI or Slurm has started torchrun on each node, too
     by_mpi = _ranks_of_mpi() > 1 or any(
-        (_whole(environment.get(name)) or 1) > 1 for name in _SIZES_OF_MPI
+        (_whole(os.environ.get(name)) or 1) > 1 for name in _SIZES_OF_MPI
     )
     return (meeting or has_default_group()) and not by_mpi
 

@@ -15,7 +15,7 @@ from distconv.transport.interface import (
     Message,
     Request,
     Summand,
-    Tags,
+    tags,
     with_opposites,
 )
 from distconv.transport.launch import check_is_rank, check_mpi_runs
@@ -120,7 +120,7 @@ class MPITransport:
 
     def __init__(self, comm: MPICommunicator):
         self._comm = comm.mpi
-        self.next_tag, self.empty = Tags().next, BufferPool().empty
+        self.next_tag, self.empty = tags(), BufferPool().empty
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int

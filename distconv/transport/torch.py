@@ -34,7 +34,7 @@ from distconv.transport.interface import (
     Message,
     Request,
     Summand,
-    Tags,
+    tags,
     with_opposites,
 )
 from distconv.transport.link import LOOPBACK
@@ -290,7 +290,7 @@ class TorchTransport:
     def __init__(self, comm: Communicator, store: Store | None):
         self._store, self._rank = store, comm.rank
         self._groups: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
-        self.next_tag, self.empty = Tags().next, BufferPool().empty
+        self.next_tag, self.empty = tags(), BufferPool().empty
         self._messages: ProcessGroup = self._group_of(comm) if comm.size > 1 else None
 
     def exchange(

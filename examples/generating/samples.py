@@ -27,7 +27,7 @@ from distconv.data.durable import (
     sync,
 )
 from distconv.data.sources.hdf5 import open_hdf5
-from distconv.data.writing.contiguous import Description, create_hdf5, write_box
+from distconv.data.writing.formats import Description, create_hdf5, write_box
 from examples.generating.room import check_room
 
 Made = TypeVar("Made")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import distconv as dc
+from distconv.__main__ import main
 from distconv.data.sources.opening import open_sources
 from distconv.data.writing import convert as module
 from distconv.geometry.layout import Box
-from distconv.tools.command_line import main
 from tests.data.test_volumes import AFFINE, netcdf, nifti
 from tests.support.everywhere import WORLD, ended_with_one_line, fails_everywhere, on_rank_zero
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import distconv as dc
 from distconv.data import Dataset, save
-from distconv.data.writing import chunked, contiguous
+from distconv.data.writing import formats
 from distconv.geometry.layout import Box, rank_box
 from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.geometry import cuts_of, topologies
@@ -104,8 +104,8 @@ def test_a_rank_that_cannot_write_is_an_error_on_all_and_leaves_the_old_file(
         def full(*arguments: Any) -> None:
             raise OSError("disk full")
 
-        monkeypatch.setattr(contiguous, "write_box", full)
-        monkeypatch.setattr(chunked, "write_chunks", full)
+        monkeypatch.setattr(formats, "write_box", full)
+        monkeypatch.setattr(formats, "write_chunks", full)
     fails_everywhere(lambda: save(path, x + 1), "^disk full$")
     WORLD.barrier()
     assert os.listdir(folder) == [path.name] and np.array_equal(content(path), x.full_tensor())
@@ -140,11 +140,11 @@ def test_a_folder_that_other_ranks_do_not_see_is_told(
 ) -> None:
     grid = dc.ProcessGrid(width=-1)
     x = dc.distribute_tensor(numbered((1, 2, 3, 8)), grid)
-    for module, name in ((contiguous, "write_box"), (chunked, "write_chunks")):
+    for name in ("write_box", "write_chunks"):
         if WORLD.rank:
-            real = getattr(module, name)
+            real = getattr(formats, name)
             elsewhere = folder / "elsewhere"
-            monkeypatch.setattr(module, name, lambda _, *a, real=real, p=elsewhere: real(p, *a))
+            monkeypatch.setattr(formats, name, lambda _, *a, real=real, p=elsewhere: real(p, *a))
     for suffix in SUFFIXES:
         fails_everywhere(
             lambda suffix=suffix: save(folder / f"x{suffix}", x), "system that all ranks share"
@@ -238,11 +238,11 @@ def test_ranks_that_write_in_one_turn_share_no_chunk(data: st.DataObject) -> Non
     cuts = data.draw(cuts_of(topology, len(shape)))
     chunks = tuple(data.draw(st.integers(1, n)) for n in shape)
     start = tuple(data.draw(st.integers(0, 9)) for _ in shape)
-    counts = chunked.turns(shape, cuts, topology, chunks, start)
+    counts = formats.turns(shape, cuts, topology, chunks, start)
     written: dict[tuple[int, ...], Box] = {}
     for rank in range(topology.size):
         box = rank_box(shape, cuts, topology, rank)
-        turn = chunked.turn_of(rank, cuts, topology, counts)
+        turn = formats.turn_of(rank, cuts, topology, counts)
         assert 0 <= turn < np.prod(counts)
         touched = [
             range((first + a) // c, -(-(first + b) // c))
@@ -260,9 +260,9 @@ def test_chunks_by_default_need_few_turns_and_none_where_the_cut_is_even(
     topology = data.draw(topologies())
     shape = tuple(data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=5)))
     cuts = data.draw(cuts_of(topology, len(shape)))
-    chunks = chunked.default_chunks(shape, cuts, topology, 4)
+    chunks = formats.default_chunks(shape, cuts, topology, 4)
     assert chunks[0] == 1 and 4 * np.prod(chunks) <= 2**24
-    counts = chunked.turns(shape, cuts, topology, chunks, (0,) * len(shape))
+    counts = formats.turns(shape, cuts, topology, chunks, (0,) * len(shape))
     for count, n, axes, chunk in zip(counts, shape, cuts, chunks, strict=True):
         parts = topology.parts(axes)
         assert count <= 2 + (n < 2 * parts)
@@ -279,7 +279,7 @@ def test_boxes_are_written_where_they_belong(data: st.DataObject) -> None:
     box, whole = Box(start, stop), numbered(shape, torch.int32).numpy()
     path.write_bytes(bytes(7 + whole.nbytes))
     try:
-        contiguous.write_box(path, 7, shape, box, np.ascontiguousarray(whole[box.slices]))
+        formats.write_box(path, 7, shape, box, np.ascontiguousarray(whole[box.slices]))
         expected = np.zeros_like(whole)
         expected[box.slices] = whole[box.slices]
         assert path.read_bytes() == bytes(7) + expected.tobytes()

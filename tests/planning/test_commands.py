@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from distconv.__main__ import main
 from distconv.planning import calibration, host_work
 from distconv.planning.machine import Machine
-from distconv.tools.command_line import main
 from tests.planning.machines import described
 from tests.support.everywhere import ended_with_one_line
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from distconv import Layout
+from distconv.__main__ import main
 from distconv.planning import plan, predict
 from distconv.planning.dry_run import DryRunGrid, without_elements
 from distconv.planning.layer_layouts import chain_of, plan_layouts, shortest_path
 from distconv.planning.recording import LocalOperator
 from distconv.planning.search import grids_of
-from distconv.tools.command_line import main
 from tests.planning.machines import described
 from tests.planning.test_prediction import network
 

@@ -14,8 +14,8 @@ import pytest
 from mpi4py import MPI
 
 import distconv
-from distconv.tools.command_line import COMMANDS as ALL
-from distconv.tools.command_line import main
+from distconv.__main__ import COMMANDS as ALL
+from distconv.__main__ import main
 from distconv.tools.commands import options
 from distconv.tools.commands.options import StatusLine
 from tests.planning.machines import described
@@ -71,7 +71,7 @@ COMMANDS = """
 import sys
 sys.modules["mpi4py"] = None  # as where it cannot be loaded
 import torch
-from distconv.tools.command_line import main
+from distconv.__main__ import main
 
 tanh = "torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2"
 assert main(["explain", *tanh]) == main(["verify", *tanh]) == 0

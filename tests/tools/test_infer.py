@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import distconv as dc
+from distconv.__main__ import main
 from distconv.data import Normalize
 from distconv.data.sources.opening import open_sources
 from distconv.geometry.layout import Box
@@ -20,7 +21,6 @@ from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.receptive_field import receptive_field
 from distconv.planning.recorded_step import autocast_of
 from distconv.tools import infer as module
-from distconv.tools.command_line import main
 from distconv.tools.global_norms import GlobalNorm
 from distconv.tools.infer import code_of
 from tests.data.test_volumes import AFFINE, dicom, netcdf, nifti, tiff

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from distconv.__main__ import main
 from distconv.planning import Machine
-from distconv.tools.command_line import main
 from distconv.tools.commands.launch import SCHEDULERS
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,11 @@ from mpi4py import MPI
 from torch import nn
 
 import distconv as dc
+from distconv.__main__ import main
 from distconv.geometry.topology import Topology
 from distconv.planning import Machine, plan, predict
 from distconv.planning.scaling import STRONG, Case, Study
 from distconv.planning.table import byte_size
-from distconv.tools.command_line import main
 from distconv.tools.reports.figures import COLOURS, Bar, lanes
 from distconv.tools.reports.pages import (
     MOST_NODES,

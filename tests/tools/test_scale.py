@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from distconv.__main__ import main
 from distconv.planning.machine import LinkTimes
-from distconv.tools.command_line import main
 from tests.planning.machines import described
 from tests.support.jobs import end_of, start
 

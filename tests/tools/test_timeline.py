@@ -13,8 +13,8 @@ import torch
 from mpi4py import MPI
 
 import distconv as dc
+from distconv.__main__ import main
 from distconv.planning.timeline import union_length
-from distconv.tools.command_line import main
 from distconv.tools.timeline import (
     Offset,
     measure_offsets,

@@ -12,11 +12,10 @@ from typing import Any, TypeAlias
 from weakref import finalize
 
 from distconv.data.sources.arrays import ArraySource, open_npy, open_npz, open_zarr, open_zarr_url
-from distconv.data.sources.files import FilesSource
+from distconv.data.sources.files import FilesSource, ShardSource
 from distconv.data.sources.functions import Items, ItemSource
 from distconv.data.sources.hdf5 import HDF5Source
 from distconv.data.sources.interface import Source, import_package
-from distconv.data.sources.shards import ShardSource
 from distconv.data.sources.volumes import is_dicom, open_dicom, open_nifti, open_tiff, stack_of
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from distconv.data.durable import writing_to
+from distconv.data.durable import StepwiseFile, writing_to
 from distconv.data.errors import check_alike, check_call, together
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import facts_of, open_sources
-from distconv.data.writing.chunked import create_zarr, default_chunks, write_chunks
-from distconv.data.writing.contiguous import Description
-from distconv.data.writing.resumable import StepwiseFile
+from distconv.data.writing.formats import Description, create_zarr, default_chunks, write_chunks
 from distconv.data.writing.save import check_sink, commit_file
 from distconv.geometry.layout import Box, default_cuts
 from distconv.geometry.topology import AXES, Topology

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from distconv.data.durable import fresh_name, move_into_place, remove, remove_partial, writing_to
 from distconv.data.errors import check_call, on_rank_zero, together
 from distconv.data.sources.opening import KINDS, ZARR_FILES, kind_of
-from distconv.data.writing import chunked, contiguous, images
-from distconv.data.writing.contiguous import Description
+from distconv.data.writing import formats
+from distconv.data.writing.formats import Description
 from distconv.geometry.layout import Box, Cuts, rank_box, replicating_axes
 from distconv.geometry.topology import Topology
 from distconv.tensor.dist_tensor import DistTensor
@@ -212,10 +212,10 @@ def describe(
     if kind != "zarr":
         if chunks is not None:
             raise ValueError(f"save: chunks={tuple(chunks)} apply to .zarr only; leave them out")
-        order = images.stored_order(kind, shape) if kind in ("nifti", "tiff") else None
+        order = formats.stored_order(kind, shape) if kind in ("nifti", "tiff") else None
         return Description(shape, stored, order=order, attributes=attributes)
     if chunks is None:
-        chunks = chunked.default_chunks(shape, cuts, topology, stored.itemsize)
+        chunks = formats.default_chunks(shape, cuts, topology, stored.itemsize)
     extents = tuple(map(int, chunks))
     if len(extents) != len(shape) or min(extents) < 1:
         raise ValueError(
@@ -244,12 +244,12 @@ def create_file(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> 
     `kind` is the format, such as "zarr".
     """
     if kind == "zarr":
-        chunked.create_zarr(partial, arrays)
+        formats.create_zarr(partial, arrays)
         return {}
     if kind != "hdf5":
-        create = {"nifti": images.create_nifti, "tiff": images.create_tiff}
-        return {None: create.get(kind, contiguous.create_npy)(partial, arrays[None])}
-    offsets = contiguous.create_hdf5(partial, {name or _NAME: a for name, a in arrays.items()})
+        create = {"nifti": formats.create_nifti, "tiff": formats.create_tiff}
+        return {None: create.get(kind, formats.create_npy)(partial, arrays[None])}
+    offsets = formats.create_hdf5(partial, {name or _NAME: a for name, a in arrays.items()})
     return {name: offsets[name or _NAME] for name in arrays}
 
 
@@ -259,11 +259,11 @@ def commit_file(partial: Path, path: Path, name: str | None = None) -> None:
     It is compressed first where the suffix says so. `name` is the name of its first array.
     """
     if partial.is_dir():
-        chunked.sync_tree(partial)
-    if images.compresses(path):
+        formats.sync_tree(partial)
+    if formats.compresses(path):
         packed = fresh_name(path)
         try:
-            images.compress(partial, packed, path, name or _NAME)
+            formats.compress(partial, packed, path, name or _NAME)
             move_into_place(packed, path)
         finally:
             remove(packed)
@@ -298,8 +298,8 @@ def write_block(
     replica = any(grid.coords[axis] for axis in replicating_axes(x.cuts, topology))
     counts = (1,) * len(array.shape)
     if array.chunks is not None:
-        counts = chunked.turns(shape, x.cuts, topology, array.chunks, start)
-    mine = chunked.turn_of(grid.rank, x.cuts, topology, counts)
+        counts = formats.turns(shape, x.cuts, topology, array.chunks, start)
+    mine = formats.turn_of(grid.rank, x.cuts, topology, counts)
     for turn in range(prod(counts)):
 
         @writing_to(path)
@@ -307,14 +307,14 @@ def write_block(
             if replica or not box.size or turn != mine:
                 return
             if offset is None:
-                chunked.write_chunks(partial, name, box, _values(x))
+                formats.write_chunks(partial, name, box, _values(x))
                 return
             order = array.order or tuple(range(len(shape)))
             extents, low, high = (
                 tuple(n[d] for d in order) for n in (array.shape, box.start, box.stop)
             )
             values = np.ascontiguousarray(_values(x).transpose(order))
-            contiguous.write_box(partial, offset, extents, Box(low, high), values)
+            formats.write_box(partial, offset, extents, Box(low, high), values)
 
         together(grid, write)
 

@@ -23,8 +23,8 @@ from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow, Windo
 from distconv.geometry.layout import Box, Cuts, Shape
 from distconv.ops.conv.local_convolution import LocalConvolution
 from distconv.ops.support.arguments import TensorMeta, check_on_meta
-from distconv.ops.support.assembled import window_needs
 from distconv.ops.support.operands import Placement
+from distconv.ops.support.windows import window_needs
 
 # The arguments of a convolution, from which each rank derives plans without messages.
 

@@ -223,7 +223,7 @@ class LocalConvolution:
         y = convolve(x, weight, bias, *self._arguments(piece))
         if d is not None:
             y = y.unsqueeze(d)
-        return y if piece.crop is None else crop_outputs(y, piece.crop)
+        return crop_outputs(y, piece.crop)
 
     def backward(
         self,
@@ -257,7 +257,7 @@ class LocalConvolution:
             y = self.function(x, weight, bias, self.stride, padding, extra, groups, self.dilation)
         else:
             y = self.function(x, weight, bias, self.stride, padding, self.dilation, groups)
-        return y if piece.crop is None else crop_outputs(y, piece.crop)
+        return crop_outputs(y, piece.crop)
 
     def _arguments(self, piece: LocalInput) -> tuple[Any, ...]:
         """Return the arguments of torch.convolution after the bias, for the input of `piece`."""
@@ -270,12 +270,15 @@ class LocalConvolution:
         return stride, padding, dilation, self.transposed, extra, self.groups
 
 
-def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]]) -> Tensor:
+def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
     """Return `y` without some first and last elements of each spatial dimension.
 
     Parameters
     ----------
-    crop: for each spatial dimension, the numbers of elements to drop before and after.
+    crop: for each spatial dimension, the numbers of elements to drop before and after; None to
+        drop none.
     """
+    if crop is None:
+        return y
     kept = (slice(a, n - b) for (a, b), n in zip(crop, y.shape[2:], strict=True))
     return y[(slice(None), slice(None), *kept)]

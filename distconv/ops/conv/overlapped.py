@@ -71,7 +71,7 @@ def overlapped_convolution(
     if block.shape[1] == 1:
         block = one_channel_in_sample_format(block, x.shape, x.cuts, x.grid)
     made: Tensor = _OverlappedConvolution.apply(block, weight, bias, local, edge, transfer)
-    return made if edge.crop is None else crop_outputs(made, edge.crop)
+    return crop_outputs(made, edge.crop)
 
 
 def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
@@ -104,7 +104,7 @@ class _OverlappedConvolution(ShardFunction):
         arriving = transfer.start_forward(x)
         made = local.forward(edge.own, x, weight, bias)
         halos = arriving.wait()
-        y = made if edge.crop is None else crop_outputs(made, edge.crop)
+        y = crop_outputs(made, edge.crop)
         for slab in edge.slabs:
             inputs, taps = slab_inputs(slab, halos), weight[slab.taps]
             y[slab.outputs].add_(local.forward(slab.piece, inputs, taps, None))
@@ -118,7 +118,7 @@ class _OverlappedConvolution(ShardFunction):
         x, weight, *halos = ctx.saved_tensors
         local, edge, transfer, bias_shape = ctx.context
         plan, (dmade,) = edge.plan, grads
-        dy = dmade if edge.crop is None else crop_outputs(dmade, edge.crop)
+        dy = crop_outputs(dmade, edge.crop)
         of_input, of_weight, _ = mask = ctx.needs_input_grad[:3]
         if is_grad_enabled():
             inputs = gather(x, plan, transfer.grid)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
-from distconv.device.kinds import on_accelerator, thresholds
+from distconv.device.kinds import is_accelerator, on_accelerator, thresholds
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.normalize import check_parameter_types, normalize
 from distconv.ops.norm.statistics import (
@@ -85,8 +85,8 @@ def batch_norm_over(
             own = running_mean, running_var = running_mean.clone(), running_var.clone()
             publish = partial(gather_running_statistics, x, running, own, "batch_norm")
     block = x.shard
-    most = thresholds(on_accelerator(block, grid.computes_on_gpu)).own_batch_norm
-    if not training or not (group or rest or block.numel() > most):
+    alone = not (group or rest)
+    if not training or (alone and _suits_torch(block, on_accelerator(block, grid.computes_on_gpu))):
         if block.numel() or not x.numel():
             block = with_batch_stride(block)
             shard = F.batch_norm(
@@ -109,9 +109,17 @@ def batch_norm_over(
 
 def _of_blocks(input: Tensor, *args: Any, **named: Any) -> Any:
     """Return the batch norm of the block of one rank, for `serial_by`."""
-    if input.numel() > thresholds(on_accelerator(input, simulated=False)).own_batch_norm:
+    if not _suits_torch(input, is_accelerator(input.device)):
         return NotImplemented
     return F.batch_norm(with_batch_stride(input), *args, **named)
+
+
+def _suits_torch(block: Tensor, accelerator: bool) -> bool:
+    """Return whether torch's batch norm is fastest for a block of this size.
+
+    `accelerator` says whether operators on the block run on an accelerator.
+    """
+    return block.numel() <= thresholds(accelerator).own_batch_norm
 
 
 implements(F.batch_norm)(

@@ -66,8 +66,7 @@ class SynchronizedNorm(ShardFunction):
             count = max(sum(counts), 1)
             made = recorded_gradients(grads[0], x, weight, form, grid, group, count, eps)
         else:
-            of_block: Any = _gradients_of_groups if form.of_each_sample else _gradients_of_channels
-            made = of_block(grads[0], x, weight, mean, invstd, form, grid, group, counts, eps)
+            made = _gradients(grads[0], x, weight, mean, invstd, form, grid, group, counts, eps)
         dx, dweight, dbias = made
         return (
             dx,
@@ -106,7 +105,7 @@ def _statistics_of_groups(x: Tensor, form: Form, eps: float) -> tuple[Tensor, Te
     return mean, invstd
 
 
-def _gradients_of_channels(
+def _gradients(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -119,46 +118,21 @@ def _gradients_of_channels(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of input, weight and bias. The ranks along `group` call it."""
-    dy, weight = in_format_of(dy, x), _for_kernel(weight, x, form, mean.dtype)
-    dbias, of_deviation, dweight = _sums(dy, x, x.shape[:2], mean, invstd)
-    total = torch.stack([dbias, of_deviation])
-    if group:
-        all_reduce_(total, grid, group)
-    dx = _gradient_of_input(dy, x, form, weight, mean, invstd, total, counts, eps)
-    return dx, dweight, dbias
-
-
-def _gradients_of_groups(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    form: Form,
-    grid: Grid,
-    group: tuple[str, ...],
-    counts: tuple[int, ...],
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias for statistics of each sample and group.
-
-    The ranks along `group` call it.
-
-    dx = gain * dy - mean(gain * dy) - standardised x * mean(gain * dy * standardised x)
-    """
     n, c = x.shape[:2]
     split = n, form.groups, c // max(form.groups, 1)
-    dy, weight = dy.contiguous(), _for_kernel(weight, x, form, mean.dtype)
+    dy, weight = in_format_of(dy, x), _for_kernel(weight, x, form, mean.dtype)
     dbias, of_deviation, dweight = _sums(dy, x, _channels(x, form), mean, invstd)
-    sums = torch.stack([dbias, of_deviation])
-    total = (sums if weight is None else sums * weight).view(2, *split)
-    if split[2] != 1:
-        total = total.sum(3, keepdim=True)
+    total = torch.stack([dbias, of_deviation])
+    if form.of_each_sample:
+        total = (total if weight is None else total * weight).view(2, *split)
+        if split[2] != 1:
+            total = total.sum(3, keepdim=True)
     if group:
         all_reduce_(total, grid, group)
-    total = total.expand(2, *split).reshape(2, -1)
+    if form.of_each_sample:
+        total = total.expand(2, *split).reshape(2, -1)
     dx = _gradient_of_input(dy, x, form, weight, mean, invstd, total, counts, eps)
-    if n != 1:
+    if form.of_each_sample and n != 1:
         dweight, dbias = (t.view(n, c).sum(0) for t in (dweight, dbias))
     return dx, dweight, dbias
 
@@ -191,7 +165,8 @@ def _gradient_of_input(
     if _run_length(x, channels):
         gain = invstd if weight is None else invstd * weight
         slopes = invstd if weighted else gain
-        scaled = torch.addcmul(_zero(mean), total, slopes, value=-1 / max(sum(counts), 1))
+        zero = constant(x.device, (0,), mean.dtype)
+        scaled = torch.addcmul(zero, total, slopes, value=-1 / max(sum(counts), 1))
         dx = _affine(x, channels, scaled[1] * invstd, scaled[0], mean, invstd, eps)
         return dx.addcmul_(dy, gain.view(of_block))
     if weighted and weight is not None:
@@ -298,10 +273,6 @@ def _sums(
         dy, x, mean, invstd, invstd, True, True, False
     )
     return sum_dy, sum_dy_xmu, of_weight
-
-
-def _zero(like: Tensor) -> Tensor:
-    return constant(like.device, (0,), like.dtype)
 
 
 def _combined(

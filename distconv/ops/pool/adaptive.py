@@ -12,10 +12,11 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import AdaptiveWindow, Run, Same, Window
 from distconv.geometry.layout import Cuts
-from distconv.ops.pool.average import check_pooled_type, with_some_channel
+from distconv.ops.pool.average import check_pooled_type
 from distconv.ops.reduce.sums import mean
 from distconv.ops.support.arguments import accepts_unbatched
 from distconv.ops.support.operands import apply_along, box_on_rank, empty_block
+from distconv.ops.support.windows import with_some_channel
 from distconv.tensor.base import whole_number
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor

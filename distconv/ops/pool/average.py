@@ -21,15 +21,16 @@ from distconv.ops.support.arguments import (
     check_on_meta,
     to_tuple,
 )
-from distconv.ops.support.assembled import (
+from distconv.ops.support.dimensions import works_on_samples
+from distconv.ops.support.operands import Placement, constant
+from distconv.ops.support.windows import (
     PlannedWindows,
     apply_windows,
     make_windows,
     plan_windows,
     window_arguments,
+    with_some_channel,
 )
-from distconv.ops.support.dimensions import works_on_samples
-from distconv.ops.support.operands import Placement, constant
 from distconv.tensor.base import whole_number
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -47,11 +48,6 @@ def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
         raise NotImplementedError(
             f"{name}: not implemented for {input.dtype}; convert it, x.float()"
         )
-
-
-def with_some_channel(x: Tensor) -> Tensor:
-    """Return `x`; if it has no channels, which torch refuses, return an empty batch with one."""
-    return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
 
 
 def unread_input(shape: tuple[int, ...], like: Tensor) -> Tensor:

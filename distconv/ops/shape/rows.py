@@ -171,7 +171,7 @@ def row_exchange(
         return None
     asked = None if known is None else known.asked
     with torch.inference_mode(False):
-        ranks = _holders(size, axes, grid)
+        ranks = _holders(axes, grid)
         asked = asked or _ask(own, size, ranks, axes, grid, wraps)
         counts = _told(asked, size, grid, every, operator, error)
         less = _moves_less(counts, x, d)
@@ -235,7 +235,7 @@ def _moves_less(counts: dict[int, list[int]], x: DistTensor, d: int) -> bool:
     return moved * (1 + 8 / bytes_of_row) <= MOST_MOVED * x.shape[d]
 
 
-def _holders(size: int, axes: Axes, grid: Grid) -> tuple[int, ...]:
+def _holders(axes: Axes, grid: Grid) -> tuple[int, ...]:
     """Return the ranks that hold the rows, in the order of their blocks."""
     topology = grid.topology
     return tuple(

@@ -18,13 +18,13 @@ from distconv.ops.support.arguments import (
     check_on_meta,
     normalize_dim,
 )
-from distconv.ops.support.assembled import (
+from distconv.ops.support.operands import Placement, box_on_rank, empty_block, uncut
+from distconv.ops.support.windows import (
     apply_windows,
     make_windows,
     plan_windows,
     window_arguments,
 )
-from distconv.ops.support.operands import Placement, box_on_rank, empty_block, uncut
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor

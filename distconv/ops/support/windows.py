@@ -119,6 +119,11 @@ def apply_windows(
     return DistTensor(shard, plan.shape, x.cuts, x.grid)
 
 
+def with_some_channel(x: Tensor) -> Tensor:
+    """Return `x`; if it has no channels, which torch refuses, return an empty batch with one."""
+    return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
+
+
 def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
     """Return the index maps that gather inputs for windows over the last dimensions, cut by `cuts`.
 
