@@ -22,7 +22,7 @@ class Redistribute(nn.Module):
     >>> whole_samples = layers.Redistribute(dc.Layout(sample="height"))
     >>> model = dc.parallelize(nn.Sequential(nn.Conv2d(1, 4, 3), whole_samples, nn.Flatten()), grid)
     >>> y = model(dc.distribute_tensor(torch.ones(2, 1, 8, 8), grid))
-    >>> y.layout, tuple(y.to_local().shape)
+    >>> y.grid_layout, tuple(y.to_local().shape)
     (Layout(sample='height'), (1, 144))
     """
 

@@ -24,7 +24,7 @@ def test_readme_is_short_and_opens_with_the_terms_of_the_field() -> None:
 def counts(heading: str) -> tuple[int, int, int, int]:
     """Return the numbers of cases, packages, right and unsupported cases of a table."""
     text = (ROOT / "docs/reference/networks.md").read_text().partition(f"## {heading}\n")[2]
-    cases, packages, rest = re.findall(r"(\d+) of (\d+) packages: (.*)\.", text)[0]
+    cases, packages, rest = re.findall(r"(\d+) of (\d+) packages: ([^.]*)\.", text)[0]
     each = {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", rest)}
     assert set(each) <= {"right", "unsupported"}
     return int(cases), int(packages), each["right"], each.get("unsupported", 0)
@@ -107,8 +107,8 @@ def test_the_gallery_shows_every_picture_of_the_site() -> None:
     assert {path.resolve() for path in (ROOT / "docs").rglob("*.png")} <= shown
 
 
-OF_TORCH = ("Default process group has not been initialized", "must be torch.layout, not Layout")
-"""Messages of torch itself on the page of troubleshooting."""
+OF_TORCH = "Default process group has not been initialized"
+"""A message of torch itself on the page of troubleshooting."""
 
 
 def test_troubleshooting_quotes_messages_that_exist() -> None:
@@ -122,7 +122,7 @@ def test_troubleshooting_quotes_messages_that_exist() -> None:
         re.sub(r"^\w+Error: ", "", quote)
         for seen in re.findall(r"^\| ([^|]*) \|", page, re.MULTILINE)
         for quote in re.findall(r"`([^`]*)`", seen)
-        if not any(known in quote for known in OF_TORCH)
+        if OF_TORCH not in quote
     ]
     # Words between values: a number, a name, a setting or an ellipsis.
     words = [re.split(r"\s*(?:\.\.\.|[^\s:,]*[\d=][^\s,]*|\()[,:]?\s*", quote) for quote in quotes]

@@ -80,7 +80,7 @@ def record(movement: Movement) -> None:
     if movement.redistributes and _COUNTING.get():
         operator, source, target = movement.operator, movement.source, movement.target
         module = module_path()
-        key = operator, source.by_dimension, target.by_dimension, module
+        key = operator, source, target, module
         entry = _LEDGER.get(key)
         if entry is None:
             entry = _LEDGER[key] = Redistribution(operator, source, target, module)

@@ -60,7 +60,7 @@ def gathered(state: Any, grid: Grid) -> Any:
 
     def note(x: Any) -> Any:
         if isinstance(x, DistTensor):
-            found.append(f"{tuple(x.shape)} of {x.dtype} in {x.layout} on {x.grid}")
+            found.append(f"{tuple(x.shape)} of {x.dtype} in {x.grid_layout} on {x.grid}")
         return x
 
     map_state(state, note)

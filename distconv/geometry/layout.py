@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from math import prod
 from operator import mul
-from typing import ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from distconv.geometry.topology import AXES, Topology
 
@@ -137,14 +137,9 @@ class Layout:
     Layout()
     """
 
-    __slots__ = ("_cut", "by_dimension")
-    dense: ClassVar[object] = None
-    """`torch.strided`, torch's layout of dense tensors, set where torch is known. Every layout
-    equals it and has its hash, as a DistTensor is dense: torch tests `x.layout == torch.strided`,
-    and `torch.testing.assert_close` uses a set."""
-    by_dimension: frozenset[tuple[str, tuple[str, ...]]]
-    """The cuts, with one name for each dimension, the same for equal layouts. Use it, not the
-    layout, as a key of dictionaries, as all layouts have one hash."""
+    __slots__ = ("_by_dimension", "_cut")
+    _by_dimension: frozenset[tuple[str, tuple[str, ...]]]
+    """The cuts, with one name for each dimension, the same for equal layouts."""
     _cut: tuple[tuple[str, tuple[str, ...]], ...]
 
     def __init__(self, **dimensions: str | tuple[str, ...] | list[str] | None) -> None:
@@ -177,7 +172,7 @@ class Layout:
         object.__setattr__(self, "_cut", tuple(sorted(cut.items())))
         if "filter" in cut:
             cut["sample"] = cut.pop("filter")
-        object.__setattr__(self, "by_dimension", frozenset(cut.items()))
+        object.__setattr__(self, "_by_dimension", frozenset(cut.items()))
 
     @classmethod
     def of(cls, cuts: Cuts, *, weight: bool = False) -> Layout:
@@ -286,13 +281,10 @@ class Layout:
         raise AttributeError("a Layout is immutable; create a new one")
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Layout):
-            return self.by_dimension == other.by_dimension
-        return other is self.dense
+        return isinstance(other, Layout) and self._by_dimension == other._by_dimension
 
     def __hash__(self) -> int:
-        # Equal to the hash of `dense`, and so of all layouts; a program has few of them.
-        return hash(self.dense)
+        return hash(self._by_dimension)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _layout_from_items, (self._cut,)

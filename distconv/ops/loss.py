@@ -245,12 +245,14 @@ def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) 
 
     This happens if their cuts differ from `cuts`: those of the scores `x` without the classes.
     """
-    apart = isinstance(target, DistTensor) and any(target.cuts) and target.cuts != cuts
-    if apart and x.grid.rank == 0:
+    if not isinstance(target, DistTensor) or target.cuts == cuts or not any(target.cuts):
+        return
+    if x.grid.rank == 0:
         warnings.warn(
-            f"{name} at {user_line()}: the labels {tuple(target.shape)} lie in {target.layout}, "
-            f"the scores {tuple(x.shape)} in {x.layout}, so the labels are redistributed in every "
-            "call; create them in Layout.like(scores, without='channel')",
+            f"{name} at {user_line()}: the labels {tuple(target.shape)} lie in "
+            f"{target.grid_layout}, the scores {tuple(x.shape)} in {x.grid_layout}, so the labels "
+            "are redistributed in every call; create them in Layout.like(scores, "
+            "without='channel')",
             stacklevel=2,
         )
 

@@ -118,7 +118,7 @@ class _Output(NamedTuple):
 def _first_of(result: Any) -> _Output:
     for x in tensors_in(result):
         if isinstance(x, DistTensor):
-            return _Output(tuple(x.shape), x.layout, tuple(x.box.shape))
+            return _Output(tuple(x.shape), x.grid_layout, tuple(x.box.shape))
         return _Output(tuple(x.shape))
     return _Output()
 

@@ -159,9 +159,6 @@ Distributed = TypeVar("Distributed", bound="DistTensorBase")
 """A type of DistTensor, for functions that return the type of their argument."""
 
 
-Layout.dense = torch.strided
-
-
 Run = tuple[int, int, int]
 """The first position, the step and the number of positions of a slice."""
 
@@ -469,17 +466,18 @@ class DistTensorBase(torch.Tensor):
         return of_torch.__get__(self) if block is None else block.dtype  # type: ignore[no-any-return]
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """Return the layout. Its first dimension is called `filter` if the tensor is a parameter.
+    def grid_layout(self) -> Layout:
+        """Return the layout on the grid: the axes over which each dimension is partitioned.
 
-        The result equals `torch.strided`, as the `layout` of a plain tensor does.
+        The first dimension is called `filter` if the tensor is a parameter. The attribute `layout`
+        is torch's memory layout, `torch.strided`.
 
         Examples
         --------
         >>> x = dc.distribute_tensor(torch.ones(1, 1, 8, 4), dc.ProcessGrid(height=2))
-        >>> x.layout
+        >>> x.grid_layout
         Layout(height='height')
-        >>> x.relu().layout == x.layout
+        >>> x.relu().grid_layout == x.grid_layout
         True
         """
         return Layout.of(self.cuts, weight=torch_private.is_marked_parameter(self))
@@ -546,7 +544,7 @@ class DistTensorBase(torch.Tensor):
         gradient = f", grad_fn={node.name()}" if node is not None else ""
         return (
             f"DistTensor({value}shape={tuple(self.shape)}, "
-            f"dtype={str(self.dtype).removeprefix('torch.')}, layout={self.layout}, "
+            f"dtype={str(self.dtype).removeprefix('torch.')}, layout={self.grid_layout}, "
             f"local={self.box.shape} on rank {self.grid.rank} of {self.grid}{gradient})"
         )
 

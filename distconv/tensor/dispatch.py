@@ -75,7 +75,7 @@ def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn
     `operator` is the name of the function that is refused.
     """
     tensors = [x for x in operands if isinstance(x, DistTensorBase)]
-    where = "; ".join(f"{tuple(x.shape)} {x.layout} on {x.grid}" for x in tensors)
+    where = "; ".join(f"{tuple(x.shape)} {x.grid_layout} on {x.grid}" for x in tensors)
     raise UnsupportedOperation(f"{operator}: {reason} [{where}]. {way_out}")
 
 
@@ -143,7 +143,7 @@ ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 _PROPERTIES = (
-    *("dtype", "device", "ndim", "itemsize", "nbytes"),
+    *("dtype", "device", "layout", "ndim", "itemsize", "nbytes"),
     *("is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia"),
     *("is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu"),
 )

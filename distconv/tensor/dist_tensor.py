@@ -253,7 +253,7 @@ class DistTensor(Chunked):
         >>> mesh = dc.ProcessGrid(height=2).device_mesh
         >>> d = distribute_tensor(torch.ones(1, 1, 8, 4), mesh, [Shard(2)])
         >>> x = dc.DistTensor.from_dtensor(d)
-        >>> tuple(x.shape), x.layout
+        >>> tuple(x.shape), x.grid_layout
         ((1, 1, 8, 4), Layout(height='height'))
         """
         named = axes_of_mesh(d.device_mesh, axes)
@@ -330,7 +330,7 @@ class DistTensor(Chunked):
         block = collectives.unreplicate(self.shard, self.grid, axes)
         if grad is not None or not any(self.cuts):
             return block
-        return undeclared(block, f"{tuple(self.shape)} {self.layout}")
+        return undeclared(block, f"{tuple(self.shape)} {self.grid_layout}")
 
     @run_eagerly
     def full_tensor(self) -> Tensor:
@@ -476,8 +476,8 @@ class DistTensor(Chunked):
             self.grid,
         ):
             raise ValueError(
-                f"the gradient of {tuple(self.shape)} {self.layout} cannot be set to {value!r}; "
-                "set it to a DistTensor of the same shape, layout and grid"
+                f"the gradient of {tuple(self.shape)} {self.grid_layout} cannot be set to "
+                f"{value!r}; set it to a DistTensor of the same shape, layout and grid"
             )
         if self.gradient_hook is not None:
             self.retained_gradient = value

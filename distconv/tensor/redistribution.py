@@ -94,7 +94,7 @@ def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> N
     if cuts != x.cuts or current_trace() is not None:
         itemsize = x.shard.element_size()
         target = Layout.of(cuts, weight=is_marked_parameter(x))
-        record(Movement(operator, x.layout, target, plan, itemsize))
+        record(Movement(operator, x.grid_layout, target, plan, itemsize))
 
 
 def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:

@@ -68,7 +68,7 @@ def wave_numbers(modes: dc.DistTensor) -> list[Tensor]:
     the highest one stands for both signs; its component is 0, as required of a derivative.
     """
     width = modes.shape[2]
-    box = dc.local_box(modes.shape, modes.grid, modes.layout)
+    box = dc.local_box(modes.shape, modes.grid, modes.grid_layout)
     components = []
     for dimension, frequencies in enumerate((np.fft.fftfreq, np.fft.fftfreq, np.fft.rfftfreq)):
         own = 2 * np.pi * frequencies(width)[box.slices[2 + dimension]]
@@ -88,7 +88,7 @@ def density_contrast(
         cell: the side of a cell, in Mpc/h.
     """
     modes = to_modes(noise)
-    box = dc.local_box(modes.shape, modes.grid, modes.layout)
+    box = dc.local_box(modes.shape, modes.grid, modes.grid_layout)
     z, y, x = wave_numbers(modes)
     k = (torch.sqrt(z**2 + y**2 + x**2) / cell).numpy()
     local = modes.to_local().clone()

@@ -41,9 +41,9 @@ def test_every_rank_reads_its_own_box_of_every_field(folder: Path, kind: str) ->
         needed = 0
         for samples in ([3, 0], [4, 1, 2], [2]):  # even, uneven, and too few for sample=2
             x, y, z = data.batch(samples)
-            assert y.layout == dc.Layout.like(x, without="channel")
+            assert y.grid_layout == dc.Layout.like(x, without="channel")
             for made, values in ((x, X), (y, Y), (z, Z)):
-                mine = dc.local_box(made.shape, grid, made.layout).slices
+                mine = dc.local_box(made.shape, grid, made.grid_layout).slices
                 expected = torch.from_numpy(values[samples][mine])
                 torch.testing.assert_close(made.to_local().double(), expected.double())
                 own = next(f for f in data.fields.values() if f.shape == values.shape[1:])
@@ -84,8 +84,8 @@ def test_layouts_and_types_are_chosen_by_name() -> None:
     layouts = {"x": dc.Layout(width="height"), "y": dc.Layout()}
     data = Dataset(FIELDS, grid, "x", "y", layout=layouts, dtype={"y": torch.float64})
     x, y = data.batch([0, 2])
-    assert x.layout == layouts["x"] and x.dtype == torch.float32
-    assert y.layout == layouts["y"] and y.dtype == torch.float64
+    assert x.grid_layout == layouts["x"] and x.dtype == torch.float32
+    assert y.grid_layout == layouts["y"] and y.dtype == torch.float64
     assert np.array_equal(x.full_tensor(), X[[0, 2]]) and np.array_equal(y.full_tensor(), Y[[0, 2]])
 
 
@@ -95,8 +95,8 @@ def test_fields_of_which_nothing_is_said_are_cut_like_the_first() -> None:
     fields = {"x": X, "mask": X[:, :1], "y": Y, "vector": X[:, 0, 0], "z": Z}
     cut = dc.Layout(sample="sample", width="height")
     x, mask, y, vector, z = Dataset(fields, grid, layout=cut).batch([0, 3])
-    assert x.layout == mask.layout == dc.Layout.of(x.cuts) and x.cuts[3] == ("height",)
-    assert y.layout == dc.Layout.like(x, without="channel")
+    assert x.grid_layout == mask.grid_layout == dc.Layout.of(x.cuts) and x.cuts[3] == ("height",)
+    assert y.grid_layout == dc.Layout.like(x, without="channel")
     assert vector.cuts == (x.cuts[0], ()) and z.cuts == (x.cuts[0],)
 
 

@@ -72,7 +72,7 @@ def test_the_mini_batches_are_those_of_the_loader(options: dict[str, Any]) -> No
         for (expected_x, expected_y), (x, y) in zip(serial, spread, strict=True):
             assert torch.equal(x.full_tensor(), expected_x)
             assert torch.equal(y.full_tensor(), expected_y)
-            assert y.layout == dc.Layout.like(x, without="channel")
+            assert y.grid_layout == dc.Layout.like(x, without="channel")
 
 
 @several

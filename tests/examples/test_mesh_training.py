@@ -58,10 +58,10 @@ def test_a_rank_reads_its_own_box_and_nothing_else(file, monkeypatch):
         for samples, (x, y) in zip(requests, loader, strict=True):
             assert x.shape == (len(samples), 18, SIZE, SIZE)
             assert y.shape == (len(samples), 1, SIZE, SIZE)
-            mine = dc.local_box(x.shape, grid, x.layout).slices
+            mine = dc.local_box(x.shape, grid, x.grid_layout).slices
             expected = ((state[samples] - mean) / deviation).clip(-LIMIT, LIMIT)[mine]
             torch.testing.assert_close(x.to_local(), torch.from_numpy(expected))
-            mine = dc.local_box(y.shape, grid, y.layout).slices
+            mine = dc.local_box(y.shape, grid, y.grid_layout).slices
             assert torch.equal(y.to_local(), torch.from_numpy(tangled[samples][mine]).float())
             expected_bytes += expected.nbytes + tangled[samples][mine].nbytes
         assert data.bytes_read == sum(selected) == expected_bytes

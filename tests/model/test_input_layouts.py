@@ -221,7 +221,7 @@ def test_an_axis_of_one_rank_cuts_nothing_so_that_scripts_run_on_any_grid() -> N
         Redistribute(named)(dc.distribute_tensor(x, grid, CHANNELS)),
     )
     for each in several:
-        assert each.layout == effective and torch.equal(each.full_tensor(), x)
+        assert each.grid_layout == effective and torch.equal(each.full_tensor(), x)
     serial = made()
     expected = trained(serial, x)
     layouts = {"first": named, "second": dc.Layout(channel=("channel", "height"))}
@@ -263,4 +263,4 @@ def test_a_module_with_two_names_takes_the_layout_of_the_last_pattern(last: str)
     dc.parallelize(model, grid, layouts=layouts, shard_parameters=True)
     assert isinstance(shared.weight, dc.DistTensor) == (grid.size > 1)
     x = dc.distribute_tensor(torch.randn(2, 4, 8, 3), grid, dc.Layout())
-    assert shared(x).layout == (dc.Layout(channel="channel") if grid.size > 1 else dc.Layout())
+    assert shared(x).grid_layout == (dc.Layout(channel="channel") if grid.size > 1 else dc.Layout())

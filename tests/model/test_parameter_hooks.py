@@ -179,7 +179,7 @@ def test_a_post_accumulate_hook_runs_on_ranks_without_a_part_of_the_gradient() -
 
         def forward(self, x: Any) -> Any:
             layer = self.a if grid.rank else self.b
-            return dc.DistTensor.from_local(layer(x.to_local()), grid, x.layout)
+            return dc.DistTensor.from_local(layer(x.to_local()), grid, x.grid_layout)
 
     model, seen = dc.parallelize(Chosen(), grid), []
     for name, p in model.named_parameters():

@@ -148,7 +148,7 @@ def test_a_deep_copy_is_a_leaf_of_its_own() -> None:
     for _, x, d, _, _ in cases(10, 3):
         (d * d).sum().backward()
         twin = copy.deepcopy({"a": d, "b": d})
-        assert twin["a"] is twin["b"] and twin["a"].layout == d.layout
+        assert twin["a"] is twin["b"] and twin["a"].grid_layout == d.grid_layout
         assert close(twin["a"], x) and close(twin["a"].grad, 2 * x)
         (twin["a"] * 3).sum().backward()
         assert close(twin["a"].grad, 2 * x + 3) and close(d.grad, 2 * x)
@@ -233,7 +233,7 @@ def test_what_was_handed_out_comes_back_only_as_a_distributed_tensor() -> None:
 @pytest.mark.parallel(RANKS)
 def test_grad_of_plain_tensors_that_were_distributed_is_the_serial_one() -> None:
     for rng, x, d, _w, _v in cases(14, 6):
-        p, layout = random_tensor(rng, x.shape).requires_grad_(), d.layout
+        p, layout = random_tensor(rng, x.shape).requires_grad_(), d.grid_layout
         seed = random_tensor(rng, x.shape)
         (expected,) = torch.autograd.grad((p * 2).sin() * x, p, seed)
         (whole,) = torch.autograd.grad(

@@ -60,7 +60,7 @@ def test_a_partitioned_sequence_moves_to_the_samples_and_back(kind: Any) -> None
         dc.redistributions(reset=True)
         output, _ = layer(shared)
         moved = sum(entry.bytes for entry in dc.redistributions(reset=True))
-        assert output.layout == layout
+        assert output.grid_layout == layout
         assert moved == 2 * x.nbytes * (n - 1) // n**2
 
 
@@ -105,7 +105,7 @@ def test_rows_and_columns_of_partitioned_images_stay_partitioned() -> None:
     for _ in range(17):  # the first calls compare parameters
         with dc.count_traffic() as traffic:
             y = network(x)
-    assert y.layout == x.layout
+    assert y.grid_layout == x.grid_layout
     assert max(grid.comm.allgather(traffic.forward)) < plain.nbytes
 
 

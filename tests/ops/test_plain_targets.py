@@ -87,7 +87,7 @@ def test_what_is_assigned_gives_a_plain_tensor_its_layout() -> None:
     a, b, c = torch.zeros(2, 3, 9, 5), torch.zeros(4, 2, 3, 7, 5), torch.zeros(7, 5)
     a[:, :, :7], b[1] = y, y
     c += y[0, 0]
-    assert a.layout == y.layout  # type: ignore[comparison-overlap]
+    assert a.grid_layout == y.grid_layout  # type: ignore[comparison-overlap]
     assert b.cuts == ((), *y.cuts) and c.cuts == y.cuts[2:]  # type: ignore[attr-defined]
 
 

@@ -43,7 +43,7 @@ def test_the_dimensions_of_a_mesh_may_come_in_any_order_and_by_other_names() -> 
     x = torch.arange(48.0).reshape(2, 3, 8)
     d = distribute_dtensor(x, mesh, [Shard(2), Shard(0)])
     cut = dc.DistTensor.from_dtensor(d, grid, {"dp": "sample"})
-    assert cut.layout == dc.Layout(sample="sample", width="width")
+    assert cut.grid_layout == dc.Layout(sample="sample", width="width")
     assert torch.equal(cut.full_tensor(), x)
     with pytest.raises(ValueError, match="name each after a different axis of sample, channel"):
         dc.ProcessGrid.from_device_mesh(mesh)
@@ -135,7 +135,7 @@ def test_partial_sums_are_added_up_on_the_way() -> None:
     parts = torch.full((2, 3), 1.0 + WORLD.rank)
     d = DTensor.from_local(parts, mesh, [Partial()])
     x = dc.DistTensor.from_dtensor(d)
-    assert x.layout == dc.Layout()
+    assert x.grid_layout == dc.Layout()
     assert x.full_tensor().eq(WORLD.size * (WORLD.size + 1) / 2).all()
     replicated = dc.DistTensor.from_dtensor(distribute_dtensor(parts[:1] * 0, mesh, [Replicate()]))
     assert torch.equal(replicated.full_tensor(), torch.zeros(1, 3))
@@ -167,6 +167,6 @@ def test_torch_s_checkpoints_save_and_load_sharded_parameters(folder: Path) -> N
     with torch.no_grad():
         for name, p in model.named_parameters():
             if isinstance(p, dc.DistTensor):
-                p.copy_(dc.DistTensor.from_dtensor(found[name], grid).redistribute(p.layout))
+                p.copy_(dc.DistTensor.from_dtensor(found[name], grid).redistribute(p.grid_layout))
     for name, value in dc.full_state_dict(model).items():
         assert torch.equal(value, expected[name])

@@ -362,7 +362,7 @@ def test_blocks_that_come_back_have_the_serial_gradients(again: bool) -> None:
     model = dc.parallelize(net(), grid)
 
     def blockwise(y: dc.DistTensor) -> Tensor:
-        return dc.DistTensor.from_local(y.to_local().sin(), grid, y.layout)
+        return dc.DistTensor.from_local(y.to_local().sin(), grid, y.grid_layout)
 
     y = model(batch(grid))
     z = checkpoint(blockwise, y, use_reentrant=False) if again else blockwise(y)

@@ -42,11 +42,11 @@ def test_a_tensor_survives_every_move_between_layouts(case: Case) -> None:
         if case.flag():
             layout = case.layout(x.shape)
             d = d.redistribute(layout)
-            assert d.layout == layout
+            assert d.grid_layout == layout
         else:
-            d = dc.DistTensor.from_local(d.to_local(), case.grid, d.layout)
+            d = dc.DistTensor.from_local(d.to_local(), case.grid, d.grid_layout)
         assert d.shape == x.shape and d.dtype == x.dtype
-        assert d.box == dc.local_box(x.shape, case.grid, d.layout)
+        assert d.box == dc.local_box(x.shape, case.grid, d.grid_layout)
         assert torch.equal(d.to_local().nan_to_num(7), x[d.box.slices].nan_to_num(7))
     assert torch.equal(d.full_tensor().nan_to_num(7), x.nan_to_num(7))
 

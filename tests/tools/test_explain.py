@@ -76,7 +76,7 @@ def told_as_it_runs(
                 for r in row.redistributions
             ]
             last = [row for row in plan.layers if row.shape is not None][-1]
-            assert last.shape == tuple(result.shape) and last.layout == result.layout
+            assert last.shape == tuple(result.shape) and last.layout == result.grid_layout
             assert last.local_shape == tuple(result.shard.shape)
             assert kept_serially == plan.serial_kept_bytes
             assert plan.parameter_bytes == sum(p.nbytes for p in module.parameters())

@@ -67,7 +67,7 @@ class LocalConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, dc.DistTensor):
             return super().forward(x)
-        return dc.DistTensor.from_local(super().forward(x.to_local()), x.grid, x.layout)
+        return dc.DistTensor.from_local(super().forward(x.to_local()), x.grid, x.grid_layout)
 
 
 class HalfTheGradient(nn.Module):

@@ -157,7 +157,7 @@ def _boxes(x: DistTensor, own: Sequence[Interval]) -> Tensor:
     ranks = grid.topology.peers(grid.rank, axes)
     plan = boxes_plan(grid.topology, grid.rank, tuple(x.shape), x.cuts, ranks, boxes)
     whole = (*x.cuts[:2], *((),) * len(own))
-    record(Movement(NAME, x.layout, Layout.of(whole), plan, x.shard.element_size()))
+    record(Movement(NAME, x.grid_layout, Layout.of(whole), plan, x.shard.element_size()))
     return gather(x.shard, plan, grid)
 
 

@@ -103,7 +103,7 @@ def test_blocks_move_to_the_heads_and_back(name: str, extents: dict[str, int]) -
     share = 4 * x.nbytes * (n - 1) / n**2
     assert traffic.forward == pytest.approx(share, rel=0.02)
     assert traffic.backward == pytest.approx(share, rel=0.02)
-    assert out.layout == q.layout
+    assert out.grid_layout == q.grid_layout
 
 
 @pytest.mark.parallel([4])

@@ -223,7 +223,7 @@ def test_groups_that_lie_on_one_rank_move_nothing(function: Callable[..., Tensor
         w = torch.randn(*pair, 3, 3, requires_grad=True)
         with received(grid) as arrived, trace_movements() as movements:
             y = function(x, w, padding=1, groups=groups)
-            assert y.layout == x.layout
+            assert y.grid_layout == x.grid_layout
             y.sum().backward()
         assert not arrived
         assert not any(m.bytes for m in movements)
@@ -298,7 +298,7 @@ def test_outputs_are_cut_over_the_axes_of_inputs_in_the_other_order_by_w(sharded
         layer = layers.Conv2d(8, 8, 3, parallel=algorithm)
         dc.parallelize(layer, grid, layouts={"": layout}, shard_parameters=sharded)
         y = F.relu(layer(dc.distribute_tensor(x, grid, layout)))
-        assert y.layout == dc.Layout(channel=after)
+        assert y.grid_layout == dc.Layout(channel=after)
 
 
 @pytest.mark.parallel([2, 4])
@@ -309,10 +309,10 @@ def test_auto_takes_what_moves_least_and_explain_says_so() -> None:
         (row,) = dc.explain(module, (2, inward, 6, 6), grid, show=False).layers
         (moved,) = row.redistributions
         assert moved.operator == f"conv2d, stationary-{taken}"
-        assert row.layout == dc.Layout(channel="channel")
+        assert row.grid_layout == dc.Layout(channel="channel")
         x = dc.distribute_tensor(torch.randn(2, inward, 6, 6), grid)
         with trace_movements() as movements:
-            assert module(x).layout == row.layout
+            assert module(x).grid_layout == row.grid_layout
         assert [m.operator for m in movements if m.redistributes] == [moved.operator]
     module = layers.Conv2d(8, 32, 3, parallel="x")
     plan = dc.explain(module, (2, 8, 6, 6), {"channel": 2}, show=False)

@@ -70,7 +70,7 @@ def is_last(x: Any) -> bool:
 
 def contiguous(x: dc.DistTensor) -> dc.DistTensor:
     """Return the same sample with channels first, as a program's own blocks may come."""
-    return dc.DistTensor.from_local(x.to_local().contiguous(), x.grid, x.layout)
+    return dc.DistTensor.from_local(x.to_local().contiguous(), x.grid, x.grid_layout)
 
 
 @pytest.mark.parallel([2])

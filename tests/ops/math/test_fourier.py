@@ -59,8 +59,8 @@ def test_channels_are_cut_in_place_of_space_and_back_by_inverse_transforms() -> 
     share = x.nbytes // grid.size * (grid.size - 1) // grid.size
     assert moved(torch.fft.rfft2, x, grid) == {"rfft2": share}
     frequencies = torch.fft.rfft2(dc.distribute_tensor(x, grid))
-    assert frequencies.layout == dc.Layout(channel="height")
-    assert torch.fft.irfft2(frequencies).layout == dc.Layout(height="height")
+    assert frequencies.grid_layout == dc.Layout(channel="height")
+    assert torch.fft.irfft2(frequencies).grid_layout == dc.Layout(height="height")
     assert moved(torch.fft.ifft2, x, grid, dc.Layout()) == {"ifft2": 2 * share}
 
 
@@ -211,7 +211,7 @@ def test_inference_within_a_module_keeps_fields_partitioned(mode: Callable) -> N
         for _ in range(17):
             with arriving(grid) as sizes:
                 y = module(x)
-        assert y.layout == x.layout
+        assert y.grid_layout == x.grid_layout
         assert deviation(y, serial(plain)) < 1e-5
     assert kinds == {dc.DistTensor}
     assert max(grid.comm.allgather(sum(sizes))) < plain.nbytes
@@ -315,7 +315,7 @@ def test_metadata_of_a_pending_transform_moves_nothing() -> None:
         kept = torch.zeros_like(x_ft)
         assert (x_ft.shape, x_ft.dtype) == ((1, 4, 8, 5), torch.cfloat)
         assert x_ft.requires_grad and not x_ft.is_leaf and x_ft.is_complex()
-        assert not kept.requires_grad and kept.is_leaf and kept.layout == x_ft.layout
+        assert not kept.requires_grad and kept.is_leaf and kept.grid_layout == x_ft.grid_layout
         assert "pending, shape=(1, 4, 8, 5)" in repr(x_ft) and x_ft.grad is None
     assert not sizes
 

@@ -105,5 +105,7 @@ def test_new_tensors_are_cut_as_the_old_one_where_they_are_as_large(shape: tuple
     }
     for value, tensors in made.items():
         for y in tensors:
-            assert y.layout == (dc.Layout(sample="height") if shape[:-1] == (4,) else dc.Layout())
+            assert y.grid_layout == (
+                dc.Layout(sample="height") if shape[:-1] == (4,) else dc.Layout()
+            )
             assert torch.equal(y.full_tensor(), torch.full(shape, value, dtype=y.dtype))

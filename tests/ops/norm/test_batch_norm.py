@@ -203,7 +203,7 @@ def test_norms_of_cut_channels_move_statistics_alone(training: bool) -> None:
         norm = copy.deepcopy(serial)
         with trace_movements() as movements:
             y = norm(d)
-        assert y.layout == d.layout
+        assert y.grid_layout == d.grid_layout
         assert deviation(y.full_tensor().detach(), serial(x).detach()) <= TOLERANCE
         buffers_agree(norm, serial)
         assert sum(m.bytes for m in movements) <= 8 * 2 * channels
@@ -217,7 +217,7 @@ def test_groups_of_channels_on_several_ranks_keep_the_cuts() -> None:
         x, w = random_tensor(rng, (2, channels, 5)), random_tensor(rng, (channels,))
         agrees(lambda x, w, g=groups: F.group_norm(x, g, w), [x], [w], grid, rng, [None])
         y = F.group_norm(dc.distribute_tensor(x, grid), groups)
-        assert y.layout == dc.Layout(channel="channel")
+        assert y.grid_layout == dc.Layout(channel="channel")
 
 
 @pytest.mark.parallel(RANKS)

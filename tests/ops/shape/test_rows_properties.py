@@ -151,7 +151,7 @@ def test_a_position_out_of_range_in_one_ranks_rows_raises_on_every_rank(own: boo
             lambda given=given: x.gather(1, given),
             lambda given=given: x[:, :0].gather(1, given[:, :2]),
             lambda index=index: torch.ones(4, 3).gather(
-                1, dc.distribute_tensor(index, grid, x.layout)
+                1, dc.distribute_tensor(index, grid, x.grid_layout)
             ),
             lambda given=given: x.scatter(1, given, 2.0),
             lambda given=given: x.scatter_reduce(1, given, x, "amax"),

@@ -201,7 +201,7 @@ def test_a_block_is_brought_once_with_the_gradients_of_when_it_was_made() -> Non
         rows.cumsum(0)
     (moved,) = dc.redistributions(reset=True)
     assert (moved.operator, moved.times) == ("reshape", 1)
-    assert rows.layout == dc.Layout() and rows.requires_grad and not rows.is_leaf
+    assert rows.grid_layout == dc.Layout() and rows.requires_grad and not rows.is_leaf
 
 
 @pytest.mark.parallel([2])

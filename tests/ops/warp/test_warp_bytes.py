@@ -37,7 +37,7 @@ def _moved(
 
 
 def _space(x: dc.DistTensor) -> list[tuple[str, ...]]:
-    cuts = x.layout.cuts(x.dim())
+    cuts = x.grid_layout.cuts(x.dim())
     return [cuts[0], *cuts[2:]]
 
 
@@ -130,6 +130,6 @@ def test_planes_of_merged_samples_are_sampled_where_they_lie() -> None:
     left, right = (dc.distribute_tensor(x, grid) for _ in range(2))
     with dc.count_traffic() as traffic:
         y = _lookups(left, right)
-    assert y.layout == left.layout
+    assert y.grid_layout == left.grid_layout
     names = "grid_sample", "pool2d", "cat"
     assert not any(name in entry.operator for entry in traffic.entries for name in names)

@@ -144,7 +144,7 @@ def test_half_types_are_sampled_at_the_serial_pixels(
     for corners in (False, True):
         x = random_tensor(rng, (1, 2, *plane), dtype)
         field = identity(plane, corners) + 0.04 * random_tensor(rng, (1, *plane, n))
-        layout = dc.distribute_tensor(x, grid).layout
+        layout = dc.distribute_tensor(x, grid).grid_layout
         points = dc.Layout.of(((), *layout.cuts(n + 2)[2:], ()))
         dc.redistributions(reset=True)
         agrees(
@@ -168,7 +168,7 @@ def test_points_of_a_whole_plane_keep_their_partition() -> None:
     points = dc.distribute_tensor(torch.zeros(1, 8, 3, 2), grid, dc.Layout(channel="height"))
     dc.redistributions(reset=True)
     y = F.grid_sample(x, points, align_corners=False)
-    assert y.layout == dc.Layout(height="height") and not dc.redistributions()
+    assert y.grid_layout == dc.Layout(height="height") and not dc.redistributions()
     assert y.shard.shape == (1, 2, 8 // MPI.COMM_WORLD.size, 3)
 
 
