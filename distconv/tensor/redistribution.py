@@ -171,6 +171,7 @@ def cuts_of_layout(layout: Layout | None, grid: Grid, ndim: int) -> Cuts:
         return default_cuts(ndim, grid.topology)
     if not isinstance(layout, Layout):
         raise TypeError(
-            f"layout={layout!r} is not a Layout; write Layout(height='height'), for example"
+            f"layout={layout!r} is not a Layout; write Layout(height='height'), for example, or "
+            "x.grid_layout for the layout of the tensor x"
         )
     return effective_cuts(layout.cuts(ndim), grid.topology)

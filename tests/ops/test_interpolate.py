@@ -179,7 +179,7 @@ def test_an_antialiased_factor_that_keeps_the_size_is_serial_or_refused(mode: st
         {"scale_factor": (1.1, 2.0), "recompute_scale_factor": True},
         {"size": (6, 8)},
     ):
-        agrees(lambda x, o=options: resized(x, **o), [x], [], grid, rng, [given.layout])
+        agrees(lambda x, o=options: resized(x, **o), [x], [], grid, rng, [given.grid_layout])
 
 
 @pytest.mark.parallel([2, 4])

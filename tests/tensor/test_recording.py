@@ -76,6 +76,8 @@ def test_what_to_do_instead_is_said_of_functions_that_need_more_than_the_whole_t
         pickle.dumps(y)
     with pytest.raises(TypeError, match="pass torch.as_tensor"):
         dc.distribute_tensor([1.0], grid)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"torch.strided is not a Layout; .* or x.grid_layout"):
+        y.redistribute(y.layout)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="is not a Layout"):
         y.redistribute("height")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"is not a torch.nn.Module"):

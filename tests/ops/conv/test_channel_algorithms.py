@@ -309,10 +309,10 @@ def test_auto_takes_what_moves_least_and_explain_says_so() -> None:
         (row,) = dc.explain(module, (2, inward, 6, 6), grid, show=False).layers
         (moved,) = row.redistributions
         assert moved.operator == f"conv2d, stationary-{taken}"
-        assert row.grid_layout == dc.Layout(channel="channel")
+        assert row.layout == dc.Layout(channel="channel")
         x = dc.distribute_tensor(torch.randn(2, inward, 6, 6), grid)
         with trace_movements() as movements:
-            assert module(x).grid_layout == row.grid_layout
+            assert module(x).grid_layout == row.layout
         assert [m.operator for m in movements if m.redistributes] == [moved.operator]
     module = layers.Conv2d(8, 32, 3, parallel="x")
     plan = dc.explain(module, (2, 8, 6, 6), {"channel": 2}, show=False)
