@@ -59,7 +59,7 @@ def sanitizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
 
     monkeypatch.setattr(communicators, "_connected", carrier)
 
-    def new(device: torch.device) -> Any:
+    def new() -> Any:
         graph = RecordedGraph()
         return graph, graph
 
@@ -208,7 +208,7 @@ def test_a_capture_that_fails_on_one_rank_leaves_all_without_graphs(
             if grid.rank == 1:
                 raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(streams, "_new", lambda device: (Fails(),) * 2)
+    monkeypatch.setattr(streams, "_new", lambda: (Fails(),) * 2)
     assert "the capture failed: operation not" in warned(grid)
 
 
