@@ -207,6 +207,8 @@ class Layout:
         ------
         ValueError
             If `x` has no dimension of such a name.
+        TypeError
+            If `x` is no DistTensor.
 
         Examples
         --------
@@ -217,6 +219,8 @@ class Layout:
         >>> tuple(y.to_local().shape)
         (2, 4, 8)
         """
+        if not hasattr(x, "cuts"):
+            raise TypeError(f"Layout.like: expected a DistTensor, not {type(x).__name__}")
         names = dimension_names(len(x.cuts))
         left_out = {without} if isinstance(without, str) else set(without)
         unknown = left_out.difference(names)

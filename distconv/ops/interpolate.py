@@ -69,6 +69,8 @@ def interpolate(
     _refuse_on_cut_plane(input, mode)
     if antialias:
         _refuse_unlike_gradient(input, shape, scales)
+    elif mode == "bicubic" and shape[2:] == input.shape[2:]:
+        _refuse_copied_gradient(input, scales)
     needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
     buffer = gather_inputs(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:
@@ -169,6 +171,18 @@ def _refuse_unlike_gradient(
                 input,
                 way_out="Pass size=, or recompute_scale_factor=True",
             )
+
+
+def _refuse_copied_gradient(input: DistTensor, scales: Sequence[float | None]) -> None:
+    """Refuse factors of bicubic resizing that keep both sizes: torch copies the gradient."""
+    if any(scale not in (None, 1) for scale in scales):
+        refuse(
+            "interpolate",
+            f"torch resamples a plane whose sizes scale_factor={tuple(scales)} keeps, but copies "
+            "its gradient",
+            input,
+            way_out="Pass size=, or recompute_scale_factor=True",
+        )
 
 
 def _of_buffer(

@@ -22,8 +22,8 @@ from distconv.grid.words import differences, operator_name, user_line
 from distconv.tensor.aliasing import prepare_write
 from distconv.tensor.base import DistTensorBase, tensors_in
 from distconv.tensor.dispatch import WAYS_OUT, refuse
+from distconv.tensor.ownership import plain_roots
 from distconv.tensor.redistribution import redistribute
-from distconv.torch_private import roots_of_backward
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -229,7 +229,7 @@ def _check_declared(_: Tensor) -> None:
 
     It is another loss on each rank, as that of `to_local`; see `ownership.undeclared`.
     """
-    roots = (x for x in roots_of_backward() if x.requires_grad)
+    roots = (x for x in plain_roots() if x.requires_grad)
     waiting: list[Any] = [get_gradient_edge(x).node for x in roots]
     seen: set[Any] = set()
     while waiting:

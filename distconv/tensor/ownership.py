@@ -191,7 +191,7 @@ class started_at:
         _DISTRIBUTED.pop()
 
 
-def _plain_roots() -> list[Tensor]:
+def plain_roots() -> list[Tensor]:
     """Return the plain tensors at which the running backward pass started."""
     known = set(map(id, chain.from_iterable(_DISTRIBUTED)))
     return [x for x in roots_of_backward() if id(x) not in known]
@@ -221,7 +221,7 @@ class _Undeclared(ShardFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        nodes = [get_gradient_edge(x).node for x in _plain_roots() if x.requires_grad]
+        nodes = [get_gradient_edge(x).node for x in plain_roots() if x.requires_grad]
         if "block" in origins(nodes):
             raise RuntimeError(
                 "backward: a plain loss depends on to_local() of the partitioned tensor "
@@ -239,7 +239,7 @@ def check_counted_once() -> None:
 
     Every rank would compute the whole gradient there, and the sum over ranks would be too large.
     """
-    p = owned_among(_plain_roots())
+    p = owned_among(plain_roots())
     if p is not None:
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} of a parallelized module is part of a plain "

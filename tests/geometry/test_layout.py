@@ -232,6 +232,8 @@ def test_the_layout_of_labels_is_that_of_the_volume_without_its_channels() -> No
     assert labels == (("sample",), ("depth", "filter"), (), ("width",))
     assert Layout.like(Volume, without=["channel", "width"]).cuts(3) == labels[:3]
     assert Layout.like(Volume).cuts(5) == Volume.cuts
+    with pytest.raises(TypeError, match="expected a DistTensor, not int"):
+        Layout.like(5)  # type: ignore[arg-type]
 
 
 def test_a_dimension_that_is_not_there_cannot_be_left_out() -> None:

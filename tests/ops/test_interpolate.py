@@ -182,6 +182,18 @@ def test_an_antialiased_factor_that_keeps_the_size_is_serial_or_refused(mode: st
         agrees(lambda x, o=options: resized(x, **o), [x], [], grid, rng, [given.grid_layout])
 
 
+@pytest.mark.parallel([2])
+def test_bicubic_factors_that_keep_both_sizes_are_refused() -> None:
+    # Torch resamples such a plane, and copies the gradient as if it had copied the plane.
+    rng, grid = random.Random(0), dc.ProcessGrid(height=-1)
+    x = random_tensor(rng, (1, 2, 8, 8))
+    with pytest.raises(dc.UnsupportedOperation, match="copies its gradient"):
+        F.interpolate(dc.distribute_tensor(x, grid), scale_factor=1.05, mode="bicubic")
+    for options in ({"scale_factor": (1.05, 1.5)}, {"size": (8, 8)}, {"scale_factor": 1.0}):
+        agrees(lambda x, o=options: F.interpolate(x, mode="bicubic", **o), [x], [], grid, rng,
+               [None])  # fmt: skip
+
+
 @pytest.mark.parallel([2, 4])
 def test_one_column_of_an_antialiased_plane_is_refused_and_of_a_block_is_not() -> None:
     rng = random.Random(9)

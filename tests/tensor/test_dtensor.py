@@ -118,6 +118,10 @@ def test_a_loss_of_a_piece_of_a_dtensor_says_that_it_is_a_summand() -> None:
     again = DTensor.from_local(d.to_local() * 2, d.device_mesh, d.placements)
     again.full_tensor().square().sum().backward()
     torch.testing.assert_close(cut.grad.full_tensor(), 8 * x)
+    cut.grad = None
+    piece = (cut * 2).to_dtensor().to_local()
+    dc.DistTensor.from_local(piece, grid, cut.grid_layout).square().sum().backward()
+    torch.testing.assert_close(cut.grad.full_tensor(), 8 * x)
 
 
 @pytest.mark.parallel([2, 4])

@@ -7,11 +7,9 @@ them, every rank gathers the keys. `score_mod` and `mask_mod` get global numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
-from inspect import getclosurevars
 from math import prod
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -86,8 +84,7 @@ def _flex_attention(
     """
     grid = common_grid(NAME, (query, key, value))
     _check(query, key, value, block_mask, enable_gqa)
-    _check_captured("score_mod", score_mod)
-    _check_captured("mask_mod", block_mask and block_mask.mask_mod)
+    _check_captured(query, key, grid, score_mod, block_mask)
     heads = query.shape[1], key.shape[1]
     query = query.unflatten(1, (heads[1], heads[0] // heads[1] if heads[1] else 1))
     operands, sizes, base, made = _arranged(query, key.unsqueeze(2), value.unsqueeze(2), grid)
@@ -143,39 +140,32 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Any, grouped: bool) -> None:
         )
 
 
-def _check_captured(name: str, function: Function | None) -> None:
-    """Raise UnsupportedOperation if a function, the argument `name`, reads unsupported tensors.
+def _check_captured(
+    query: Tensor, key: Tensor, grid: Grid, score_mod: Function | None, block_mask: Any
+) -> None:
+    """Raise UnsupportedOperation if a function reads tensors that are not supported.
 
     These are distributed tensors, and plain ones whose gradients would not be summed over ranks.
+    Each function is called for the first score, as its result depends on all tensors it reads.
     """
-    for x in tensors_in(list(_captured(function))):
-        if isinstance(x, DistTensor):
+    if not (query.numel() and key.numel()) or grid.device.type == "meta":
+        return
+    first = [torch.zeros((), dtype=torch.int32, device=grid.device) for _ in range(4)]
+    score = torch.zeros((), dtype=query.dtype, device=grid.device)
+    mask_mod = block_mask and block_mask.mask_mod
+    for name, function, given in (
+        ("score_mod", score_mod, (score, *first)),
+        ("mask_mod", mask_mod, first),
+    ):
+        found = function(*given) if function is not None else None
+        if isinstance(found, DistTensor):
             way_out = "Let it read x.full_tensor(), made before the call"
-            refuse(NAME, f"{name} reads a distributed tensor", x, way_out=way_out)
-        if x.requires_grad and torch.is_grad_enabled():
-            if {"free", "out"} & origins([get_gradient_edge(x).node]).keys():
+            refuse(NAME, f"{name} reads a distributed tensor", query, way_out=way_out)
+        if isinstance(found, Tensor) and found.requires_grad:
+            if {"free", "out"} & origins([get_gradient_edge(found).node]).keys():
                 reason = f"{name} reads a tensor whose gradient would not be summed over the ranks"
                 way_out = "Make it a parameter of the parallelized module, or read x.detach()"
-                refuse(NAME, reason, x, way_out=way_out)
-
-
-def _captured(function: Any) -> Iterator[Any]:
-    """Yield the values that a function, or a function that it has captured, reads."""
-    if isinstance(function, partial):
-        yield from _captured((function.func, *function.args, *function.keywords.values()))
-    elif isinstance(function, (tuple, list)):
-        for each in function:
-            yield from _captured(each)
-    elif isinstance(function, MethodType):
-        yield from _captured((function.__func__, function.__self__))
-    elif isinstance(function, FunctionType):
-        read = getclosurevars(function)
-        yield from read.globals.values()
-        yield from _captured((*read.nonlocals.values(), *(function.__defaults__ or ())))
-    elif isinstance(function, Tensor):
-        yield function
-    elif hasattr(function, "__dict__"):
-        yield vars(function)
+                refuse(NAME, reason, query, way_out=way_out)
 
 
 def _arranged(
@@ -279,7 +269,7 @@ class _Block(NamedTuple):
         if 0 in own:
             q = filled_block(q, (batch, heads, groups, rows, q.shape[4]))
             k, v = (
-                filled_block(x, (x.shape[0] or batch, x.shape[1] or heads, *x.shape[2:]))
+                filled_block(x, (x.shape[0] or batch, x.shape[1] or heads, 1, *x.shape[3:]))
                 for x in (k, v)
             )
         elif rows > own[3]:

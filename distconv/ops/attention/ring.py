@@ -312,10 +312,10 @@ def of_tour(tour: Tour, x: Tensor, trailing: int = 2) -> Tensor:
 
 def _joined(tour: Tour, x: Tensor, parts: list[Tensor]) -> Tensor:
     """Return the gradient of `x`, of which each tour, one of them `tour`, has made a part."""
+    if len(parts) == 1:
+        return parts[0]
     d = x.dim() - 2 - tour.back
-    if len(parts) == 1 or (d >= 0 and x.shape[d] > 1):
-        return parts[0] if len(parts) == 1 else torch.cat(parts, d)
-    return torch.stack(parts).sum(0)
+    return torch.cat(parts, d) if d >= 0 and x.shape[d] > 1 else torch.stack(parts).sum(0)
 
 
 class BlockwiseAttention(ShardFunction):

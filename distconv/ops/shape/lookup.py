@@ -121,7 +121,7 @@ def _gathered(x: DistTensor, index: Tensor, d: int) -> DistTensor:
     table = uncut(x, [d, *shorter], "gather")
     along = replaced_at(tuple(cuts), d, ())
     here = local_operand(table, tuple(x.shape), along, grid, "gather")
-    check_range(own, x.shape[d], x, "gather, position")
+    check_range(own, x.shape[d], x, tuple(cuts), "gather, position")
     with in_range("gather, position", own, x.shape[d]):
         shard = here.gather(d, own)
     return DistTensor(shard, shape, tuple(cuts), grid)

@@ -279,13 +279,14 @@ def _told(
     return {rank: row[2:] for rank, row in zip(_peers(grid, axes), told, strict=True)}
 
 
-def check_range(own: Tensor, size: int, x: DistTensor, operator: str) -> None:
-    """Raise RuntimeError on every rank if one has a position out of range in `own`. Collective.
+def check_range(own: Tensor, size: int, x: DistTensor, cuts: Cuts, operator: str) -> None:
+    """Raise RuntimeError on every rank if one has a position out of range in `own`.
 
-    `x` is an operand of `operator`. On accelerators nothing is checked: positions would have to be
-    waited for, and torch's kernel ends the program.
+    `x` is an operand of `operator`, and `cuts` are those of the positions. Collective, unless every
+    rank has all positions: one rank alone may compute with what it has in full. On accelerators
+    nothing is checked: positions would have to be waited for, and torch's kernel ends the program.
     """
-    if x.grid.size == 1 or is_accelerator(own.device) or not may_read(x):
+    if not any(cuts) or is_accelerator(own.device) or not may_read(x):
         return
     extremes = torch.stack(own.aminmax()) if own.numel() else own.new_tensor([0, size - 1])
     lowest, highest = all_gather(extremes, x.grid, AXES).T

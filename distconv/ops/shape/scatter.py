@@ -84,7 +84,7 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 
         arguments = [own(value) for value in (index, *values)]
         named = {key: own(value) for key, value in options.items()}
-        check_range(arguments[0], x.shape[d], x, f"{name}, position")
+        check_range(arguments[0], x.shape[d], x, whole.cuts, f"{name}, position")
         shard = function(whole.shard, d, *arguments, **named)
         return redistribute(DistTensor(shard, shape, whole.cuts, grid), x.cuts, name)
 
@@ -118,7 +118,7 @@ def _added_to_rows(x: DistTensor, d: int, index: Tensor, src: Tensor) -> DistTen
     rows = row_exchange(x, d, index, own, x.cuts, f"{name}, position", error=RuntimeError)
     if rows is None:
         return None
-    return _sums_sent(torch.scatter_add, x, d, rows, src, name)
+    return _sums_sent(torch.Tensor.scatter_add_, x, d, rows, src, name)
 
 
 def _sums_sent(
@@ -132,11 +132,11 @@ def _sums_sent(
 ) -> DistTensor:
     """Return `x` plus the sums, by `add`, of each rank's block of `src` by rows. Collective.
 
-    `add` is torch.scatter_add or torch.index_add, and `options` are its own.
+    `add` is torch.Tensor.scatter_add_ or torch.Tensor.index_add_, and `options` are its own.
     """
     values = local_operand(src, tuple(src.shape), x.cuts, x.grid, name)
     zeros = values.new_zeros(replaced_at(tuple(x.shard.shape), d, len(rows.wanted)))
-    sums = getattr(zeros, f"{add.__name__}_")(d, rows.places, values, **options)
+    sums = add(zeros, d, rows.places, values, **options)
     return DistTensor(rows.add(x.shard, d, x.cuts, sums), x.shape, x.cuts, x.grid)
 
 
@@ -342,7 +342,7 @@ def _slices_added(
     rows = row_exchange(x, d, index, own, along, f"{name}, position", wraps=True)
     if rows is None:
         return None
-    return _sums_sent(torch.index_add, x, d, rows, source, name, alpha=alpha)
+    return _sums_sent(torch.Tensor.index_add_, x, d, rows, source, name, alpha=alpha)
 
 
 def _written_at(

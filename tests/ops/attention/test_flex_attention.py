@@ -170,6 +170,18 @@ def test_explain_counts_the_messages_of_flex_attention() -> None:
     assert sum(r.bytes for r in moved) == (4 * 8 + 4) * 16 * 4 / 4, moved
 
 
+@pytest.mark.parallel([2, 3, 4])
+def test_one_query_is_on_one_rank_and_the_others_have_none() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, n, 2, dtype=torch.float64, generator=rng) for n in (1, 6, 6))
+    with _uncompiled():
+        expected = flex_attention(q, k, v)
+        found = flex_attention(*(dc.distribute_tensor(x, grid, ROWS) for x in (q, k, v)))
+    assert isinstance(found, dc.DistTensor)
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
 @pytest.mark.parallel([1, 2, 3])
 def test_what_flex_attention_does_not_support_raises_on_every_rank() -> None:
     grid = dc.ProcessGrid(height=-1)
@@ -179,10 +191,13 @@ def test_what_flex_attention_does_not_support_raises_on_every_rank() -> None:
     learned = torch.ones(6, 6, requires_grad=True)
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, 2, 8, 6, "cpu", BLOCK_SIZE=4)
     plus = [lambda s, b, h, q, k, of=of: s + of[q, k] for of in (bias, learned)]
+    hidden = {"in a module of its own": nn.ParameterList([learned])}
+    deep = [lambda s, b, h, q, k: s + hidden["in a module of its own"][0][q, k]]
     with _uncompiled():
         for error, kind, options in (
             (dc.UnsupportedOperation, "score_mod reads a distributed", dict(score_mod=plus[0])),
             (dc.UnsupportedOperation, "would not be summed", dict(score_mod=plus[1])),
+            (dc.UnsupportedOperation, "would not be summed", dict(score_mod=deep[0])),
             (ValueError, "block_mask has the shape (1, 2, 8, 6)", dict(block_mask=mask)),
         ):
             report = raised_everywhere(error, partial(flex_attention, **options), x, x, x)

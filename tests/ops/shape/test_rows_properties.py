@@ -138,6 +138,16 @@ def test_a_position_out_of_range_raises_on_every_rank_by_its_number() -> None:
     assert torch.equal(x[index[:3]].full_tensor(), torch.ones(3, 2))
 
 
+@pytest.mark.parallel([2])
+def test_one_rank_alone_looks_up_what_it_has_in_full() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    whole = dc.distribute_tensor(torch.arange(12.0).view(4, 3), grid, dc.Layout())
+    index = torch.tensor([[2, 0, 1]] * 4)
+    if grid.rank == 0:
+        assert whole.gather(1, index).full_tensor()[0].tolist() == [2.0, 0.0, 1.0]
+        assert whole.scatter(1, index[:, :1], 5.0).full_tensor()[0].tolist() == [0.0, 1.0, 5.0]
+
+
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("own", [True, False], ids=["distributed", "plain"])
 def test_a_position_out_of_range_in_one_ranks_rows_raises_on_every_rank(own: bool) -> None:
