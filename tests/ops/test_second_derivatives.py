@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import distconv as dc
 from distconv.ops.support.operands import shard_of
+from distconv.tensor.ownership import reaches
 from distconv.torch_private import ShardFunction
 from tests.support.samples import bare, is_random, samples_of, with_rules
 from tests.support.serial import TOLERANCE, deviation, noted, random_tensor
@@ -44,7 +45,7 @@ def exchanges(root: Tensor, leaves: Sequence[Tensor]) -> Counter[str]:
 
 
 def _communicates(node: Any) -> bool:
-    # The norm of a rank's own statistics is torch's, where the rank has elements.
+    # The norm of a rank's own statistics may be torch's on another rank.
     alone = node.name() == "_NormalizeBlockBackward" and node.context[2] == ()
     return node.name() in FUNCTIONS and not alone
 
@@ -137,6 +138,49 @@ def test_second_derivatives_equal_serial(name: str, d: int, shape: tuple[int, ..
     parameters = [] if weight is None else [random_tensor(rng, weight) for _ in range(2)]
     grid = dc.ProcessGrid(height=-1)
     assert agrees_twice(call, [random_tensor(rng, shape)], parameters, grid, d)
+
+
+NORMS = "batch norm", "evaluated", "instance norm", "group norm", "layer norm", "rms norm"
+
+
+def first_gradients(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of the sum of a function's result, to be differentiated again."""
+    loss = call(*tensors).sum()
+    return list(torch.autograd.grad(loss, tensors, create_graph=True, allow_unused=True))
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("shape", [(1, 4, 3, 5), (4, 4, 3, 5)])
+@pytest.mark.parametrize("d", [0, 1])
+@pytest.mark.parametrize("name", NORMS)
+def test_each_gradient_of_a_norm_leads_to_the_same_leaves_on_all_ranks(
+    name: str, d: int, shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
+    # Of one sample all ranks but the first have none.
+    rng, (call, weight) = random.Random(name), CALLS[name]
+    assert weight is not None
+    x = random_tensor(rng, shape).to(memory_format=memory_format)
+    parameters = [random_tensor(rng, weight) for _ in range(2)]
+    serial = [t.clone().requires_grad_() for t in (x, *parameters)]
+    cut = dc.distribute_tensor(x, dc.ProcessGrid(height=-1), cut_along(x, d))
+    tensors = [t.requires_grad_() for t in (cut, *(p.clone() for p in parameters))]
+    wanted, found = first_gradients(call, serial), first_gradients(call, tensors)
+    for own, truth in zip(found, wanted, strict=True):
+        check_exchanges(own, tensors)
+        if own is None or truth is None or not (own.requires_grad and truth.requires_grad):
+            continue
+        led = [reaches([shard_of(own)], shard_of(t)) for t in tensors]
+        everywhere = MPI.COMM_WORLD.allgather(led)
+        assert everywhere == [everywhere[0]] * len(everywhere), everywhere
+        seconds = [
+            torch.autograd.grad(g.cos().sum(), of, retain_graph=True, materialize_grads=True)
+            for g, of in ((own, tensors), (truth, serial))
+        ]
+        for got, second in zip(*seconds, strict=True):
+            whole = got.full_tensor() if isinstance(got, dc.DistTensor) else got
+            # Some are zero but for rounding.
+            assert (whole - second).abs().max() <= 100 * TOLERANCE
 
 
 SAMPLED = {bare(n).removesuffix("_"): n for n in with_rules() if not is_random(n)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,8 @@ from distconv.ops.support.operands import (
     as_distributed,
     common_grid,
     distributed_input,
+    filled_block,
     gather_whole,
-    in_type,
     local_operand,
     to_accumulation_type,
     uncut,
@@ -70,9 +70,8 @@ def batch_norm_over(
     x = distributed_input("batch_norm", input, *channelwise)
     grid = x.grid
     kinds = tuple([None if t is None else (t.shape, t.dtype) for t in channelwise])
-    options = training, momentum is None, eps
     training, group, rest, counts, groups = _decide(
-        Placement.of(x), axes, grid.device, *options, kinds
+        Placement.of(x), axes, grid.device, training, momentum is None, eps, kinds
     )
     publish: Callable[[], None] | None = None
     if any(x.cuts[1:2]) or any([isinstance(t, DistTensor) for t in channelwise]):
@@ -86,14 +85,15 @@ def batch_norm_over(
             publish = partial(gather_running_statistics, x, running, own, "batch_norm")
     block = x.shard
     alone = not (group or rest)
-    if not training or (alone and _suits_torch(block, on_accelerator(block, grid.computes_on_gpu))):
+    if not training or (
+        alone and _suits_torch(_mean_size(x), on_accelerator(block, grid.computes_on_gpu))
+    ):
+        options = training, momentum
+        parameters = running_mean, running_var, weight, bias
         if block.numel() or not x.numel():
-            block = with_batch_stride(block)
-            shard = F.batch_norm(
-                block, running_mean, running_var, weight, bias, training, momentum, eps
-            )
+            shard = F.batch_norm(with_batch_stride(block), *parameters, *options, eps)
         else:
-            shard = _without_elements(block, weight, bias)
+            shard = _of_no_elements(F.batch_norm, block, *parameters, *options)
         if training and publish is not None:
             publish()
         return DistTensor(shard, x.shape, x.cuts, grid)
@@ -109,17 +109,25 @@ def batch_norm_over(
 
 def _of_blocks(input: Tensor, *args: Any, **named: Any) -> Any:
     """Return the batch norm of the block of one rank, for `serial_by`."""
-    if not _suits_torch(input, is_accelerator(input.device)):
+    if not _suits_torch(input.numel(), is_accelerator(input.device)):
         return NotImplemented
     return F.batch_norm(with_batch_stride(input), *args, **named)
 
 
-def _suits_torch(block: Tensor, accelerator: bool) -> bool:
-    """Return whether torch's batch norm is fastest for a block of this size.
+def _mean_size(x: DistTensor) -> float:
+    """Return the mean number of elements of the blocks, which only channels partition.
+
+    All ranks decide by the same number, as the graph of torch's norm differs from `normalize`'s.
+    """
+    return x.numel() / x.grid.topology.parts(x.cuts[1] if x.dim() > 1 else ())
+
+
+def _suits_torch(elements: float, accelerator: bool) -> bool:
+    """Return whether torch's batch norm is fastest for blocks with a mean size of `elements`.
 
     `accelerator` says whether operators on the block run on an accelerator.
     """
-    return block.numel() <= thresholds(accelerator).own_batch_norm
+    return elements <= thresholds(accelerator).own_batch_norm
 
 
 implements(F.batch_norm)(
@@ -212,16 +220,16 @@ def gather_running_statistics(
             t.copy_(row)
 
 
-def _without_elements(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return the result for a block without elements, which torch's batch norm refuses.
+def _of_no_elements(norm: Callable[..., Tensor], block: Tensor, *args: Any) -> Tensor:
+    """Return torch's norm of a block without elements, with the graph of all other ranks.
 
-    It can be differentiated to any order.
+    Ones stand in for the block, and for parameters without elements.
     """
-    weight, bias = (
-        None if p is None else p.view(-1, *(1,) * (x.dim() - 2)) for p in (weight, bias)
-    )
-    y = x.clone() if weight is None else x * weight
-    return in_type(y if bias is None else y + bias, x.dtype)
+    empty = [isinstance(t, Tensor) and not t.numel() for t in args]
+    filled = [filled_block(t) if e else t for t, e in zip(args, empty, strict=True)]
+    # Any number that keeps the ones finite, as that of the call may be 0.
+    y = norm(filled_block(block), *filled, eps=1.0)
+    return y[tuple(map(slice, block.shape))]
 
 
 def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, int]:
@@ -271,9 +279,13 @@ def group_norm_over(
     block = x.shard
     sizes = thresholds(on_accelerator(block, x.grid.computes_on_gpu))
     own = sizes.own_group_norm or not has_channels_last(block)
-    if not group and block.numel() and own:
+    if not group and x.numel() and own:
         # torch.nn.functional would check the size of this block once more.
-        shard = torch.group_norm(block, groups, weight, bias, eps)
+        shard = (
+            torch.group_norm(block, groups, weight, bias, eps)
+            if block.numel()
+            else _of_no_elements(torch.group_norm, block, max(groups, 1), weight, bias)
+        )
         return DistTensor(shard, x.shape, cuts, x.grid)
     counts = element_counts_of_peers(Placement.of(x), spatial, group, block=channels)
     form = Form(groups, of_each_sample=True)
@@ -379,12 +391,10 @@ def _normalize_last(
     own = tuple(x.shape[first:]), x.cuts[first:], x.grid, name
     weight, bias = (local_operand(t, *own) for t in (weight, bias))
     layer = name == "layer_norm"
-    if not group and block.numel():
-        last = tuple(normalized_shape)
-        if layer:
-            shard = F.layer_norm(block, last, weight, bias, cast(float, eps))
-        else:
-            shard = F.rms_norm(block, last, weight, eps)
+    if not group and x.numel():
+        norm: Callable[..., Tensor] = F.layer_norm if layer else F.rms_norm
+        args = tuple(normalized_shape), weight, *([bias] if layer else [])
+        shard = norm(block, *args, eps) if block.numel() else _of_no_elements(norm, block, *args)
         return DistTensor(shard, x.shape, x.cuts, x.grid)
     if eps is None:
         eps = torch.finfo(accumulation_type(x.dtype)).eps

@@ -78,11 +78,26 @@ def normalize(
     x = in_format_of(x, x)
     # The choice is the same on all ranks, whose functions exchange messages.
     synchronized = accelerator and form.centered and not (form.weighs_elements or x.is_meta)
-    function = SynchronizedNorm if synchronized else _NormalizeBlock
     last = synchronized and form.of_each_sample and has_channels_last(x)
     block = x.contiguous() if last else x
-    y: Tensor = function.apply(block, weight, bias, form, grid, group, counts, eps, running)
+    args = block, weight, bias, form, grid, group, counts, eps, running
+    y: Tensor = (
+        SynchronizedNorm.apply(*args)
+        if synchronized
+        else _NormalizeBlock.apply(*args, None if group else _zero_of(weight, bias))
+    )
     return y.contiguous(memory_format=CHANNELS_LAST[y.dim()]) if last else y
+
+
+def _zero_of(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Return the sum of no elements of weight and bias, which is 0 and has a graph; or None.
+
+    Where ranks exchange no statistics, the memory format of its block lets each choose torch's
+    group norm or this one. Gradients of torch's lead back to weight and bias. Those of this norm do
+    by this number, so that all ranks take the same exchanges when they are differentiated again.
+    """
+    sums = [p.reshape(-1)[:0].sum() for p in (weight, bias) if p is not None and p.requires_grad]
+    return sum(sums[1:], sums[0]) if sums and torch.is_grad_enabled() else None
 
 
 class _NormalizeBlock(ShardFunction):
@@ -98,6 +113,7 @@ class _NormalizeBlock(ShardFunction):
         counts: tuple[int, ...],
         eps: float,
         running: RunningStatistics | None,
+        zero: Tensor | None,
     ) -> Tensor:
         mean, variance = moments(x, form, grid, group, counts)
         if running is not None:
@@ -105,7 +121,7 @@ class _NormalizeBlock(ShardFunction):
             running.update(mean, variance)
         if not form.centered:
             variance, mean = variance + mean.square(), torch.zeros_like(mean)
-        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.save_for_backward(x, weight, mean, variance, zero)
         of_bias = None if bias is None else (bias.dtype, bias.shape)
         ctx.context = form, grid, group, counts, eps, of_bias
         if not form.weighs_elements:
@@ -119,7 +135,7 @@ class _NormalizeBlock(ShardFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, variance = ctx.saved_tensors
+        x, weight, mean, variance, zero = ctx.saved_tensors
         form, grid, group, counts, eps, bias = ctx.context
         count = max(sum(counts), 1)
         dy = grads[0]
@@ -127,6 +143,8 @@ class _NormalizeBlock(ShardFunction):
         dbias: Tensor | None = None
         if torch.is_grad_enabled():
             dx, dweight, dbias = recorded_gradients(dy, x, weight, form, grid, group, count, eps)
+            if zero is not None:
+                dx, dweight = dx + in_type(zero, dx.dtype), dweight + zero
         elif form.weighs_elements:
             rows = 1, x.shape[1], prod(x.shape[2:])
             dbias = None if bias is None else dy.view(rows).sum((0, 1))
@@ -145,7 +163,7 @@ class _NormalizeBlock(ShardFunction):
             if dweight is None or weight is None
             else in_type(dweight, weight.dtype).view(weight.shape),
             None if dbias is None or bias is None else in_type(dbias, bias[0]).view(bias[1]),
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
