@@ -131,7 +131,8 @@ class Board:
             ready = waiting.poll(1000 * max(seconds, 0.0))
             if any(number == self._woken.fileno() for number, _ in ready):
                 self._woken.recv(1)
-        except OSError:  # of files that the program has closed, or forbidden by a limit
+        except OSError:
+            # The program has closed a file of a link, or its limit forbids to wait for files.
             time.sleep(min(max(seconds, 0.0), 1.0))
             for link in links:
                 self._lose(link)

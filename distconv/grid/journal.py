@@ -198,8 +198,9 @@ class Journal:
         self._under_way: Comparison | None = None
 
     def compares_on(self, device: torch.device) -> bool:
-        """Return whether ranks can compare tensors on `device` now: there are several ranks, and no
-        graph is being captured.
+        """Return whether ranks can compare tensors on `device`: several ranks, and no capture.
+
+        A device that captures a graph cannot return the elements of a tensor.
         """
         return self.compares and not (is_accelerator(device) and is_capturing(device))
 

@@ -143,10 +143,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Any, grouped: bool) -> None:
 def _check_captured(
     query: Tensor, key: Tensor, grid: Grid, score_mod: Function | None, block_mask: Any
 ) -> None:
-    """Raise UnsupportedOperation if a function reads tensors that are not supported.
+    """Raise UnsupportedOperation if `score_mod` or the mask's function reads unsupported tensors.
 
-    These are distributed tensors, and plain ones whose gradients would not be summed over ranks.
-    Each function is called for the first score, as its result depends on all tensors it reads.
+    Unsupported are distributed tensors, and plain tensors whose gradients would not be summed over
+    the ranks. Each function is called once, for the first score: its result depends on the tensors
+    that it reads, also through other functions and modules.
     """
     if not (query.numel() and key.numel()) or grid.device.type == "meta":
         return
