@@ -22,7 +22,8 @@ from benchmarks.measuring.plain import best, plain_forms
 from benchmarks.measuring.report import Row, over, share, speedup
 from benchmarks.measuring.settings import Settings, by
 from benchmarks.measuring.turns import alternate
-from distconv.grid.communicators import WrappedTransport, carried_by
+from distconv.grid.communicators import carried_by
+from distconv.grid.journal import WrappedTransport
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.scaling import Contender

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distconv.device.kinds import for_later_calls, on_accelerator, remembered, thresholds
+from distconv.device.kinds import for_later_calls, remembered, thresholds
 from distconv.device.streams import keep_if_captured
 from distconv.geometry.plan import Plan, Route, Slices
 from distconv.grid.interface import Grid
@@ -113,7 +113,7 @@ def places_in(
         buffer, which has those of `receives`.
     sums: whether messages are added to the tensor. Then all of them lie in the buffer.
     """
-    accelerator = on_accelerator(tensor, grid.computes_on_gpu)
+    accelerator = grid.computes_on_gpu
     key = tensor.stride(), tensor.device, accelerator, of_block, sums
     found: Places | None = plan.kept.get(key)
     if found is None:
@@ -128,9 +128,9 @@ def places_in(
     return found
 
 
-def places_apart(plan: Plan, like: Tensor, grid: Grid, *, of_block: bool, sums: bool) -> Places:
+def places_apart(plan: Plan, grid: Grid, *, of_block: bool, sums: bool) -> Places:
     """Return `places_in`, without indices, for messages that all lie in the buffer."""
-    accelerator = on_accelerator(like, grid.computes_on_gpu)
+    accelerator = grid.computes_on_gpu
     key = accelerator, of_block, sums
     found: Places | None = plan.kept.get(key)
     if found is None:

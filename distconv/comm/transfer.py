@@ -99,7 +99,7 @@ class Transfer:
             buffer = None if buffer is None else buffer.movedim(1, -1)
         leaving = pack_messages(block, plan, grid)
         if buffer is None:
-            places = places_apart(plan, block, grid, of_block=False, sums=False)
+            places = places_apart(plan, grid, of_block=False, sums=False)
         else:
             places = places_in(buffer, plan, grid, of_block=False)
         return InFlight(self, ReceiveBuffers(places, block, grid, buffer), leaving)
@@ -153,7 +153,7 @@ class Transfer:
 
     def _start_backward(self, leaving: Sequence[Message], like: Tensor) -> InFlight:
         plan, grid = self.plan.packed, self.grid
-        places = places_apart(plan, like, grid, of_block=True, sums=True)
+        places = places_apart(plan, grid, of_block=True, sums=True)
         return InFlight(self, ReceiveBuffers(places, like, grid), leaving)
 
     def backward(self, buffer: Tensor, in_place: bool = False) -> Tensor:

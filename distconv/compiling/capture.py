@@ -19,8 +19,8 @@ from distconv.compiling.trace import RANDOM, Communication, Pass
 from distconv.device import streams
 from distconv.device.kinds import is_accelerator
 from distconv.device.streams import GraphedFunction
-from distconv.grid.communicators import WrappedTransport
 from distconv.grid.interface import Grid
+from distconv.grid.journal import WrappedTransport
 from distconv.torch_private import Operator
 
 Warn = Callable[[str, str], None]

@@ -19,8 +19,9 @@ from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distconv.device.kinds import random_states
-from distconv.grid.communicators import WatchedTransport, WrappedTransport, carried_by
+from distconv.grid.communicators import carried_by
 from distconv.grid.interface import Grid
+from distconv.grid.journal import WatchedTransport, WrappedTransport
 from distconv.ops.support.in_place import noted_in
 from distconv.tensor.dispatch import replay_trace
 from distconv.torch_private import DispatchMode, Operator, is_mutable

@@ -249,15 +249,6 @@ ACCELERATOR = Thresholds(
 )
 
 
-def on_accelerator(block: Tensor, simulated: bool) -> bool:
-    """Return whether operators on `block` run on an accelerator.
-
-    `simulated` is the answer for a block without elements, as in a dry run: whether it stands for a
-    block on an accelerator.
-    """
-    return simulated if block.is_meta else is_accelerator(block.device)
-
-
 def thresholds(accelerator: bool) -> Thresholds:
     """Return the thresholds of accelerators, or of hosts."""
     return ACCELERATOR if accelerator else HOST

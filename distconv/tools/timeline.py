@@ -23,7 +23,8 @@ from torch.profiler import profile, record_function
 from distconv.comm.ledger import Movement, trace_movements
 from distconv.data.durable import write_atomically
 from distconv.device.kinds import profiler_activities
-from distconv.grid.communicators import WrappedTransport, carried_by
+from distconv.grid.communicators import carried_by
+from distconv.grid.journal import WrappedTransport
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.words import CURRENT, operator_name
 from distconv.planning.timeline import union_length

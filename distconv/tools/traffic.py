@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from distconv import torch_private
-from distconv.grid.communicators import WrappedTransport, carried_by
+from distconv.grid.communicators import carried_by
+from distconv.grid.journal import WrappedTransport
 from distconv.grid.words import CURRENT, module_path, operator_name
 from distconv.planning.recording import received_bytes
 from distconv.planning.table import size_cell, table

@@ -21,8 +21,10 @@ from distconv.geometry.index_maps import Grouped, IndexMap, Pad, Same, Strided, 
 from distconv.geometry.layout import Cuts, rank_box
 from distconv.geometry.plan import Plan, make_plan
 from distconv.geometry.topology import AXES
+from distconv.grid.interface import Grid
 from tests.support.geometry import OUTSIDE, needed
 from tests.support.serial import examples, random_grid, random_layout
+from tests.support.synchronized_kernels import ALWAYS
 
 RANKS = [1, 2, 4, 6]
 DTYPES = [
@@ -203,7 +205,7 @@ def test_messages_with_channels_last_bring_what_others_bring_whatever_the_format
 def test_no_kernel_adds_to_an_element_twice_where_the_order_of_sums_is_not_fixed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("distconv.comm.packing.on_accelerator", lambda block, simulated: True)
+    monkeypatch.setattr(Grid, "computes_on_gpu", ALWAYS, raising=False)
     make_plan.cache_clear()
     rng = random.Random(5)
     for seed in examples(40):
@@ -223,7 +225,7 @@ def test_indices_that_a_captured_graph_reads_outlive_their_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A graph reads them in place at each replay, also when other plans have replaced theirs."""
-    monkeypatch.setattr("distconv.comm.packing.on_accelerator", lambda block, simulated: True)
+    monkeypatch.setattr(Grid, "computes_on_gpu", ALWAYS, raising=False)
     monkeypatch.setattr("distconv.device.streams.is_accelerator", lambda device: True)
     captured = False
     monkeypatch.setattr("distconv.device.streams.is_capturing", lambda device: captured)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.device.kinds import on_accelerator, thresholds
+from distconv.device.kinds import thresholds
 from distconv.geometry.layout import (
     Box,
     Cuts,
@@ -137,8 +137,7 @@ def _attention(
         for t, run in zip(given, (rows, columns, columns), strict=True)
     )
     sizes, base = partition(q, k, v, samples, rows, columns)
-    accelerated = on_accelerator(q.shard, grid.computes_on_gpu)
-    smallest = thresholds(accelerated).gathered_attention
+    smallest = thresholds(grid.computes_on_gpu).gathered_attention
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     made = arrange(grid.topology, sizes, base, causal, recorded, smallest)
     operands = [
@@ -155,7 +154,7 @@ def _attention(
         apart = unmerge(mask, (*batch, rows, columns))
         cuts = (*made.batch, *made.rows, *own)
         operands.append(_placed(apart, (*samples, *rows, *columns), cuts, grid))
-    spec = Spec(grid, schedule, scale, p, new_key(grid) if p else None, accelerated)
+    spec = Spec(grid, schedule, scale, p, new_key(grid) if p else None, grid.computes_on_gpu)
     cuts = (*made.batch, *made.rows, ())
     full = (*samples, *rows, value.shape[-1])
     block = box_on_rank(full, cuts, grid).shape

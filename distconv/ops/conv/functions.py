@@ -19,7 +19,6 @@ from distconv.device.kinds import (
     Thresholds,
     in_doubt,
     is_accelerator,
-    on_accelerator,
     thresholds,
 )
 from distconv.geometry.halo import Boundary, LocalInput
@@ -163,7 +162,7 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
     spec: torch's function and its other arguments.
     """
     meta = WeightMeta.of(weight, bias)
-    sizes = thresholds(on_accelerator(x.shard, x.grid.computes_on_gpu))
+    sizes = thresholds(x.grid.computes_on_gpu)
     # Boundaries would be added to results that torch keeps.
     way = chosen_method()
     if way != "assembled" and in_selective_checkpoint():

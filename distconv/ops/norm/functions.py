@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
-from distconv.device.kinds import is_accelerator, on_accelerator, thresholds
+from distconv.device.kinds import is_accelerator, thresholds
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.normalize import check_parameter_types, normalize
 from distconv.ops.norm.statistics import (
@@ -85,9 +85,7 @@ def batch_norm_over(
             publish = partial(gather_running_statistics, x, running, own, "batch_norm")
     block = x.shard
     alone = not (group or rest)
-    if not training or (
-        alone and _suits_torch(_mean_size(x), on_accelerator(block, grid.computes_on_gpu))
-    ):
+    if not training or (alone and _suits_torch(_mean_size(x), grid.computes_on_gpu)):
         options = training, momentum
         parameters = running_mean, running_var, weight, bias
         if block.numel() or not x.numel():
@@ -277,7 +275,7 @@ def group_norm_over(
     spatial = tuple(range(2, x.dim()))
     group = tuple(a for a in cutting_axes(cuts[2:]) if axes is None or a in axes)
     block = x.shard
-    sizes = thresholds(on_accelerator(block, x.grid.computes_on_gpu))
+    sizes = thresholds(x.grid.computes_on_gpu)
     own = sizes.own_group_norm or not has_channels_last(block)
     if not group and x.numel() and own:
         # torch.nn.functional would check the size of this block once more.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_
 from distconv.comm.packing import CHANNELS_LAST, has_channels_last
-from distconv.device.kinds import on_accelerator, remembered
+from distconv.device.kinds import remembered
 from distconv.grid.interface import Grid
 from distconv.ops.norm.statistics import (
     Form,
@@ -72,7 +72,7 @@ def normalize(
     counts: the number of elements of a statistic on each rank along `group`.
     running: the running statistics to update, if any.
     """
-    accelerator = on_accelerator(x, grid.computes_on_gpu)
+    accelerator = grid.computes_on_gpu
     if accelerator:
         form = form._replace(in_runs=False)
     x = in_format_of(x, x)

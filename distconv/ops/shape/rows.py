@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distconv.comm.collectives import all_gather
 from distconv.comm.ledger import Movement, record
 from distconv.comm.transfer import accumulate, gather
-from distconv.device.kinds import is_accelerator, on_accelerator, thresholds
+from distconv.device.kinds import is_accelerator, thresholds
 from distconv.geometry.layout import Axes, Cuts, Layout, cutting_axes, rank_box, replaced_at
 from distconv.geometry.plan import Plan
 from distconv.geometry.requested import rows_plan
@@ -217,8 +217,7 @@ def _size_of_row(x: DistTensor, d: int) -> int:
 
 def _few(x: DistTensor, d: int) -> bool:
     """Return whether the rows of `x` are so few that asking for some takes longer than all."""
-    accelerated = on_accelerator(x.shard, x.grid.computes_on_gpu)
-    return _size_of_row(x, d) * x.shape[d] <= thresholds(accelerated).gathered_rows
+    return _size_of_row(x, d) * x.shape[d] <= thresholds(x.grid.computes_on_gpu).gathered_rows
 
 
 def _moves_less(counts: dict[int, list[int]], x: DistTensor, d: int) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_gather
 from distconv.comm.ledger import Movement, record
 from distconv.comm.transfer import gather
-from distconv.device.kinds import on_accelerator, thresholds
+from distconv.device.kinds import thresholds
 from distconv.geometry.index_maps import Interval
 from distconv.geometry.layout import Box, Cuts, Layout, Shape, cutting_axes, rank_box
 from distconv.geometry.requested import boxes_plan
@@ -71,7 +71,7 @@ def grid_sample(
         plane = uncut(x, range(2, x.dim()), NAME).shard
         box = [(0, n) for n in x.shape[2:]]
     else:
-        accelerated = on_accelerator(own, x.grid.computes_on_gpu)
+        accelerated = x.grid.computes_on_gpu
         sampling = Sampling(*options, x.dim() == 4 or accelerated, accelerated)
         box = extremes(sampling, own.detach(), x.shape[2:])
         plane = _boxes(x, box)
@@ -129,7 +129,7 @@ def _gathers(x: DistTensor, padding_mode: str) -> bool:
     """
     if not any(x.cuts[2:]) or 0 in x.shape or not may_read(x):
         return True
-    accelerated = on_accelerator(x.shard, x.grid.computes_on_gpu)
+    accelerated = x.grid.computes_on_gpu
     # The first rank holds the most samples and channels.
     most = rank_box(tuple(x.shape), x.cuts, x.grid.topology, 0).shape[:2]
     gathered = prod(most) * prod(x.shape[2:])
