@@ -25,7 +25,7 @@ from distconv.ops.support.dimensions import works_on_samples
 from distconv.ops.support.operands import Placement, constant
 from distconv.ops.support.windows import (
     PlannedWindows,
-    apply_windows,
+    gather_windows,
     make_windows,
     plan_windows,
     window_arguments,
@@ -101,10 +101,8 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         if not input.is_floating_point():
             first = 1
 
-        def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            return _average(with_some_channel(buffer), kernels, strides, left, ceil_mode, first)
-
-        shard = apply_windows(input, plan, name, compute).shard
+        buffer = with_some_channel(gather_windows(input, plan, name))
+        shard = plan.outputs(_average(buffer, kernels, strides, plan.left, ceil_mode, first))
         if not shard.is_floating_point():
             shard = torch.div(shard, divisor, rounding_mode="trunc")
         elif isinstance(divisor, Tensor):

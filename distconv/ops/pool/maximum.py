@@ -36,7 +36,7 @@ from distconv.ops.support.operands import (
 )
 from distconv.ops.support.windows import (
     PlannedWindows,
-    apply_windows,
+    gather_windows,
     make_windows,
     plan_windows,
     window_arguments,
@@ -161,30 +161,23 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
                 input,
                 way_out="Choose a smaller dilation, or call it without indices under no_grad()",
             )
-        found: list[Tensor] = []
-
-        def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            x, arguments = with_some_channel(buffer), (kernels, strides, left, dilations, ceil_mode)
-            if n > 1 and any(input.cuts[2:]) and x.is_floating_point():
-                values, index = _MaxPool.apply(x, arguments, border)
-            else:
-                for part in border:
-                    part.fill(x)
-                made = local(x, *arguments)
-                values, index = made if places else (made, None)
-            if not places:
-                return values
-            if starts is None:
-                found.append(empty_block(index, plan.block))
-            else:
-                plane = input.shape[2:]
-                found.append(renumber_positions(index, buffer.shape[2:], starts, windows, plane))
-            return values
-
-        values = apply_windows(input, plan, name, compute, fill=lowest_value(input))
+        x = with_some_channel(gather_windows(input, plan, name, lowest_value(input)))
+        arguments = kernels, strides, plan.left, dilations, ceil_mode
+        if n > 1 and any(input.cuts[2:]) and x.is_floating_point():
+            values, index = _MaxPool.apply(x, arguments, border)
+        else:
+            for part in border:
+                part.fill(x)
+            made = local(x, *arguments)
+            values, index = made if places else (made, None)
+        maxima = DistTensor(plan.outputs(values), plan.shape, input.cuts, input.grid)
         if not places:
-            return values
-        return values, DistTensor(found[0], plan.shape, values.cuts, input.grid)
+            return maxima
+        if starts is None:
+            index = empty_block(index, plan.block)
+        else:
+            index = renumber_positions(index, x.shape[2:], starts, windows, input.shape[2:])
+        return maxima, DistTensor(index, plan.shape, input.cuts, input.grid)
 
 
 class _Planned(NamedTuple):

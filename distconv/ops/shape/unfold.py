@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Same, Window
 from distconv.ops.shape.reshape import flatten
@@ -20,7 +19,7 @@ from distconv.ops.support.arguments import (
 )
 from distconv.ops.support.operands import Placement, box_on_rank, empty_block, uncut
 from distconv.ops.support.windows import (
-    apply_windows,
+    gather_windows,
     make_windows,
     plan_windows,
     window_arguments,
@@ -101,16 +100,14 @@ def unfold_to_columns(
     windows = make_windows(kernel_size, stride, padding, dilation, False, 2)
     kernels, strides, _, dilations = window_arguments(windows)
 
-    def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-        columns = F.unfold(buffer, kernels, dilations, left, strides)
-        padded = [n + 2 * p for n, p in zip(buffer.shape[2:], left, strict=True)]
-        rows, width = ((n - w.extent) // w.stride + 1 for n, w in zip(padded, windows, strict=True))
-        return columns.view(*columns.shape[:2], rows, width)
-
     x = uncut(input, [1], "unfold")
     plan = plan_windows(Placement.of(x), windows, input.shape[1] * prod(kernels))
-    planes = apply_windows(x, plan, "unfold", compute)
-    return flatten(planes, 2)
+    buffer = gather_windows(x, plan, "unfold")
+    columns = F.unfold(buffer, kernels, dilations, plan.left, strides)
+    padded = [n + 2 * p for n, p in zip(buffer.shape[2:], plan.left, strict=True)]
+    rows, width = ((n - w.extent) // w.stride + 1 for n, w in zip(padded, windows, strict=True))
+    planes = plan.outputs(columns.view(*columns.shape[:2], rows, width))
+    return flatten(DistTensor(planes, plan.shape, x.cuts, x.grid), 2)
 
 
 @implements(F.fold)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -72,6 +72,10 @@ class PlannedWindows(NamedTuple):
     inputs: Plan | None
     left: tuple[int, ...]
 
+    def outputs(self, made: Tensor) -> Tensor:
+        """Return this rank's block of the result, computed as `made` from `gather_windows`."""
+        return made[:0].reshape(self.block) if 0 in self.block else made
+
 
 @lru_cache(maxsize=4096)
 def plan_windows(
@@ -91,32 +95,17 @@ def plan_windows(
     return PlannedWindows(windows, shape, box, box.shape, inputs, left)
 
 
-def apply_windows(
-    x: DistTensor,
-    plan: PlannedWindows,
-    operator: str,
-    compute: Callable[[Tensor, tuple[int, ...]], Tensor],
-    *,
-    fill: float = 0.0,
-) -> DistTensor:
-    """Return the result of planned windows over the spatial dimensions of `x`. All ranks call it.
+def gather_windows(x: DistTensor, plan: PlannedWindows, operator: str, fill: float = 0.0) -> Tensor:
+    """Return the inputs of this rank's block of outputs, to which it applies the windows.
 
-    Each rank gathers the inputs of its block of outputs, with `fill` for padding, and calls
-    `compute`.
-
-    Parameters
-    ----------
-    operator: the called function, under which the exchange is recorded.
-    compute: the local operator. It takes the buffer, and for each dimension the padding that it
-        must add itself.
+    All ranks call it. `fill` is the value of padding; the local operator adds `plan.left` itself. A
+    rank without outputs gets the inputs of one window, and drops its output in `plan.outputs`.
+    `operator` is the called function, under which the exchange is recorded.
     """
     buffer = gather_by(plan.inputs, x, x.cuts, operator, fill)
-    if 0 in plan.block:
-        window = filled_block(buffer, (1, buffer.shape[1], *(w.extent for w in plan.windows)))
-        shard = compute(window, plan.left)[:0].reshape(plan.block)
-    else:
-        shard = compute(buffer, plan.left)
-    return DistTensor(shard, plan.shape, x.cuts, x.grid)
+    if 0 not in plan.block:
+        return buffer
+    return filled_block(buffer, (1, buffer.shape[1], *(w.extent for w in plan.windows)))
 
 
 def with_some_channel(x: Tensor) -> Tensor:
