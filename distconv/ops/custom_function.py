@@ -20,7 +20,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from distconv.geometry.layout import Cuts, Shape
 from distconv.grid.interface import Grid
-from distconv.ops.support.merged import in_blocks
 from distconv.ops.support.operands import as_distributed, common_grid, shard_of
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
@@ -306,9 +305,8 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     grid = common_grid(name, tensors)
     # Plain arguments, such as memory to write to, are compared where they meet distributed ones.
     given = recorded(name, _by_position(cls, arguments, keywords), compared=False)
-    # The gradient of a merged tensor has its shape, as only its blocks do, too.
     kind = _ModuleHooks if cls is BackwardHookFunction else _FunctionCall
-    return kind(cls, tuple(map(in_blocks, given)), grid).run()
+    return kind(cls, tuple(given), grid).run()
 
 
 def _of_torch(function: Any) -> bool:

@@ -38,7 +38,6 @@ OF_MERGED = frozenset(
         "compiling/front.py",
         "ops/attention/flex.py",
         "ops/attention/scaled_dot_product.py",
-        "ops/custom_function.py",
         "ops/math/product.py",
         "ops/recurrent.py",
         "ops/shape/reshape.py",
