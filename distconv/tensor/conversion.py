@@ -1,4 +1,4 @@
-"""Blocks of ranks and torch's DTensors as DistTensors, and back, with checks that blocks fit."""
+"""Blocks of ranks and torch's DTensors as DistTensors, and back; blocks of checkpoints of torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from distconv.tensor.ownership import plain_roots
 from distconv.tensor.redistribution import redistribute
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DTensor
 
 
@@ -314,3 +316,51 @@ def _chunk(size: int, places: Iterable[tuple[int, int]]) -> tuple[int, int]:
         first = min(index * longest, size)
         start, size = start + first, min(longest, size - first)
     return start, start + size
+
+
+# Blocks as chunks of torch.distributed.checkpoint.
+
+
+class Chunked(DistTensorBase):
+    """A distributed tensor that `torch.distributed.checkpoint` can save and load, as a DTensor.
+
+    Each rank writes its own block, and reads its block of what any number of ranks has saved.
+    """
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """Return the items to write for this rank's block, of the tensor with the name `fqn`.
+
+        torch writes a block that several ranks hold once.
+        """
+        from torch import distributed
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        if self.grid.size > 1 and not distributed.is_initialized():
+            raise RuntimeError(
+                "torch.distributed.checkpoint: there is no default group of torch.distributed, and "
+                "every rank would write all files; ask for grid.device_mesh before, which "
+                "initialises it"
+            )
+        properties = TensorProperties.create_from_tensor(self.shard)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the position and size of this rank's block; nothing if it alone is empty."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        if self.numel() and not self.shard.numel():
+            return []
+        offsets, sizes = map(torch.Size, (self.box.start, self.shard.shape))
+        return [ChunkStorageMetadata(offsets, sizes)]
+
+    def __get_tensor_shard__(self, _: Any) -> Tensor:
+        """Return this rank's block, which is written and read in place."""
+        return self.shard.detach()

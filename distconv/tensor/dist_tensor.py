@@ -32,8 +32,8 @@ from distconv.tensor.base import (
     tensors_in,
     whole_numbers,
 )
-from distconv.tensor.chunks import Chunked
 from distconv.tensor.conversion import (
+    Chunked,
     block_of_dtensor,
     check_block,
     check_out,
