@@ -9,6 +9,7 @@ Applications" (1990), with one block for each rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,13 +48,13 @@ def logcumsumexp(input: DistTensor, dim: int) -> DistTensor:
 @implements(torch.cummax, torch.Tensor.cummax)
 def cummax(input: DistTensor, dim: int) -> Any:
     """Return the running maxima and their global positions; of equal ones the last counts."""
-    return _scan(torch.cummax, _cummax, input, dim)
+    return _scan(torch.cummax, partial(_extrema, torch.cummax, torch.ge), input, dim)
 
 
 @implements(torch.cummin, torch.Tensor.cummin)
 def cummin(input: DistTensor, dim: int) -> Any:
     """Return the running minima and their global positions; of equal ones the last counts."""
-    return _scan(torch.cummin, _cummin, input, dim)
+    return _scan(torch.cummin, partial(_extrema, torch.cummin, torch.le), input, dim)
 
 
 implements_in_place(torch.Tensor.cumsum_, cumsum)
@@ -110,14 +111,6 @@ def _logcumsumexp(x: Tensor, d: int, input: DistTensor) -> Tensor:
     if not len(before):
         return (own + before.sum(0)).to(x.dtype)
     return torch.logaddexp(own, before.logsumexp(0)).to(x.dtype)
-
-
-def _cummax(x: Tensor, d: int, input: DistTensor) -> tuple[Tensor, Tensor]:
-    return _extrema(torch.cummax, torch.ge, x, d, input)
-
-
-def _cummin(x: Tensor, d: int, input: DistTensor) -> tuple[Tensor, Tensor]:
-    return _extrema(torch.cummin, torch.le, x, d, input)
 
 
 def _extrema(

@@ -189,8 +189,6 @@ def _arg(name: str, input: DistTensor, dim: int | None, keepdim: bool, largest: 
 
 
 def _register(largest: bool, short: str, arg: str, full: str) -> None:
-    method, function = getattr(torch.Tensor, short), getattr(torch, short)
-
     def extremum(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         other = args[0] if args else kwargs.get("other")
         if isinstance(other, Tensor):
@@ -215,7 +213,6 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
     rules: dict[str, Callable[..., Any]] = {short: extremum, full: all_of, arg: where}
     for name, rule in rules.items():
         RULES[getattr(torch, name)] = RULES[getattr(torch.Tensor, name)] = rule
-    RULES[method] = RULES[function] = extremum
 
 
 class Range(NamedTuple):

@@ -13,7 +13,6 @@ from torch import Tensor
 from distconv.comm.transfer import reorder
 from distconv.geometry.index_maps import Grouped, IndexMap, Reversed, Rolled, Same, Window
 from distconv.ops import synonyms  # noqa: F401  registers what is looked up here
-from distconv.ops.shape import rearrange, reshape  # noqa: F401
 from distconv.ops.shape.indexing import cat, consecutive, slice_of
 from distconv.ops.shape.lookup import index_select
 from distconv.ops.shape.reshape import expand, permute, unsqueeze
