@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from math import prod
 from operator import mul
@@ -291,16 +291,12 @@ class Layout:
         return hash(self._by_dimension)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _layout_from_items, (self._cut,)
+        return partial(Layout, **dict(self._cut)), ()
 
     def __repr__(self) -> str:
         names = sorted(self._cut, key=lambda item: (*AXES, item[0]).index(item[0]))
         inner = (f"{name}={axes[0] if len(axes) == 1 else axes!r}" for name, axes in names)
         return f"Layout({', '.join(inner)})"
-
-
-def _layout_from_items(items: tuple[tuple[str, tuple[str, ...]], ...]) -> Layout:
-    return Layout(**dict(items))
 
 
 def default_cuts(ndim: int, topology: Topology) -> Cuts:
