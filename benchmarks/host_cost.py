@@ -20,12 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from distconv.geometry.halo import (
-    convolution_boundary,
-    needs_halo,
-    transposed_convolution_boundary,
-    transposed_needs_halo,
-)
+from distconv.geometry.halo import make_boundary, needs_halo
 from distconv.geometry.index_maps import Same, TransposedWindow, Window
 from distconv.geometry.layout import default_cuts
 from distconv.geometry.plan import make_plan
@@ -84,17 +79,15 @@ def geometry(extents: dict[str, int]) -> Iterator[Case]:
         needs = (Same(), Same(), *two)
         yield Case(f"plan of {name}", partial(make_plan, topology, rank, shape, cuts, cuts, needs))
         yield Case(f"whether {name} needs halos", partial(needs_halo, two, (SIZE, SIZE), parts))
-        boundary = partial(convolution_boundary, topology, rank, shape, made, cuts, two)
+        boundary = partial(make_boundary, topology, rank, shape, made, cuts, two)
         yield Case(f"boundary of {name}", boundary)
     yield Case(
         "whether transposed 4x4 needs halos",
-        lambda: transposed_needs_halo((spread, spread), (SIZE, SIZE), parts),
+        lambda: needs_halo((spread, spread), (SIZE, SIZE), parts),
     )
     yield Case(
         "boundary of transposed 4x4",
-        lambda: transposed_convolution_boundary(
-            topology, rank, shape, of(spread), cuts, (spread, spread)
-        ),
+        lambda: make_boundary(topology, rank, shape, of(spread), cuts, (spread, spread)),
     )
 
 

@@ -59,15 +59,11 @@ def empty_in_format(shape: tuple[int, ...], like: Tensor, last: bool | None = No
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=form)
 
 
-def padding(shape: tuple[int, ...], value: float, like: Tensor) -> Tensor:
-    """Return a tensor of one value, of the type and device of `like`, which must not change."""
-    return _filled(like.device, shape, value, like.dtype)
-
-
 @remembered
-def _filled(
+def filled(
     device: torch.device, shape: tuple[int, ...], value: float, dtype: torch.dtype
 ) -> Tensor:
+    """Return a tensor of one value, which must not change."""
     return torch.full(shape, value, dtype=dtype, device=device)
 
 

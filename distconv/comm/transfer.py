@@ -15,10 +15,10 @@ from torch import Tensor
 from distconv.comm.packing import (
     ReceiveBuffers,
     empty_in_format,
+    filled,
     has_channels_last,
     is_without_gaps,
     pack_messages,
-    padding,
     places_apart,
     places_in,
     resolved_contiguous,
@@ -136,7 +136,7 @@ class Transfer:
         parts = [
             (own if piece == -1 else arrived[piece])
             if isinstance(piece, int)
-            else padding(piece, fill, block)
+            else filled(block.device, piece, fill, block.dtype)
             for piece in pieces
         ]
         return torch.cat(parts, along)

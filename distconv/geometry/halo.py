@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -128,13 +128,12 @@ class SlabExtent:
     crop: Interval = (0, 0)
 
 
+Windows = tuple[Window | TransposedWindow, ...]
+"""The index map of each spatial dimension: of a convolution, or of a transposed convolution."""
+
+
 @lru_cache(maxsize=4096)
-def any_halo(
-    count: Callable[..., int | None],
-    maps: tuple[Any, ...],
-    sizes: tuple[int, ...],
-    parts: tuple[int, ...],
-) -> bool | None:
+def needs_halo(maps: Windows, sizes: tuple[int, ...], parts: tuple[int, ...]) -> bool | None:
     """Return whether any part of an operator needs halos; None if it should not overlap.
 
     To overlap is to compute on the own block while halos travel. It is impossible if the local
@@ -143,15 +142,13 @@ def any_halo(
 
     Parameters
     ----------
-    count: takes the index map and size of a dimension, and a part's intervals of inputs and of
-        outputs. Returns the number of the part's outputs that need halos, or None if overlapping is
-        impossible.
-    maps: the index map of each spatial dimension.
     sizes: the number of inputs along each spatial dimension.
     parts: the number of parts into which each spatial dimension is cut.
     """
     found = False
     for m, size, n in zip(maps, sizes, parts, strict=True):
+        transposed = isinstance(m, TransposedWindow)
+        count: Any = _transposed_outputs_with_halo if transposed else _outputs_with_halo
         outputs = m.output_size(size)
         for j in distinct_parts(size, outputs, n, m.steps):
             start, stop = block(outputs, n, j)
@@ -165,27 +162,19 @@ def any_halo(
 
 @lru_cache(maxsize=4096)
 def make_boundary(
-    extents: Callable[..., tuple[Any, ...]],
     topology: Topology,
     rank: int,
     shape: tuple[int, ...],
     made: tuple[int, ...],
     cuts: Cuts,
-    maps: tuple[Any, ...],
+    maps: Windows,
 ) -> Boundary:
     """Return the boundary of one rank's block, for an operator that can overlap.
 
-    Operators for which `any_halo` returns None cannot.
-
-    Parameters
-    ----------
-    extents: takes the index map and size of a dimension, the rank's intervals of inputs and of
-        outputs, and whether the dimension is cut. Returns a `SlabExtent` of the rank's block, at
-        any positions; one of the block's elements in the buffer; one of the whole buffer; and a
-        list with one for each side that has a halo.
-    shape, made: the global shapes of input and output, both cut by `cuts`.
-    maps: the index map of each spatial dimension.
+    Operators for which `needs_halo` returns None cannot. `shape` and `made` are the global shapes
+    of input and output, both cut by `cuts`.
     """
+    extents: Any = _transposed_extents if isinstance(maps[0], TransposedWindow) else _extents
     cut = [bool(axes) for axes in cuts[2:]]
     needs = (m if c else Same() for m, c in zip(maps, cut, strict=True))
     plan = make_plan(topology, rank, shape, cuts, cuts, (Same(), Same(), *needs))
@@ -342,6 +331,12 @@ def _outputs_with_halo(window: Window, size: int, own: Interval, made: Interval)
 def _extents(
     w: Window, size: int, held: Interval, made: Interval, cut: bool
 ) -> tuple[SlabExtent, SlabExtent, SlabExtent, list[SlabExtent]]:
+    """Return the `SlabExtent`s of a dimension of `size` inputs, for `make_boundary`.
+
+    They are of the rank's block, at any positions; of the block's elements in the buffer; of the
+    whole buffer; and of each side that has a halo. `held` and `made` are the rank's intervals of
+    inputs and outputs; `cut` says whether the dimension is cut.
+    """
     count, taps = made[1] - made[0], (0, w.kernel)
     padding, reach, inside = w.padding[0], size, (0, size)
     if cut:
@@ -375,15 +370,9 @@ def _halo_extents(
     return sides
 
 
-needs_halo = partial(any_halo, _outputs_with_halo)
-"""A function (windows, sizes, parts): `any_halo` of a convolution."""
-convolution_boundary = partial(make_boundary, _extents)
-"""A function (topology, rank, shape, made, cuts, windows): `make_boundary` of a convolution."""
-
-
 # The boundary of a block of outputs of a transposed convolution: the contributions of halos.
 #
-# The mirror image of `convolution_boundary`: every input is spread over some outputs. Own inputs
+# The mirror image of a convolution's boundary: every input is spread over some outputs. Own inputs
 # and halos alike are spread as far as the taps reach, and outputs outside the own block are
 # cropped.
 #
@@ -480,9 +469,3 @@ def _shifted(side: SlabExtent, first_input: int, first_output: int) -> SlabExten
     inputs = side.inputs[0] - first_input, side.inputs[1] - first_input
     outputs = side.outputs[0] - first_output, side.outputs[1] - first_output
     return replace(side, inputs=inputs, halo=inputs, outputs=outputs)
-
-
-transposed_needs_halo = partial(any_halo, _transposed_outputs_with_halo)
-"""A function (maps, sizes, parts): `any_halo` of a transposed convolution."""
-transposed_convolution_boundary = partial(make_boundary, _transposed_extents)
-"""A function (topology, rank, shape, made, cuts, maps): `make_boundary` of the operator."""

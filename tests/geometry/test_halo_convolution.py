@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.geometry.halo import convolution_boundary, needs_halo
+from distconv.geometry.halo import make_boundary, needs_halo
 from distconv.geometry.index_maps import Window
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
@@ -38,7 +38,7 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
     found = False
     for rank in range(topology.size):
         own, out = (rank_box(s, cuts, topology, rank) for s in (shape, outputs))
-        edge = convolution_boundary(topology, rank, shape, outputs, cuts, window)
+        edge = make_boundary(topology, rank, shape, outputs, cuts, window)
         plan = edge.plan
         found |= bool(edge.slabs)
         counted: Counter[tuple[Any, ...]] = Counter()

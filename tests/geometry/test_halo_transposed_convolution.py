@@ -9,11 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.geometry.halo import (
-    LocalInput,
-    transposed_convolution_boundary,
-    transposed_needs_halo,
-)
+from distconv.geometry.halo import LocalInput, make_boundary, needs_halo
 from distconv.geometry.index_maps import TransposedWindow
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
@@ -34,7 +30,7 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
     made = tuple(m.output_size(n) for m, n in zip(spread, sizes, strict=True))
     if min(made) < 1:
         return
-    reached = transposed_needs_halo(spread, sizes, parts)
+    reached = needs_halo(spread, sizes, parts)
     if reached is None:
         return
     topology = Topology(tuple({"height": parts[0], "width": parts[1]}.get(a, 1) for a in AXES))
@@ -43,7 +39,7 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
     found = False
     for rank in range(topology.size):
         own, out = (rank_box(s, cuts, topology, rank) for s in (shape, outputs))
-        edge = transposed_convolution_boundary(topology, rank, shape, outputs, cuts, spread)
+        edge = make_boundary(topology, rank, shape, outputs, cuts, spread)
         found |= bool(edge.slabs)
         counted: Counter[tuple[Any, ...]] = Counter()
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 import distconv as dc
 from benchmarks.host_cost import RANKS, cases, chain, functions_called, square
 from distconv.device.kinds import HOST
-from distconv.geometry.halo import needs_halo, transposed_needs_halo
+from distconv.geometry.halo import needs_halo
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow, Window
 from distconv.geometry.plan import make_plan
 from distconv.geometry.topology import Topology
@@ -70,11 +70,10 @@ def _work(window: Any, ranks: int, size: int) -> int:
     assume(window.output_size(size) > 0)
     topology, cuts = Topology((1, 1, 1, 1, ranks, 1)), ((), (), ("height",), ())
     needs: tuple[IndexMap, ...] = (Same(), Same(), window, Same())
-    decide: Any = transposed_needs_halo if isinstance(window, TransposedWindow) else needs_halo
     shape = 1, 8, size, 4
     return max(
         functions_called(lambda: make_plan(topology, ranks // 2, shape, cuts, cuts, needs)),
-        functions_called(lambda: decide((window,), (size,), (ranks,))),
+        functions_called(lambda: needs_halo((window,), (size,), (ranks,))),
     )
 
 

@@ -11,14 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from distconv.device.kinds import Thresholds
-from distconv.geometry.halo import (
-    Boundary,
-    LocalInput,
-    convolution_boundary,
-    needs_halo,
-    transposed_convolution_boundary,
-    transposed_needs_halo,
-)
+from distconv.geometry.halo import LocalInput
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow, Window, cached
 from distconv.geometry.layout import Box, Cuts, Shape
 from distconv.ops.conv.local_convolution import LocalConvolution
@@ -51,11 +44,6 @@ class Convolution:
 
     transposed: ClassVar[bool] = False
     """Whether the weight is (channel, filter, *kernel), not (filter, channel, *kernel)."""
-    needs_halo: ClassVar[Callable[..., bool | None]] = staticmethod(needs_halo)
-    """A function (maps, sizes, parts) that returns whether any rank needs a halo; None if blocks of
-    inputs and outputs do not line up."""
-    boundary: ClassVar[Callable[..., Boundary]] = staticmethod(convolution_boundary)
-    """A function (topology, rank, shape, made, cuts, maps) that returns a rank's `Boundary`."""
 
     @cached_property
     def name(self) -> str:
@@ -178,8 +166,6 @@ class TransposedConvolution(Convolution):
     output_padding: Sides
 
     transposed = True
-    needs_halo = staticmethod(transposed_needs_halo)
-    boundary = staticmethod(transposed_convolution_boundary)
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
         """Return the global shape of the output; raise for arguments that torch refuses."""

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from distconv.device.kinds import (
     FEWEST_IN_DOUBT,
-    Thresholds,
     in_doubt,
     is_accelerator,
     thresholds,
 )
-from distconv.geometry.halo import Boundary, LocalInput
+from distconv.geometry.halo import Boundary, LocalInput, make_boundary, needs_halo
 from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import rank_box
 from distconv.geometry.plan import Plan
@@ -39,12 +38,14 @@ from distconv.ops.conv.overlapped import may_overlap, overlapped_convolution
 from distconv.ops.support.arguments import accepts_unbatched, to_tuple
 from distconv.ops.support.dimensions import convolves
 from distconv.ops.support.operands import (
+    HALVES,
     Placement,
     box_on_rank,
     check_equal_types,
     distributed_input,
     empty_block,
     filled_block,
+    shard_of,
 )
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -98,9 +99,6 @@ chosen_method: Callable[[], str | None] = _FORCED.get
 # A warning about blocks with too many elements for cuDNN and similar libraries.
 
 
-_HALVES = torch.bfloat16, torch.float16
-
-
 def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
     """Warn on rank 0 if its block, the largest of all, is too large for some GPU libraries.
 
@@ -113,7 +111,7 @@ def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
     operator: the name of the convolution, for the warning.
     """
     grid = x.grid
-    if grid.rank or x.dtype not in _HALVES or not is_accelerator(grid.device):
+    if grid.rank or x.dtype not in HALVES or not is_accelerator(grid.device):
         return
     if in_doubt(elements):
         layer = module_path()
@@ -161,13 +159,11 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
     weight, bias: distributed, or plain and equal on all ranks.
     spec: torch's function and its other arguments.
     """
-    meta = WeightMeta.of(weight, bias)
-    sizes = thresholds(x.grid.computes_on_gpu)
     # Boundaries would be added to results that torch keeps.
     way = chosen_method()
     if way != "assembled" and in_selective_checkpoint():
         way = "assembled"
-    plan = _plan(spec, Placement.of(x), meta, algorithm(), way, sizes)
+    plan = _plan(spec, Placement.of(x), WeightMeta.of(weight, bias), algorithm(), way)
     weight, bias, late = plan.part.operands(weight, bias)
     return plan.part.output(_convolve_block(x, weight, bias, plan), late, x.grid)
 
@@ -199,7 +195,6 @@ def _plan(
     weights: WeightMeta,
     algorithm: str,
     method: str | None,
-    sizes: Thresholds,
 ) -> _Plan:
     check_equal_types(spec.name, (x.dtype, *weights.dtypes))
     if len(weights.shape) != len(x.shape):
@@ -215,11 +210,9 @@ def _plan(
     )
     part = local_layer(layer)
     boundary, parts = None, tuple(map(x.topology.parts, x.cuts[2:]))
-    overlaps = part.stays and may_overlap(
-        x, method, spec.fewest_to_overlap(weights.shape, sizes) // part.blocks
-    )
-    if overlaps and spec.needs_halo(maps, x.shape[2:], parts):
-        boundary = spec.boundary(x.topology, x.rank, *part.alone(x), maps)
+    fewest = spec.fewest_to_overlap(weights.shape, thresholds(x.on_gpu)) // part.blocks
+    if part.stays and may_overlap(x, method, fewest) and needs_halo(maps, x.shape[2:], parts):
+        boundary = make_boundary(x.topology, x.rank, *part.alone(x), maps)
         boundary = replace(boundary, plan=x.messages(boundary.plan))
     gathered = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, part.needs, part.cuts)
     inputs = gathered and x.messages(gathered)
@@ -248,21 +241,17 @@ def without_outputs(
     few = min(x.shape[0], _SAMPLES), *x.shape[1:]
     with without_modes():
         zeros = [
-            None if t is None else _block(t).new_zeros(()).expand(few if t is x else t.shape)
+            None if t is None else shard_of(t).new_zeros(()).expand(few if t is x else t.shape)
             for t in (x, weight, bias)
         ]
         made = spec.function(*zeros, *arguments)
     outputs = x.shape[0], *made.shape[1:]
     cuts = x.cuts[0], (), *x.cuts[2:]
-    block = empty_block(_block(x), box_on_rank(outputs, cuts, x.grid).shape).to(made.dtype)
+    block = empty_block(shard_of(x), box_on_rank(outputs, cuts, x.grid).shape).to(made.dtype)
     for t in (weight, bias):
         if t is not None:  # its gradient is zero, as in serial torch, and not None
-            block = block + _block(t).reshape(-1)[:0].sum().to(made.dtype)
+            block = block + shard_of(t).reshape(-1)[:0].sum().to(made.dtype)
     return DistTensor(block, outputs, cuts, x.grid)
-
-
-def _block(x: Tensor) -> Tensor:
-    return x.shard if isinstance(x, DistTensor) else x
 
 
 # torch's convolutions and transposed convolutions, in one to three dimensions.

@@ -1,10 +1,10 @@
 """Convolutions that compute while their halos travel, and copy no activation.
 
 The local operator runs on the rank's own block, with zeros in place of the halos. After the halos
-have arrived, their contributions are added, one side after the other (`convolution_boundary`).
-Backward, the gradients of the halos are computed first and travel while the full local pass runs;
-the weight gradient is the sum of the contributions of block and sides. Only the halos are saved
-beside the input.
+have arrived, their contributions are added, one side after the other (`make_boundary`). Backward,
+the gradients of the halos are computed first and travel while the full local pass runs; the weight
+gradient is the sum of the contributions of block and sides. Only the halos are saved beside the
+input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from distconv.comm.packing import padding
+from distconv.comm.packing import filled
 from distconv.comm.transfer import Transfer, accumulate, gather
 from distconv.geometry.halo import Boundary, HaloSlab
 from distconv.geometry.layout import cutting_axes
@@ -31,7 +31,7 @@ from distconv.torch_private import ShardFunction
 def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
     """Return whether a convolution of `x` should compute while its halos travel.
 
-    The result is the same on all ranks. The caller also checks, by `any_halo`, that blocks and
+    The result is the same on all ranks. The caller also checks, by `needs_halo`, that blocks and
     windows allow it.
 
     Parameters
@@ -79,12 +79,14 @@ def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
     if slab.whole is not None:
         inputs: Tensor = slab.whole.of(halos)
         return inputs
-    parts = [part.of(halos)[part.box] for part in slab.halo]
+    parts, x = [part.of(halos)[part.box] for part in slab.halo], halos[0]
     if slab.pieces is not None:
         d, pieces = slab.pieces
-        joined = [parts[p] if isinstance(p, int) else padding(p, 0.0, halos[0]) for p in pieces]
+        joined = [
+            parts[p] if isinstance(p, int) else filled(x.device, p, 0.0, x.dtype) for p in pieces
+        ]
         return torch.cat(joined, d)
-    inputs = halos[0].new_zeros(slab.piece.shape)
+    inputs = x.new_zeros(slab.piece.shape)
     for part, values in zip(slab.halo, parts, strict=True):
         inputs[part.place] = values
     return inputs

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_
-from distconv.comm.packing import CHANNELS_LAST, has_channels_last
-from distconv.device.kinds import remembered
+from distconv.comm.packing import CHANNELS_LAST, filled, has_channels_last
 from distconv.grid.interface import Grid
 from distconv.ops.norm.statistics import (
     Form,
@@ -221,10 +220,10 @@ def _gain(weight: Tensor | None, variance: Tensor, eps: float) -> Tensor:
     device, dtype, n = variance.device, variance.dtype, variance.numel()
     if not n:
         return variance.unsqueeze(2)
-    weight = _vector(device, 1, 1.0, dtype) if weight is None else weight
+    weight = filled(device, (1,), 1.0, dtype) if weight is None else weight
     rows = weight.expand(*variance.shape, weight.shape[-1]).reshape(1, n, -1)
     # One kernel in place of a sum, a root and a product.
-    numbers = None, None, _vector(device, n, 0.0, dtype), variance.flatten()
+    numbers = None, None, filled(device, (n,), 0.0, dtype), variance.flatten()
     gain, _, _ = torch.native_batch_norm(rows, *numbers, False, 0.0, eps)
     return gain.view(*variance.shape, -1)
 
@@ -270,12 +269,6 @@ _MANY_ELEMENTS = 2**17
 torch's batch norm: measured 0.8 of its time, and 0.65 with twice as many elements."""
 
 
-@remembered
-def _vector(device: torch.device, n: int, value: float, dtype: torch.dtype) -> Tensor:
-    """Return a vector of `n` elements that all have this value."""
-    return torch.full((n,), value, dtype=dtype, device=device)
-
-
 def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, form: Form, eps: float) -> Tensor:
     """Return the sums of dy * (x - mean) / sqrt(variance + eps) and of dy over the rank's elements.
 
@@ -286,10 +279,10 @@ def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, form: Form, eps
     dy, x = (rows_if_small(t, form) for t in (dy, x))
     runs = runs_of(x, form)
     own = [runs.spread(t.unsqueeze(2)) for t in (mean, variance)]
-    ones = _vector(x.device, runs.shape[2 if runs.matrices else 1], 1.0, mean.dtype)
+    ones = filled(x.device, (runs.shape[2 if runs.matrices else 1],), 1.0, mean.dtype)
     # Without elements, as `native_batch_norm` returns them outside of training: CUDA's kernel would
     # take these numbers in place of the running statistics.
-    none = _vector(x.device, 0, 1.0, mean.dtype)
+    none = filled(x.device, (0,), 1.0, mean.dtype)
     statistics = zip(*(t.unbind() for t in own), strict=True) if runs.matrices else [own]
     kernel = torch.ops.aten.native_batch_norm_backward
     parts = []
