@@ -46,7 +46,7 @@ def exchanges(root: Tensor, leaves: Sequence[Tensor]) -> Counter[str]:
 
 def _communicates(node: Any) -> bool:
     # The norm of a rank's own statistics may be torch's on another rank.
-    alone = node.name() == "_NormalizeBlockBackward" and node.context[2] == ()
+    alone = node.name() == "_NormalizeBlockBackward" and node.context[0].group == ()
     return node.name() in FUNCTIONS and not alone
 
 

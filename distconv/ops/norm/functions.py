@@ -13,10 +13,11 @@ from torch import Tensor
 
 from distconv.comm.packing import has_channels_last
 from distconv.device.kinds import is_accelerator, thresholds
-from distconv.geometry.layout import cutting_axes
+from distconv.geometry.layout import cutting_axes, rank_box
 from distconv.ops.norm.normalize import check_parameter_types, normalize
 from distconv.ops.norm.statistics import (
     Form,
+    Norm,
     RunningStatistics,
     element_counts_of_peers,
     with_batch_stride,
@@ -70,7 +71,7 @@ def batch_norm_over(
     x = distributed_input("batch_norm", input, *channelwise)
     grid = x.grid
     kinds = tuple([None if t is None else (t.shape, t.dtype) for t in channelwise])
-    training, group, rest, counts, groups = _decide(
+    training, norm, rest, groups = _decide(
         Placement.of(x), axes, grid.device, training, momentum is None, eps, kinds
     )
     publish: Callable[[], None] | None = None
@@ -84,7 +85,7 @@ def batch_norm_over(
             own = running_mean, running_var = running_mean.clone(), running_var.clone()
             publish = partial(gather_running_statistics, x, running, own, "batch_norm")
     block = x.shard
-    alone = not (group or rest)
+    alone = not (norm.group or rest)
     if not training or (alone and _suits_torch(_mean_size(x), grid.computes_on_gpu)):
         options = training, momentum
         parameters = running_mean, running_var, weight, bias
@@ -99,9 +100,9 @@ def batch_norm_over(
     tracked = None
     if running_mean is not None and running_var is not None:
         own = running_mean, running_var
-        tracked = RunningStatistics(*own, momentum, sum(counts), grid, rest, groups, publish)
-    form = Form(block.shape[1], of_each_sample=False)
-    shard = normalize(block, weight, bias, form, grid, group, counts, eps, tracked)
+        elements = sum(norm.counts)
+        tracked = RunningStatistics(*own, momentum, elements, grid, rest, groups, publish)
+    shard = normalize(block, weight, bias, norm, grid, tracked)
     return DistTensor(shard, x.shape, x.cuts, grid)
 
 
@@ -138,12 +139,9 @@ class _Statistics(NamedTuple):
 
     training: bool
     """Whether the batch's own statistics are used; torch uses none for an empty batch."""
-    group: tuple[str, ...]
-    """The grid axes over which the statistics are taken."""
+    norm: Norm
     rest: tuple[str, ...]
-    """Other axes that cut the input."""
-    counts: tuple[int, ...]
-    """Elements of each channel on each rank along `group`."""
+    """Axes that cut the input, but along which ranks do not share statistics."""
     groups: int
     """The number of groups of ranks that have elements, and so statistics."""
 
@@ -183,7 +181,9 @@ def _decide(
             serial(*ones, training, None if without_momentum else 0.0, eps)
     rest = tuple(a for a in cutting if a not in group)
     counts = element_counts_of_peers(x, (0, *range(2, len(x.shape))), group)
-    return _Statistics(training and elements > 0, group, rest, counts, groups)
+    own = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
+    form = Form(prod(own[1:2]), of_each_sample=False, in_runs=not x.on_gpu)
+    return _Statistics(training and elements > 0, Norm(form, group, counts, eps), rest, groups)
 
 
 def own_channels(values: Any, x: DistTensor, operator: str) -> Any:
@@ -286,8 +286,8 @@ def group_norm_over(
         )
         return DistTensor(shard, x.shape, cuts, x.grid)
     counts = element_counts_of_peers(Placement.of(x), spatial, group, block=channels)
-    form = Form(groups, of_each_sample=True)
-    shard = normalize(block, weight, bias, form, x.grid, group, counts, eps)
+    form = Form(groups, of_each_sample=True, in_runs=not x.grid.computes_on_gpu)
+    shard = normalize(block, weight, bias, Norm(form, group, counts, eps), x.grid)
     return DistTensor(shard, x.shape, cuts, x.grid)
 
 
@@ -397,7 +397,8 @@ def _normalize_last(
     if eps is None:
         eps = torch.finfo(accumulation_type(x.dtype)).eps
     counts = element_counts_of_peers(Placement.of(x), over, group)
-    form = Form(prod(block.shape[:first]), True, centered=layer, weighs_elements=True)
-    rows = block.reshape(1, form.groups, prod(block.shape[first:]))
-    shard = normalize(rows, weight, bias, form, x.grid, group, counts, eps)
+    samples, on_gpu = prod(block.shape[:first]), x.grid.computes_on_gpu
+    form = Form(samples, True, centered=layer, weighs_elements=True, in_runs=not on_gpu)
+    rows = block.reshape(1, samples, prod(block.shape[first:]))
+    shard = normalize(rows, weight, bias, Norm(form, group, counts, eps), x.grid)
     return DistTensor(shard.view(block.shape), x.shape, x.cuts, x.grid)

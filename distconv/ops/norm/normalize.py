@@ -19,7 +19,7 @@ from distconv.comm.collectives import all_reduce_
 from distconv.comm.packing import CHANNELS_LAST, filled, has_channels_last
 from distconv.grid.interface import Grid
 from distconv.ops.norm.statistics import (
-    Form,
+    Norm,
     RunningStatistics,
     by_groups,
     channels_of,
@@ -54,36 +54,31 @@ def normalize(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    form: Form,
+    norm: Norm,
     grid: Grid,
-    group: tuple[str, ...],
-    counts: tuple[int, ...],
-    eps: float,
     running: RunningStatistics | None = None,
 ) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias for the block `x`.
 
-    The ranks along `group`, over which statistics are taken, call it.
+    The ranks along `norm.group` call it.
 
     Parameters
     ----------
     weight, bias: this rank's numbers, one for each channel or for each spatial position.
-    counts: the number of elements of a statistic on each rank along `group`.
     running: the running statistics to update, if any.
     """
-    accelerator = grid.computes_on_gpu
-    if accelerator:
-        form = form._replace(in_runs=False)
-    x = in_format_of(x, x)
+    form, x = norm.form, in_format_of(x, x)
     # The choice is the same on all ranks, whose functions exchange messages.
-    synchronized = accelerator and form.centered and not (form.weighs_elements or x.is_meta)
+    synchronized = (
+        grid.computes_on_gpu and form.centered and not (form.weighs_elements or x.is_meta)
+    )
     last = synchronized and form.of_each_sample and has_channels_last(x)
     block = x.contiguous() if last else x
-    args = block, weight, bias, form, grid, group, counts, eps, running
+    args = block, weight, bias, norm, grid, running
     y: Tensor = (
         SynchronizedNorm.apply(*args)
         if synchronized
-        else _NormalizeBlock.apply(*args, None if group else _zero_of(weight, bias))
+        else _NormalizeBlock.apply(*args, None if norm.group else _zero_of(weight, bias))
     )
     return y.contiguous(memory_format=CHANNELS_LAST[y.dim()]) if last else y
 
@@ -106,28 +101,25 @@ class _NormalizeBlock(ShardFunction):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        form: Form,
+        norm: Norm,
         grid: Grid,
-        group: tuple[str, ...],
-        counts: tuple[int, ...],
-        eps: float,
         running: RunningStatistics | None,
         zero: Tensor | None,
     ) -> Tensor:
-        mean, variance = moments(x, form, grid, group, counts)
+        mean, variance = moments(x, norm, grid)
         if running is not None:
             # Before anything is saved: a checkpoint stops recomputation at that point.
             running.update(mean, variance)
-        if not form.centered:
+        if not norm.form.centered:
             variance, mean = variance + mean.square(), torch.zeros_like(mean)
         ctx.save_for_backward(x, weight, mean, variance, zero)
         of_bias = None if bias is None else (bias.dtype, bias.shape)
-        ctx.context = form, grid, group, counts, eps, of_bias
-        if not form.weighs_elements:
+        ctx.context = norm, grid, of_bias
+        if not norm.form.weighs_elements:
             return _affine(
-                x, mean, variance, _of_groups(weight, mean), _of_groups(bias, mean), form, eps
+                x, mean, variance, _of_groups(weight, mean), _of_groups(bias, mean), norm
             )
-        y = _affine(x, mean, variance, None, None, form, eps)
+        y = _affine(x, mean, variance, None, None, norm)
         y = y if weight is None else y * weight.reshape(-1)
         y = y if bias is None else y.add_(bias.reshape(-1))
         return in_type(y, x.dtype)
@@ -135,26 +127,24 @@ class _NormalizeBlock(ShardFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance, zero = ctx.saved_tensors
-        form, grid, group, counts, eps, bias = ctx.context
-        count = max(sum(counts), 1)
-        dy = grads[0]
+        (norm, grid, bias), dy = ctx.context, grads[0]
         dweight: Tensor | None = None
         dbias: Tensor | None = None
         if torch.is_grad_enabled():
-            dx, dweight, dbias = recorded_gradients(dy, x, weight, form, grid, group, count, eps)
+            dx, dweight, dbias = recorded_gradients(dy, x, weight, norm, grid)
             if zero is not None:
                 dx, dweight = dx + in_type(zero, dx.dtype), dweight + zero
-        elif form.weighs_elements:
+        elif norm.form.weighs_elements:
             rows = 1, x.shape[1], prod(x.shape[2:])
             dbias = None if bias is None else dy.view(rows).sum((0, 1))
             if weight is not None:
-                standard = _affine(x, mean, variance, None, None, form, eps)
+                standard = _affine(x, mean, variance, None, None, norm)
                 dweight = (dy * standard).view(rows).sum((0, 1))
                 dy = in_type(dy * weight.reshape(-1), x.dtype)
-            dx, _, _ = _gradients(dy, x, None, mean, variance, form, grid, group, count, eps)
+            dx, _, _ = _gradients(dy, x, None, mean, variance, norm, grid)
         else:
             dx, dweight, dbias = _gradients(
-                dy, x, _of_groups(weight, mean), mean, variance, form, grid, group, count, eps
+                dy, x, _of_groups(weight, mean), mean, variance, norm, grid
             )
         return (
             dx,
@@ -162,7 +152,7 @@ class _NormalizeBlock(ShardFunction):
             if dweight is None or weight is None
             else in_type(dweight, weight.dtype).view(weight.shape),
             None if dbias is None or bias is None else in_type(dbias, bias[0]).view(bias[1]),
-            *(None,) * 7,
+            *(None,) * 4,
         )
 
 
@@ -172,31 +162,28 @@ def _gradients(
     weight: Tensor | None,
     mean: Tensor,
     variance: Tensor,
-    form: Form,
+    norm: Norm,
     grid: Grid,
-    group: tuple[str, ...],
-    count: int,
-    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of input, weight and bias; the last two have a number for each channel.
 
     dx = gain * dy - mean(gain * dy) - standardised x * mean(gain * dy * standardised x), with means
-    over the `count` elements of a statistic, and gain = weight / sqrt(variance + eps). `weight` is
+    over the elements of a statistic, and gain = weight / sqrt(variance + eps). `weight` is
     (1, groups, channels of a group).
     """
     dy = in_format_of(dy, x)
-    gain = _gain(weight, variance, eps)
-    sums = _sums(dy, x, mean, variance, form, eps)
+    gain = _gain(weight, variance, norm.eps)
+    sums = _sums(dy, x, mean, variance, norm)
     zero = constant(x.device, (0,), gain.dtype)
-    total = torch.addcmul(zero, sums, gain, value=-1 / count)
+    total = torch.addcmul(zero, sums, gain, value=-1 / max(sum(norm.counts), 1))
     if total.shape[3] != 1:
         total = total.sum(3, keepdim=True)
-    if group:
-        all_reduce_(total, grid, group)
+    if norm.group:
+        all_reduce_(total, grid, norm.group)
     slope, offset = total.unbind()
-    dx = _affine(x, mean, variance, slope, offset if form.centered else None, form, eps)
+    dx = _affine(x, mean, variance, slope, offset if norm.form.centered else None, norm)
     if x.numel():
-        runs = channels_of(x, form)
+        runs = channels_of(x, norm.form)
         runs.of(dx).addcmul_(runs.of(dy), runs.spread(gain))
     of_samples = sums.squeeze(1) if sums.shape[1] == 1 else sums.sum(1)
     of_weight, of_bias = of_samples.flatten(1).unbind()
@@ -234,8 +221,7 @@ def _affine(
     variance: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    form: Form,
-    eps: float,
+    norm: Norm,
 ) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias for a block `x`.
 
@@ -244,6 +230,7 @@ def _affine(
     """
     if not x.numel():
         return torch.empty_like(x)
+    form, eps = norm.form, norm.eps
     whole_groups = weight is None or weight.shape[2] == 1
     block = by_groups(x, form) if whole_groups else x
     runs = channels_of(block, form)
@@ -269,15 +256,15 @@ _MANY_ELEMENTS = 2**17
 torch's batch norm: measured 0.8 of its time, and 0.65 with twice as many elements."""
 
 
-def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, form: Form, eps: float) -> Tensor:
+def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, norm: Norm) -> Tensor:
     """Return the sums of dy * (x - mean) / sqrt(variance + eps) and of dy over the rank's elements.
 
     Their shape is (2, samples, groups, channels of a group).
     """
     if not x.numel():
-        return mean.new_zeros((2, *mean.shape, x.shape[1] // max(form.groups, 1)))
-    dy, x = (rows_if_small(t, form) for t in (dy, x))
-    runs = runs_of(x, form)
+        return mean.new_zeros((2, *mean.shape, x.shape[1] // max(norm.form.groups, 1)))
+    dy, x = (rows_if_small(t, norm.form) for t in (dy, x))
+    runs = runs_of(x, norm.form)
     own = [runs.spread(t.unsqueeze(2)) for t in (mean, variance)]
     ones = filled(x.device, (runs.shape[2 if runs.matrices else 1],), 1.0, mean.dtype)
     # Without elements, as `native_batch_norm` returns them outside of training: CUDA's kernel would
@@ -290,7 +277,7 @@ def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, form: Form, eps
         own_mean, own_variance = (t.flatten().contiguous() for t in numbers)
         _, *sums = kernel(
             *(own_dy, own_x, ones, own_mean, own_variance, none, none),
-            *(False, eps, [False, True, True]),
+            *(False, norm.eps, [False, True, True]),
         )
         parts.append(sums)
     sums = torch.stack(runs.collect(parts))

@@ -50,6 +50,23 @@ class Form(NamedTuple):
     in_runs: bool = True
 
 
+class Norm(NamedTuple):
+    """The elements and ranks over which a norm takes its statistics.
+
+    Attributes
+    ----------
+    form: the elements of a rank's block.
+    group: the grid axes along which ranks share statistics.
+    counts: the number of elements of a statistic on each rank along `group`, in rank order.
+    eps: the number that is added to variances.
+    """
+
+    form: Form
+    group: tuple[str, ...]
+    counts: tuple[int, ...]
+    eps: float
+
+
 class Runs(NamedTuple):
     """The division of a block (N, C, *spatial) without gaps into runs of elements.
 
@@ -212,21 +229,17 @@ def element_counts_of_peers(
     return tuple(block * prod(box[d] for d in over) for box in boxes)
 
 
-def moments(
-    x: Tensor, form: Form, grid: Grid, group: tuple[str, ...], counts: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, norm: Norm, grid: Grid) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance, (samples, groups), in `accumulation_type`.
 
-    They are over the block `x`, in the dimensions that `form` gives, and over the blocks of all
-    ranks along `group`, which call it together. `counts` are the numbers of elements of a statistic
-    on these ranks.
+    They are over the block `x` and the blocks of all ranks along `norm.group`, which call it.
     """
     if x.numel():
-        own = _of_block(x, form)
+        own = _of_block(x, norm.form)
     else:
-        samples = x.shape[0] if form.of_each_sample else 1
-        own = x.new_zeros((2, samples, form.groups), dtype=accumulation_type(x.dtype))
-    return combined(own, grid, group, counts)
+        samples = x.shape[0] if norm.form.of_each_sample else 1
+        own = x.new_zeros((2, samples, norm.form.groups), dtype=accumulation_type(x.dtype))
+    return combined(own, grid, norm.group, norm.counts)
 
 
 def combined(
@@ -348,20 +361,13 @@ class RunningStatistics(NamedTuple):
 
 
 def recorded_gradients(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    form: Form,
-    grid: Grid,
-    group: tuple[str, ...],
-    count: int,
-    eps: float,
+    dy: Tensor, x: Tensor, weight: Tensor | None, norm: Norm, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of input, weight and bias, recorded for differentiation to any order.
 
-    Collective. `dy` is the gradient of the norm of the block `x`, whose statistics are over all
-    ranks along `group`, of `count` elements each.
+    Collective. `dy` is the gradient of the norm of the block `x`.
     """
+    form, count = norm.form, max(sum(norm.counts), 1)
     groups, channels = form.groups, x.shape[1] // max(form.groups, 1)
     shape = x.shape[0], groups, channels, prod(x.shape[2:])
     over = (2, 3) if form.of_each_sample else (0, 2, 3)
@@ -369,11 +375,11 @@ def recorded_gradients(
     dy, deviation = (to_accumulation_type(t).reshape(shape) for t in (dy, x))
 
     def mean(t: Tensor) -> Tensor:
-        return all_reduce_with_grad(t.sum(over, keepdim=True), grid, group) / count
+        return all_reduce_with_grad(t.sum(over, keepdim=True), grid, norm.group) / count
 
     if form.centered:
         deviation = deviation - mean(deviation)
-    scale = torch.rsqrt(mean(deviation.square()) + eps)
+    scale = torch.rsqrt(mean(deviation.square()) + norm.eps)
     standard = deviation * scale
     dweight, dbias = (dy * standard).sum(of_weight), dy.sum(of_weight)
     if weight is not None:

@@ -21,6 +21,7 @@ from distconv.comm.collectives import all_gather, all_reduce_
 from distconv.grid.interface import Grid
 from distconv.ops.norm.statistics import (
     Form,
+    Norm,
     RunningStatistics,
     divisor_from,
     in_format_of,
@@ -33,8 +34,8 @@ from distconv.torch_private import ShardFunction
 class SynchronizedNorm(ShardFunction):
     """Normalise a block (N, C, *spatial) by statistics over several ranks.
 
-    Statistics are of each channel. If `form.of_each_sample`, they are of each sample and group of
-    channels. The block is then contiguous, and samples and channels together are the channels of
+    Statistics are of each channel. If `norm.form.of_each_sample`, they are of each sample and group
+    of channels. The block is then contiguous, and samples and channels together are the channels of
     the kernels: each has the numbers of its group.
     """
 
@@ -44,35 +45,32 @@ class SynchronizedNorm(ShardFunction):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        form: Form,
+        norm: Norm,
         grid: Grid,
-        group: tuple[str, ...],
-        counts: tuple[int, ...],
-        eps: float,
         running: RunningStatistics | None,
     ) -> Tensor:
+        form, eps = norm.form, norm.eps
         own = _statistics_of_groups(x, form, eps) if form.of_each_sample else _of_channels(x, eps)
-        mean, invstd = _combined(*own, grid, group, counts, eps, running)
+        mean, invstd = _combined(*own, norm, grid, running)
         ctx.save_for_backward(x, weight, mean, invstd)
-        ctx.context = form, grid, group, counts, eps, None if bias is None else bias.dtype
+        ctx.context = norm, grid, None if bias is None else bias.dtype
         weight, bias = (_for_kernel(p, x, form, mean.dtype) for p in (weight, bias))
         return _affine(x, _channels(x, form), weight, bias, mean, invstd, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
-        form, grid, group, counts, eps, bias = ctx.context
+        norm, grid, bias = ctx.context
         if torch.is_grad_enabled():
-            count = max(sum(counts), 1)
-            made = recorded_gradients(grads[0], x, weight, form, grid, group, count, eps)
+            made = recorded_gradients(grads[0], x, weight, norm, grid)
         else:
-            made = _gradients(grads[0], x, weight, mean, invstd, form, grid, group, counts, eps)
+            made = _gradients(grads[0], x, weight, mean, invstd, norm, grid)
         dx, dweight, dbias = made
         return (
             dx,
             None if weight is None else in_type(dweight, weight.dtype),
             None if bias is None else in_type(dbias, bias),
-            *(None,) * 6,
+            *(None,) * 3,
         )
 
 
@@ -111,14 +109,11 @@ def _gradients(
     weight: Tensor | None,
     mean: Tensor,
     invstd: Tensor,
-    form: Form,
+    norm: Norm,
     grid: Grid,
-    group: tuple[str, ...],
-    counts: tuple[int, ...],
-    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias. The ranks along `group` call it."""
-    n, c = x.shape[:2]
+    """Return the gradients of input, weight and bias. The ranks along `norm.group` call it."""
+    form, (n, c) = norm.form, x.shape[:2]
     split = n, form.groups, c // max(form.groups, 1)
     dy, weight = in_format_of(dy, x), _for_kernel(weight, x, form, mean.dtype)
     dbias, of_deviation, dweight = _sums(dy, x, _channels(x, form), mean, invstd)
@@ -127,11 +122,11 @@ def _gradients(
         total = (total if weight is None else total * weight).view(2, *split)
         if split[2] != 1:
             total = total.sum(3, keepdim=True)
-    if group:
-        all_reduce_(total, grid, group)
+    if norm.group:
+        all_reduce_(total, grid, norm.group)
     if form.of_each_sample:
         total = total.expand(2, *split).reshape(2, -1)
-    dx = _gradient_of_input(dy, x, form, weight, mean, invstd, total, counts, eps)
+    dx = _gradient_of_input(dy, x, weight, mean, invstd, total, norm)
     if form.of_each_sample and n != 1:
         dweight, dbias = (t.view(n, c).sum(0) for t in (dweight, dbias))
     return dx, dweight, dbias
@@ -140,13 +135,11 @@ def _gradients(
 def _gradient_of_input(
     dy: Tensor,
     x: Tensor,
-    form: Form,
     weight: Tensor | None,
     mean: Tensor,
     invstd: Tensor,
     total: Tensor,
-    counts: tuple[int, ...],
-    eps: float,
+    norm: Norm,
 ) -> Tensor:
     """Return the gradient of the input.
 
@@ -160,14 +153,14 @@ def _gradient_of_input(
     """
     if not x.numel():
         return torch.empty_like(x)
-    channels, weighted = _channels(x, form), form.of_each_sample
+    channels, weighted = _channels(x, norm.form), norm.form.of_each_sample
     of_block = -1, x.shape[1], *(1,) * (x.dim() - 2)
     if _run_length(x, channels):
         gain = invstd if weight is None else invstd * weight
         slopes = invstd if weighted else gain
         zero = constant(x.device, (0,), mean.dtype)
-        scaled = torch.addcmul(zero, total, slopes, value=-1 / max(sum(counts), 1))
-        dx = _affine(x, channels, scaled[1] * invstd, scaled[0], mean, invstd, eps)
+        scaled = torch.addcmul(zero, total, slopes, value=-1 / max(sum(norm.counts), 1))
+        dx = _affine(x, channels, scaled[1] * invstd, scaled[0], mean, invstd, norm.eps)
         return dx.addcmul_(dy, gain.view(of_block))
     if weighted and weight is not None:
         dy, weight = dy * in_type(weight, dy.dtype).view(of_block), None
@@ -175,7 +168,7 @@ def _gradient_of_input(
         dy, block = dy.view(*channels, -1), x.view(*channels, -1)
     else:
         block = x
-    numbers = constant(x.device, counts, torch.int32)
+    numbers = constant(x.device, norm.counts, torch.int32)
     dx = torch.batch_norm_backward_elemt(
         dy, block, mean, invstd, weight, total[0], total[1], numbers
     )
@@ -278,16 +271,15 @@ def _sums(
 def _combined(
     mean: Tensor,
     invstd: Tensor,
+    norm: Norm,
     grid: Grid,
-    group: tuple[str, ...],
-    counts: tuple[int, ...],
-    eps: float,
     running: RunningStatistics | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the statistics over all ranks along `group`, flat, and update running statistics.
+    """Return the statistics over all ranks along `norm.group`, and update running statistics.
 
-    Collective. `mean` and `invstd` are this rank's; they may be expanded.
+    Collective. `mean` and `invstd` are this rank's; they may be expanded. The results are flat.
     """
+    _, group, counts, eps = norm
     in_kernel = group and running and not running.rest and running.mean.dtype == mean.dtype
     if group and any(counts):
         parts = all_gather(torch.stack([mean, invstd]), grid, group).flatten(2)
