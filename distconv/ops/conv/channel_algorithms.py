@@ -279,7 +279,7 @@ def local_layer(layer: LayerCall) -> LocalLayer:
     channels of the input but not the weight.
     """
     if layer.groups > 1:
-        return _grouped_layer_part(layer)
+        return _grouped_local_layer(layer)
     x, d, outputs, operator = layer.x, layer.dimension, layer.outputs, layer.operator
     of_filters, of_channels = (1, 0) if layer.transposed else (0, 1)
     division = _division(layer, of_filters, of_channels)
@@ -308,7 +308,7 @@ def local_layer(layer: LayerCall) -> LocalLayer:
     )
 
 
-def _grouped_layer_part(layer: LayerCall) -> LocalLayer:
+def _grouped_local_layer(layer: LayerCall) -> LocalLayer:
     """Return a rank's part of a grouped layer: its own filters, and the channels of their groups.
 
     The channels of a group that lies on several ranks are sent to all of these ranks. Each of them

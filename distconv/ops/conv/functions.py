@@ -135,9 +135,9 @@ def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
 class _Plan(NamedTuple):
     """A rank's plan for computing its part of a convolution; cached by global metadata."""
 
-    part: LocalLayer
+    layer: LocalLayer
     inputs: Plan | None
-    """The plan that gathers the part's inputs; None if every rank has its own."""
+    """The plan that gathers the layer's inputs; None if every rank has its own."""
     local: LocalConvolution
     buffer: LocalInput
     """The arguments of the local operator on the gathered inputs."""
@@ -164,24 +164,24 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
     if way != "assembled" and in_selective_checkpoint():
         way = "assembled"
     plan = _plan(spec, Placement.of(x), WeightMeta.of(weight, bias), algorithm(), way)
-    weight, bias, late = plan.part.operands(weight, bias)
-    return plan.part.output(_convolve_block(x, weight, bias, plan), late, x.grid)
+    weight, bias, late = plan.layer.operands(weight, bias)
+    return plan.layer.output(_convolve_block(x, weight, bias, plan), late, x.grid)
 
 
 def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
     """Return the outputs of this rank's part; `weight` and `bias` are this rank's blocks."""
-    part, operator = plan.part, plan.part.operator
+    layer, operator = plan.layer, plan.layer.operator
     if plan.elements > FEWEST_IN_DOUBT:
         warn_of_large_block(x, plan.elements, operator)
     if plan.boundary is not None:
         return overlapped_convolution(x, weight, bias, plan.local, plan.boundary, operator)
     # Only the local operator reads the buffer, and makes its gradient.
     computes = 0 not in plan.made and (weight.numel() > 0 or not plan.weighted)
-    buffer = gather_by(plan.inputs, x, part.cuts, operator, owns_gradient=computes)
+    buffer = gather_by(plan.inputs, x, layer.cuts, operator, owns_gradient=computes)
     if buffer.shape[1] == 1:
         buffer = one_channel_in_sample_format(buffer, x.shape, x.cuts, x.grid)
     if plan.weighted and not weight.numel():
-        return part.empty_result(buffer, weight, bias)
+        return layer.empty_result(buffer, weight, bias)
     if 0 not in plan.made:
         return plan.local.recorded(plan.buffer, buffer, weight, bias)
     inputs = filled_block(buffer, (1, buffer.shape[1], *plan.buffer.shape[2:]))
@@ -205,22 +205,21 @@ def _plan(
     shape = spec.output_shape(x.shape, weights.shape, weights.bias)
     maps = spec.index_maps(weights.shape[2:])
     needs = (Same(), Same(), *spec.inputs_to_gather(maps, x.cuts))
-    layer = LayerCall(
-        spec.name, x, weights, shape, needs, algorithm, 1, spec.groups, spec.transposed
+    layer = local_layer(
+        LayerCall(spec.name, x, weights, shape, needs, algorithm, 1, spec.groups, spec.transposed)
     )
-    part = local_layer(layer)
     boundary, parts = None, tuple(map(x.topology.parts, x.cuts[2:]))
-    fewest = spec.fewest_to_overlap(weights.shape, thresholds(x.on_gpu)) // part.blocks
-    if part.stays and may_overlap(x, method, fewest) and needs_halo(maps, x.shape[2:], parts):
-        boundary = make_boundary(x.topology, x.rank, *part.alone(x), maps)
+    fewest = spec.fewest_to_overlap(weights.shape, thresholds(x.on_gpu)) // layer.blocks
+    if layer.stays and may_overlap(x, method, fewest) and needs_halo(maps, x.shape[2:], parts):
+        boundary = make_boundary(x.topology, x.rank, *layer.alone(x), maps)
         boundary = replace(boundary, plan=x.messages(boundary.plan))
-    gathered = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, part.needs, part.cuts)
+    gathered = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, layer.needs, layer.cuts)
     inputs = gathered and x.messages(gathered)
-    local = replace(spec.local, groups=part.groups)
-    given, made = rank_box(x.shape, x.cuts, x.topology, x.rank).shape, part.box.shape
+    local = replace(spec.local, groups=layer.groups)
+    given, made = rank_box(x.shape, x.cuts, x.topology, x.rank).shape, layer.box.shape
     elements = max(prod(given), prod(made))
-    buffer, weighted = spec.buffer(maps, x, part.box), 0 not in weights.shape
-    return _Plan(part, inputs, local, buffer, boundary, made, weighted, elements)
+    buffer, weighted = spec.buffer(maps, x, layer.box), 0 not in weights.shape
+    return _Plan(layer, inputs, local, buffer, boundary, made, weighted, elements)
 
 
 # Transposed convolutions whose output has no positions: what serial torch makes of them.

@@ -425,19 +425,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _along_merged(x, weight, bias)
     shape = (*x.shape[:-1], weight.shape[0])
     needs = (Same(),) * x.dim()
-    layer = LayerCall(
-        "linear",
-        Placement.of(x),
-        WeightMeta.of(weight, bias),
-        shape,
-        needs,
-        algorithm(),
-        dimension=x.dim() - 1,
+    meta, d = WeightMeta.of(weight, bias), x.dim() - 1
+    layer = local_layer(
+        LayerCall("linear", Placement.of(x), meta, shape, needs, algorithm(), dimension=d)
     )
-    part = local_layer(layer)
-    weight, bias, late = part.operands(weight, bias)
-    buffer = gather_inputs(x, part.needs, part.cuts, part.operator)
-    return part.output(F.linear(buffer, weight, bias), late, x.grid)
+    weight, bias, late = layer.operands(weight, bias)
+    buffer = gather_inputs(x, layer.needs, layer.cuts, layer.operator)
+    return layer.output(F.linear(buffer, weight, bias), late, x.grid)
 
 
 def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
