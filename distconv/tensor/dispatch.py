@@ -27,12 +27,6 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 """The rule of each torch function on DistTensors: a function of the same arguments."""
 
 
-WITHOUT_MERGED: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""For a rule that works on merged tensors as they lie, the rule beneath it, for all other calls.
-
-A rule without an entry reads `shard`, which moves the blocks of a merged tensor."""
-
-
 def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
     """Register the decorated rule as the implementation of torch functions for DistTensors.
 

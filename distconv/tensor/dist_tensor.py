@@ -47,7 +47,6 @@ from distconv.tensor.dispatch import (
     RULES,
     UNCHECKED,
     WAYS_OUT,
-    WITHOUT_MERGED,
     ShardNode,
     innermost_call,
     refuse,
@@ -638,6 +637,12 @@ _OWN_AFFAIRS = {
     torch.detach,
 }
 """Functions that change no value, so that a rank may call them alone."""
+
+
+WITHOUT_MERGED: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""For a rule that works on merged tensors as they lie, the rule beneath it, for all other calls.
+
+A rule without an entry reads `shard`, which moves the blocks of a merged tensor."""
 
 
 def _run(

@@ -46,7 +46,6 @@ OF_MERGED = frozenset(
         "ops/support/merged.py",
         "ops/warp/grid_sample.py",
         "tensor/base.py",
-        "tensor/dispatch.py",
         "tensor/dist_tensor.py",
     }
 )

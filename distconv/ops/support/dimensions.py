@@ -35,8 +35,8 @@ from distconv.ops.support.merged import (
 )
 from distconv.ops.support.operands import broadcast_shape
 from distconv.tensor.base import tensors_in
-from distconv.tensor.dispatch import WITHOUT_MERGED, Rule
-from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.dispatch import Rule
+from distconv.tensor.dist_tensor import WITHOUT_MERGED, DistTensor
 
 
 def _on_merged(special: Callable[..., Any]) -> Callable[[Rule], Rule]:
