@@ -14,7 +14,6 @@ from distconv.device.kinds import Thresholds
 from distconv.geometry.halo import LocalInput
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow, Window, cached
 from distconv.geometry.layout import Box, Cuts, Shape
-from distconv.ops.conv.local_convolution import LocalConvolution
 from distconv.ops.support.arguments import TensorMeta, check_on_meta
 from distconv.ops.support.operands import Placement
 from distconv.ops.support.windows import window_needs
@@ -49,13 +48,6 @@ class Convolution:
     def name(self) -> str:
         """Return the name of torch's function, for messages and records."""
         return self.function.__name__
-
-    @cached_property
-    def local(self) -> LocalConvolution:
-        """Return the operator that a rank runs on its own inputs."""
-        return LocalConvolution(
-            self.function, self.stride, self.dilation, self.groups, self.transposed
-        )
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
         """Return the global shape of the output; raise for arguments that torch refuses.

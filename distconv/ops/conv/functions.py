@@ -22,7 +22,7 @@ from distconv.device.kinds import (
 )
 from distconv.geometry.halo import Boundary, LocalInput, make_boundary, needs_halo
 from distconv.geometry.index_maps import Same
-from distconv.geometry.layout import rank_box
+from distconv.geometry.layout import cutting_axes, rank_box
 from distconv.geometry.plan import Plan
 from distconv.grid.words import module_path
 from distconv.ops.conv.channel_algorithms import (
@@ -34,7 +34,7 @@ from distconv.ops.conv.channel_algorithms import (
 )
 from distconv.ops.conv.convolution import Convolution, TransposedConvolution
 from distconv.ops.conv.local_convolution import LocalConvolution
-from distconv.ops.conv.overlapped import may_overlap, overlapped_convolution
+from distconv.ops.conv.overlapped import overlapped_convolution
 from distconv.ops.support.arguments import accepts_unbatched, to_tuple
 from distconv.ops.support.dimensions import convolves
 from distconv.ops.support.operands import (
@@ -56,7 +56,7 @@ from distconv.torch_private import in_selective_checkpoint, without_modes
 
 # The user's choice between the two ways to compute a convolution on a cut plane.
 #
-# By default `ops.conv.overlapped.may_overlap` chooses, by the size of a block.
+# By default `_may_overlap` chooses, by the size of a block.
 
 
 METHODS = ("assembled", "overlapped")
@@ -94,6 +94,18 @@ def method(name: str) -> Iterator[None]:
 
 chosen_method: Callable[[], str | None] = _FORCED.get
 """Return the method set by `method`; None outside of it."""
+
+
+def _may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
+    """Return whether a convolution of `x` should compute while its halos travel, if blocks allow.
+
+    `method` is the user's choice, or None. By default blocks of `smallest` elements and more do.
+    """
+    # torch decomposes complex convolutions above the level at which they overlap.
+    if method == "assembled" or not any(x.cuts[2:]) or x.dtype.is_complex:
+        return False
+    ranks = x.topology.parts(cutting_axes(x.cuts))
+    return method == "overlapped" or prod(x.shape) >= smallest * ranks
 
 
 # A warning about blocks with too many elements for cuDNN and similar libraries.
@@ -210,12 +222,14 @@ def _plan(
     )
     boundary, parts = None, tuple(map(x.topology.parts, x.cuts[2:]))
     fewest = spec.fewest_to_overlap(weights.shape, thresholds(x.on_gpu)) // layer.blocks
-    if layer.stays and may_overlap(x, method, fewest) and needs_halo(maps, x.shape[2:], parts):
+    if layer.stays and _may_overlap(x, method, fewest) and needs_halo(maps, x.shape[2:], parts):
         boundary = make_boundary(x.topology, x.rank, *layer.alone(x), maps)
         boundary = replace(boundary, plan=x.messages(boundary.plan))
     gathered = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, layer.needs, layer.cuts)
     inputs = gathered and x.messages(gathered)
-    local = replace(spec.local, groups=layer.groups)
+    local = LocalConvolution(
+        spec.function, spec.stride, spec.dilation, layer.groups, spec.transposed
+    )
     given, made = rank_box(x.shape, x.cuts, x.topology, x.rank).shape, layer.box.shape
     elements = max(prod(given), prod(made))
     buffer, weighted = spec.buffer(maps, x, layer.box), 0 not in weights.shape

@@ -10,7 +10,6 @@ input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -19,32 +18,11 @@ from torch import Tensor, is_grad_enabled
 from distconv.comm.packing import filled
 from distconv.comm.transfer import Transfer, accumulate, gather
 from distconv.geometry.halo import Boundary, HaloSlab
-from distconv.geometry.layout import cutting_axes
 from distconv.ops.conv.local_convolution import LocalConvolution, crop_outputs
-from distconv.ops.support.operands import Placement
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.memory_format import one_channel_in_sample_format
 from distconv.tensor.redistribution import record_gather
 from distconv.torch_private import ShardFunction
-
-
-def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
-    """Return whether a convolution of `x` should compute while its halos travel.
-
-    The result is the same on all ranks. The caller also checks, by `needs_halo`, that blocks and
-    windows allow it.
-
-    Parameters
-    ----------
-    method: the method set by the user, or None.
-    smallest: the smallest block, in elements, with which overlapping is faster; it decides if
-        `method` is None.
-    """
-    # torch decomposes complex convolutions above the level at which they overlap.
-    if method == "assembled" or not any(x.cuts[2:]) or x.dtype.is_complex:
-        return False
-    ranks = x.topology.parts(cutting_axes(x.cuts))
-    return method == "overlapped" or prod(x.shape) >= smallest * ranks
 
 
 def overlapped_convolution(
