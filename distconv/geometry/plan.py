@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, product
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -31,7 +31,6 @@ from distconv.geometry.index_maps import (
 )
 from distconv.geometry.layout import (
     Cuts,
-    Shape,
     block,
     cutting_axes,
     distinct_parts,
@@ -469,32 +468,3 @@ def _is_identity(needs: IndexMap, size: int) -> bool:
     if isinstance(needs, Window):
         return (needs.kernel, needs.stride, needs.padding) == (1, 1, (0, 0))
     return needs in (Same(), AdaptiveWindow(size), Strided(0, 1, size))
-
-
-# Plans that bring the rows of several ranks to all of them, concatenated.
-
-
-def concatenation(lengths: Sequence[int], ranks: Sequence[int], rank: int, row: Shape) -> Plan:
-    """Return `rank`'s plan for bringing the rows of all `ranks` to each of them, in their order.
-
-    Parameters
-    ----------
-    lengths: the number of rows of each of `ranks`, which include `rank`.
-    row: the shape of a row.
-    """
-    here = ranks.index(rank)
-    starts = [0, *accumulate(lengths)]
-    of_row = tuple(slice(0, n) for n in row)
-    places = [(slice(a, a + n), *of_row) for a, n in zip(starts, lengths, strict=False)]
-    mine = (slice(0, lengths[here]), *of_row)
-    size = prod(row)
-    others = [i for i in range(len(ranks)) if i != here]
-    full = lengths[here] and size
-    return Plan(
-        block_shape=(lengths[here], *row),
-        buffer_shape=(starts[-1], *row),
-        own=((mine, places[here]),) if full else (),
-        sends=tuple(Route.of(ranks[i], (mine,)) for i in others if full),
-        receives=tuple(Route.of(ranks[i], (places[i],)) for i in others if lengths[i] and size),
-        identity=len(ranks) == 1,
-    )

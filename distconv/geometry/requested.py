@@ -1,7 +1,7 @@
-"""Plans of what ranks ask for: a box of a tensor each, or rows of one dimension.
+"""Plans of boxes or rows that ranks ask for, and of rows that masks pick.
 
-The needs of most operators follow from shapes alone (`plan`). What a warp samples, and what a
-tensor of positions picks, depends on values, so the ranks tell each other first. Index arithmetic
+The needs of most operators follow from shapes alone (`plan`). What a warp samples, and what
+positions or masks pick, depends on values, so the ranks tell each other first. Index arithmetic
 only.
 """
 
@@ -85,5 +85,31 @@ def rows_plan(
         own=((leaving[here], arriving[here]),) if sent[here] and size else (),
         sends=tuple(Route.of(ranks[i], (leaving[i],)) for i in full if sent[i]),
         receives=tuple(Route.of(ranks[i], (arriving[i],)) for i in full if received[i]),
+        identity=len(ranks) == 1,
+    )
+
+
+def concatenation(lengths: Sequence[int], ranks: Sequence[int], rank: int, row: Shape) -> Plan:
+    """Return `rank`'s plan for bringing the rows of all `ranks` to each of them, in their order.
+
+    Parameters
+    ----------
+    lengths: the number of rows of each of `ranks`, which include `rank`.
+    row: the shape of a row.
+    """
+    here = ranks.index(rank)
+    starts = [0, *accumulate(lengths)]
+    of_row = tuple(slice(0, n) for n in row)
+    places = [(slice(a, a + n), *of_row) for a, n in zip(starts, lengths, strict=False)]
+    mine = (slice(0, lengths[here]), *of_row)
+    size = prod(row)
+    others = [i for i in range(len(ranks)) if i != here]
+    full = lengths[here] and size
+    return Plan(
+        block_shape=(lengths[here], *row),
+        buffer_shape=(starts[-1], *row),
+        own=((mine, places[here]),) if full else (),
+        sends=tuple(Route.of(ranks[i], (mine,)) for i in others if full),
+        receives=tuple(Route.of(ranks[i], (places[i],)) for i in others if lengths[i] and size),
         identity=len(ranks) == 1,
     )

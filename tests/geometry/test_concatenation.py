@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.geometry.plan import concatenation
+from distconv.geometry.requested import concatenation
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.sampled_from([(), (3,), (2, 0)]))
