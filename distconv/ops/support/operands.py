@@ -85,15 +85,16 @@ def shard_of(x: Any) -> Any:
     return x.shard if isinstance(x, DistTensor) else x
 
 
-def may_read(x: DistTensor) -> bool:
+def may_read(x: DistTensor, in_replays: bool = False) -> bool:
     """Return whether a rule may read elements, to move only what they ask for; alike on all ranks.
 
     In a dry run there are none. While dc.compile traces a program, or a graph of the device is
-    captured, what is read once would hold in all replays.
+    captured, what is read once would hold in all replays. `in_replays` says that the replays of a
+    program read again (`opaque_call`).
     """
     device = x.shard.device
     captured = is_accelerator(device) and is_capturing(device)
-    return not (x.shard.is_meta or is_traced() or captured)
+    return not (x.shard.is_meta or captured or (is_traced() and not in_replays))
 
 
 def gather_whole(x: Any, operator: str) -> Any:
