@@ -28,6 +28,7 @@ from distconv.geometry.plan import Plan, concatenation
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
+from distconv.ops.support.parameter_slices import sliced
 from distconv.tensor.dispatch import is_traced
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import common_grid as common_grid
@@ -149,7 +150,7 @@ def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -
         return x.shard if x.cuts == own else redistribute(x, own, operator).shard
     if not cutting_axes(own):
         return x
-    return x[box_on_rank(x.shape, own, grid).slices]
+    return sliced(x, box_on_rank(x.shape, own, grid).slices)
 
 
 def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
