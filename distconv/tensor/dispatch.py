@@ -320,17 +320,21 @@ def outermost_call() -> ModuleCall | None:
 
 
 class ShardNode:
-    """The autograd node of a shard, as `DistTensor.grad_fn` shows it: hooks are refused.
+    """The autograd node of a shard, which `find` returns, as `grad_fn` shows it: hooks are refused.
 
     A hook of the node would get this rank's part of the gradient, not the serial one. A node that
     calls hooks itself, with serial gradients, has a list of them as its attribute `serial_hooks`.
     The attribute `function` of a node is the user's Function for which it stands.
     """
 
-    __slots__ = ("_node",)
+    __slots__ = ("_find",)
 
-    def __init__(self, node: Any) -> None:
-        self._node = node
+    def __init__(self, find: Callable[[], Any]) -> None:
+        self._find = find
+
+    @property
+    def _node(self) -> Any:
+        return self._find()
 
     def name(self) -> str:
         """Return the name that the node has in serial torch."""

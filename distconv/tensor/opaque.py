@@ -36,7 +36,7 @@ class _Opaque(ShardFunction):
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        run = _Forward(function, ctx.needs_input_grad[1:])
+        run = _RecordedCall(function, ctx.needs_input_grad[1:])
         result, *ctx.kept = called_in_replays(run, *tensors)
         return result
 
@@ -47,8 +47,8 @@ class _Opaque(ShardFunction):
         return None, *(next(found) if needed else None for needed in ctx.needs_input_grad[1:])
 
 
-class _Forward:
-    """A call of `function` that returns its result, and what `_gradients` needs.
+class _RecordedCall:
+    """A call of `function` that returns its result, and what the backward pass needs.
 
     Attributes
     ----------
