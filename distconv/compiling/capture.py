@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.compiling.trace import RANDOM, Communication, Pass
+from distconv.compiling.trace import RANDOM, Communication, OpaqueCall, Pass
 from distconv.device import streams
 from distconv.device.kinds import is_accelerator
 from distconv.device.streams import GraphedFunction
@@ -34,6 +34,8 @@ def why_not(one: Pass, device: torch.device) -> str:
         function = node.target
         if isinstance(function, Communication) and not function.transport.ordered:
             return f"transport {function.transport.name!r} makes the host wait for the GPU"
+        if isinstance(function, OpaqueCall):
+            return "it warps an image by boxes that depend on values (grid_sample)"
         if not isinstance(function, Operator):
             continue
         if RANDOM in function.tags:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 
-from distconv.compiling.trace import Communication, Pass, wait
+from distconv.compiling.trace import Communication, OpaqueCall, Pass, wait
 from distconv.grid.ranks import world
 from distconv.torch_private import signature_of
 from distconv.transport.interface import Request
@@ -171,7 +171,8 @@ def compiled(one: Pass, backend: str) -> Callable[..., Any]:
 def _apart(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that stay in Python, between compiled functions.
 
-    Compilers do not know these: oneDNN's convolution, and computations in its memory layout.
+    Compilers do not know these: oneDNN's convolution, computations in its memory layout, and opaque
+    calls.
     """
     apart: set[fx.Node] = set()
     in_onednn: set[fx.Node] = set()
@@ -179,7 +180,10 @@ def _apart(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in unknown or not in_onednn.isdisjoint(node.all_input_nodes):
+        of_apart = node.target is getitem and node.args[0] in apart
+        opaque = isinstance(node.target, OpaqueCall)
+        used = not in_onednn.isdisjoint(node.all_input_nodes)
+        if opaque or of_apart or used or node.target in unknown:
             apart.add(node)
         if node.target is aten.to_mkldnn.default or (
             node in apart and node.target in (aten.convolution_backward.default, getitem)

@@ -6,7 +6,7 @@ the backward pass as graphs of torch.fx, on this rank's blocks, and messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import getitem
@@ -59,6 +59,17 @@ class Communication:
         if self.method == "exchange":
             arguments = (*arguments, self.transport.next_tag())
         return getattr(self.transport, self.method)(*arguments, *self.group)
+
+
+class OpaqueCall:
+    """A function that reads values and sends what they ask for, as the function of a node."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self.__name__ = function, "opaque_call"
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = self._function(*tensors)
+        return found
 
 
 def wait(request: Request) -> None:
@@ -126,12 +137,13 @@ class Trace(DispatchMode):
     passes: the forward pass, and the backward pass once it has begun.
     obstacle: the reason why the graph cannot be replayed; "" if it can.
     seen: the node that stands for each tensor, weakly.
+    paused: whether nothing is recorded now.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.passes: list[Pass] = []
-        self.obstacle, self._paused = "", False
+        self.obstacle, self.paused = "", False
         self.seen = WeakTensorKeyDictionary()
         self._kept: dict[fx.Node, fx.Node] = {}
         """The nodes of the forward pass that the backward pass uses, with their nodes there."""
@@ -192,14 +204,27 @@ class Trace(DispatchMode):
                 self._kept[node] = self.passes[-1].constant(constant)
         return self._kept[node]
 
+    def opaque(self, function: Callable[..., Any], *tensors: Tensor) -> Sequence[Tensor]:
+        """Return the results of `function`, which is recorded as one node, with its messages.
+
+        Its results may have other shapes in each replay, if only such functions use them.
+        """
+        given, call = self.standing_for(tensors), OpaqueCall(function)
+        with self.pause():
+            results = call(*tensors)
+        node = self.graph.call_function(call, given)
+        for i, x in enumerate(results):
+            self.seen[x] = self.graph.call_function(getitem, (node, i))
+        return results
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Record nothing within the context."""
-        self._paused = True
+        before, self.paused = self.paused, True
         try:
             yield
         finally:
-            self._paused = False
+            self.paused = before
 
     def hinder(self, why: str) -> None:
         """Note `why` the graph cannot be replayed; a first note stays."""
@@ -207,7 +232,7 @@ class Trace(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self.paused:
             return func(*args, **kwargs)
         if RANDOM in func.tags:
             self._check_random()
@@ -272,6 +297,8 @@ class _TracedCarrier(WrappedTransport):
     def _call(self, method: str, *arguments: Any, last: tuple[Any, ...] = ()) -> Any:
         """Call a method of the carrier and record it; `last` is a communicator or a tag."""
         trace, run = self._trace, getattr(self.carrier, method)
+        if trace.paused:  # the message is part of an opaque call
+            return run(*arguments, *last)
         given = trace.standing_for(arguments)
         with trace.pause():
             result = run(*arguments, *last)

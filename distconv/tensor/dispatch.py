@@ -6,7 +6,7 @@ A function without a rule is refused by `UnsupportedOperation`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -172,12 +172,17 @@ class SerialTrace:
 class ReplayTrace(Protocol):
     """A torch dispatch mode by which the library traces a program, to replay it."""
 
+    paused: bool
+
     def __enter__(self) -> object: ...
 
     def __exit__(self, *error: Any) -> object: ...
 
     def has_made_zeros(self, x: Tensor) -> bool:
         """Return whether `x` is zeros that the traced program has made, as in every replay."""
+
+    def opaque(self, function: Callable[..., Any], *tensors: Tensor) -> Sequence[Tensor]:
+        """Return the results of a function that each replay calls, as one step."""
 
 
 _traces: list[ReplayTrace] = []
@@ -195,13 +200,21 @@ def replay_trace(mode: ReplayTrace) -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Return whether the library itself traces the program, to replay it (`compiling/trace.py`)."""
-    return bool(_traces)
+    """Return whether the library itself traces the program, to replay it (`compiling/trace.py`).
+
+    Within a call that replays repeat as a whole (`opaque.py`), it does not.
+    """
+    return any(not trace.paused for trace in _traces)
 
 
 def is_traced_zeros(x: Tensor) -> bool:
     """Return whether the library traces the program, and has seen it make the zeros `x`."""
     return any(trace.has_made_zeros(x) for trace in _traces)
+
+
+def called_in_replays(function: Callable[..., Any], *tensors: Tensor) -> Sequence[Tensor]:
+    """Return the results of `function`, which replays of a traced program call with new tensors."""
+    return _traces[-1].opaque(function, *tensors) if is_traced() else function(*tensors)
 
 
 def others_look_on() -> bool:
@@ -301,17 +314,21 @@ def outermost_call() -> ModuleCall | None:
 
 
 class ShardNode:
-    """The autograd node of a shard, as `DistTensor.grad_fn` shows it: hooks are refused.
+    """The autograd node of a shard, which `find` returns, as `grad_fn` shows it: hooks are refused.
 
     A hook of the node would get this rank's part of the gradient, not the serial one. A node that
     calls hooks itself, with serial gradients, has a list of them as its attribute `serial_hooks`.
     The attribute `function` of a node is the user's Function for which it stands.
     """
 
-    __slots__ = ("_node",)
+    __slots__ = ("_find",)
 
-    def __init__(self, node: Any) -> None:
-        self._node = node
+    def __init__(self, find: Callable[[], Any]) -> None:
+        self._find = find
+
+    @property
+    def _node(self) -> Any:
+        return self._find()
 
     def name(self) -> str:
         """Return the name that the node has in serial torch."""

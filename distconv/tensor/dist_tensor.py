@@ -448,10 +448,16 @@ class DistTensor(Chunked):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """Return the autograd node that made the shard, without its hooks; None for a leaf."""
+        """Return the autograd node that made the shard, without its hooks; None for a leaf.
+
+        No communication. If the tensor is pending, the first use of the node computes its elements,
+        which is collective.
+        """
         check_recorded("grad_fn", self)
+        if self.pending is not None:
+            return ShardNode(lambda: self.held.grad_fn) if self.requires_grad else None
         node = self.held.grad_fn
-        return None if node is None else ShardNode(node)
+        return None if node is None else ShardNode(lambda: node)
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -98,3 +99,54 @@ def test_data_of_another_type_are_an_error_that_leaves_the_parameter_whole() -> 
     assert p.sum().item() == 3.0
     p.data = x
     assert torch.equal(p, torch.ones(2, 3, 4, 4)) and type(p) is nn.Parameter
+
+
+class _Scaled(nn.Module):
+    """A network of which each operator needs its parameter in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.PReLU(8), nn.GroupNorm(2, 8))
+        self.scale = nn.Parameter(torch.randn(8, 1, 1))
+        self.last, self.head = nn.Conv2d(8, 4, 1, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last((self.layers(x) * self.scale).tanh())
+        z: Tensor = self.head(y.movedim(1, -1))
+        return z.square().sum()
+
+
+def _exchanged(p: Tensor, other: Tensor) -> None:
+    p.data, other.data = other.data, p.data
+
+
+CHANGES: list[Callable[[Tensor, Tensor], object]] = [
+    lambda p, other: setattr(p, "data", other),
+    _exchanged,
+    lambda p, other: p.data.copy_(other),
+    lambda p, other: p.data.mul_(2),
+    lambda p, other: (setattr(p, "data", other), p.data.mul_(2)),
+]
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("axis", ["height", "channel"])
+def test_data_set_before_the_backward_pass_are_those_that_serial_torch_uses(axis: str) -> None:
+    grid = dc.ProcessGrid(**{axis: -1})
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 4, 6, 5, dtype=torch.float64, generator=g)
+    for change in CHANGES:
+        torch.manual_seed(0)
+        serial = _Scaled().double()
+        model = dc.parallelize(deepcopy(serial), grid)
+        for _ in range(2):
+            given = x.clone().requires_grad_(), dc.distribute_tensor(x, grid).requires_grad_()
+            for module, one in zip((serial, model), given, strict=True):
+                loss = module(one)
+                for p in module.parameters():
+                    change(p, p.detach().clone() + 0.5)
+                loss.backward()
+            expected, actual = (one.grad for one in given)
+            assert deviation(actual.full_tensor(), expected) < 1e-12
+            for mine, yours in zip(model.parameters(), serial.parameters(), strict=True):
+                assert deviation(mine.grad, yours.grad) < 1e-12

@@ -27,6 +27,7 @@ from distconv.geometry.plan import Slices, elements_moved
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.ops.support.operands import Placement
+from distconv.ops.support.parameter_slices import sliced
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs, reduce_scatter
 from distconv.torch_private import ShardFunction
@@ -93,7 +94,7 @@ class _WeightBlock:
         """
         if isinstance(operand, DistTensor):
             return gather_inputs(operand, self.needs, self.cuts, operator)
-        return operand if self.slices is None else operand[self.slices]
+        return operand if self.slices is None else sliced(operand, self.slices)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from distconv.ops.support.operands import (
     common_grid,
     gather_whole,
 )
+from distconv.ops.support.parameter_slices import follow
 from distconv.ops.support.spectra import is_fresh_spectrum
 from distconv.tensor.aliasing import prepare_write, update_views
 from distconv.tensor.base import tensors_in
@@ -90,12 +91,15 @@ def set_data(input: DistTensor, value: Tensor) -> None:
 def _set_data(x: Tensor, value: Any) -> None:
     """Replace torch's setter of `x.data`: a plain tensor gets the whole of a DistTensor.
 
+    The slices of a parameter follow.
+
     All ranks call it if `value` is a DistTensor.
     """
     if isinstance(value, DistTensor) and not isinstance(x, DistTensor):
         with torch.no_grad():
             value = value.full_tensor()
     torch_private.set_data(x, value)
+    follow(x)
 
 
 torch_private.at_first_grid(partial(torch_private.replace_data_setter, _set_data))

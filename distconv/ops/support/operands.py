@@ -25,6 +25,7 @@ from distconv.geometry.plan import Plan
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
+from distconv.ops.support.parameter_slices import sliced
 from distconv.tensor.dispatch import is_traced
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import common_grid as common_grid
@@ -82,15 +83,16 @@ def shard_of(x: Any) -> Any:
     return x.shard if isinstance(x, DistTensor) else x
 
 
-def may_read(x: DistTensor) -> bool:
+def may_read(x: DistTensor, in_replays: bool = False) -> bool:
     """Return whether a rule may read elements, to move only what they ask for; alike on all ranks.
 
     In a dry run there are none. While dc.compile traces a program, or a graph of the device is
-    captured, what is read once would hold in all replays.
+    captured, what is read once would hold in all replays. `in_replays` says that the replays of a
+    program read again (`opaque_call`).
     """
     device = x.shard.device
     captured = is_accelerator(device) and is_capturing(device)
-    return not (x.shard.is_meta or is_traced() or captured)
+    return not (x.shard.is_meta or captured or (is_traced() and not in_replays))
 
 
 def gather_whole(x: Any, operator: str) -> Any:
@@ -145,7 +147,7 @@ def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -
         return x.shard if x.cuts == own else redistribute(x, own, operator).shard
     if not cutting_axes(own):
         return x
-    return x[box_on_rank(x.shape, own, grid).slices]
+    return sliced(x, box_on_rank(x.shape, own, grid).slices)
 
 
 def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:

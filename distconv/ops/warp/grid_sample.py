@@ -7,6 +7,7 @@ boxes, a few numbers, and then exchange the boxes by one plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import cast
 
@@ -21,6 +22,7 @@ from distconv.device.kinds import thresholds
 from distconv.geometry.index_maps import Interval
 from distconv.geometry.layout import Box, Cuts, Layout, Shape, cutting_axes, rank_box
 from distconv.geometry.requested import boxes_plan
+from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.merged import factors_of, is_merged, merge_as, unmerge, unmerged
 from distconv.ops.support.operands import (
@@ -37,6 +39,7 @@ from distconv.ops.support.operands import (
 from distconv.ops.warp.positions import Relocate, Sampling, extremes
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.opaque import opaque_call
 
 NAME = "grid_sample"
 
@@ -69,23 +72,46 @@ def grid_sample(
     block = box_on_rank(shape, cuts, x.grid).shape
     if _gathers(x, padding_mode):
         plane = uncut(x, range(2, x.dim()), NAME).shard
-        box = [(0, n) for n in x.shape[2:]]
+        shard = _sampled(plane, own, block, options)
     else:
-        accelerated = x.grid.computes_on_gpu
-        sampling = Sampling(*options, x.dim() == 4 or accelerated, accelerated)
-        box = extremes(sampling, own.detach(), x.shape[2:])
-        plane = _boxes(x, box)
+        about = tuple(x.shape), x.cuts, x.grid
+        shard = opaque_call(partial(_sampled_in_box, about, block, options), x.shard, own)
+    return DistTensor(shard, shape, cuts, x.grid)
+
+
+def _sampled(plane: Tensor, own: Tensor, block: Shape, options: tuple[str, str, bool]) -> Tensor:
+    """Return the values of whole planes at this rank's points, of shape `block`."""
     if 0 in block:
         # Depends on both operands in the graph, as on the ranks that have elements.
-        shard = empty_block(plane, block) + empty_block(own, block)
-    elif all(pair == (0, n) for pair, n in zip(box, x.shape[2:], strict=True)):
-        shard = F.grid_sample(plane, own, *options)
-    else:
-        moved = Relocate.apply(own, sampling, x.shape[2:], box)
-        wide, padding = to_accumulation_type(plane), sampling.padding_in_box
-        values = F.grid_sample(wide, moved, mode, padding, bool(align_corners))
-        shard = in_type(values, plane.dtype)
-    return DistTensor(shard, shape, cuts, x.grid)
+        return empty_block(plane, block) + empty_block(own, block)
+    return F.grid_sample(plane, own, *options)
+
+
+def _sampled_in_box(
+    about: tuple[Shape, Cuts, Grid],
+    block: Shape,
+    options: tuple[str, str, bool],
+    shard: Tensor,
+    own: Tensor,
+) -> Tensor:
+    """Return the values, of shape `block`, of planes at this rank's points. Collective.
+
+    Parameters
+    ----------
+    about: the shape, cuts and grid of the planes, of which `shard` is this rank's block.
+    own: this rank's points.
+    """
+    x = DistTensor(shard, *about)
+    plane_shape = tuple(x.shape[2:])
+    accelerated = x.grid.computes_on_gpu
+    sampling = Sampling(*options, x.dim() == 4 or accelerated, accelerated)
+    box = extremes(sampling, own.detach(), plane_shape)
+    plane = _boxes(x, box)
+    if 0 in block or all(pair == (0, n) for pair, n in zip(box, plane_shape, strict=True)):
+        return _sampled(plane, own, block, options)
+    moved = Relocate.apply(own, sampling, plane_shape, box)
+    wide, padding = to_accumulation_type(plane), sampling.padding_in_box
+    return in_type(F.grid_sample(wide, moved, options[0], padding, options[2]), plane.dtype)
 
 
 def _by_samples(
@@ -104,10 +130,7 @@ def _by_samples(
     apart = unmerge(points, (runs[0], *((n,) for n in points.shape[1:])))
     own = local_operand(apart, tuple(apart.shape), cuts, x.grid, NAME).flatten(0, lead - 1)
     plane, block = x.shard.flatten(0, lead - 1), box_on_rank(made, cuts, x.grid).shape
-    if 0 in block:
-        shard = empty_block(plane, block) + empty_block(own, block)
-    else:
-        shard = F.grid_sample(plane, own, *options).reshape(block)
+    shard = _sampled(plane, own, block, options).reshape(block)
     return cast(DistTensor, merge_as(DistTensor(shard, made, cuts, x.grid), shape))
 
 
@@ -127,7 +150,7 @@ def _gathers(x: DistTensor, padding_mode: str) -> bool:
     on up to which the type has all integers, and for reflected positions, that cannot be repeated
     in a box.
     """
-    if not any(x.cuts[2:]) or 0 in x.shape or not may_read(x):
+    if not any(x.cuts[2:]) or 0 in x.shape or not may_read(x, in_replays=True):
         return True
     accelerated = x.grid.computes_on_gpu
     # The first rank holds the most samples and channels.

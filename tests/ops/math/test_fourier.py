@@ -317,7 +317,10 @@ def test_metadata_of_a_pending_transform_moves_nothing() -> None:
         assert x_ft.requires_grad and not x_ft.is_leaf and x_ft.is_complex()
         assert not kept.requires_grad and kept.is_leaf and kept.grid_layout == x_ft.grid_layout
         assert "pending, shape=(1, 4, 8, 5)" in repr(x_ft) and x_ft.grad is None
+        node = x_ft.grad_fn
+        assert node is not None and kept.grad_fn is None
     assert not sizes
+    assert node == x_ft.shard.grad_fn == x_ft.grad_fn
 
 
 @pytest.mark.parallel([2])

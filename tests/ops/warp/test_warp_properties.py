@@ -25,7 +25,7 @@ PADDINGS = ("zeros", "border", "reflection")
 
 
 @pytest.fixture(autouse=True)
-def _no_plane_is_small() -> Iterator[None]:
+def no_plane_is_small() -> Iterator[None]:
     """Let boxes move in all tests, however small the planes are."""
 
     def none_gathered(accelerator: bool) -> object:
