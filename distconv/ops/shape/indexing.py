@@ -6,7 +6,7 @@ rank than before; only these elements are sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from distconv.ops.shape.lookup import picked_by_mask, rows_at, selected
 from distconv.ops.shape.reshape import unflatten, unsqueeze
 from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dim, strided_run
 from distconv.ops.support.dimensions import joins_along, takes_slices
+from distconv.ops.support.merged import merge_as, places_of_factors
 from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.base import Run
@@ -273,27 +274,93 @@ def select(input: DistTensor, dim: int, index: int) -> DistTensor:
 def split(
     tensor: DistTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
 ) -> tuple[DistTensor, ...]:
-    shapes = check_on_meta(torch.split, any_type(tensor), split_size_or_sections, dim)
-    return consecutive(tensor, [shape[dim] for shape in shapes], dim)
+    return _split(tensor, _lengths(torch.split, tensor, split_size_or_sections, dim), dim)
 
 
 @implements(torch.chunk, torch.Tensor.chunk)
 def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...]:
-    shapes = check_on_meta(torch.chunk, any_type(input), chunks, dim)
-    return consecutive(input, [shape[dim] for shape in shapes], dim)
+    return _split(input, _lengths(torch.chunk, input, chunks, dim), dim)
+
+
+# torch lets programs write to these slices in place, also under autograd.
+
+
+@implements(torch.unsafe_split, torch.Tensor.unsafe_split)
+def unsafe_split(tensor: DistTensor, split_size: int, dim: int = 0) -> tuple[DistTensor, ...]:
+    return consecutive(tensor, _lengths(torch.unsafe_split, tensor, split_size, dim), dim)
+
+
+@implements(torch.unsafe_split_with_sizes, torch.Tensor.unsafe_split_with_sizes)
+def unsafe_split_with_sizes(
+    input: DistTensor, split_sizes: Sequence[int], dim: int = 0
+) -> tuple[DistTensor, ...]:
+    lengths = _lengths(torch.unsafe_split_with_sizes, input, split_sizes, dim)
+    return consecutive(input, lengths, dim)
+
+
+@implements(torch.unsafe_chunk, torch.Tensor.unsafe_chunk)
+def unsafe_chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...]:
+    return consecutive(input, _lengths(torch.unsafe_chunk, input, chunks, dim), dim)
+
+
+def _lengths(function: Callable[..., Any], x: DistTensor, *arguments: Any) -> list[int]:
+    """Return the lengths of the slices that `function(x, *arguments)` returns.
+
+    The last of `arguments` is the dimension.
+    """
+    shapes = check_on_meta(function, any_type(x), *arguments)
+    return [shape[arguments[-1]] for shape in shapes]
 
 
 def consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
     """Return slices of the given lengths along `dim`; each begins where the one before it ends."""
     d = normalize_dim(dim, x.dim())
-    bounds = pairwise(accumulate(lengths, initial=0))
-    return tuple(slice_of(x, d, start, stop) for start, stop in bounds)
+    return tuple(slice_of(x, d, start, stop) for start, stop in _bounds(lengths))
+
+
+def _bounds(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return pairwise(accumulate(lengths, initial=0))
+
+
+def _split(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
+    picks = [slice(*bounds) for bounds in _bounds(lengths)]
+    return _parts(x, dim, picks, lambda block, d: block.split(tuple(lengths), d))
 
 
 @implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
 def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
-    d = normalize_dim(dim, input.dim())
-    return tuple(select(input, d, i) for i in range(input.shape[d]))
+    size = input.shape[normalize_dim(dim, input.dim())]
+    return _parts(input, dim, range(size), torch.unbind)
+
+
+def _parts(
+    x: DistTensor,
+    dim: int,
+    picks: Sequence[int | slice],
+    function: Callable[[Tensor, int], Sequence[Tensor]],
+) -> tuple[DistTensor, ...]:
+    """Return `x` at each of `picks` along `dim`.
+
+    Along a dimension that is whole on every rank, `function` returns the same parts of a block. Its
+    gradient is one tensor, while the gradient of every slice has the size of the block.
+    """
+    d = normalize_dim(dim, x.dim())
+    places, stored = places_of_factors(x)[d], x.stored
+    inner = places[0]
+    if len(places) > 1 or stored.pending is not None or stored.cuts[inner]:
+        return tuple(getitem(x, (*(slice(None),) * d, pick)) for pick in picks)
+
+    def part(shard: Tensor, pick: int | slice) -> DistTensor:
+        index = *(slice(None),) * inner, pick
+        kept = () if isinstance(pick, int) else (shard.shape[inner],)
+        shape, cuts = (
+            (*given[:inner], *new, *given[inner + 1 :])
+            for given, new in ((stored.shape, kept), (stored.cuts, ((),) * len(kept)))
+        )
+        made = make_view(stored, shard, shape, cuts, lambda base: getitem(base, index))
+        return merge_as(made, (*x.shape[:d], *kept, *x.shape[d + 1 :])) if stored is not x else made
+
+    return tuple(map(part, function(stored.shard, inner), picks))
 
 
 @implements(torch.cat, torch.concat, torch.concatenate)
