@@ -44,3 +44,17 @@ def test_gradients_of_parts_take_a_share_of_the_serial_memory(parts: Parts) -> N
     serial = peak_of(partial(_step, parts, serial=True)).whole
     most = max(MPI.COMM_WORLD.allgather(peak_of(partial(_step, parts, serial=False)).whole))
     assert most / serial < 1.02 / 2, most / serial
+
+
+@pytest.mark.parallel([2])
+def test_only_unsafe_parts_are_written_in_place_under_autograd() -> None:
+    x = dc.distribute_tensor(torch.ones(1, 4, 6, 2), dc.ProcessGrid(height=-1)).requires_grad_()
+    for parts in (torch.chunk, torch.unsafe_chunk):
+        y = x.clone()
+        part = parts(y, 2, 1)[1]
+        if parts is torch.chunk:
+            with pytest.raises(RuntimeError, match="multiple views"):
+                part.mul_(3)
+        else:
+            part.mul_(3)
+            assert y.sum().item() == 96
