@@ -18,8 +18,7 @@ from distconv.geometry.index_maps import IndexMap, Same, Strided, WrittenSlice
 from distconv.ops.shape.lookup import picked_by_mask, rows_at, selected
 from distconv.ops.shape.reshape import unflatten, unsqueeze
 from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dim, strided_run
-from distconv.ops.support.dimensions import joins_along, takes_slices
-from distconv.ops.support.merged import merge_as, places_of_factors
+from distconv.ops.support.dimensions import divides_along, joins_along, takes_slices
 from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.base import Run
@@ -324,43 +323,39 @@ def _bounds(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _split(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
     picks = [slice(*bounds) for bounds in _bounds(lengths)]
-    return _parts(x, dim, picks, lambda block, d: block.split(tuple(lengths), d))
+    d = normalize_dim(dim, x.dim())
+    return _parts(x, d, picks, lambda block, d: block.split(tuple(lengths), d))
 
 
 @implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
 def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
-    size = input.shape[normalize_dim(dim, input.dim())]
-    return _parts(input, dim, range(size), torch.unbind)
+    d = normalize_dim(dim, input.dim())
+    return _parts(input, d, range(input.shape[d]), torch.unbind)
 
 
+@divides_along
 def _parts(
     x: DistTensor,
-    dim: int,
+    d: int,
     picks: Sequence[int | slice],
     function: Callable[[Tensor, int], Sequence[Tensor]],
 ) -> tuple[DistTensor, ...]:
-    """Return `x` at each of `picks` along `dim`.
+    """Return `x` at each of `picks` along dimension `d`.
 
     Along a dimension that is whole on every rank, `function` returns the same parts of a block. Its
     gradient is one tensor, while the gradient of every slice has the size of the block.
     """
-    d = normalize_dim(dim, x.dim())
-    places, stored = places_of_factors(x)[d], x.stored
-    inner = places[0]
-    if len(places) > 1 or stored.pending is not None or stored.cuts[inner]:
-        return tuple(getitem(x, (*(slice(None),) * d, pick)) for pick in picks)
+    indices = [(*(slice(None),) * d, pick) for pick in picks]
+    if x.cuts[d] or x.pending is not None:
+        return tuple(getitem(x, index) for index in indices)
 
-    def part(shard: Tensor, pick: int | slice) -> DistTensor:
-        index = *(slice(None),) * inner, pick
-        kept = () if isinstance(pick, int) else (shard.shape[inner],)
-        shape, cuts = (
-            (*given[:inner], *new, *given[inner + 1 :])
-            for given, new in ((stored.shape, kept), (stored.cuts, ((),) * len(kept)))
-        )
-        made = make_view(stored, shard, shape, cuts, lambda base: getitem(base, index))
-        return merge_as(made, (*x.shape[:d], *kept, *x.shape[d + 1 :])) if stored is not x else made
+    def part(shard: Tensor, index: tuple[Any, ...]) -> DistTensor:
+        kept = () if isinstance(index[d], int) else (shard.shape[d],)
+        shape = (*x.shape[:d], *kept, *x.shape[d + 1 :])
+        cuts = (*x.cuts[:d], *((),) * len(kept), *x.cuts[d + 1 :])
+        return make_view(x, shard, shape, cuts, lambda base: getitem(base, index))
 
-    return tuple(map(part, function(stored.shard, inner), picks))
+    return tuple(map(part, function(x.shard, d), indices))
 
 
 @implements(torch.cat, torch.concat, torch.concatenate)

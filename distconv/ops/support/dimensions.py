@@ -338,6 +338,28 @@ def joins_along(rule: Rule) -> Rule:
     return _on_any_merged(special)(rule)
 
 
+def divides_along(rule: Rule) -> Rule:
+    """Let a rule of (input, d, ...), which divides along dimension `d`, take merged tensors.
+
+    The rule returns a tuple of parts, all with dimension `d` or all without. `d` itself must not be
+    merged.
+    """
+
+    def special(rule: Rule, input: Any, d: int, *args: Any) -> Any:
+        inner, *others = places_of_factors(input)[d]
+        if others:
+            return NotImplemented
+
+        def merged(part: Tensor) -> Tensor:
+            kept = part.shape[inner : inner + part.dim() + 1 - input.unmerged.dim()]
+            result: Tensor = merge_as(part, (*input.shape[:d], *kept, *input.shape[d + 1 :]))
+            return result
+
+        return tuple(map(merged, rule(input.unmerged, inner, *args)))
+
+    return _on_merged(special)(rule)
+
+
 def gathers_along(rule: Rule) -> Rule:
     """Let a rule of (input, index, d), which is torch.gather, take merged tensors.
 
