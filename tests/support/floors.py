@@ -43,6 +43,7 @@ OF_MERGED = frozenset(
         "ops/shape/reshape.py",
         "ops/shape/scatter.py",
         "ops/support/dimensions.py",
+        "ops/support/expanded.py",
         "ops/support/merged.py",
         "ops/warp/grid_sample.py",
         "tensor/base.py",

@@ -15,6 +15,7 @@ from distconv.geometry.layout import Cuts
 from distconv.ops.pool.average import check_pooled_type
 from distconv.ops.reduce.sums import mean
 from distconv.ops.support.arguments import accepts_unbatched
+from distconv.ops.support.dimensions import works_on_samples
 from distconv.ops.support.operands import apply_along, box_on_rank, empty_block
 from distconv.ops.support.windows import with_some_channel
 from distconv.tensor.base import whole_number
@@ -116,6 +117,7 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
     name = f"adaptive_avg_pool{n}d"
 
     @implements(local)
+    @works_on_samples(local, n)
     @accepts_unbatched(name, n)
     def rule(input: DistTensor, output_size: Any) -> DistTensor:
         check_pooled_type(name, input, input.is_floating_point() or input.is_complex())
@@ -153,6 +155,7 @@ def _adaptive_max_pool(local: Callable[..., Any], functions: Any, n: int, places
         return values if x.shape[1] else values.reshape(*x.shape[:2], *values.shape[2:])
 
     @implements(*functions)
+    @works_on_samples(functions[0], n)
     @accepts_unbatched(name, n)
     def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> Any:
         check_pooled_type(name, input, input.is_floating_point())

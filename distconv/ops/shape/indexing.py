@@ -6,7 +6,7 @@ rank than before; only these elements are sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from distconv.geometry.index_maps import IndexMap, Same, Strided, WrittenSlice
 from distconv.ops.shape.lookup import picked_by_mask, rows_at, selected
 from distconv.ops.shape.reshape import unflatten, unsqueeze
 from distconv.ops.support.arguments import any_type, check_on_meta, normalize_dim, strided_run
-from distconv.ops.support.dimensions import joins_along, takes_slices
+from distconv.ops.support.dimensions import divides_along, joins_along, takes_slices
 from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.base import Run
@@ -273,27 +273,89 @@ def select(input: DistTensor, dim: int, index: int) -> DistTensor:
 def split(
     tensor: DistTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
 ) -> tuple[DistTensor, ...]:
-    shapes = check_on_meta(torch.split, any_type(tensor), split_size_or_sections, dim)
-    return consecutive(tensor, [shape[dim] for shape in shapes], dim)
+    return _split(tensor, _lengths(torch.split, tensor, split_size_or_sections, dim), dim)
 
 
 @implements(torch.chunk, torch.Tensor.chunk)
 def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...]:
-    shapes = check_on_meta(torch.chunk, any_type(input), chunks, dim)
-    return consecutive(input, [shape[dim] for shape in shapes], dim)
+    return _split(input, _lengths(torch.chunk, input, chunks, dim), dim)
+
+
+# torch lets programs write to these slices in place, also under autograd.
+
+
+@implements(torch.unsafe_split, torch.Tensor.unsafe_split)
+def unsafe_split(tensor: DistTensor, split_size: int, dim: int = 0) -> tuple[DistTensor, ...]:
+    return consecutive(tensor, _lengths(torch.unsafe_split, tensor, split_size, dim), dim)
+
+
+@implements(torch.unsafe_split_with_sizes, torch.Tensor.unsafe_split_with_sizes)
+def unsafe_split_with_sizes(
+    input: DistTensor, split_sizes: Sequence[int], dim: int = 0
+) -> tuple[DistTensor, ...]:
+    lengths = _lengths(torch.unsafe_split_with_sizes, input, split_sizes, dim)
+    return consecutive(input, lengths, dim)
+
+
+@implements(torch.unsafe_chunk, torch.Tensor.unsafe_chunk)
+def unsafe_chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...]:
+    return consecutive(input, _lengths(torch.unsafe_chunk, input, chunks, dim), dim)
+
+
+def _lengths(function: Callable[..., Any], x: DistTensor, *arguments: Any) -> list[int]:
+    """Return the lengths of the slices that `function(x, *arguments)` returns.
+
+    The last of `arguments` is the dimension.
+    """
+    shapes = check_on_meta(function, any_type(x), *arguments)
+    return [shape[arguments[-1]] for shape in shapes]
 
 
 def consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
     """Return slices of the given lengths along `dim`; each begins where the one before it ends."""
     d = normalize_dim(dim, x.dim())
-    bounds = pairwise(accumulate(lengths, initial=0))
-    return tuple(slice_of(x, d, start, stop) for start, stop in bounds)
+    return tuple(slice_of(x, d, start, stop) for start, stop in _bounds(lengths))
+
+
+def _bounds(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return pairwise(accumulate(lengths, initial=0))
+
+
+def _split(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
+    picks = [slice(*bounds) for bounds in _bounds(lengths)]
+    d = normalize_dim(dim, x.dim())
+    return _parts(x, d, picks, lambda block, d: block.split(tuple(lengths), d))
 
 
 @implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
 def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
     d = normalize_dim(dim, input.dim())
-    return tuple(select(input, d, i) for i in range(input.shape[d]))
+    return _parts(input, d, range(input.shape[d]), torch.unbind)
+
+
+@divides_along
+def _parts(
+    x: DistTensor,
+    d: int,
+    picks: Sequence[int | slice],
+    function: Callable[[Tensor, int], Sequence[Tensor]],
+) -> tuple[DistTensor, ...]:
+    """Return `x` at each of `picks` along dimension `d`.
+
+    Along a dimension that is whole on every rank, `function` returns the same parts of a block. Its
+    gradient is one tensor, while the gradient of every slice has the size of the block.
+    """
+    indices = [(*(slice(None),) * d, pick) for pick in picks]
+    if x.cuts[d] or x.pending is not None:
+        return tuple(getitem(x, index) for index in indices)
+
+    def part(shard: Tensor, index: tuple[Any, ...]) -> DistTensor:
+        kept = () if isinstance(index[d], int) else (shard.shape[d],)
+        shape = (*x.shape[:d], *kept, *x.shape[d + 1 :])
+        cuts = (*x.cuts[:d], *((),) * len(kept), *x.cuts[d + 1 :])
+        return make_view(x, shard, shape, cuts, lambda base: getitem(base, index))
+
+    return tuple(map(part, function(x.shard, d), indices))
 
 
 @implements(torch.cat, torch.concat, torch.concatenate)

@@ -178,7 +178,7 @@ def _alias(x: DistTensor, *, forks: bool = False) -> DistTensor:
     shard = x.shard.view_as(x.shard)
     if forks:
         return make_fork(x, shard, x.shape, x.cuts)
-    return make_view(x, shard, x.shape, x.cuts, _alias)
+    return make_view(x, shard, x.shape, x.cuts, _alias, place=...)
 
 
 @implements(torch.reshape, torch.Tensor.reshape)

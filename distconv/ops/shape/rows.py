@@ -76,13 +76,13 @@ class RowExchange(NamedTuple):
         plan = self._plan(block, d, cuts, adjoint=False)
         return gather(block.index_select(d, self.requests), plan, self.grid)
 
-    def add(self, block: Tensor, d: int, cuts: Cuts, rows: Tensor) -> Tensor:
-        """Return `block` plus what the `rows` of all ranks, in the order of `fetch`, add to it.
+    def add_up(self, rows: Tensor, d: int, cuts: Cuts) -> Tensor:
+        """Return the sums of all ranks' `rows`, which `fetch` returns, in the order of `requests`.
 
-        Differentiable, the adjoint of `fetch`. All ranks call it.
+        Differentiable, the adjoint of the exchange in `fetch`. All ranks call it.
         """
-        plan = self._plan(block, d, cuts, adjoint=True)
-        return block.index_add(d, self.requests, accumulate(rows, plan, self.grid))
+        plan = self._plan(rows, d, cuts, adjoint=True)
+        return accumulate(rows, plan, self.grid)
 
     def _plan(self, block: Tensor, d: int, cuts: Cuts, adjoint: bool) -> Plan:
         row = replaced_at(tuple(block.shape), d, 0)
@@ -231,7 +231,8 @@ def _moves_less(counts: dict[int, list[int]], x: DistTensor, d: int) -> bool:
         for rank, asked in counts.items()
     )
     bytes_of_row = max(_size_of_row(x, d), 1) * x.shard.element_size()
-    return moved * (1 + 8 / bytes_of_row) <= MOST_MOVED * x.shape[d]
+    bytes_of_index = _index_type(x.shape[d]).itemsize
+    return moved * (1 + bytes_of_index / bytes_of_row) <= MOST_MOVED * x.shape[d]
 
 
 def _holders(axes: Axes, grid: Grid) -> tuple[int, ...]:
@@ -261,7 +262,13 @@ def _ask(
     position = torch.where(outside, wanted, 0)
     position = position[position.abs().argmax()] if len(wanted) else wrong
     counts = torch.searchsorted(wanted, edges).diff()
+    wanted = wanted.to(_index_type(size))
     return _Asked(wanted, places, torch.cat([torch.stack([wrong.long(), position.long()]), counts]))
+
+
+def _index_type(size: int) -> torch.dtype:
+    """Return the type of the numbers of `size` rows, in messages and in memory."""
+    return torch.int32 if size <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def _told(

@@ -99,7 +99,10 @@ def _cut_as_index(x: DistTensor, d: int, index: Tensor) -> DistTensor:
     axes = index.cuts[d] if isinstance(index, DistTensor) else ()
     if x.cuts[d] or not axes or set(axes) & set(cutting_axes(x.cuts)) or _counts(x, d, index):
         return x
-    return redistribute(x, replaced_at(x.cuts, d, axes), "scatter_add")
+    cuts = replaced_at(x.cuts, d, axes)
+    # A view of the whole, which `redistribute` would copy.
+    block = x.shard[box_on_rank(x.shape, replaced_at(((),) * x.dim(), d, axes), x.grid).slices]
+    return DistTensor(block, x.shape, cuts, x.grid)
 
 
 def _added_to_rows(x: DistTensor, d: int, index: Tensor, src: Tensor) -> DistTensor | None:
@@ -136,8 +139,9 @@ def _sums_sent(
     """
     values = local_operand(src, tuple(src.shape), x.cuts, x.grid, name)
     zeros = values.new_zeros(replaced_at(tuple(x.shard.shape), d, len(rows.wanted)))
-    sums = add(zeros, d, rows.places, values, **options)
-    return DistTensor(rows.add(x.shard, d, x.cuts, sums), x.shape, x.cuts, x.grid)
+    summed = rows.add_up(add(zeros, d, rows.places, values, **options), d, x.cuts)
+    del zeros, values
+    return DistTensor(x.shard.index_add(d, rows.requests, summed), x.shape, x.cuts, x.grid)
 
 
 def _counts(input: Tensor, d: int, index: Tensor) -> bool:

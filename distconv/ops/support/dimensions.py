@@ -226,13 +226,21 @@ def _on_own_samples(function: Callable[..., Tensor], input: Any, *args: Any, **k
         or any(own.cuts[lead:])
     ):
         return NotImplemented
-    shape = check_on_meta(function, input, *args, **kwargs)
-    if not isinstance(shape[0], int):
-        return NotImplemented  # it returns indices, too
-    block = function(own.shard.flatten(0, lead - 1), *args, **kwargs)
-    block = block.reshape((*own.shard.shape[:lead], *shape[1:]))
-    made = (*own.shape[:lead], *shape[1:])
-    return merge_as(DistTensor(block, made, own.cuts, own.grid), shape)
+    given = check_on_meta(function, input, *args, **kwargs)
+    several = not isinstance(given[0], int)  # maxima and their places
+    shapes = given if several else (given,)
+    if any(0 in shape for shape in shapes):
+        return NotImplemented
+    found = function(own.shard.flatten(0, lead - 1), *args, **kwargs)
+
+    def merged(block: Tensor, shape: Shape) -> Tensor:
+        block = block.reshape((*own.shard.shape[:lead], *shape[1:]))
+        made = (*own.shape[:lead], *shape[1:])
+        result: Tensor = merge_as(DistTensor(block, made, own.cuts, own.grid), shape)
+        return result
+
+    results = tuple(map(merged, found if several else (found,), shapes))
+    return results if several else results[0]
 
 
 def _convolve_points(
@@ -328,6 +336,28 @@ def joins_along(rule: Rule) -> Rule:
         return merge_as(rule(apart, sum(map(len, factors[:d]))), shape)
 
     return _on_any_merged(special)(rule)
+
+
+def divides_along(rule: Rule) -> Rule:
+    """Let a rule of (input, d, ...), which divides along dimension `d`, take merged tensors.
+
+    The rule returns a tuple of parts, all with dimension `d` or all without. `d` itself must not be
+    merged.
+    """
+
+    def special(rule: Rule, input: Any, d: int, *args: Any) -> Any:
+        inner, *others = places_of_factors(input)[d]
+        if others:
+            return NotImplemented
+
+        def merged(part: Tensor) -> Tensor:
+            kept = part.shape[inner : inner + part.dim() + 1 - input.unmerged.dim()]
+            result: Tensor = merge_as(part, (*input.shape[:d], *kept, *input.shape[d + 1 :]))
+            return result
+
+        return tuple(map(merged, rule(input.unmerged, inner, *args)))
+
+    return _on_merged(special)(rule)
 
 
 def gathers_along(rule: Rule) -> Rule:

@@ -25,6 +25,7 @@ from distconv.geometry.plan import Plan
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
+from distconv.ops.support.expanded import before_expansion
 from distconv.ops.support.parameter_slices import sliced
 from distconv.tensor.dispatch import is_traced
 from distconv.tensor.dist_tensor import DistTensor
@@ -136,15 +137,20 @@ def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -
     """Return this rank's block of an operand that is broadcast to `shape` cut by `cuts`.
 
     Numbers are returned unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
-    redistributed if their cuts differ; `operator` is the called function, for the records.
+    redistributed if their cuts differ, those made by `expand` before it. `operator` is the called
+    function, for the records.
     """
     if not isinstance(x, Tensor):
         return x
-    if isinstance(x, DistTensor) and x.cuts == cuts and tuple(x.shape) == shape:
+    if isinstance(x, DistTensor) and x.brought and x.cuts == cuts and tuple(x.shape) == shape:
         return x.shard
     own = operand_cuts(tuple(x.shape), shape, cuts)
     if isinstance(x, DistTensor):
-        return x.shard if x.cuts == own else redistribute(x, own, operator).shard
+        if x.cuts == own and x.brought:
+            return x.shard
+        moved = before_expansion(x)
+        block = redistribute(moved, operand_cuts(tuple(moved.shape), shape, cuts), operator).shard
+        return block if moved is x else block.expand(box_on_rank(x.shape, own, grid).shape)
     if not cutting_axes(own):
         return x
     return sliced(x, box_on_rank(x.shape, own, grid).slices)

@@ -155,6 +155,37 @@ def test_an_expanded_index_is_sorted_once() -> None:
     assert own[0] < 2 / 3 * own[1]  # 0.53, and 0.82 if all channels are sorted
 
 
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, index: torch.zeros(1, 8, 256 * 256).scatter_add(2, index, x),
+        lambda x, index: x.gather(2, index),
+    ],
+    ids=["scatter_add", "gather"],
+)
+def test_an_index_is_redistributed_before_it_is_expanded(
+    function: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    grid = dc.ProcessGrid(height=2, width=2)
+    given = torch.arange(8.0 * 256 * 256).view(1, 8, 256, 256)
+    positions = torch.arange(256 * 256).view(1, 256, 256)
+    layout = dc.Layout(channel="height", width="width")
+    pairs = [(given, positions)]
+    pairs += [(dc.distribute_tensor(given, grid), dc.distribute_tensor(positions, grid, layout))]
+
+    def result(x: Tensor, places: Tensor) -> Tensor:
+        index = ((places + 1) % 256**2).flatten(1)[:, None].expand(1, 8, -1)
+        return function(x.flatten(2), index).view(1, 8, 256, 256)
+
+    expected = result(*pairs[0])
+    with arriving(grid) as sizes:
+        got = result(*pairs[1])
+    assert torch.equal(got.full_tensor(), expected)
+    # Half of the values of a rank and of the results are moved, and an eighth as many positions.
+    assert _most(sum(sizes))[0] < 1.3 * given.nbytes / 4
+
+
 @pytest.mark.parallel([2, 3])
 @pytest.mark.parametrize("features", [8, 400])
 def test_ranks_that_hold_positions_differently_agree_on_what_is_kept(features: int) -> None:

@@ -70,6 +70,20 @@ def partly(w: Tensor, value: Tensor) -> Tensor:
     return w
 
 
+def pooled(samples: Tensor) -> Tensor:
+    """Pooling over the last dimension of merged samples, with and without places of maxima."""
+    most, where = F.max_pool1d(samples, 2, 1, return_indices=True)
+    other, there = F.adaptive_max_pool1d(samples, 2, return_indices=True)
+    averages = F.adaptive_avg_pool1d(samples, 2) * F.adaptive_max_pool1d(samples, 2)
+    return most * where + other * there + averages
+
+
+def divided(w: Tensor) -> Tensor:
+    """Products of parts of windows along each of the dimensions that are whole."""
+    (first, rest), parts = w.split([1, 3], 1), w.chunk(4, 2)
+    return first * rest.sin() * (parts[0] * parts[2]).sum() + sum(w.cos().unbind(1))[:, None]
+
+
 _ROW = torch.ones(1, C * H * W, dtype=torch.float64).cumsum(1).cos()
 SHIFT = torch.linspace(-1, 1, C, dtype=torch.float64)
 
@@ -82,6 +96,8 @@ LOCAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "shape": lambda x, w: windows(x).transpose(0, 2)[1:3].unsqueeze(1).expand(2, 5, 4, -1),
     "slices": lambda x, w: torch.cat([windows(x)[:, :2], windows(x)[:, 1:], windows(x)], 1),
     "chunks": lambda x, w: back(torch.stack(windows(x).chunk(2, 1), 1).flatten(1, 2)),
+    "parts": lambda x, w: divided(windows(x)),
+    "pooling": lambda x, w: pooled(tokens(x).view(-1, 2, 3)),
     "sums": lambda x, w: tokens(x).sum(0) + windows(x).mean((0, 1)) + tokens(x).amax(0),
     "spread": lambda x, w: tokens(x).std(0) * tokens(x).norm(dim=1).sum() + x.flatten().var(),
     "batch norm": lambda x, w: F.batch_norm(tokens(x), None, None, SHIFT, training=True),

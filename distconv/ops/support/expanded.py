@@ -1,0 +1,32 @@
+"""Expanded tensors, which are moved before they are expanded; they may be merged."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import cast
+
+from distconv.ops.support.merged import merge_as, places_of_factors
+from distconv.tensor.dist_tensor import DistTensor
+
+
+def before_expansion(x: DistTensor) -> DistTensor:
+    """Return the tensor that `expand` has repeated along dimensions of `x`; else `x` itself.
+
+    It has as many dimensions, and can be moved in place of `x`. Of a tensor with gradients `x` is
+    returned, as the program may ask for the gradient of `x`.
+    """
+    recipe = x.recipe
+    if recipe is None or x.requires_grad or recipe.base.requires_grad:
+        return x
+    base = cast(DistTensor, recipe.base)
+    if x.unmerged is not None or recipe.place is ...:  # another shape of `base`, or an alias
+        base = before_expansion(base)
+        if base is recipe.base:
+            return x
+    elif recipe.writable or base.dim() != x.dim():
+        return x
+    sizes = [prod(base.shape[i] for i in places) for places in places_of_factors(x)]
+    repeats = [n for m, n in zip(sizes, x.shape, strict=True) if m != n]
+    if not repeats or prod(sizes) * prod(repeats) != x.numel():
+        return x
+    return base if x.unmerged is None else cast(DistTensor, merge_as(base, sizes))
