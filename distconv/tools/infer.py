@@ -154,7 +154,7 @@ def infer(
 
 
 class _Task(NamedTuple):
-    """What the network gets: the shape and type of its input, and the type of autocast."""
+    """The shape and type of the network's input, and the type of autocast."""
 
     shape: tuple[int, ...]
     dim: int
