@@ -23,7 +23,7 @@ from distconv.planning.operators import (
     times_of,
     workspace_of,
 )
-from distconv.planning.recorded_step import mean_square, record_step, sgd
+from distconv.planning.recorded_step import mean_square, record_step
 from distconv.planning.recording import HostWork, LocalOperator, TensorSpec, spec_of
 from tests.planning.machines import described
 
@@ -198,7 +198,7 @@ def test_a_recording_tells_which_functions_compute_while_halos_travel(way: str) 
             [(1, 2, 16, 16)],
             {"height": 2},
             loss=mean_square,
-            optimizer=sgd,
+            optimizer="sgd",
             input_gradients=True,
         )
     named = [e.function for e in recording.events if isinstance(e, HostWork)]
