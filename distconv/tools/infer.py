@@ -38,12 +38,18 @@ from distconv.data.writing.save import (
 from distconv.geometry.layout import Box, default_cuts, rank_box, replaced_at
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize, unparallelize
-from distconv.planning.receptive_field import ReceptiveField, Slab, receptive_field, slabs_of
 from distconv.planning.recorded_step import dtype_of, record_step
 from distconv.planning.table import byte_size
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tensor.memory_format import in_sample_format
-from distconv.tools.global_norms import GlobalNorms, Statistics
+from distconv.tools.slabs import (
+    GlobalNorms,
+    ReceptiveField,
+    Slab,
+    Statistics,
+    receptive_field,
+    slabs_of,
+)
 
 Transform = Callable[[Tensor, Box], Tensor]
 
