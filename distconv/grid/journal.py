@@ -35,7 +35,7 @@ from distconv.grid.words import (
     user_line,
 )
 from distconv.torch_private import backward_pass
-from distconv.transport.interface import Comparison, tags
+from distconv.transport.interface import Comparison, tags, tags_behind
 from distconv.transport.launch import switched_on
 
 # This rank's present waits for other ranks, where the watching thread can see them.
@@ -354,7 +354,7 @@ class Journal:
             ranks, places, reached, errors = zip(*self._comm.allgather(told), strict=True)
         number = first_difference(ranks)
         # A program that catches the error continues with the same numbers on all ranks.
-        for _ in range(max(reached) - tag):
+        for _ in range(tags_behind(tag, reached)):
             self.next_tag()
         self._checksum = self._since = 0
         CURRENT.error = None
