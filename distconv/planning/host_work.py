@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from statistics import mean, median
@@ -27,7 +28,7 @@ from distconv.grid.ranks import world
 from distconv.model.parallelize import parallelize
 from distconv.ops.conv.functions import method
 from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.machine import Table
+from distconv.planning.machine import Table, kind_of_function
 from distconv.planning.operators import Operands, call_of
 from distconv.planning.recorded_step import record_step
 from distconv.planning.recording import Compute, HostWork, LocalOperator
@@ -75,8 +76,8 @@ rank some functions would skip their rules."""
 STREAMED = (0, 2**22, 2**24, 2**26)
 """Bytes passed through the caches before a function runs."""
 
-_FOR_ALL = 24.0
-"""Seconds in which all layers are measured on an idle machine, each in 16 copies."""
+_FOR_MANY = 22.0
+"""About the seconds that 16 copies of every layer take on an idle machine."""
 
 
 def measure_host_work(seconds: float) -> dict[str, Table]:
@@ -88,7 +89,7 @@ def measure_host_work(seconds: float) -> dict[str, Table]:
     layer. After `seconds` no further layers are measured; the entry "*" stands for their functions.
     """
     end = time.perf_counter() + seconds
-    copies = 2 if seconds < _FOR_ALL / 2 else 16
+    copies = 16 if seconds >= _FOR_MANY else 2
     host: dict[str, list[float]] = {}
     others = [(_Others(DryRunGrid(extents, 0)), way) for extents, way in WAYS]
     for layer, shape in _layers():
@@ -98,15 +99,11 @@ def measure_host_work(seconds: float) -> dict[str, Table]:
                     host = _measure(layer, shape, around, copies) | host
         if any(world().allgather(time.perf_counter() > end)):
             break
-    for across in ("", " across ranks"):
-        for suffix in ("", " backward"):
-            found = [
-                times
-                for name, times in host.items()
-                if (" across ranks" in name) == bool(across)
-                and name.endswith(" backward") == bool(suffix)
-            ]
-            host[f"*{across}{suffix}"] = [median(column) for column in zip(*found, strict=True)]
+    of_kinds: defaultdict[str, list[list[float]]] = defaultdict(list)
+    for name, times in host.items():
+        of_kinds[kind_of_function(name)].append(times)
+    for kind, found in of_kinds.items():
+        host[kind] = [median(column) for column in zip(*found, strict=True)]
     for name, ranks in (("parameter", 1), ("parameter across ranks", world().size)):
         chosen = [world().rank] if ranks == 1 else None
         host[name] = _of_parameter(ProcessGrid(chosen, sample=ranks, device="cpu"), copies)
