@@ -229,9 +229,8 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
     def _where(self) -> Place:
         if not self._backward:
             return self._place
-        node: Any = torch_private.current_node()
-        number = 2**62 if node is None else torch_private.node_number(node)
-        if number >= 2**62:
+        number = torch_private.node_number(torch_private.current_node())
+        if number is None:
             return Place("gradients", "backward")
         i = bisect_right(self._starts, number) - 1
         if i < 0:
