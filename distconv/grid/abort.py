@@ -25,7 +25,7 @@ from distconv.transport.launch import is_copy, launched, place_by_torch, running
 _GRACE = 2.5
 """Seconds that other ranks wait for rank 0 to report, so that a common error is printed once."""
 
-_PATIENCE = 5.0
+_ABORTING = 5.0
 """Seconds allowed for MPI's abort."""
 
 _LAST = 4.0
@@ -34,7 +34,7 @@ _LAST = 4.0
 _WRITING = 2.0
 """Seconds allowed for a report to be taken from a full pipe."""
 
-AT_LAST = 2 * _LAST + _PATIENCE + _WRITING
+AT_LAST = 2 * _LAST + _ABORTING + _WRITING
 """Seconds after which a process that aborts its job ends, whatever its threads wait for."""
 
 _FORWARDING = 0.5
@@ -185,7 +185,7 @@ def _abort(report: Callable[[], None] | None) -> NoReturn:
     """Flush files, call `report`, and end all ranks. Any thread may call it."""
     try:
         # MPI may be busy in another thread's wait; the launcher ends the other ranks in any case.
-        _timer(_LAST + _PATIENCE, os._exit, 1)
+        _timer(_LAST + _ABORTING, os._exit, 1)
         flush_files()
         if report is not None:
             with contextlib.suppress(Exception):

@@ -162,14 +162,14 @@ def _convert(given: argparse.Namespace) -> int:
 def _described(source: Source) -> str:
     """Return the lines of `data describe` about a source itself."""
     size = source.samples * prod(source.shape) * source.dtype.itemsize
-    pieces = "not chunked" if source.chunks is None else f"chunks of {source.chunks}"
-    lines = [
-        f"{source.name}: {source.samples} sample(s) of shape {source.shape}, {source.dtype}, "
-        f"{byte_size(size)}",
-        pieces,
-        *(f"  {name}: {value}" for name, value in source.attributes.items()),
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{source.name}: {source.samples} sample(s) of shape {source.shape}, {source.dtype}, "
+            f"{byte_size(size)}",
+            "not chunked" if source.chunks is None else f"chunks of {source.chunks}",
+            *(f"  {name}: {value}" for name, value in source.attributes.items()),
+        ]
+    )
 
 
 def _read_by_ranks(source: Source, topology: Topology) -> str:
