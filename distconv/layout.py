@@ -54,6 +54,6 @@ def _checked(cuts: Iterable[Iterable[str]]) -> Cuts:
         if set(cutting_axes(found)) <= set(AXES):
             return found
     raise TypeError(
-        f"{cuts!r} does not have the grid axes of each dimension; pass x.cuts, or "
-        "layout.cuts(x.dim()) of a Layout"
+        f"{cuts!r} does not have the grid axes of each dimension; pass a sequence of sequences of "
+        "their names, such as ((), (), ('height',), ())"
     )
