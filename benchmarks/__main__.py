@@ -26,8 +26,7 @@ from benchmarks.overhead import overheads
 from benchmarks.small_steps import small_steps
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.ranks import world
-from distconv.tools.arguments import BadArguments, RankParser, grid_axes, shape
-from distconv.tools.commands.options import StatusLine
+from distconv.tools.command_line import BadArguments, RankParser, StatusLine, grid_axes, shape
 from distconv.transport.torch import TorchCommunicator
 
 BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {

@@ -29,8 +29,13 @@ from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Start
 from distconv.planning.table import byte_size, markdown
 from distconv.planning.timeline import collective_cost, messages_cost
-from distconv.tools.arguments import module_from
-from distconv.tools.commands.options import add_grid_option, add_step_options, loaded, step_options
+from distconv.tools.command_line import (
+    add_grid_option,
+    add_step_options,
+    loaded,
+    module_from,
+    step_options,
+)
 
 Step: TypeAlias = list[tuple[int, int, float]]
 """Messages that start at the same time: from and to which rank, and their bytes."""

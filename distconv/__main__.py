@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from distconv.tools.arguments import BadArguments, RankParser
+from distconv.tools.command_line import BadArguments, RankParser, is_first
 from distconv.tools.commands.files import DATA, INFER
 from distconv.tools.commands.launch import LAUNCH
 from distconv.tools.commands.modules import CALIBRATE, EXPLAIN, PLAN, PREDICT, TIMELINE, VERIFY
-from distconv.tools.commands.options import is_first
 from distconv.tools.commands.scale import SCALE
 from distconv.tools.version import __version__
 

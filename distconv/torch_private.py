@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -173,8 +173,13 @@ next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 """Return the number of the node that autograd records next; see `current_node`."""
 
 
-node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""Return the number that autograd gave a node when it recorded it; see `current_node`."""
+def node_number(node: Any) -> int | None:
+    """Return the number that autograd gave a node when it recorded it; see `current_node`.
+
+    None for None, and for nodes that accumulate the gradient of a leaf, which all have the largest.
+    """
+    number = None if node is None else node._sequence_nr()
+    return None if number is None or number >= 2**62 else number
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -628,16 +633,21 @@ def dropped_weight(loss: Callable[..., Any]) -> Any:
     return None if frame is None else frame.f_locals.get("weight")
 
 
+def _copied(function: Any, **names: Any) -> Callable[..., Any]:
+    """Return a copy of a function with the code that it has now; `names` replace global names."""
+    around = {**function.__globals__, **names} if names else function.__globals__
+    copy = FunctionType(function.__code__, around, function.__name__, function.__defaults__)
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
+    return copy
+
+
 def composition(function: Any) -> Callable[..., Any]:
     """Return a copy of a Python function of torch that never hands itself to a tensor subclass.
 
     torch hands `multi_head_attention_forward` to DistTensor as a whole. The copy runs, and hands
     over each function that it calls, so distconv needs no version of torch's 300 lines.
     """
-    names = {**function.__globals__, "has_torch_function": lambda *_: False}
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return _copied(function, has_torch_function=lambda *_: False)
 
 
 # Modules
@@ -700,14 +710,6 @@ def set_versions_in_state(state: Any, versions: Any) -> None:
 def inner_schedulers(scheduler: Any) -> list[Any]:
     """Return the schedulers that a SequentialLR or ChainedScheduler is made of; [] for others."""
     return list(getattr(scheduler, "_schedulers", ()))
-
-
-def _copied(function: Any) -> Callable[..., Any]:
-    """Return a function with the code that `function` has now."""
-    code, defaults = function.__code__, function.__defaults__
-    own = FunctionType(code, function.__globals__, function.__name__, defaults)
-    own.__kwdefaults__, own.__annotations__ = function.__kwdefaults__, function.__annotations__
-    return own
 
 
 flex_attention_of_torch = _copied(flex_attention)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import distconv as dc
-from distconv.tools.arguments import RankParser
+from distconv.tools.command_line import RankParser
 
 
 def main(file: str) -> None:

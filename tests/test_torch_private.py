@@ -262,7 +262,10 @@ def test_a_hook_knows_the_node_that_runs_and_its_number() -> None:
     x.register_hook(lambda _: seen.append(private.current_node()))
     later.backward()
     assert seen[0] is not None
-    assert number <= private.node_number(x.grad_fn) < private.node_number(later.grad_fn)
+    first, second = private.node_number(x.grad_fn), private.node_number(later.grad_fn)
+    assert first is not None and second is not None and number <= first < second
+    accumulates = x.grad_fn.next_functions[0][0]
+    assert private.node_number(accumulates) is None and private.node_number(None) is None
 
 
 def test_a_callback_comes_when_a_backward_pass_is_at_its_end() -> None:

@@ -17,7 +17,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.ranks import world
 from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.memory_format import in_sample_format
-from distconv.tools.arguments import BadArguments, made_everywhere, module_from
+from distconv.tools.command_line import BadArguments, made_everywhere, module_from
 
 _SEED = 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distconv.planning.scaling import spread
 from distconv.planning.table import byte_size, table
-from distconv.tools.commands.options import as_json
+from distconv.tools.command_line import as_json
 
 
 @dataclass(frozen=True)

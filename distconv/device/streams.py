@@ -193,7 +193,10 @@ class GraphedFunction:
         """Capture the function, with memory for inputs like `tensors`; no communication."""
         self.begun = True
         self._addresses = [x.data_ptr() for x in self._constants]
-        copied = (_memory_like(x).copy_(x) for x in tensors[self._fixed :])
+        copied = (
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+            for x in tensors[self._fixed :]
+        )
         self._static = [*tensors[: self._fixed], *copied]
         self._graph = DeviceGraph(self._device, lambda: self.plain(*self._static))
 
@@ -207,10 +210,6 @@ class GraphedFunction:
         self._graph.replay()
         made = self._graph.made
         return *_copies(made[: self._results], self._constants), *made[self._results :]
-
-
-def _memory_like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _copies(tensors: Iterable[Tensor | None], constants: Iterable[Tensor]) -> Iterator[Any]:

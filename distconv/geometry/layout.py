@@ -329,33 +329,14 @@ def cutting_axes(cuts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:
-    """Return the grid axes with several ranks along which a tensor is replicated.
-
-    Examples
-    --------
-    >>> from distconv import layout
-    >>> grid = dc.ProcessGrid(height=2)
-    >>> layout.replicating_axes(((), (), ("height",), ()), grid.topology)
-    ()
-    >>> layout.replicating_axes(((), (), (), ()), grid.topology)
-    ('height',)
-    """
+    """Return the grid axes with several ranks along which a tensor is replicated."""
     used = cutting_axes(cuts)
     return tuple(a for a in AXES if a not in used and topology.extent(a) > 1)
 
 
 @lru_cache(maxsize=65536)
 def rank_box(shape: tuple[int, ...], cuts: Cuts, topology: Topology, rank: int) -> Box:
-    """Return the box that `rank` holds of a tensor of global `shape`, partitioned by `cuts`.
-
-    Examples
-    --------
-    >>> from distconv import layout
-    >>> grid = dc.ProcessGrid(height=2)
-    >>> cuts = dc.default_layout(grid, 4).cuts(4)
-    >>> layout.rank_box((1, 1, 5, 4), cuts, grid.topology, rank=1)
-    Box(start=(0, 0, 3, 0), stop=(1, 1, 5, 4))
-    """
+    """Return the box that `rank` holds of a tensor of global `shape`, partitioned by `cuts`."""
     coordinates = topology.coordinates(rank)
     bounds = [
         block(n, topology.parts(axes), topology.part(coordinates, axes)) if axes else (0, n)

@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from distconv.grid.words import hide_own_frames
-from distconv.transport.launch import is_copy, launched, place_by_torch
+from distconv.transport.launch import is_copy, launched, place_by_torch, running_mpi
 
 _GRACE = 2.5
 """Seconds that other ranks wait for rank 0 to report, so that a common error is printed once."""
 
-_PATIENCE = 5.0
+_ABORTING = 5.0
 """Seconds allowed for MPI's abort."""
 
 _LAST = 4.0
@@ -34,7 +34,7 @@ _LAST = 4.0
 _WRITING = 2.0
 """Seconds allowed for a report to be taken from a full pipe."""
 
-AT_LAST = 2 * _LAST + _PATIENCE + _WRITING
+AT_LAST = 2 * _LAST + _ABORTING + _WRITING
 """Seconds after which a process that aborts its job ends, whatever its threads wait for."""
 
 _FORWARDING = 0.5
@@ -92,12 +92,6 @@ class _Abort:
             abort_job(report if rank else None)
 
 
-def _running() -> Any:
-    """Return the module mpi4py.MPI while MPI runs in this process, else None."""
-    MPI: Any = sys.modules.get("mpi4py.MPI")
-    return MPI if MPI and MPI.Is_initialized() and not MPI.Is_finalized() else None
-
-
 def _place() -> tuple[int, int]:
     """Return this process's rank and the number of ranks; (0, 1) if it is no rank.
 
@@ -110,7 +104,7 @@ def _place() -> tuple[int, int]:
         return place
     if multiprocessing.parent_process() is not None:
         return 0, 1
-    if MPI := _running():
+    if MPI := running_mpi():
         return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     try:
         os.fstat(int(os.environ["PMI_FD"]))  # raises in processes that ranks have started
@@ -191,7 +185,7 @@ def _abort(report: Callable[[], None] | None) -> NoReturn:
     """Flush files, call `report`, and end all ranks. Any thread may call it."""
     try:
         # MPI may be busy in another thread's wait; the launcher ends the other ranks in any case.
-        _timer(_LAST + _PATIENCE, os._exit, 1)
+        _timer(_LAST + _ABORTING, os._exit, 1)
         flush_files()
         if report is not None:
             with contextlib.suppress(Exception):
@@ -206,7 +200,7 @@ def _end_all() -> None:
     """End all ranks by their launcher; under torchrun it is enough that this process ends."""
     if place_by_torch():
         return  # and torchrun ends the others, or starts all anew
-    if MPI := _running():
+    if MPI := running_mpi():
         if not _takes_more(0):  # MPI would wait with its own words, and let no thread run
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         MPI.COMM_WORLD.Abort(1)

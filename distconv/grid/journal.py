@@ -44,6 +44,7 @@ from distconv.transport.interface import (
     StreamTransport,
     Transport,
     tags,
+    tags_behind,
 )
 from distconv.transport.launch import switched_on
 
@@ -363,7 +364,7 @@ class Journal:
             ranks, places, reached, errors = zip(*self._comm.allgather(told), strict=True)
         number = first_difference(ranks)
         # A program that catches the error continues with the same numbers on all ranks.
-        for _ in range(max(reached) - tag):
+        for _ in range(tags_behind(tag, reached)):
             self.next_tag()
         self._checksum = self._since = 0
         CURRENT.error = None

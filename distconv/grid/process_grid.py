@@ -428,7 +428,7 @@ def _fit(extents: dict[str, int], ranks: int) -> Topology:
     if len(inferred) > 1:
         raise ValueError(f"ProcessGrid: only one axis can be -1, not {' and '.join(inferred)}")
     given = {axis: n for axis, n in extents.items() if n > 1}
-    product, needed = 1, prod(given.values())
+    product, needed, beside = 1, prod(given.values()), list[str]()
     start = ""
     if not inferred and ranks == world().size:
         start = f". This grid needs {needed} rank{'s' if needed > 1 else ''}, {ranks} "
@@ -437,12 +437,13 @@ def _fit(extents: dict[str, int], ranks: int) -> Topology:
         if ranks % (product * n):
             left = ranks // product
             choices = [str(d) for d in range(1, left + 1) if left % d == 0]
-            beside = f" beside {', '.join(f'{a}={given[a]}' for a in _before(given, axis))}"
             raise ValueError(
                 f"ProcessGrid: {axis}={n} does not divide {ranks} ranks"
-                f"{beside if product > 1 else ''}; choose {', '.join(choices)}, or -1{start}"
+                f"{' beside ' if beside else ''}{', '.join(beside)}; choose {', '.join(choices)}, "
+                f"or -1{start}"
             )
         product *= n
+        beside.append(f"{axis}={n}")
     if inferred:
         extents = extents | {inferred[0]: ranks // product}
     elif product != ranks:
@@ -452,8 +453,3 @@ def _fit(extents: dict[str, int], ranks: int) -> Topology:
             f"ranks{start}"
         )
     return Topology(tuple(int(extents[axis]) for axis in AXES))
-
-
-def _before(given: dict[str, int], axis: str) -> list[str]:
-    names = list(given)
-    return names[: names.index(axis)]

@@ -106,16 +106,13 @@ def _met_by_environment() -> tuple[Any, int, int]:
         return met.result(waited.total_seconds() + _LATE)
     except (RuntimeError, ValueError, futures.TimeoutError) as error:
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        why = (str(error) or "no answer").splitlines()[0]
         raise RuntimeError(
             f"ProcessGrid: rank {place[0]} could not connect to the other ranks of "
             f"WORLD_SIZE={place[1]} at MASTER_ADDR={address}, MASTER_PORT={port} within "
-            f"DISTCONV_TIMEOUT={limit:g} seconds ({_first_line(error)}). Start all ranks, "
+            f"DISTCONV_TIMEOUT={limit:g} seconds ({why}). Start all ranks, "
             "with the address of rank 0's host and a free port of that host"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or "no answer").splitlines()[0]
 
 
 def ranks_of(comm: Any) -> tuple[int, ...]:

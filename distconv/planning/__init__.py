@@ -8,5 +8,3 @@ from distconv.planning.prediction import Prediction as Prediction
 from distconv.planning.prediction import predict as predict
 from distconv.planning.search import GridPlan as GridPlan
 from distconv.planning.search import plan as plan
-
-Plan = GridPlan

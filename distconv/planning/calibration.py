@@ -51,7 +51,9 @@ def calibrate(
     Parameters
     ----------
     name: the name of the machine; the host's name when not given.
-    seconds: the approximate duration of the measurement.
+    seconds: the approximate duration of the measurement, at least some seconds: everything is
+        measured several times, except for the Python of functions for which no time is left, which
+        gets the median of the others.
     memory: bytes that a rank may use; the node's memory over its ranks when not given.
     progress: called with the name of each part before it is measured.
 
@@ -60,41 +62,20 @@ def calibrate(
     >>> machine = dc.planning.calibrate("cluster")  # doctest: +SKIP
     >>> machine.save("machine.json")  # doctest: +SKIP
     """
-    comm = world()
-    hosts = comm.allgather(platform.node())
-    per_node = max(hosts.count(host) for host in set(hosts))
-    when = time.strftime("%Y-%m-%d")
-    where_from = (
-        f"measured on {hosts[0]}, {when}, {comm.size} ranks on {len(set(hosts))} nodes at once, "
-        f"torch {torch.__version__}"
-    )
+    hosts = world().allgather(platform.node())
     links: dict[str, LinkTimes] = {}
     reductions: dict[str, dict[int, LinkTimes]] = {}
-    if comm.size > 1:
-        for where, grid, peer in _pairs(hosts):
-            progress(f"messages {where} nodes" if where == "between" else "messages within a node")
-            links[where] = _messages(grid, peer, seconds / 4)
-        for kind, sizes in (("all_reduce", REDUCED), ("all_gather", GATHERED)):
-            for ranks, grid in _groups(comm.size):
-                progress(f"{kind} of {ranks} ranks")
-                of_kind = reductions.setdefault(f"{kind} {_where(hosts, ranks)}", {})
-                of_kind[ranks] = _collective(kind, grid, sizes, seconds / 40)
-    if "within" in links and (least := links["within"].total.at(8)) > _BUSY and comm.rank == 0:
-        warnings.warn(
-            f"8 bytes take {least * 1e3:.1f} ms from rank to rank within a node, a hundred times "
-            "as long as on an idle node with a core for every rank; predictions for this machine "
-            "will be wrong. Measure again when the node is idle",
-            stacklevel=2,
-        )
+    if len(hosts) > 1:
+        links = _links(hosts, seconds / 4, progress)
+        reductions = _reductions(hosts, seconds / 40, progress)
     progress("the slowest rank")
     skew = _skew(seconds / 10)
     progress("packing")
     packing = _table(_packing(), PACKED)
     progress("Python")
-    host = measure_host_work(2 if seconds < 20 else 16)
-    node = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    parts = *(f"links {where}" for where in links), *reductions, "packing", "skew", "host"
-    sources = dict.fromkeys(parts, where_from)
+    host = measure_host_work(0.6 * seconds)
+    per_node = max(map(hosts.count, hosts))
+    memory_of_node = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         name=name or hosts[0],
         assumed=False,
@@ -105,10 +86,49 @@ def calibrate(
         packing=packing,
         host=host,
         skew=skew,
-        memory=memory or node // per_node,
+        memory=memory or memory_of_node // per_node,
         environment=allocator_here(),
-        sources=sources | {"operators": f"timed on {hosts[0]} when first asked for"},
+        sources=_sources(hosts, (*(f"links {where}" for where in links), *reductions)),
     )
+
+
+def _sources(hosts: Sequence[str], messages: Iterable[str]) -> dict[str, str]:
+    """Return the source of each part of a machine; `messages` are the parts for messages."""
+    how = (
+        f"measured on {hosts[0]}, {time.strftime('%Y-%m-%d')}, {len(hosts)} ranks on "
+        f"{len(set(hosts))} nodes at once, torch {torch.__version__}"
+    )
+    timed = {"operators": f"timed on {hosts[0]} when first asked for"}
+    return dict.fromkeys((*messages, "packing", "skew", "host"), how) | timed
+
+
+def _links(hosts: Sequence[str], seconds: float, progress: Progress) -> dict[str, LinkTimes]:
+    """Return the times of messages within a node and between nodes; warn if the node is busy."""
+    links = {}
+    for where, grid, peer in _pairs(hosts):
+        progress(f"messages {where} nodes" if where == "between" else "messages within a node")
+        links[where] = _messages(grid, peer, seconds)
+    if "within" in links and (least := links["within"].total.at(8)) > _BUSY and world().rank == 0:
+        warnings.warn(
+            f"8 bytes take {least * 1e3:.1f} ms from rank to rank within a node, a hundred times "
+            "as long as on an idle node with a core for every rank; predictions for this machine "
+            "will be wrong. Measure again when the node is idle",
+            stacklevel=3,
+        )
+    return links
+
+
+def _reductions(
+    hosts: Sequence[str], seconds: float, progress: Progress
+) -> dict[str, dict[int, LinkTimes]]:
+    """Return the times of all-reduces and all-gathers, by kind and by number of ranks."""
+    found: dict[str, dict[int, LinkTimes]] = {}
+    for kind, sizes in (("all_reduce", REDUCED), ("all_gather", GATHERED)):
+        for ranks, grid in _groups(len(hosts)):
+            progress(f"{kind} of {ranks} ranks")
+            of_kind = found.setdefault(f"{kind} {_where(hosts, ranks)}", {})
+            of_kind[ranks] = _collective(kind, grid, sizes, seconds)
+    return found
 
 
 def _pairs(hosts: Sequence[str]) -> Iterator[tuple[str, ProcessGrid, int | None]]:

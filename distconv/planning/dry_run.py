@@ -162,9 +162,12 @@ class DryRequest:
 class DryTransport:
     """A transport that sends nothing, and reports what a real one would do to a `Recorder`.
 
-    The recorder sets three functions: `started` is called with each exchange or collective that
-    starts, `waited` with its number when the rank waits for it, and `makes` with True before and
-    False after the memory of a message is allocated.
+    The recorder sets two functions: `started` is called with each exchange or collective that
+    starts, and `waited` with its number when the rank waits for it.
+
+    Attributes
+    ----------
+    allocates: whether the memory of a message is being allocated.
     """
 
     name, ordered = "rehearsal", False
@@ -172,7 +175,7 @@ class DryTransport:
     def __init__(self) -> None:
         self.started: Callable[[Start], object] = lambda start: None
         self.waited: Callable[[int], object] = lambda number: None
-        self.makes: Callable[[bool], object] = lambda begins: None
+        self.allocates = False
         self._number = 0
 
     def next_tag(self) -> int:
@@ -183,9 +186,9 @@ class DryTransport:
             # Nothing will arrive there, and CPUs are slow on memory that looks like denormals.
             # By `data`, autograd counts the writes to each message apart.
             return _zeros(shape, like.dtype).data
-        self.makes(True)
+        self.allocates = True
         message = like.new_empty(shape)
-        self.makes(False)
+        self.allocates = False
         return message
 
     def exchange(

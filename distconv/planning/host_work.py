@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from statistics import mean, median
 from typing import Any
@@ -27,7 +28,7 @@ from distconv.grid.ranks import world
 from distconv.model.parallelize import parallelize
 from distconv.ops.conv.functions import method
 from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.machine import Table
+from distconv.planning.machine import Table, kind_of_function
 from distconv.planning.operators import Operands, call_of
 from distconv.planning.recorded_step import record_step
 from distconv.planning.recording import Compute, HostWork, LocalOperator
@@ -57,9 +58,11 @@ def _layers() -> list[tuple[nn.Module, tuple[int, ...]]]:
         *(nn.Conv3d(8, 8, 3, padding=1, bias=False), nn.ConvTranspose3d(8, 8, 2, 2)),
         *(nn.MaxPool3d(3, 2, 1), nn.AvgPool3d(3, 2, 1)),
     )
-    found: list[tuple[nn.Module, tuple[int, ...]]] = [(nn.Linear(8, 8), (4, 8))]
-    found += [(layer, (1, 8, 16, 16)) for layer in planes]
-    return found + [(layer, (1, 8, 8, 8, 8)) for layer in volumes]
+    return [
+        *((layer, (1, 8, 16, 16)) for layer in planes),
+        *((layer, (1, 8, 8, 8, 8)) for layer in volumes),
+        (nn.Linear(8, 8), (4, 8)),
+    ]
 
 
 WAYS: tuple[tuple[Mapping[str, int], str], ...] = (
@@ -73,36 +76,37 @@ rank some functions would skip their rules."""
 STREAMED = (0, 2**22, 2**24, 2**26)
 """Bytes passed through the caches before a function runs."""
 
+_FOR_MANY = 22.0
+"""About the seconds that 16 copies of every layer take on an idle machine."""
 
-def measure_host_work(layers: int = 16) -> dict[str, Table]:
+
+def measure_host_work(seconds: float) -> dict[str, Table]:
     """Return the seconds of Python of each function on DistTensors. All ranks call it.
 
     The functions are those of common layers, such as convolutions, pooling and norms, and of a
     further parameter. The result is for `Machine.host`: tables by the function's name, over the
-    bytes passed through the caches before a call. Each time is a median over `layers` copies of a
-    layer.
+    bytes passed through the caches before a call. Each time is a median over several copies of a
+    layer. After `seconds` no further layers are measured; the entry "*" stands for their functions.
     """
+    end = time.perf_counter() + seconds
+    copies = 16 if seconds >= _FOR_MANY else 2
     host: dict[str, list[float]] = {}
-    for extents, way in WAYS:
-        grid = DryRunGrid(extents, 0)
-        others = _Others(grid)
-        for layer, shape in _layers():
-            if way == "overlapped" and "Conv" not in type(layer).__name__:
-                continue
-            with method(way):
-                host = _measure(layer, shape, grid, others, layers) | host
-    for kind in ("", " across ranks"):
-        for end in ("", " backward"):
-            found = [
-                seconds
-                for name, seconds in host.items()
-                if (" across ranks" in name) == bool(kind)
-                and name.endswith("backward") == bool(end)
-            ]
-            host[f"*{kind}{end}"] = [median(column) for column in zip(*found, strict=True)]
+    others = [(_Others(DryRunGrid(extents, 0)), way) for extents, way in WAYS]
+    for layer, shape in _layers():
+        for around, way in others:
+            if way != "overlapped" or "Conv" in type(layer).__name__:
+                with method(way):
+                    host = _measure(layer, shape, around, copies) | host
+        if any(world().allgather(time.perf_counter() > end)):
+            break
+    of_kinds: defaultdict[str, list[list[float]]] = defaultdict(list)
+    for name, times in host.items():
+        of_kinds[kind_of_function(name)].append(times)
+    for kind, found in of_kinds.items():
+        host[kind] = [median(column) for column in zip(*found, strict=True)]
     for name, ranks in (("parameter", 1), ("parameter across ranks", world().size)):
         chosen = [world().rank] if ranks == 1 else None
-        host[name] = _of_parameter(ProcessGrid(chosen, sample=ranks, device="cpu"), layers)
+        host[name] = _of_parameter(ProcessGrid(chosen, sample=ranks, device="cpu"), copies)
     everyone = world().allgather(host)
     sizes = tuple(map(float, STREAMED))
     return {
@@ -115,6 +119,7 @@ class _Others:
     """A small network that runs between two calls of a timed function, like a step's layers."""
 
     def __init__(self, grid: DryRunGrid):
+        self.grid = grid
         self._network = nn.Sequential(
             *(nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ELU(), nn.MaxPool2d(2)),
             *(nn.ConvTranspose2d(6, 4, 2, 2), nn.Hardtanh()),
@@ -157,16 +162,16 @@ def _with_elements(shape: tuple[int, ...], grid: DryRunGrid) -> DistTensor:
 
 
 def _measure(
-    module: nn.Module, shape: tuple[int, ...], grid: DryRunGrid, others: _Others, layers: int
+    module: nn.Module, shape: tuple[int, ...], others: _Others, copies: int
 ) -> dict[str, list[float]]:
     """Return the seconds of Python of a layer's function and of its backward pass, by name.
 
     Each list has one time for each number of bytes in `STREAMED`, which are passed through the
-    caches before a call. The seconds of the layer's kernels are subtracted. `layers` copies of the
-    module are timed; `others` are run between them.
+    caches before a call. The seconds of the layer's kernels are subtracted. `copies` of the module
+    are timed; `others` are run between them.
     """
     options: Any = {"rank": 0, "loss": lambda output: output.sum(), "input_gradients": True}
-    recording = record_step(module, [shape], grid.shape, **options)
+    recording = record_step(module, [shape], others.grid.shape, **options)
     layer = next(iter(recording.layers))
     operators: dict[str, list[LocalOperator]] = {"forward": [], "backward": []}
     names: dict[str, list[str]] = {"forward": [], "backward": []}
@@ -175,25 +180,25 @@ def _measure(
             operators[event.place.phase].append(event.operator)
         elif isinstance(event, HostWork) and event.place.layer == layer:
             names[event.place.phase].append(event.function)
-    passes = _passes(module, _with_elements(shape, grid), others, layers)
+    passes = _passes(module, _with_elements(shape, others.grid), others, copies)
     found = {}
     for phase, name in names.items():
         if len(name) == 1:
-            kernels = sum(_alone(operator, others) for operator in operators[phase])
+            kernels = seconds_of_kernels(operators[phase], others)
             found[name[0]] = [max(seconds - kernels, 0.0) for seconds in passes[phase]]
     return found
 
 
 def _passes(
-    module: nn.Module, x: DistTensor, others: _Others, layers: int
+    module: nn.Module, x: DistTensor, others: _Others, copies: int
 ) -> dict[str, list[float]]:
     """Return the seconds of a module's pass, "forward" and "backward", kernels included.
 
     Each list has one time for each number of bytes in `STREAMED`, which are passed through the
-    caches before a call. `x` is the input, on the grid of a dry run. `layers` copies of the module
-    are timed; `others` are run between them.
+    caches before a call. `x` is the input, on the grid of a dry run. `copies` of the module are
+    timed; `others` are run between them.
     """
-    chain = [copy.deepcopy(module) for _ in range(layers)]
+    chain = [copy.deepcopy(module) for _ in range(copies)]
     own((p for layer in chain for p in layer.parameters()), x.grid.size)
     found: dict[str, list[float]] = {"forward": [], "backward": []}
     for size in (0, *STREAMED):  # the first run fills the caches of the others
@@ -216,15 +221,15 @@ def _passes(
     return {phase: seconds[1:] for phase, seconds in found.items()}
 
 
-def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
+def _of_parameter(grid: ProcessGrid, count: int) -> list[float]:
     """Return the seconds that each trained parameter adds to a step.
 
     The list has one time for each entry of `STREAMED`, the bytes of other data that pass through
     the caches between layers. A time includes the reduction of the gradient on `grid` and the
-    update. It is the difference between two modules with `layers` parameters, trained or frozen.
+    update. It is the difference between two modules with `count` parameters, trained or frozen.
     """
     others = _Others(DryRunGrid({}, 0))
-    trained, frozen = _Chain(layers, others), _Chain(layers, others)
+    trained, frozen = _Chain(count, others), _Chain(count, others)
     for p in list(frozen.parameters())[1:]:
         p.requires_grad_(False)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.0)
@@ -243,7 +248,7 @@ def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
             start = clock()
             optimizer.step()
             optimizer.zero_grad()
-            updates.append((clock() - start) / layers)
+            updates.append((clock() - start) / count)
         gradient = median(trained.seconds) - median(frozen.seconds)
         found.append(median(updates) + max(gradient, 0.0))
     return found
@@ -255,10 +260,10 @@ class _Chain(nn.Module):
     `others` are run between two parameters. `seconds` collects the times.
     """
 
-    def __init__(self, layers: int, others: _Others) -> None:
+    def __init__(self, count: int, others: _Others) -> None:
         super().__init__()
         self.others = others
-        self.summands = nn.ParameterList(torch.ones(1) for _ in range(layers))
+        self.summands = nn.ParameterList(torch.ones(1) for _ in range(count))
         self.size = 0
         """The bytes passed through the caches before each summand."""
         self.seconds: list[float] = []
@@ -290,13 +295,20 @@ class _Streaming(Function):
         return dy, None
 
 
-def _alone(operator: LocalOperator, others: _Others) -> float:
-    """Return the median seconds of a kernel on its own, run after the network `others`.
+def seconds_of_kernels(operators: Sequence[LocalOperator], others: _Others) -> float:
+    """Return the median seconds of kernels, one after the other, after the network `others`.
 
-    It is subtracted from the time of a layer to find the seconds of Python.
+    They are subtracted from the time of their layer to find the seconds of Python. The caches hold
+    what the kernel before has used, as within the layer.
     """
     times = []
     for _ in range(10):
-        run = torch.no_grad()(call_of(operator, others.memory))
-        times.append(others.before(run)[0])
+        calls = [call_of(operator, others.memory) for operator in operators]
+        times.append(others.before(partial(_run, calls))[0])
     return median(times[2:])
+
+
+@torch.no_grad()
+def _run(calls: Iterable[Callable[[], object]]) -> None:
+    for call in calls:
+        call()

@@ -147,11 +147,11 @@ def plan_layouts(
             if cuts != comes:
                 found[layer.name] = Layout.of(cuts)
             comes = costs.record(layer, cuts)[1] or ((),) * len(cuts)
-    if not found:
-        return LayoutPlan(dict(uniform.grid), {}, uniform, uniform)
-    best = predict(module, shapes, grid, machine, layouts=given | found, **options)
+    best = uniform
+    if found:
+        best = predict(module, shapes, grid, machine, layouts=given | found, **options)
     if best.seconds >= uniform.seconds:
-        return LayoutPlan(dict(uniform.grid), {}, uniform, uniform)
+        found, best = {}, uniform
     return LayoutPlan(dict(uniform.grid), found, best, uniform)
 
 
@@ -318,9 +318,8 @@ class _Costs:
         """
         key = _key(layer, cuts)
         if key not in self._recorded:
-            options: Any = {"layout": Layout.of(cuts), "dtype": layer.dtype}
-            options |= {"loss": _total, "gpu": self._machine.asynchronous}
-            options["input_gradients"] = True
+            options: Any = {"layout": Layout.of(cuts), "dtype": layer.dtype, "loss": _total}
+            options |= {"gpu": self._machine.asynchronous, "input_gradients": True}
             try:
                 recordings = [
                     record_step(layer.module, [layer.shape], self._grid, rank=rank, **options)

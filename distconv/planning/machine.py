@@ -284,6 +284,15 @@ class Machine:
             raise ValueError(f"{str(path)!r} describes no machine: {error}") from None
 
 
+def kind_of_function(name: str) -> str:
+    """Return the entry of `Machine.host` for functions of one kind, such as "* across ranks".
+
+    Functions of a kind send messages or not, and run forward or backward.
+    """
+    across = " across ranks" if " across ranks" in name else ""
+    return f"*{across}{' backward' if name.endswith(' backward') else ''}"
+
+
 def names_of_machines() -> list[str]:
     """Return the names of the machines that distconv describes."""
     return sorted(path.stem for path in DESCRIBED.glob("*.json"))

@@ -6,7 +6,7 @@ gradients are those of `parallelize` itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
@@ -62,13 +62,9 @@ def _sum_of_losses(output: Any, loss: Callable[[Tensor], Tensor]) -> Tensor:
 
 LOSSES: dict[str, LossFunction] = {"mse": mean_square, "cross-entropy": cross_entropy}
 
-_SGD: Any = torch.optim.SGD
-
-sgd: OptimizerFactory = partial(_SGD, lr=1e-3)
-
 OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "sgd": sgd,
-    "momentum": partial(_SGD, lr=1e-3, momentum=0.9),
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "rmsprop": torch.optim.RMSprop,
@@ -140,12 +136,10 @@ def record_step(
         with grid.all_alike():
             parallelize(hollow, grid, layouts=layouts, **options)  # type: ignore[arg-type]
     recorder.memory.hold((*shards_of(hollow.parameters()), *hollow.buffers()), "parameters")
-    make_input = _plain_input if serial else grid.tensor
-    inputs = [make_input(*given) for given in zip(shapes, cuts, dtypes, strict=True)]
+    inputs = _inputs(grid, zip(shapes, cuts, dtypes, strict=True), serial)
     recorder.memory.hold(shards_of(inputs), "other")
-    if input_gradients:
-        for x in inputs:
-            x.requires_grad_()
+    for x in inputs:
+        x.requires_grad_(input_gradients)
     made = None if minimised is None else _optimizer(make_optimizer, hollow, recorder)
     try:
         with (
@@ -156,14 +150,17 @@ def record_step(
             RuleCalls(recorder),
             autocast_of(rehearsed() if gpu else "cpu", autocast),
         ):
-            if minimised is not None:
+            if minimised is None:
+                _run(hollow, inputs, None, recorder, offload)
+            else:
                 for _ in range(accumulate - 1):
                     with nullcontext() if serial else no_sync(hollow):
                         _run(hollow, inputs, minimised, recorder, offload)
                     recorder.repeat()
-            _run(hollow, inputs, minimised, recorder, offload)
-            if minimised is not None:
-                _update(made, recorder)
+                _run(hollow, inputs, minimised, recorder, offload)
+                recorder.move(Place("optimizer", "optimizer"))
+                if made is not None:
+                    made.step()
     except UnsupportedOperation as refusal:
         if minimised is not None:
             raise
@@ -186,8 +183,11 @@ def _check_options(accumulate: int, offload: bool, gpu: bool, caller: str) -> No
         )
 
 
-def _plain_input(shape: tuple[int, ...], layout: Layout | None, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def _inputs(grid: DryRunGrid, given: Iterable[Any], serial: bool) -> list[Tensor]:
+    """Return inputs without elements, each of a given shape, layout and type; plain if `serial`."""
+    if serial:
+        return [torch.empty(shape, dtype=dtype, device="meta") for shape, _, dtype in given]
+    return [grid.tensor(*each) for each in given]
 
 
 def _optimizer(
@@ -226,13 +226,6 @@ def _run(
     if scalar.requires_grad:
         scalar.backward()
     del scalar
-
-
-def _update(optimizer: torch.optim.Optimizer | None, recorder: Recorder) -> None:
-    """Run the optimizer's step, if the module has parameters."""
-    recorder.move(Place("optimizer", "optimizer"))
-    if optimizer is not None:
-        optimizer.step()
 
 
 @contextmanager

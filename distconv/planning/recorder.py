@@ -140,7 +140,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._types: dict[str, str] = {}
         self._blocks: dict[str, tuple[int, ...]] = {}
         self._place = Place("", "forward")
-        self._backward = self._makes_message = self._repeats = False
+        self._backward = self._repeats = False
         self._begun = 0
         """The number of events before the latest mini-batch."""
         self._origins: list[_Origin] = []
@@ -154,7 +154,6 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         carrier = grid.transport
         carrier.started = self._start
         carrier.waited = lambda number: self._events.append(Completion(number, self._where()))
-        carrier.makes = self._set_makes_message
 
     # Operators and messages.
 
@@ -171,7 +170,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         place = self._where()
         several = result if isinstance(result, (tuple, list)) else (result,)
         made = [x for x in several if isinstance(x, Tensor) and x.is_meta]
-        if self._makes_message:
+        if self._grid.transport.allocates:
             kind = "halos"
         else:
             kind = "gradients" if place.layer == "gradients" else "other"
@@ -191,9 +190,6 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self._received += start.bytes
             if start.collective is not None:
                 self._reduced += start.arriving[0][1]
-
-    def _set_makes_message(self, begins: bool) -> None:
-        self._makes_message = begins
 
     def work(self, function: str, place: Place) -> None:
         """Record that Python runs a function at this place of the step."""
@@ -233,9 +229,8 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
     def _where(self) -> Place:
         if not self._backward:
             return self._place
-        node: Any = torch_private.current_node()
-        number = 2**62 if node is None else torch_private.node_number(node)
-        if number >= 2**62:
+        number = torch_private.node_number(torch_private.current_node())
+        if number is None:
             return Place("gradients", "backward")
         i = bisect_right(self._starts, number) - 1
         if i < 0:

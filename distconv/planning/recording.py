@@ -17,8 +17,6 @@ from torch import Tensor
 from distconv.comm.ledger import Redistribution
 from distconv.geometry.layout import Layout
 
-PHASES = ("forward", "backward", "optimizer")
-
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "halos", "other")
 """The kinds of memory. Halos are messages sent and received; others are inputs, and results that
 live for a moment."""
@@ -111,7 +109,7 @@ class Place(NamedTuple):
     layer: str
     """The name of the module, as `named_modules` has it, or "loss", "gradients", "optimizer"."""
     phase: str
-    """One of `PHASES`."""
+    """ "forward", "backward" or "optimizer"."""
 
 
 class Compute(NamedTuple):

@@ -272,40 +272,31 @@ def plan(
             + (f" along {', '.join(axes)}" if axes else "")
             + "; choose a product of numbers up to these extents, such as a power of two"
         )
-    times = OperatorTimes(machine, machine.at_once(ranks))
-    options["gpu"] = machine.asynchronous
-    dry = without_elements(module, "plan")
-    end = time.perf_counter() + BUDGET
-    search = _Search(dry, shapes, limit, machine, times, options, progress, end)
-    out: list[Candidate] = []
-    recorded: list[tuple[dict[str, int], Recording]] = []
-    for i, grid in enumerate(chosen):
-        progress(f"{i + 1} of {len(chosen)}: {in_words(grid)}")
-        try:
-            recorded.append((grid, search.record(grid)))
-        except RuntimeError as refusal:
-            out.append(Candidate(grid, None, str(refusal)))
-    search.time_operators([recording for _, recording in recorded], _AT_LEAST)
-    tried = [search.judged(grid, [recording]) for grid, recording in recorded]
-    fitting = sorted((c for c in tried if c.refusal is None), key=_seconds)
-    out += [c for c in tried if c.refusal is not None]
-    best: list[Candidate] = []
-    while fitting and len(best) < REFINED:
-        refined = search.refined(fitting.pop(0).grid)
-        (best if refined.refusal is None else out).append(refined)
-    best.sort(key=_seconds)
-    out.sort(key=lambda c: (c.prediction is None, c.prediction.peak if c.prediction else 0))
-    ways: tuple[WayOut, ...] = ()
-    if not best and limit is not None and recorded:
-        peaks = [sum(memory_of(recording, times).values()) for _, recording in recorded]
-        smallest, _ = recorded[peaks.index(min(peaks))]
-        tried_out = search.ways_out(smallest, ranks, axes)
-        # Of small modules, recomputation may need more memory than it saves.
-        ways = tuple(way for way in tried_out if way.peak < min(peaks))
-    name = type(module).__name__
-    return GridPlan(
-        name, machine.name, machine.assumed, ranks, limit, (*best, *fitting, *out), ways
+    search = _Search(
+        without_elements(module, "plan"),
+        shapes,
+        limit,
+        machine,
+        OperatorTimes(machine, machine.at_once(ranks)),
+        options | {"gpu": machine.asynchronous},
+        progress,
+        time.perf_counter() + BUDGET,
     )
+    recorded, out = search.record_all(chosen)
+    search.time_operators([recording for _, recording in recorded], _AT_LEAST)
+    fitting, too_large = search.ranked(recorded)
+    out += too_large
+    out.sort(key=lambda c: (c.prediction is None, c.prediction.peak if c.prediction else 0))
+    ways: list[WayOut] = []
+    if recorded and not fitting and limit is not None:
+        ways = search.helpful_ways_out(recorded, ranks, axes)
+    tried = (*fitting, *out)
+    name = type(module).__name__
+    return GridPlan(name, machine.name, machine.assumed, ranks, limit, tried, tuple(ways))
+
+
+_Recorded = Sequence[tuple[dict[str, int], Recording]]
+"""Grids, each with the recording of one rank."""
 
 
 def _seconds(c: Candidate) -> float:
@@ -329,6 +320,31 @@ class _Search:
     options: dict[str, Any]
     progress: Progress
     end: float
+
+    def record_all(
+        self, grids: Sequence[dict[str, int]]
+    ) -> tuple[list[tuple[dict[str, int], Recording]], list[Candidate]]:
+        """Return the recordings of those grids that can run the module, and the other grids."""
+        recorded: list[tuple[dict[str, int], Recording]] = []
+        refused = []
+        for i, grid in enumerate(grids):
+            self.progress(f"{i + 1} of {len(grids)}: {in_words(grid)}")
+            try:
+                recorded.append((grid, self.record(grid)))
+            except RuntimeError as refusal:
+                refused.append(Candidate(grid, None, str(refusal)))
+        return recorded, refused
+
+    def ranked(self, recorded: _Recorded) -> tuple[list[Candidate], list[Candidate]]:
+        """Return the grids that fit, the best first, and those that need too much memory."""
+        tried = [self.judged(grid, [recording]) for grid, recording in recorded]
+        fitting = sorted((c for c in tried if c.refusal is None), key=_seconds)
+        too_large = [c for c in tried if c.refusal is not None]
+        best: list[Candidate] = []
+        while fitting and len(best) < REFINED:
+            refined = self.refined(fitting.pop(0).grid)
+            (best if refined.refusal is None else too_large).append(refined)
+        return [*sorted(best, key=_seconds), *fitting], too_large
 
     def record(
         self, grid: Mapping[str, int], module: nn.Module | None = None, **more: Any
@@ -367,6 +383,15 @@ class _Search:
         p = predicted(name, samples, grid, recordings, self.machine, self.times)
         over = self.limit is not None and p.peak > self.limit
         return Candidate(grid, p, f"needs {byte_size(p.peak)}" if over else None)
+
+    def helpful_ways_out(
+        self, recorded: _Recorded, ranks: int, axes: Sequence[str] | None
+    ) -> list[WayOut]:
+        """Return changes of the step on the smallest grid that reduce its memory."""
+        peaks = [sum(memory_of(recording, self.times).values()) for _, recording in recorded]
+        smallest, _ = recorded[peaks.index(min(peaks))]
+        # Of small modules, recomputation may need more memory than it saves.
+        return [way for way in self.ways_out(smallest, ranks, axes) if way.peak < min(peaks)]
 
     def ways_out(
         self, grid: dict[str, int], ranks: int, axes: Sequence[str] | None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import NamedTuple
 
-from distconv.planning.machine import LinkTimes, Machine
+from distconv.planning.machine import LinkTimes, Machine, kind_of_function
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.recording import Completion, Compute, HostWork, Place, Recording, Start
 
@@ -380,10 +380,8 @@ def _complete(rank: _Rank, event: Completion, ranks: Mapping[int, _Rank], machin
 def host_seconds(work: HostWork, machine: Machine) -> float:
     """Return the seconds that Python takes for a function on DistTensors."""
     function = work.function
-    across = " across ranks" if " across ranks" in function else ""
-    back = " backward" if function.endswith(" backward") else ""
     assembled = function.replace(" overlapped", "")  # the only entry in files of earlier versions
-    for name in (function, assembled, f"*{across}{back}", "*"):
+    for name in (function, assembled, kind_of_function(function), "*"):
         if name in machine.host:
             return machine.host[name].at(work.streamed)
     return 0.0

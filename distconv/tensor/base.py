@@ -544,7 +544,7 @@ class DistTensorBase(torch.Tensor):
         gradient = f", grad_fn={node.name()}" if node is not None else ""
         return (
             f"DistTensor({value}shape={tuple(self.shape)}, "
-            f"dtype={str(self.dtype).removeprefix('torch.')}, layout={self.grid_layout}, "
+            f"dtype={str(self.dtype).removeprefix('torch.')}, grid_layout={self.grid_layout}, "
             f"local={self.box.shape} on rank {self.grid.rank} of {self.grid}{gradient})"
         )
 

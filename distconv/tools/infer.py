@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -38,12 +38,18 @@ from distconv.data.writing.save import (
 from distconv.geometry.layout import Box, default_cuts, rank_box, replaced_at
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize, unparallelize
-from distconv.planning.receptive_field import ReceptiveField, Slab, receptive_field, slabs_of
 from distconv.planning.recorded_step import dtype_of, record_step
 from distconv.planning.table import byte_size
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tensor.memory_format import in_sample_format
-from distconv.tools.global_norms import GlobalNorms, Statistics
+from distconv.tools.slabs import (
+    GlobalNorms,
+    ReceptiveField,
+    Slab,
+    Statistics,
+    receptive_field,
+    slabs_of,
+)
 
 Transform = Callable[[Tensor, Box], Tensor]
 
@@ -128,40 +134,57 @@ def infer(
     check_alike(grid, facts, "Pass the same data on all ranks.")
     together(grid, lambda: check_sink(path, overwrite))
     net = unparallelize(copy.deepcopy(model)).eval()
-    dtype = dtype_of(net)
     shape = together(grid, lambda: _input_shape(net, volume, grid))
-    plan = together(grid, lambda: _record(net, shape, grid, dtype, autocast))
-    outputs = (volume.samples, *plan.shape[1:])
-    free = memory or _free_memory(grid)
-    dim = max(range(2, len(shape)), key=lambda d: shape[d])
-    cut, reach, count = [Slab(0, shape[dim], 0, outputs[dim], 0)], None, 1
-    norms, needed, extents = GlobalNorms(), plan.peak, {}
-    if slabs is None and needed > free or (slabs or 1) > 1:
+    task = _Task(shape, max(range(2, len(shape)), key=shape.__getitem__), dtype_of(net), autocast)
+    recorded = together(grid, lambda: _record(net, task, grid))
+    norms, free = GlobalNorms(), memory or _free_memory(grid)
+    whole = Slab(0, shape[task.dim], 0, recorded.shape[task.dim], 0)
+    division, reach = _Division([whole], 1, recorded.peak), None
+    if slabs is None and recorded.peak > free or (slabs or 1) > 1:
         norms.replace_in(net, len(shape))
-        reach = together(grid, lambda: receptive_field(net, shape, dim, dtype))
-        together(grid, lambda: norms.measured(reach, dim))
-        with norms.noting() as extents:
-            together(grid, lambda: _record(net, shape, grid, dtype, autocast))
-
-        def peak(part: tuple[int, ...]) -> int:
-            return together(grid, lambda: _record(net, part, grid, dtype, autocast).peak)
-
-        counts = _counts(slabs, needed / free)
-        enough = None if slabs is not None else free
-        cut, count, needed = _slabs_within(enough, counts, shape, dim, outputs[dim], reach, peak)
+        reach = together(grid, lambda: receptive_field(net, shape, task.dim, task.dtype))
+        together(grid, lambda: norms.measured(reach, task.dim))
+        division = _divided(net, task, grid, norms, reach, recorded, free, slabs)
     passes = f", after {len(norms.found)} passes for the statistics of norms" if norms.found else ""
     progress(
-        f"{volume.samples} volume(s) of {tuple(shape[1:])}, {len(cut)} slab(s) each{passes}: "
-        f"{byte_size(needed)} of memory on a rank, of {byte_size(free)}"
+        f"{volume.samples} volume(s) of {tuple(shape[1:])}, {len(division.slabs)} slab(s) each"
+        f"{passes}: {byte_size(division.peak)} of memory on a rank, of {byte_size(free)}"
     )
     parallelize(net, grid)
-    run = _Run(net, grid, volume, shape, dim, dtype, transform, autocast, argmax, norms)
-    if len(cut) > 1 and reach is not None:
+    written = _written((volume.samples, *recorded.shape[1:]), recorded.dtype, argmax)
+    run = _Run(net, grid, volume, task, transform, argmax, norms, division, *written, progress)
+    if len(division.slabs) > 1 and reach is not None:
         run.check_slabs(reach)
-    statistics = partial(run.statistics, extents, count, progress)
-    written = _written(outputs, plan.dtype, argmax)
-    _write_all(run, path, *written, cut, statistics, facts, restart, progress)
+    _write_all(run, path, facts, restart)
     return path
+
+
+class _Task(NamedTuple):
+    """The shape and type of the network's input, and the type of autocast."""
+
+    shape: tuple[int, ...]
+    dim: int
+    """The dimension that is divided into slabs."""
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+
+
+class _Division(NamedTuple):
+    """The slabs of a volume, the number that was asked for, and the bytes that one needs."""
+
+    slabs: list[Slab]
+    asked: int
+    peak: int
+    extents: Mapping[str, int] = {}
+    """The extents of the inputs of norms, by name, in a pass over the whole volume."""
+
+
+class _Recorded(NamedTuple):
+    """A dry run of the network: the shape and type of its result, and its peak memory in bytes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    peak: int
 
 
 def _written(
@@ -173,15 +196,6 @@ def _written(
     return shape, torch.float32 if dtype == torch.bfloat16 else dtype
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A dry run of the network: the shape and type of its result, and its peak memory in bytes."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    peak: int
-
-
 def _opened(source: Any, field: Field) -> Source:
     found = open_sources(source, () if field is None else [field])
     if len(found) != 1:
@@ -189,21 +203,15 @@ def _opened(source: Any, field: Field) -> Source:
     return next(iter(found.values()))
 
 
-_CONVOLUTIONS = {
-    nn.Conv1d: 1,
-    nn.Conv2d: 2,
-    nn.Conv3d: 3,
-    nn.ConvTranspose1d: 1,
-    nn.ConvTranspose2d: 2,
-    nn.ConvTranspose3d: 3,
-}
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 def _input_shape(net: nn.Module, volume: Source, grid: ProcessGrid) -> tuple[int, ...]:
     """Return the shape of the network's input: as many volumes as the sample axis has parts."""
-    found = {
-        n for part in net.modules() for kind, n in _CONVOLUTIONS.items() if isinstance(part, kind)
-    }
+    found = {len(part.kernel_size) for part in net.modules() if isinstance(part, _CONVOLUTIONS)}
     shape, several = tuple(volume.shape), min(volume.samples, grid.shape["sample"])
     space = max(found, default=len(shape) - 1)
     if len(shape) not in (space, space + 1):
@@ -214,85 +222,62 @@ def _input_shape(net: nn.Module, volume: Source, grid: ProcessGrid) -> tuple[int
     return (several, *(() if len(shape) == space + 1 else (1,)), *shape)
 
 
-def _record(
-    net: nn.Module,
-    shape: tuple[int, ...],
-    grid: ProcessGrid,
-    dtype: torch.dtype,
-    autocast: torch.dtype | None,
-) -> _Recorded:
+def _record(net: nn.Module, task: _Task, grid: ProcessGrid) -> _Recorded:
     """Return a dry run of the network on the grid. Raises ValueError if it does not run there."""
-    gpu, types = grid.computes_on_gpu, []
+    types: list[Any] = []
     hook = net.register_forward_hook(lambda module, given, y: types.append(y))
+    how: Any = {"dtype": task.dtype, "autocast": task.autocast, "gpu": grid.computes_on_gpu}
     try:
         with torch.no_grad():
-            found = record_step(
-                *(net, [shape], grid.shape),
-                loss=None,
-                dtype=dtype,
-                autocast=autocast,
-                gpu=gpu,
-                caller="infer",
-            )
+            found = record_step(net, [task.shape], grid.shape, loss=None, caller="infer", **how)
     finally:
         hook.remove()
     if found.refusal is not None:
         raise ValueError(f"infer: {found.calls[-1].name} is unsupported: {found.refusal}")
     y = types[-1]
-    if not isinstance(y, Tensor) or y.dim() != len(shape):
+    if not isinstance(y, Tensor) or y.dim() != len(task.shape):
         what = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(
-            f"infer: the network returns {what} for an input of shape {shape}; expected one "
+            f"infer: the network returns {what} for an input of shape {task.shape}; expected one "
             "tensor (N, channels, *space). Wrap the network in a module that returns one tensor"
         )
     return _Recorded(tuple(y.shape), y.dtype, found.peak)
 
 
-def _counts(slabs: int | None, least: float) -> Iterator[int]:
-    """Yield numbers of slabs to try: `slabs` alone, or from `least` on, growing by a quarter."""
-    if slabs is not None:
-        yield slabs
-        return
-    count = max(2, int(least) + 1)
-    while True:
-        yield count
-        count += max(1, count // 4)
-
-
-def _slabs_within(
-    free: int | None,
-    counts: Iterator[int],
-    shape: tuple[int, ...],
-    dim: int,
-    outputs: int,
+def _divided(
+    net: nn.Module,
+    task: _Task,
+    grid: ProcessGrid,
+    norms: GlobalNorms,
     reach: ReceptiveField,
-    peak: Callable[[tuple[int, ...]], int],
-) -> tuple[list[Slab], int, int]:
-    """Return the first slabs that need no more memory than `free`, their number, and their need.
+    whole: _Recorded,
+    free: int,
+    slabs: int | None,
+) -> _Division:
+    """Return a volume in `slabs` slabs, or if that is None in the fewest that fit. Collective.
 
-    Parameters
-    ----------
-    free: the bytes on each rank; None to return the first slabs, whatever they need.
-    counts: the numbers of slabs to try.
-    shape: the shape of the network's input, which is divided along `dim`.
-    outputs: the size of the network's result along `dim`.
-    peak: takes the shape of a slab of the input, and returns the bytes that it needs on each rank.
-
-    Raises DataError if no number of slabs is enough.
+    More slabs, by a quarter each time, are tried until one needs no more than the `free` bytes of a
+    rank. `whole` is the dry run of a pass over all of the volume. Raises DataError if no number of
+    slabs is enough.
     """
-    for count in counts:
-        cut = slabs_of(shape[dim], outputs, reach, count)
+    shape, dim = task.shape, task.dim
+    with norms.noting() as extents:
+        together(grid, lambda: _record(net, task, grid))
+    count = slabs or max(2, int(whole.peak / free) + 1)
+    while True:
+        cut = slabs_of(shape[dim], whole.shape[dim], reach, count)
         longest = max(slab.stop - slab.start for slab in cut)
-        needed = peak(replaced_at(shape, dim, longest))
-        if free is None or needed <= free:
-            break
+        part = task._replace(shape=replaced_at(shape, dim, longest))
+        needed = together(grid, partial(_record, net, part, grid)).peak
+        if slabs is not None or needed <= free:
+            return _Division(cut, count, needed, extents)
         if len(cut) < count or longest >= shape[dim]:
             raise DataError(
                 f"infer: a slab of {longest} of {shape[dim]} elements needs {byte_size(needed)} on "
                 f"a rank, more than the available {byte_size(free)}. Use more ranks (--grid), or "
                 "fewer bytes (--autocast bfloat16)"
             )
-    return cut, count, needed
+        count += max(1, count // 4)
 
 
 def _free_memory(grid: ProcessGrid) -> int:
@@ -309,31 +294,29 @@ def _free_memory(grid: ProcessGrid) -> int:
     return int(_MARGIN * min(n / sharing.count((host, device)) for host, device, n in everyone))
 
 
+@dataclass
 class _Run:
     """The network on the grid, and its input: computes the output of any slab of any volumes."""
 
-    def __init__(
-        self,
-        net: nn.Module,
-        grid: ProcessGrid,
-        volume: Source,
-        shape: tuple[int, ...],
-        dim: int,
-        dtype: torch.dtype,
-        transform: Transform | None,
-        autocast: torch.dtype | None,
-        argmax: bool,
-        norms: GlobalNorms,
-    ) -> None:
-        self.net, self.grid, self.volume, self.shape, self.dim = net, grid, volume, shape, dim
-        self._dtype, self.transform = dtype, transform
-        self.autocast, self.argmax, self.norms = autocast, argmax, norms
-        self._classes = 0
+    net: nn.Module
+    grid: ProcessGrid
+    volume: Source
+    task: _Task
+    transform: Transform | None
+    argmax: bool
+    norms: GlobalNorms
+    division: _Division
+    shape: tuple[int, ...]
+    """The shape of the whole result."""
+    dtype: torch.dtype
+    """The type of the result."""
+    progress: Callable[[str], object]
 
     def input(self, first: int, slab: Slab) -> DistTensor:
         """Return a slab of the volumes from number `first` on. Collective."""
-        count = min(self.shape[0], self.volume.samples - first)
-        shape = replaced_at((count, *self.shape[1:]), self.dim, slab.stop - slab.start)
+        count, *others = self.task.shape
+        shape = (min(count, self.volume.samples - first), *others)
+        shape = replaced_at(shape, self.task.dim, slab.stop - slab.start)
         cuts = default_cuts(len(shape), self.grid.topology)
         box = rank_box(shape, cuts, self.grid.topology, self.grid.rank)
         block = together(self.grid, lambda: self._read(first, slab, box))
@@ -342,58 +325,49 @@ class _Run:
 
     def output(self, first: int, slab: Slab) -> DistTensor:
         """Return the kept output of a slab of the volumes from number `first` on. Collective."""
-        y = self.computed(self.input(first, slab), self.autocast)
-        y = y.narrow(self.dim, slab.first, slab.last - slab.first)
-        if self.argmax:
-            y = y.argmax(1, keepdim=True)
-            return y.to(torch.int32) if self._classes > 256 else y.to(torch.uint8)  # type: ignore[return-value]
-        return y.float() if y.dtype == torch.bfloat16 else y  # type: ignore[return-value]
+        y = self.computed(self.input(first, slab), self.task.autocast)
+        y = y.narrow(self.task.dim, slab.first, slab.last - slab.first)
+        y = y.argmax(1, keepdim=True) if self.argmax else y
+        return y.to(self.dtype)  # type: ignore[return-value]
 
     def computed(self, x: DistTensor, autocast: torch.dtype | None) -> Tensor:
+        """Return the output of the network. Collective."""
         kind = self.grid.device.type
         with torch.no_grad(), torch.autocast(kind, autocast) if autocast else nullcontext():
             y: Tensor = self.net(x)
-        self._classes = y.shape[1]
         return y
 
-    def statistics(
-        self,
-        extents: Mapping[str, int],
-        count: int,
-        progress: Callable[[str], object],
-        first: int,
-        known: Sequence[Statistics],
-    ) -> Iterator[Statistics]:
+    def statistics(self, first: int, known: list[Statistics]) -> Iterator[list[Statistics]]:
         """Take the statistics of the norms over the volumes from `first` on. Collective.
 
-        The other arguments are those of `GlobalNorms.gather`; yields what it does.
+        `known` are those of the first norms, from an earlier run. Yields the statistics so far
+        after each further norm.
         """
 
         def compute(slab: Slab) -> None:
-            self.computed(self.input(first, slab), self.autocast)
+            self.computed(self.input(first, slab), self.task.autocast)
 
-        length, number = self.shape[self.dim], len(known)
-        for found in self.norms.gather(extents, length, count, compute, known):
-            number += 1
-            progress(f"statistics of {number} of {len(self.norms.found)} norms")
-            yield found
+        extents, length = self.division.extents, self.task.shape[self.task.dim]
+        for found in self.norms.gather(extents, length, self.division.asked, compute, known):
+            known = [*known, found]
+            self.progress(f"statistics of {len(known)} of {len(self.norms.found)} norms")
+            yield known
 
     def _read(self, first: int, slab: Slab, box: Box) -> Tensor:
         """Return this rank's block of a slab, converted and transformed."""
-        bare = len(self.volume.shape) == len(self.shape) - 2
-        start, stop = (
-            replaced_at(n, self.dim, n[self.dim] + slab.start) for n in (box.start, box.stop)
-        )
+        dim, dtype = self.task.dim, self.task.dtype
+        bare = len(self.volume.shape) == len(self.task.shape) - 2
+        start, stop = (replaced_at(n, dim, n[dim] + slab.start) for n in (box.start, box.stop))
         stored = np.empty(box.shape, self.volume.dtype)
         inside = Box(start[1 + bare :], stop[1 + bare :])
         if box.size:
             for i, sample in enumerate(range(box.start[0], box.stop[0])):
                 out = stored[i, 0] if bare else stored[i]
                 self.volume.read_into(out, first + sample, inside)
-        exact = np.float64 if self._dtype == torch.float64 else np.float32
+        exact = np.float64 if dtype == torch.float64 else np.float32
         if stored.dtype.kind == "c":
-            exact = np.complex128 if self._dtype == torch.complex128 else np.complex64  # type: ignore[assignment]
-        block = torch.from_numpy(stored.astype(exact, copy=False)).to(self._dtype)
+            exact = np.complex128 if dtype == torch.complex128 else np.complex64  # type: ignore[assignment]
+        block = torch.from_numpy(stored.astype(exact, copy=False)).to(dtype)
         if self.transform is not None:
             block = self.transform(block, Box(start, stop))
         return block
@@ -404,30 +378,31 @@ class _Run:
         They differ if the network knows the place or the size of its input, as interpolation with
         align_corners=True, circular padding and coordinates do. Collective.
         """
+        shape, dim, dtype, _ = self.task
         period, edge = reach.stride, 2 * (reach.stride + reach.reach)
-        length = min(2 * edge + 3 * period + self.shape[self.dim] % period, self.shape[self.dim])
-        small = [min(n, edge + 4 * period + n % period) for n in self.shape]
-        small[0], small[1], small[self.dim] = 1, self.shape[1], length
+        length = min(2 * edge + 3 * period + shape[dim] % period, shape[dim])
+        small = [min(n, edge + 4 * period + n % period) for n in shape]
+        small[0], small[1], small[dim] = 1, shape[1], length
         numbers = torch.Generator().manual_seed(0)
-        x = torch.randn(small, generator=numbers, dtype=self._dtype)
+        x = torch.randn(small, generator=numbers, dtype=dtype)
 
         def computed(slab: Slab) -> Tensor:
-            part = x.narrow(self.dim, slab.start, slab.stop - slab.start)
+            part = x.narrow(dim, slab.start, slab.stop - slab.start)
             return self.computed(distribute_tensor(part, self.grid), None).full_tensor()  # type: ignore[attr-defined]
 
         self.norms.own()
         with self.norms.noting() as extents:
             whole = computed(Slab(0, length, 0, length, 0))
-        cut = slabs_of(length, whole.shape[self.dim], reach, 3)
+        cut = slabs_of(length, whole.shape[dim], reach, 3)
         list(self.norms.gather(extents, length, 3, computed))
         differences = []
         for slab in cut:
-            kept = computed(slab).narrow(self.dim, slab.first, slab.last - slab.first)
-            there = whole.narrow(self.dim, slab.place, slab.last - slab.first)
+            kept = computed(slab).narrow(dim, slab.first, slab.last - slab.first)
+            there = whole.narrow(dim, slab.place, slab.last - slab.first)
             differences.append((kept - there).abs().max())
         worst = torch.stack(differences).max().item()  # NaN if one of them is
         most = whole.abs().max().item()
-        if not worst <= torch.finfo(self._dtype).eps ** 0.6 * most:
+        if not worst <= torch.finfo(dtype).eps ** 0.6 * most:
             raise DataError(
                 f"infer: the outputs of a slab differ by {worst:.2g} from those of the whole, at "
                 f"most {most:.2g}, on random numbers of shape {tuple(small)}. The network depends "
@@ -437,68 +412,61 @@ class _Run:
             )
 
 
-def _write_all(
-    run: _Run,
-    path: Path,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    cut: list[Slab],
-    statistics: Callable[[int, list[Statistics]], Iterator[Statistics]],
-    facts: Mapping[str, str],
-    restart: bool,
-    progress: Callable[[str], object],
-) -> None:
+def _write_all(run: _Run, path: Path, facts: Mapping[str, str], restart: bool) -> None:
     """Compute and write all slabs of all volumes, from the first that is not finished on."""
-    grid, volume, dim = run.grid, run.volume, run.dim
-    kind = kind_to_write(path)
-    attributes = dict(volume.attributes)
-    if shape[2:] != run.shape[2:]:
-        for name in ("affine", "spacing", "unit"):
-            attributes.pop(name, None)
-    slab_shape = replaced_at(shape, dim, max(slab.last - slab.first for slab in cut))
-    cuts = default_cuts(len(shape), grid.topology)
-
-    def described() -> Description:
-        given = cuts, grid.topology, kind
-        found = describe(None, slab_shape, dtype, *given)  # chunks within a slab
-        found = describe(None, shape, dtype, *given, found.chunks, attributes)
-        return replace(found, coordinates=_coordinates(volume, shape))
-
-    array = together(grid, described)
-    task = {
-        **facts,
-        "result": f"{shape} of {dtype}, {kind}",
-        "slabs": f"{run.shape[0]} volumes at a time, {cut}",
-        "transform": code_of(run.transform),
-        "options": f"autocast={run.autocast}, argmax={run.argmax}",
-        "weights": _checksum(run.net),
-    }
+    grid, volume, kind = run.grid, run.volume, kind_to_write(path)
+    array = together(grid, lambda: _described(run, kind))
 
     def create(unfinished: Path) -> dict[str, Any]:
         offset = create_file(unfinished, kind, {None: array}).get(None)
         return {"offset": offset, "chunks": array.chunks, "statistics": {}}
 
-    work = list(product(range(0, volume.samples, run.shape[0]), cut))
+    task = {**facts, **_same_run(run, kind)}
+    work = list(product(range(0, volume.samples, run.task.shape[0]), run.division.slabs))
     finish = partial(commit_file, path=path)
     with StepwiseFile(grid, path, task, create, finish, restart) as file:
         state = file.state
         if state["chunks"] is not None:
             array = replace(array, chunks=tuple(state["chunks"]))
         if state["finished"]:
-            progress(f"{state['finished']} of {len(work)} slabs were finished before")
+            run.progress(f"{state['finished']} of {len(work)} slabs were finished before")
         of_volume = -1
         for number, (first, slab) in enumerate(work[state["finished"] :], state["finished"] + 1):
             if first != of_volume:
-                of_volume, known = first, state["statistics"].get(str(first), [])
-                for found in statistics(first, known):
-                    known = [*known, found]
+                of_volume = first
+                for known in run.statistics(first, state["statistics"].get(str(first), [])):
                     file.keep(statistics={first: known})
             y = run.output(first, slab)
-            start = replaced_at((first, *(0,) * (len(shape) - 1)), dim, slab.place)
+            start = replaced_at((first, *(0,) * (y.dim() - 1)), run.task.dim, slab.place)
             write_block(file.partial, path, None, y, array, state["offset"], start)
             del y
             file.keep(finished=number)
-            progress(f"{number} of {len(work)} slabs are written")
+            run.progress(f"{number} of {len(work)} slabs are written")
+
+
+def _described(run: _Run, kind: str) -> Description:
+    """Return the array to write: chunks within a slab, and the attributes that still apply."""
+    attributes = dict(run.volume.attributes)
+    if run.shape[2:] != run.task.shape[2:]:
+        for name in ("affine", "spacing", "unit"):
+            attributes.pop(name, None)
+    longest = max(slab.last - slab.first for slab in run.division.slabs)
+    of_slab = replaced_at(run.shape, run.task.dim, longest)
+    given = default_cuts(len(run.shape), run.grid.topology), run.grid.topology, kind
+    chunks = describe(None, of_slab, run.dtype, *given).chunks
+    found = describe(None, run.shape, run.dtype, *given, chunks, attributes)
+    return replace(found, coordinates=_coordinates(run.volume, run.shape))
+
+
+def _same_run(run: _Run, kind: str) -> dict[str, str]:
+    """Return the facts that a run must have in common with the one that it continues."""
+    return {
+        "result": f"{run.shape} of {run.dtype}, {kind}",
+        "slabs": f"{run.task.shape[0]} volumes at a time, {run.division.slabs}",
+        "transform": code_of(run.transform),
+        "options": f"autocast={run.task.autocast}, argmax={run.argmax}",
+        "weights": _checksum(run.net),
+    }
 
 
 def _coordinates(volume: Source, shape: tuple[int, ...]) -> dict[int, Coordinate]:

@@ -101,15 +101,14 @@ class TrafficCount:
 
     def _where(self) -> tuple[str, str, str]:
         """Return layer, function and phase of a message that starts now."""
-        node: Any = torch_private.current_node()
-        function = CURRENT.call[0]
+        node, function = torch_private.current_node(), CURRENT.call[0]
         if node is None and function not in ("backward", "grad"):
             name = "" if function is None else operator_name(function)
             return module_path(), name, "forward"
-        number = 2**62 if node is None else torch_private.node_number(node)
-        place = bisect_right(self._starts, number) - 1
-        if number >= 2**62:  # of a parameter
+        number = torch_private.node_number(node)
+        if number is None:
             return "gradients", "", "backward"
+        place = bisect_right(self._starts, number) - 1
         # Nodes that were made before the context have no label.
         return (*(self._labels[place] if place >= 0 else ("", "")), "backward")
 

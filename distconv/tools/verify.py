@@ -366,8 +366,9 @@ def _compare(
     _without_dropout(model)
     parallelize(model, grid, layouts=layouts)
     with torch.no_grad():
-        for mine, theirs in zip(_state(plain).values(), _state(model).values(), strict=True):
-            mine.copy_(theirs)
+        mine, theirs = ((*m.parameters(), *m.buffers()) for m in (plain, model))
+        for own, of_rank_0 in zip(mine, theirs, strict=True):
+            own.copy_(of_rank_0)
     for x in (*plain.parameters(), *model.parameters()):
         x.grad = None
     generator = torch.Generator().manual_seed(seed)
@@ -587,10 +588,6 @@ def _shaken_input(x: Tensor, generator: torch.Generator) -> Tensor:
     """
     shaken = _shaken(x, generator)
     return torch.where(x == x.round(), x, shaken) if x.is_floating_point() else shaken
-
-
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def _without_dropout(module: nn.Module) -> list[str]:

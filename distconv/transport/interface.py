@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, repeat
 from math import prod
@@ -179,6 +179,15 @@ _MOST = 32767
 def tags() -> Callable[[], int]:
     """Return a function of the tags 1, 2, ... of exchanges, which all ranks start in one order."""
     return chain.from_iterable(repeat(range(1, _MOST + 1))).__next__
+
+
+def tags_behind(tag: int, reached: Iterable[int]) -> int:
+    """Return by how many tags a rank at `tag` is behind the latest of `reached`; 0 for the latest.
+
+    The latest is not the largest where some ranks have begun again at 1.
+    """
+    half = _MOST // 2
+    return max((other - tag + half) % _MOST - half for other in reached)
 
 
 # Pools of memory for messages, which later messages of the same size use again.

@@ -154,10 +154,16 @@ def keep_launcher_from_children() -> None:
             del os.environ[name]
 
 
+def running_mpi() -> Any:
+    """Return the module mpi4py.MPI while MPI runs in this process, else None."""
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    return MPI if MPI and MPI.Is_initialized() and not MPI.Is_finalized() else None
+
+
 def _ranks_of_mpi() -> int:
     """Return the number of ranks of MPI, 0 where it does not run."""
-    MPI: Any = sys.modules.get("mpi4py.MPI")
-    return MPI.COMM_WORLD.size if MPI and MPI.Is_initialized() and not MPI.Is_finalized() else 0
+    MPI = running_mpi()
+    return MPI.COMM_WORLD.size if MPI else 0
 
 
 def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from distconv.device.kinds import is_gpu_aware
 from distconv.device.streams import SideStream, is_capturing, record_event, using
-from distconv.transport.interface import ChainedRequest, Message, Request
+from distconv.transport.interface import ChainedRequest, Communicator, Message, Request
 
 if TYPE_CHECKING:
-    from distconv.transport.interface import Communicator
     from distconv.transport.mpi import MPICommunicator, MPITransport
 
 

@@ -18,7 +18,7 @@ from ctypes import c_char
 from datetime import timedelta
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,10 +38,6 @@ from distconv.transport.interface import (
     with_opposites,
 )
 from distconv.transport.link import LOOPBACK
-
-if TYPE_CHECKING:
-    from distconv.transport.interface import Communicator
-
 
 # Process groups and communicators by torch.distributed, without its default group.
 #
@@ -135,7 +131,7 @@ def prefixed(name: str, store: Store) -> Store:
 
 
 def start(collective: Callable[..., Any], *arguments: Any) -> Any:
-    """Start a collective, and return its `Work` of torch.distributed, for `wait_for`."""
+    """Start a collective or a message, and return its `Work` of torch.distributed."""
     try:
         return collective(*arguments)
     except RuntimeError as error:
@@ -143,7 +139,7 @@ def start(collective: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def wait_for(work: Any) -> None:
-    """Wait until the collective whose `start` returned `work` is complete."""
+    """Wait until the collective or message whose `start` returned `work` is complete."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -254,11 +250,8 @@ class TorchRequest:
         self.works, self._memory = works, memory
 
     def wait(self) -> None:
-        try:
-            for work in self.works:
-                work.wait()
-        except RuntimeError as error:
-            raise explained(error) from error
+        for work in self.works:
+            wait_for(work)
         self.works, self._memory = [], None
 
     def __del__(self) -> None:
@@ -299,13 +292,10 @@ class TorchTransport:
         receives, sends = self._to_others(arriving, leaving)
         group, works = self._messages, list[Any]()
         under_way = TorchRequest(works, (arriving, leaving))
-        try:
-            for rank, message in receives:
-                works.append(group.recv([message], rank, tag))
-            for rank, message in sends:
-                works.append(group.send([message], rank, tag))
-        except RuntimeError as error:
-            raise explained(error) from error
+        for rank, message in receives:
+            works.append(start(group.recv, [message], rank, tag))
+        for rank, message in sends:
+            works.append(start(group.send, [message], rank, tag))
         return under_way
 
     def all_reduce(self, tensor: Tensor, group: Communicator) -> Request:

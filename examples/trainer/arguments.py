@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from distconv.data import DataError
-from distconv.tools.arguments import RankParser, grid_axes
+from distconv.tools.command_line import RankParser, grid_axes
 from distconv.transport.interface import ObjectCommunicator
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distconv import layout
 from distconv.geometry.layout import (
     Box,
     Layout,
@@ -101,6 +102,20 @@ def test_ranks_along_replicating_axes_hold_the_same_box(
     own = rank_box((30, 30, 30), cuts, topology, rank)
     same = [r for r in range(topology.size) if rank_box((30, 30, 30), cuts, topology, r) == own]
     assert same == list(topology.peers(rank, replicating_axes(cuts, topology)))
+
+
+def test_the_functions_for_rules_of_users_take_lists_and_name_what_are_no_cuts() -> None:
+    topology = Topology((1, 1, 1, 1, 2, 1))
+    assert layout.replicating_axes([[], [], ["height"], []], topology) == ()
+    assert layout.rank_box([1, 1, 5, 4], [[], [], ["height"], []], topology, 1).shape == (
+        1,
+        1,
+        2,
+        4,
+    )
+    for wrong in (Layout(height="height"), ["height"], None):
+        with pytest.raises(TypeError, match="pass a sequence of sequences"):
+            layout.replicating_axes(wrong, topology)  # type: ignore[arg-type]
 
 
 def test_a_box_tells_its_shape_size_and_slices() -> None:

@@ -26,7 +26,7 @@ def ended(
 def test_importing_the_library_starts_no_mpi_and_imports_no_training(tmp_path: Path) -> None:
     program = """
 import sys
-import distconv, distconv.layers, distconv.tools.arguments
+import distconv, distconv.layers, distconv.tools.command_line
 import distconv.__main__
 assert "mpi4py.MPI" not in sys.modules and "distconv.training" not in sys.modules
 assert distconv.training.max_batch(9) == 3

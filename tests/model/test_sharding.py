@@ -358,7 +358,7 @@ def test_a_sharded_parameter_is_the_whole_tensor_to_the_program() -> None:
     weight = model.conv.weight
     assert isinstance(weight, nn.Parameter) and isinstance(weight, DistTensor)
     assert weight.shape == (6, 3, 3, 3) and model.tied.weight is weight
-    assert "layout=Layout(filter='channel')" in repr(weight)
+    assert "grid_layout=Layout(filter='channel')" in repr(weight)
     assert weight.grid_layout == dc.Layout(filter="channel") == dc.Layout(sample="channel")
     penalty = sum((p.square().sum() for p in model.parameters()), torch.zeros(()).double())
     expected = sum((p.square().sum() for p in serial.parameters()), torch.zeros(()).double())

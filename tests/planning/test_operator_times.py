@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distconv.ops.conv.functions import method
+from distconv.planning.host_work import seconds_of_kernels
 from distconv.planning.machine import Machine
 from distconv.planning.operators import (
     MOST,
@@ -20,7 +23,7 @@ from distconv.planning.operators import (
     times_of,
     workspace_of,
 )
-from distconv.planning.recorded_step import mean_square, record_step, sgd
+from distconv.planning.recorded_step import mean_square, record_step
 from distconv.planning.recording import HostWork, LocalOperator, TensorSpec, spec_of
 from tests.planning.machines import described
 
@@ -47,6 +50,31 @@ def test_operators_write_to_operands_of_their_own() -> None:
     result = call_of(add, memory)()
     assert isinstance(result, Tensor) and bool(((result > 1) & (result < 3)).all())
     assert torch.equal(memory.tensor(spec(2**24)), before)
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operators of each call that `before` times, as the network of a calibration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.counts = Operands([]), list[int]()
+
+    def before(self, run: Callable[[], object]) -> tuple[float, None]:
+        self.counts.append(0)
+        with self:
+            run()
+        return 1.0, None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[-1] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_kernels_of_a_function_are_timed_one_after_the_other_as_it_runs_them() -> None:
+    # Each behind the network, the ten kernels of a batch norm took as long as all of the function.
+    counting: Any = _Counting()
+    assert seconds_of_kernels([relu(8), relu(9), relu(10)], counting) == 1.0
+    assert set(counting.counts) == {3}
 
 
 def test_operands_have_their_shapes_types_and_places_of_maxima() -> None:
@@ -170,7 +198,7 @@ def test_a_recording_tells_which_functions_compute_while_halos_travel(way: str) 
             [(1, 2, 16, 16)],
             {"height": 2},
             loss=mean_square,
-            optimizer=sgd,
+            optimizer="sgd",
             input_gradients=True,
         )
     named = [e.function for e in recording.events if isinstance(e, HostWork)]

@@ -361,7 +361,7 @@ def test_repr_takes_one_rank_and_one_line() -> None:
             repr(d)
             == str(d)
             == (
-                f"DistTensor(shape=(1, 2, 9, 4), dtype=float32, layout={d.grid_layout}, "
+                f"DistTensor(shape=(1, 2, 9, 4), dtype=float32, grid_layout={d.grid_layout}, "
                 f"local={tuple(d.shard.shape)} on rank 0 of {grid})"
             )
         )

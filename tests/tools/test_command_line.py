@@ -16,8 +16,8 @@ from mpi4py import MPI
 import distconv
 from distconv.__main__ import COMMANDS as ALL
 from distconv.__main__ import main
-from distconv.tools.commands import options
-from distconv.tools.commands.options import StatusLine
+from distconv.tools import command_line
+from distconv.tools.command_line import StatusLine
 from tests.planning.machines import described
 from tests.support.everywhere import ended_with_one_line
 from tests.support.jobs import end_of, forked, started, torchrun
@@ -161,8 +161,8 @@ def test_no_command_lists_all(capsys: Capture) -> None:
 def test_progress_is_told_again_and_again_where_stderr_is_no_terminal(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options, "_SOON", 0.0)
-    monkeypatch.setattr(options, "_SELDOM", 0.01)
+    monkeypatch.setattr(command_line, "_SOON", 0.0)
+    monkeypatch.setattr(command_line, "_SELDOM", 0.01)
     with StatusLine(begin="begun") as line, StatusLine(first=False) as other:
         said = ""
         while said.count("1 of 2 (0 s)\n") < 2:

@@ -18,11 +18,10 @@ from distconv.data import Normalize
 from distconv.data.sources.opening import open_sources
 from distconv.geometry.layout import Box
 from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.receptive_field import receptive_field
 from distconv.planning.recorded_step import autocast_of
 from distconv.tools import infer as module
-from distconv.tools.global_norms import GlobalNorm
 from distconv.tools.infer import code_of
+from distconv.tools.slabs import GlobalNorm, receptive_field
 from tests.data.test_volumes import AFFINE, dicom, netcdf, nifti, tiff
 from tests.support.everywhere import WORLD, ended_with_one_line, fails_everywhere, on_rank_zero
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from mpi4py import MPI
 
-from distconv.tools.arguments import RankParser
+from distconv.tools.command_line import RankParser
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 

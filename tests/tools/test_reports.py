@@ -231,7 +231,7 @@ def test_lanes_join_what_no_eye_tells_apart() -> None:
 def test_without_matplotlib_reports_say_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distconv.tools.arguments.has_matplotlib", lambda: False)
+    monkeypatch.setattr("distconv.tools.command_line.has_matplotlib", lambda: False)
     case = "explain", "torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2"
     with pytest.raises(SystemExit):
         main([*case, "--html", str(tmp_path / "report.html")])

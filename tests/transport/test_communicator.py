@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import distconv as dc
 from distconv.geometry.topology import AXES
+from distconv.transport.interface import tags, tags_behind
 
 
 @pytest.mark.parallel(2)
@@ -34,3 +35,22 @@ def test_a_comparison_tells_which_numbers_are_equal() -> None:
     for i in range(100):
         comparison = comm.compare([i, -i, MPI.COMM_WORLD.rank, 2**62])
         assert comparison.wait() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("before", [0, 5, 32765, 3 * 32767 - 2])
+def test_ranks_go_on_with_one_tag_also_where_some_have_begun_again(before: int) -> None:
+    ranks = [tags() for _ in range(3)]
+    for _ in range(before):
+        for next_tag in ranks:
+            next_tag()
+    # The second rank has taken four more steps than the first, the third one more.
+    reached = [
+        [next_tag() for _ in range(more)][-1]
+        for next_tag, more in zip(ranks, (1, 5, 2), strict=True)
+    ]
+    behind = [tags_behind(tag, reached) for tag in reached]
+    assert behind == [4, 0, 3]
+    for next_tag, by in zip(ranks, behind, strict=True):
+        for _ in range(by):
+            next_tag()
+    assert len({next_tag() for next_tag in ranks}) == 1

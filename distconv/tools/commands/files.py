@@ -18,16 +18,8 @@ from distconv.data.writing.convert import chunks_for_readers, convert
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
 from distconv.planning.table import byte_size
-from distconv.tools.arguments import (
-    BadArguments,
-    byte_count,
-    complaining,
-    grid_axes,
-    made_everywhere,
-    shape,
-)
-from distconv.tools.commands import options as shared
-from distconv.tools.commands.options import Command, StatusLine
+from distconv.tools import command_line as shared
+from distconv.tools.command_line import BadArguments, Command, StatusLine, complaining
 from distconv.tools.infer import infer
 
 
@@ -52,7 +44,7 @@ def _infer_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--memory",
-        type=byte_count,
+        type=shared.byte_count,
         help="memory of a rank, such as 16GiB (default: the free memory)",
     )
     add("--overwrite", action="store_true", help="replace the output file")
@@ -61,7 +53,7 @@ def _infer_options(parser: argparse.ArgumentParser) -> None:
 
 def _infer(given: argparse.Namespace) -> int:
     grid = shared.grid_of_all_ranks(given.grid, "infer")
-    net = made_everywhere(given.factory, 0)
+    net = shared.made_everywhere(given.factory, 0)
     chosen = {k: getattr(given, k) for k in ("argmax", "slabs", "memory", "overwrite", "restart")}
     chosen |= {"autocast": shared.dtype_named(given.autocast), "field": given.field}
     with complaining(DataError), StatusLine(grid.rank == 0, "reading") as say:
@@ -118,12 +110,12 @@ def _data_options(parser: argparse.ArgumentParser) -> None:
     add("--field", action="append", default=[], help=text)
     add("--stack", action="store_true", help="the files are planes of one volume")
     metavar, text = "AXIS=RANKS,...", "the grid that will read it, such as depth=4"
-    add("--grid", type=grid_axes, default={}, metavar=metavar, help=text)
+    add("--grid", type=shared.grid_axes, default={}, metavar=metavar, help=text)
     add("--output", type=Path, metavar="FOLDER.zarr", help="the zarr folder to write (convert)")
     text = "the extents of its chunks, samples first (default: within the blocks of --grid)"
-    add("--chunks", type=shape, metavar="N,C,...", help=text)
+    add("--chunks", type=shared.shape, metavar="N,C,...", help=text)
     text = "bytes that a rank copies at a time, such as 4GiB (default: 256MiB)"
-    add("--memory", type=byte_count, default=2**28, help=text)
+    add("--memory", type=shared.byte_count, default=2**28, help=text)
     add("--overwrite", action="store_true", help="replace the zarr folder")
     add("--restart", action="store_true", help="discard the unfinished copy of another run")
 
@@ -170,14 +162,14 @@ def _convert(given: argparse.Namespace) -> int:
 def _described(source: Source) -> str:
     """Return the lines of `data describe` about a source itself."""
     size = source.samples * prod(source.shape) * source.dtype.itemsize
-    pieces = "not chunked" if source.chunks is None else f"chunks of {source.chunks}"
-    lines = [
-        f"{source.name}: {source.samples} sample(s) of shape {source.shape}, {source.dtype}, "
-        f"{byte_size(size)}",
-        pieces,
-        *(f"  {name}: {value}" for name, value in source.attributes.items()),
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{source.name}: {source.samples} sample(s) of shape {source.shape}, {source.dtype}, "
+            f"{byte_size(size)}",
+            "not chunked" if source.chunks is None else f"chunks of {source.chunks}",
+            *(f"  {name}: {value}" for name, value in source.attributes.items()),
+        ]
+    )
 
 
 def _read_by_ranks(source: Source, topology: Topology) -> str:

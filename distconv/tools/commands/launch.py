@@ -18,8 +18,8 @@ from pathlib import Path, PurePath
 
 from distconv.data.durable import write_atomically
 from distconv.planning.machine import ALLOCATOR
-from distconv.tools.arguments import BadArguments, complaining
-from distconv.tools.commands.options import Command, check_alone, loaded
+from distconv.tools import command_line as shared
+from distconv.tools.command_line import BadArguments, Command, complaining
 from distconv.tools.templates import render
 from distconv.transport.launch import CONTINUE
 
@@ -112,7 +112,7 @@ def _minutes(text: str) -> int:
 
 def _run(job: Namespace) -> int:
     """Write, print or submit the script, and return the exit status."""
-    check_alone("launch")
+    shared.check_alone("launch")
     if job.submit and job.dry_run:
         raise BadArguments("--dry-run submits nothing; leave one of --submit and --dry-run out")
     origin = f"{MARK} {_as_given(job)}"
@@ -169,7 +169,7 @@ def _complete(job: Namespace) -> None:
 
 
 def _complete_from_machine(job: Namespace) -> None:
-    machine = loaded(job.machine)
+    machine = shared.loaded(job.machine)
     launch = machine.launch
     if launch is None:
         raise BadArguments(

@@ -18,22 +18,8 @@ from distconv.planning.machine import ALLOCATOR, Machine, as_dict
 from distconv.planning.prediction import predict
 from distconv.planning.recorded_step import dtype_of
 from distconv.planning.search import plan
-from distconv.tools.arguments import (
-    BadArguments,
-    byte_count,
-    complaining,
-    made_everywhere,
-    module_from,
-)
-from distconv.tools.commands import options as shared
-from distconv.tools.commands.options import (
-    Command,
-    StatusLine,
-    add_report_option,
-    as_json,
-    is_first,
-    write_report,
-)
+from distconv.tools import command_line as shared
+from distconv.tools.command_line import BadArguments, Command, StatusLine, as_json, complaining
 from distconv.tools.explain import explain
 from distconv.tools.reports.pages import (
     explain_page,
@@ -59,7 +45,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(given: argparse.Namespace) -> int:
-    module, grid = module_from(given.factory, given.seed), given.grid
+    module, grid = shared.module_from(given.factory, given.seed), given.grid
     options: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
     options |= {"dtype": shared.dtype_named(given.dtype), "rank": given.rank, "show": False}
     options |= shared.memory_options(given)
@@ -85,7 +71,7 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 
 def _verify(given: argparse.Namespace) -> int:
     grid = shared.grid_of_all_ranks(given.grid, "verify")
-    module, layouts = made_everywhere(given.factory, given.seed), dict(given.layouts)
+    module, layouts = shared.made_everywhere(given.factory, given.seed), dict(given.layouts)
     with complaining(ValueError):
         match_layouts(module, layouts)
     if given.float64:
@@ -119,7 +105,7 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=output, metavar="FILE", help=text)
     add("--name", help="the name of the machine (default: the host's name)")
     text = "memory of a rank, such as 16GiB (default: its share of the node's)"
-    add("--memory", type=byte_count, help=text)
+    add("--memory", type=shared.byte_count, help=text)
     add("--seconds", type=float, default=40.0, help="the approximate duration (%(default)s)")
     add("--json", action="store_true", help="print the machine as one line of JSON")
 
@@ -166,7 +152,7 @@ def _predict_options(parser: argparse.ArgumentParser) -> None:
 
 def _predict(given: argparse.Namespace) -> int:
     shared.check_alone("predict")
-    machine, module = shared.loaded(given.machine), module_from(given.factory, given.seed)
+    machine, module = shared.loaded(given.machine), shared.module_from(given.factory, given.seed)
     options = shared.step_options(given)
     step = module, given.shape, given.grid, _as_run(machine, given)
     try:
@@ -189,9 +175,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     shared.add_report_option(parser)
     add = parser.add_argument
     add("--ranks", type=int, required=True, help="the number of ranks")
-    add(
-        "--memory", type=byte_count, help="memory of a rank, such as 16GiB (default: the machine's)"
-    )
+    text = "memory of a rank, such as 16GiB (default: the machine's)"
+    add("--memory", type=shared.byte_count, help=text)
     text = "the axes that may have more than one rank, such as sample,height,width (default: all)"
     add("--axes", help=text)
     text = "also find the best layout of each layer on the best grid"
@@ -201,7 +186,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 def _plan(given: argparse.Namespace) -> int:
     """Search the grids, print them, and return the exit status: 1 if none fits."""
     shared.check_alone("plan")
-    machine, module = shared.loaded(given.machine), module_from(given.factory, given.seed)
+    machine, module = shared.loaded(given.machine), shared.module_from(given.factory, given.seed)
     options, layers = shared.step_options(given), None
     axes = given.axes and given.axes.split(",")
     seen = _as_run(machine, given)
@@ -246,7 +231,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", type=Path, metavar="FILE", help="a file written by distconv.timeline")
     add("--json", action="store_true", help="print one line of JSON instead of a table")
-    add_report_option(parser)
+    shared.add_report_option(parser)
     add(
         "--begin",
         type=float,
@@ -264,7 +249,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def _run(given: argparse.Namespace) -> int:
     """Print each rank's sums of times, and write the report, on rank 0."""
-    if not is_first():
+    if not shared.is_first():
         return 0
     with complaining(OSError, ValueError):
         events = read_trace(given.trace)
@@ -276,7 +261,7 @@ def _run(given: argparse.Namespace) -> int:
     if not end > begin:
         raise BadArguments(f"--end {end} is not after --begin {begin}")
     name = given.trace.name
-    write_report(given.html, lambda: timeline_page(events, name, begin / 1e3, end / 1e3))
+    shared.write_report(given.html, lambda: timeline_page(events, name, begin / 1e3, end / 1e3))
     return 0
 
 

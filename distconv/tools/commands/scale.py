@@ -27,15 +27,8 @@ from distconv.planning.scaling import (
 )
 from distconv.planning.table import Cell, milliseconds, table
 from distconv.planning.timeline import check_ranks
-from distconv.tools.arguments import (
-    BadArguments,
-    complaining,
-    grid_axes,
-    made_everywhere,
-    module_from,
-)
-from distconv.tools.commands import options as shared
-from distconv.tools.commands.options import Command, StatusLine, as_json
+from distconv.tools import command_line as shared
+from distconv.tools.command_line import BadArguments, Command, StatusLine, as_json, complaining
 from distconv.tools.reports.figures import has_matplotlib
 from distconv.tools.reports.pages import scale_page
 
@@ -91,7 +84,7 @@ def _numbers_of_ranks(text: str) -> list[int]:
 
 
 def _grids(text: str) -> list[dict[str, int]] | None:
-    return None if text == "auto" else [grid_axes(part) for part in text.split(";")]
+    return None if text == "auto" else [shared.grid_axes(part) for part in text.split(";")]
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -102,7 +95,7 @@ def _study(given: argparse.Namespace) -> int:
     first, of_machine = shared.is_first(), given.machine
     path = given.output or Path(f"scale-{given.kind}.json")
     study, step = _asked(given), shared.step_options(given)
-    make = partial(module_from, given.factory, given.seed)
+    make = partial(shared.module_from, given.factory, given.seed)
     with StatusLine(first, "recording all cases"):
         _check_module(given, study)
     if of_machine is not None:
@@ -205,7 +198,7 @@ def _facts(given: argparse.Namespace) -> dict[str, str]:
 
 def _check_module(given: argparse.Namespace, study: Study) -> None:
     """Raise `BadArguments` on all ranks if a case is refused, or raises, in a dry run."""
-    module = made_everywhere(given.factory, given.seed)
+    module = shared.made_everywhere(given.factory, given.seed)
     cut: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
     try:
         for case in study.cases:
