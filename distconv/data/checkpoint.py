@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from distconv.data.durable import (
     DamagedFile,
+    check_no_url,
     check_written,
     only_writer,
     read_checksummed,
@@ -144,9 +145,9 @@ def save_checkpoint(
     ------
     DataError
         On every rank, if the ranks pass different arguments, the state is not finite, another
-        job is writing to the folder, the folder holds a later step or the same step of a model with
-        other tensors, the file cannot be written, or it would hold objects that `torch.load`
-        does not load with weights_only. The earlier checkpoints remain.
+        job is writing to the folder, the folder holds a later step or another model, the file
+        cannot be written, or it would hold objects that `torch.load` does not load with
+        weights_only. The earlier checkpoints remain.
     RuntimeError
         On every rank, if the models of the ranks differ, for example because one rank skipped an
         optimizer step, or if the ranks called different functions.
@@ -186,7 +187,7 @@ def save_checkpoint(
         _make(folder)
         alone.enter_context(only_writer(folder))
         _check_newest(folder, path)
-        _check_model(path, _shapes(state["model"], divided.table if divided else ()))
+        _check_model(folder, model, _shapes(state["model"], divided.table if divided else ()))
         return secrets.token_hex(8)
 
     with ExitStack() as alone:
@@ -408,6 +409,7 @@ def last_in_common(folder: Path, comm: ObjectCommunicator, *, looks: bool = True
 
 
 def _make(folder: Path) -> None:
+    check_no_url(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -451,24 +453,26 @@ def _shapes(model: Mapping[str, Any], table: Sequence[Any]) -> dict[str, list[in
     return found | {name: list(table[n][0]) for name, n in numbered(model).items()}
 
 
-def _check_model(path: Path, own: dict[str, list[int]]) -> None:
-    """Raise `FileExistsError` if `path` is a checkpoint of a model with other tensors than `own`.
+def _check_model(folder: Path, model: nn.Module, own: dict[str, list[int]]) -> None:
+    """Raise `FileExistsError` if the newest checkpoint in the folder is of another model.
 
-    `own` has the shapes of this model's tensors. The elements of tensors are not read.
+    `own` has the shapes of the tensors of `model`. Its buffers may be new, or of other shapes, as
+    some are made or grow in forward passes. The elements of tensors are not read.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        other = _shapes(state["model"], state.get("shards", {}).get("tensors", ()))
-    except Exception:  # torch raises any error of its unpickler; there is no checkpoint to keep
-        return
-    differ = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
-    if differ:
-        raise FileExistsError(
-            f"{path} holds another model under this step, which differs in {differ[:3]}, and "
-            "would be replaced; save each model to a separate folder, such as "
-            f"{path.parent}/generator and {path.parent}/discriminator, or both as one "
-            "torch.nn.ModuleDict"
-        )
+    for path in checkpoints_in(folder)[:1]:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            other = _shapes(state["model"], state.get("shards", {}).get("tensors", ()))
+        except Exception:  # torch raises any error of its unpickler; there is no model to keep
+            return
+        trained = own.keys() & dict(model.named_parameters(remove_duplicate=False))
+        differ = {name for name in trained if own[name] != other.get(name)} | other.keys() - own
+        if differ:
+            raise FileExistsError(
+                f"{path} holds another model, which differs in {sorted(differ)[:3]}; save each "
+                f"model to a separate folder, such as {folder}/generator and "
+                f"{folder}/discriminator, or both as one torch.nn.ModuleDict"
+            )
 
 
 def step_of(path: Path) -> int:

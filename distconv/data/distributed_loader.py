@@ -100,8 +100,20 @@ class DistributedLoader:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the loader, which raises ValueError for `batch_size` and others."""
-        own = name.startswith("_") or name == "grid" or hasattr(type(self), name)
-        object.__setattr__(self, name, value) if own else setattr(self._loader, name, value)
+        if self._owns(name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute of the loader."""
+        if self._owns(name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self._loader, name)
+
+    def _owns(self, name: str) -> bool:
+        return name.startswith("_") or name == "grid" or hasattr(type(self), name)
 
     def __len__(self) -> int:
         """Return the number of mini-batches of an epoch."""

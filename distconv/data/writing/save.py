@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distconv.data.durable import fresh_name, move_into_place, remove, remove_partial, writing_to
+from distconv.data.durable import (
+    check_no_url,
+    fresh_name,
+    move_into_place,
+    remove,
+    remove_partial,
+    writing_to,
+)
 from distconv.data.errors import check_call, on_rank_zero, together
 from distconv.data.sources.opening import KINDS, ZARR_FILES, kind_of
 from distconv.data.writing import formats
@@ -143,8 +150,9 @@ def save(
 def kind_to_write(path: Path) -> str:
     """Return the format, such as "hdf5", that the suffix of `path` names.
 
-    Raises ValueError for other suffixes.
+    Raises ValueError for other suffixes, and for a URL.
     """
+    check_no_url(path)
     kind = "hdf5" if path.suffix == ".nc" else kind_of(path)
     if kind in (None, "dicom", "shard") or path.suffix == ".zip":
         known = [s for s in (*KINDS, ".nc") if s not in (".dcm", ".tar", ".zarr.zip")]
