@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distconv.comm.checksums import Checked
+from distconv.comm.checksums import Checked, unequal
 from distconv.data.augment import Augmentations, Change, Move
 from distconv.data.cache import Arrivals, Arriving, Cache, Loaded
 from distconv.data.errors import check_alike, check_replicas, together
@@ -102,9 +102,13 @@ _TOO_MUCH = 2.0
 
 @dataclass
 class Blocks:
-    """This rank's blocks of one mini-batch: for each field a tensor in host memory, and its box."""
+    """This rank's blocks of one mini-batch: for each field a tensor in host memory, and its box.
+
+    `rows` are a sample and a row of each of its fields, which all ranks have read to compare them.
+    """
 
     samples: list[int]
+    rows: tuple[int, list[Checked]] | None = None
     tensors: list[Tensor] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
 
@@ -276,6 +280,23 @@ class Dataset:
             Checked(f"field {own.name!r}", block, cutting_axes(own.cuts))
             for own, block in zip(self.on_grid, blocks.tensors, strict=True)
         ]
+
+    def rows(self, sample: int) -> tuple[int, list[Checked]]:
+        """Return a sample and a row of each of its fields, read from the sources."""
+        return sample, [
+            Checked(f"field {name!r} of sample {sample}", torch.from_numpy(own.middle_row(sample)))
+            for name, own in self.fields.items()
+        ]
+
+    def compare_rows(self, sample: int, rows: list[Checked]) -> None:
+        """Raise DataError if ranks have read different rows of a sample. Collective.
+
+        They may differ if a torch dataset changes samples at random.
+        """
+        if unequal(rows, self.grid):
+            varies = any(source.varies(sample) for source in self.fields.values())
+            if not any(self.grid.all_gather_object(varies)):
+                check_replicas(self.grid, rows)
 
     @property
     def cut_over(self) -> list[tuple[str, ...]]:

@@ -20,6 +20,7 @@ from distconv.data.dataset import batch_cuts
 from distconv.data.errors import DataError, in_step, on_rank_zero, together
 from distconv.data.nested import mapped
 from distconv.data.sampler import drawn_from, set_states, states_of
+from distconv.data.sources.functions import REPEATS
 from distconv.geometry.layout import Layout, block, rank_box
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
@@ -33,9 +34,6 @@ _REMEDY = (
     "ranks), draw samples with torch's, NumPy's or Python's global random numbers or with seeded "
     "generators, and pad all samples to one shape"
 )
-
-_REPEATS = 16
-"""The number of times a sample is loaded to learn whether its dataset changes samples at random."""
 
 
 def distribute(
@@ -234,7 +232,7 @@ class DistributedLoader:
         if not found:
             return
         sums = [checksum(x) for x in mine.values()]
-        again = together(self.grid, lambda: loaded(_REPEATS))
+        again = together(self.grid, lambda: loaded(REPEATS))
         varies = any([checksum(x) for x in one.values()] != sums for one in again)
         if not any(self.grid.all_gather_object(varies)):
             raise DataError(
