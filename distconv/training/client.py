@@ -156,23 +156,6 @@ class Worker:
         within: a folder, in which each worker has one of its own.
         number: a number that grows from one call to the next, the same on all workers.
         scheduler, loader, extra, keep: see `save_checkpoint`; they belong to this worker.
-
-        Examples
-        --------
-        >>> from functools import partial
-        >>> team = dc.training.Team()
-        >>> method = dc.training.Downpour(partial(torch.optim.SGD, lr=0.1))
-        >>> net = nn.Linear(4, 1)
-        >>> if team.serves:
-        ...     report = dc.training.serve(team, net, method, folder="run", save_every=None)
-        ... else:
-        ...     model = dc.parallelize(net, team.grid)
-        ...     with dc.training.Worker(team, model, method) as worker:
-        ...         model(dc.distribute_tensor(torch.ones(2, 4), team.grid)).mean().backward()
-        ...         worker.step(samples=2)
-        ...         worker.save("run", 1)
-        >>> team.last_saved("run") is None
-        False
         """
         self._client.flush()
         save_checkpoint(
