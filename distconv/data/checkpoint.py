@@ -591,10 +591,9 @@ def _examined(
         if state["format"] == SHARDED and not path.exists():
             raise OSError(str(unseen(path)))
         shards: Any = state["shards"] if state["format"] == SHARDED else {"count": 0}
-        # Earlier versions saved no checksums.
-        checksums = shards.get("checksums", [None] * shards["count"])
         for number in range(first, shards["count"], stride):
-            read_checksummed(_shard(path, shards["token"], number), checksums[number])
+            checksum = shards["checksums"][number]
+            read_checksummed(_shard(path, shards["token"], number), checksum)
     except (DamagedFile, FileNotFoundError) as error:
         return state, str(error)
     return state, ""
@@ -632,10 +631,11 @@ def _load_learned(
 
     `state` is the content of the checkpoint's own file.
     """
-    saved_of = state.get("optimizer of")
-    if optimizer is not None and saved_of is not None:
-        _check_optimizer(path, saved_of, _described(optimizer, model))
     learned = state["model"], {} if optimizer is None else _part(path, state, "optimizer")
+    if optimizer is not None:
+        own = _described(optimizer, model)
+        for what, value in state["optimizer of"].items():
+            _check_same(path, "optimizer", value, own[what], what)
     if state["format"] == SHARDED:
         shards = state["shards"]
 
@@ -654,14 +654,12 @@ def _load_learned(
             return blocks
 
         stored = restored(list(learned), shards["tensors"], opened)
-        own: Any = OrderedDict(for_module(stored[0], model))
-        set_versions_in_state(own, state["versions"])
-        learned = own, {} if optimizer is None else for_optimizer(stored[1], optimizer)
+        whole: Any = OrderedDict(for_module(stored[0], model))
+        set_versions_in_state(whole, state["versions"])
+        learned = whole, {} if optimizer is None else for_optimizer(stored[1], optimizer)
     load_full_state_dict(model, learned[0])
     if optimizer is not None:
         load_full_state_dict(optimizer, learned[1])
-        if saved_of is None:
-            _check_shapes(optimizer)
 
 
 def _state(path: Path, content: bytes) -> dict[str, Any]:
@@ -720,34 +718,14 @@ def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
     }
 
 
-def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise `DataError` if the class or the parameters of two optimizers differ.
-
-    `saved` and `own` describe the optimizer in the file `path` and the one to load, in words.
-    """
-    for what, value in saved.items():
-        _check_same(path, "optimizer", value, own[what], what)
-
-
 def _check_same(path: Path, name: str, saved: Any, own: Any, what: str = "class") -> None:
     """Raise `DataError` if a part of a checkpoint, such as the scheduler, is not like one's own.
 
-    `what` names the property that `saved` and `own` are values of. Earlier versions saved None for
-    some parts.
+    `what` names the property that `saved` and `own` are values of. `saved` is None if the
+    checkpoint has no such part.
     """
     if saved not in (None, own):
         raise DataError(
             f"{path} holds the state of another {name}: its {what} is {saved}, that of this "
             f"{name} is {own}; create the same {name}, or load the checkpoint without it"
         )
-
-
-def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a state of the optimizer has another shape than its parameter."""
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-                raise ValueError(
-                    f"the optimizer's {name} has shape {tuple(value.shape)} for a parameter of "
-                    f"{tuple(parameter.shape)}; load the checkpoint without optimizer"
-                )

@@ -361,6 +361,7 @@ def content() -> dict[str, Any]:
         "extra": {},
         "model": net.state_dict(),
         "optimizer": opt.state_dict(),
+        "optimizer of": {"class": "Adam", "parameters": [["weight", "bias"]]},
         "scheduler": {},
     }
 
@@ -388,7 +389,6 @@ FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer": (lambda: changed("optimizer", {}), "of another model"),
     "no optimizer": (lambda: changed("optimizer", None), "holds no state of the optimizer"),
     "groups": (lambda: changed("optimizer/param_groups", 3), "of another model"),
-    "kept": (lambda: changed("optimizer/state/0/exp_avg", torch.ones(2, 4)), "exp_avg has shape"),
     "no loader": (content, "holds no state of the loader"),
     "loader": (lambda: changed("loader", {"epoch": 1}), "does not fit the loader"),
     "code": (lambda: changed("extra", Planted()), "is not a checkpoint"),

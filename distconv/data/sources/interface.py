@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -136,6 +138,20 @@ class Source(ABC):
             raise ValueError(
                 f"{self.name} holds no samples: its shape is {(self.samples, *self.shape)}"
             )
+
+
+@contextmanager
+def reading(path: Path, kind: str, *errors: type[Exception]) -> Iterator[None]:
+    """Let errors of a package in a `with` block name the file `path`, of a kind, and a remedy.
+
+    `errors` are the types of errors that a damaged file causes.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise PermissionError(f"{path}: no permission to read this file ({error})") from error
+    except errors as error:
+        raise OSError(f"{path}: not a whole {kind}; create or copy it again ({error})") from error
 
 
 def import_package(name: str, doing: str, extra: str) -> Any:

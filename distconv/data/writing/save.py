@@ -85,8 +85,26 @@ def save(
     >>> np.load(path).shape
     (2, 1, 9, 8)
     """
-    path = Path(path)
-    bare = isinstance(tensors, DistTensor)
+    path, named = Path(path), _named(tensors)
+    grid = next(iter(named.values())).grid
+    shapes = {"the tensors": [(name, tuple(x.shape), x.dtype, x.cuts) for name, x in named.items()]}
+    check_call("save", grid, path, shapes | {"chunks": chunks, "attributes": attributes})
+    kind = together(grid, lambda: _kind(path, named))
+    arrays = together(grid, lambda: _described(named, kind, chunks, attributes or {}))
+    partial = Path(on_rank_zero(grid, lambda: _unfinished(path, kind)))
+    try:
+        _write(partial, path, kind, named, arrays)
+    except BaseException:
+        # Every rank raises its own error of the failure, whatever becomes of the unfinished file.
+        with suppress(OSError):
+            if grid.rank == 0:
+                remove(partial)
+        raise
+    return path
+
+
+def _named(tensors: DistTensor | Mapping[str, DistTensor]) -> Mapping[Any, DistTensor]:
+    """Return the tensors by name, a single one as None. Raises TypeError for other values."""
     named: Mapping[Any, Any] = tensors if isinstance(tensors, Mapping) else {None: tensors}
     for x in named.values():
         if not isinstance(x, DistTensor):
@@ -96,32 +114,44 @@ def save(
             )
     if not named:
         raise ValueError("save: there are no tensors in the dictionary")
-    grid = next(iter(named.values())).grid
-    shapes = {"the tensors": [(name, tuple(x.shape), x.dtype, x.cuts) for name, x in named.items()]}
-    check_call("save", grid, path, shapes | {"chunks": chunks, "attributes": attributes})
-    kind = together(grid, lambda: _kind(path, named))
-    by_name = {None: chunks} if bare else chunks
+    return named
 
-    def described() -> dict[Any, Description]:
-        found = {}
-        for name, x in named.items():
-            chosen = by_name.get(name) if isinstance(by_name, Mapping) else by_name
-            given = tuple(x.shape), x.dtype, x.cuts, grid.topology
-            found[name] = describe(name, *given, kind, chosen, attributes or {})
-        return found
 
-    arrays = together(grid, described)
+def _described(
+    named: Mapping[Any, DistTensor], kind: str, chunks: Any, attributes: Mapping[str, Any]
+) -> dict[Any, Description]:
+    """Return the arrays in which tensors are stored. `chunks` are as for `save`."""
+    found = {}
+    for name, x in named.items():
+        by_name = isinstance(chunks, Mapping) and name is not None
+        chosen = chunks.get(name) if by_name else chunks
+        given = tuple(x.shape), x.dtype, x.cuts, x.grid.topology
+        found[name] = describe(name, *given, kind, chosen, attributes)
+    return found
 
-    @writing_to(path)
-    def prepare() -> str:
+
+def _unfinished(path: Path, kind: str) -> str:
+    """Return a fresh name for the file that will replace `path`, of a kind such as "zarr".
+
+    Makes its folder, and removes unfinished files of killed writers. Called on rank 0.
+    """
+    with writing_to(path):
         _check_place(path, kind)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            clean()
+            remove_partial(path.parent, re.escape(path.name))
         return str(fresh_name(path))
 
-    def clean() -> None:
-        remove_partial(path.parent, re.escape(path.name))
+
+def _write(
+    partial: Path,
+    path: Path,
+    kind: str,
+    named: Mapping[Any, DistTensor],
+    arrays: Mapping[Any, Description],
+) -> None:
+    """Write tensors to the file `partial`, and rename it to `path`. Collective."""
+    grid = next(iter(named.values())).grid
 
     @writing_to(path)
     def create() -> dict[Any, int]:
@@ -130,21 +160,12 @@ def save(
     @writing_to(path)
     def commit() -> None:
         commit_file(partial, path, next(iter(named)))
-        clean()
+        remove_partial(path.parent, re.escape(path.name))
 
-    partial = Path(on_rank_zero(grid, prepare))
-    try:
-        offsets = on_rank_zero(grid, create)
-        for name, x in named.items():
-            write_block(partial, path, name, x, arrays[name], offsets.get(name))
-        on_rank_zero(grid, commit)
-    except BaseException:
-        # Every rank raises its own error of the failure, whatever becomes of the unfinished file.
-        with suppress(OSError):
-            if grid.rank == 0:
-                remove(partial)
-        raise
-    return path
+    offsets = on_rank_zero(grid, create)
+    for name, x in named.items():
+        write_block(partial, path, name, x, arrays[name], offsets.get(name))
+    on_rank_zero(grid, commit)
 
 
 def kind_to_write(path: Path) -> str:
