@@ -25,8 +25,7 @@ from distconv.horovod.job import (
     ProcessSet,
     global_process_set,
 )
-from distconv.model.buckets import Bucket, BucketSequence
-from distconv.model.reduced_parameter import ReducedParameter
+from distconv.model.buckets import Bucket, BucketSequence, ReducedParameter
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import is_shared
 from distconv.training.checks import check_count
