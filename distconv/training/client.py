@@ -26,6 +26,7 @@ from distconv.training.requests import (
     ServerLost,
     ServerParts,
     copy_sent,
+    holding,
 )
 from distconv.training.serving import Method, described, server_parts_of
 from distconv.training.team import Team
@@ -220,13 +221,8 @@ class Worker:
 
         The worker's own come back afterwards. With elastic averaging the server's are the center.
         """
-        answer = self._server.ask(MessageKind.STATE)
-        own = [tensor.detach().clone() for tensor in self._tensors]
-        copy_sent(self._tensors, answer.tensors)
-        try:
+        with holding(self._tensors, self._server.ask(MessageKind.STATE).tensors):
             yield
-        finally:
-            copy_sent(self._tensors, own)
 
     def finish(self) -> None:
         """Send outstanding updates, and tell the server that this worker has finished."""
