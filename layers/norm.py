@@ -76,7 +76,7 @@ class BatchNorm2d(_DistributedBatchNorm, nn.BatchNorm2d):
 
     Parameters
     ----------
-    statistics: the elements over which the training statistics are taken.
+    statistics: the elements that enter the training statistics.
         "global": the whole mini-batch, as in serial torch. The others do not give the serial
         result on partitioned tensors.
         "sample": all elements of the samples that this rank's group of P_S ranks shares.
