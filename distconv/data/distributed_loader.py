@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from distconv.comm.checksums import CURE, Checked, checksum, unequal
-from distconv.data.dataset import batch_cuts
 from distconv.data.errors import DataError, in_step, on_rank_zero, together
+from distconv.data.fields import batch_cuts
 from distconv.data.nested import mapped
 from distconv.data.sampler import drawn_from, set_states, states_of
 from distconv.data.sources.functions import REPEATS

@@ -269,9 +269,9 @@ for name in ("a.h5", "a.zarr"):
 def a_source(kind: str, folder: Path, values: np.ndarray) -> Any:
     """Return a source of samples in a torch dataset, by a function, or in files of this rank."""
     if kind == "dataset":
-        return torch.utils.data.TensorDataset(torch.zeros(len(values), 3), torch.as_tensor(values))
+        return torch.utils.data.TensorDataset(torch.as_tensor(values))
     if kind == "function":
-        return Function(lambda sample, box: values[(sample, *box.slices)], len(values), (4,))
+        return Function(lambda sample, box: values[(sample, *box.slices)], len(values), (1, 4))
     for i, sample in enumerate(values):
         np.save(folder / f"{i:02d}.npy", sample)
     return dc.data.open_files(folder / "*.npy", None)
@@ -280,16 +280,18 @@ def a_source(kind: str, folder: Path, values: np.ndarray) -> Any:
 @several
 @pytest.mark.parametrize("cache", [None, "memory"])
 @pytest.mark.parametrize("kind", ["dataset", "function", "folder"])
-def test_samples_that_differ_are_found_where_samples_are_partitioned(
-    kind: str, cache: str | None, tmp_path: Path
+@pytest.mark.parametrize("axis", ["sample", "width"])
+def test_samples_that_differ_are_found_where_no_ranks_hold_the_same_block(
+    axis: str, kind: str, cache: str | None, tmp_path: Path
 ) -> None:
-    values = np.arange(60 * 4, dtype=np.float32).reshape(60, 4)
+    values = np.arange(60 * 4, dtype=np.float32).reshape(60, 1, 4)
     compared_when_opened = sorted({i * 59 // 7 for i in range(8)})
     if WORLD.rank == WORLD.size - 1:
         kept = values[compared_when_opened]
         values = values[::-1].copy()
         values[compared_when_opened] = kept
-    data = Dataset(a_source(kind, tmp_path, values), dc.ProcessGrid(sample=-1), cache=cache)
+    grid = dc.ProcessGrid(**{axis: -1})
+    data = Dataset(a_source(kind, tmp_path, values), grid, cache=cache)
     fails_everywhere(
         lambda: list(Loader(data, batch_size=4)),
         f"of sample .* is not the same on all ranks: rank {WORLD.size - 1} differs from rank 0",
