@@ -37,7 +37,7 @@ class _Arranged:
     ) -> None:
         self._stored, self._order = stored, order
         self.shape = tuple(1 if d is None else int(stored.shape[d]) for d in order)
-        self.dtype, self.described = stored.dtype, dict(attributes)
+        self.dtype, self.attrs = stored.dtype, attributes
         self.chunks = chunks and tuple(1 if d is None else int(chunks[d]) for d in order)
 
     def __getitem__(self, index: tuple[int | slice, ...]) -> Array:
@@ -54,13 +54,6 @@ class _Arranged:
             if d is None:
                 values = np.expand_dims(values, place)
         return values
-
-
-def _source(path: Path, array: _Arranged) -> ArraySource:
-    """Return a source on an array of a file, which notices later writes to the file."""
-    source = ArraySource(array, path.name, check=unwritten_check(path), path=path)
-    source.attributes = array.described
-    return source
 
 
 def open_nifti(path: Path) -> ArraySource:
@@ -92,7 +85,8 @@ def open_nifti(path: Path) -> ArraySource:
     }
     chunks = shape if path.name.endswith(".gz") else None
     order = None, named[0] if named else None, *range(space)
-    return _source(path, _Arranged(image.dataobj, order, chunks, attributes))
+    array = _Arranged(image.dataobj, order, chunks, attributes)
+    return ArraySource(array, path.name, check=unwritten_check(path), path=path)
 
 
 def open_tiff(path: Path) -> ArraySource:
@@ -127,7 +121,8 @@ def open_tiff(path: Path) -> ArraySource:
     if spacing:
         attributes = {"spacing": [spacing[n] for n in "ZYX" if n in found], "unit": "micron"}
     stored, chunks = _pixels(series, path)
-    return _source(path, _Arranged(stored, order, chunks, attributes))
+    array = _Arranged(stored, order, chunks, attributes)
+    return ArraySource(array, path.name, check=unwritten_check(path), path=path)
 
 
 def _pixels(series: Any, path: Path) -> tuple[Any, tuple[int, ...] | None]:
