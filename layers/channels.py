@@ -10,25 +10,7 @@ from distconv.ops.conv.channel_algorithms import ALGORITHMS, parallel
 
 
 class _ChannelParallel(nn.Module):
-    """A layer whose input may be cut in its channels; see the torch.nn layer of the same name.
-
-    Parameters
-    ----------
-    parallel: the algorithm of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN
-        Training" (SC'19), that divides the layer where the channels of its input are cut.
-        "x": the input stays on its ranks; each rank computes the contribution of its channels to
-        all filters, and the sums are scattered. For layers with fewer filters than channels.
-        "y": the input is gathered; each rank computes its own filters of all channels. For layers
-        with more filters than channels.
-        "w": both, for channels that are cut over two grid axes: the input is gathered over the last
-        of them, and the sums are scattered over the first. Where the channels are cut over one axis
-        and the input is replicated along "filter" (or "channel"), the latter is the other axis. The
-        output is cut over the same axes in the other order, as the next such layer needs it.
-        "auto": the algorithm that moves the fewest elements, forward and backward.
-        An algorithm that does not apply, such as "w" on a single grid axis, is replaced by "auto".
-        The cuts of a weight that is itself distributed take precedence. In grouped layers every
-        rank gathers the channels that its own filters need.
-    """
+    """A layer whose input may be partitioned over channels; see `Conv2d`."""
 
     def __init__(self, *args: Any, parallel: str = "auto", **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -49,10 +31,7 @@ class _ChannelParallel(nn.Module):
 
 
 class Conv1d(_ChannelParallel, nn.Conv1d):
-    """torch.nn.Conv1d with an algorithm, `parallel`, for partitioned channels.
-
-    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
-    (the default) moves the fewest elements.
+    """torch.nn.Conv1d with an algorithm, `parallel`, for partitioned channels; see `Conv2d`.
 
     Examples
     --------
@@ -68,8 +47,23 @@ class Conv1d(_ChannelParallel, nn.Conv1d):
 class Conv2d(_ChannelParallel, nn.Conv2d):
     """torch.nn.Conv2d with an algorithm, `parallel`, for partitioned channels.
 
-    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
-    (the default) moves the fewest elements.
+    Parameters
+    ----------
+    parallel: the algorithm of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN
+        Training" (SC'19), which divides the layer if the channels of its input are partitioned.
+        "x": the input stays on its ranks; each rank computes the contribution of its channels to
+        all filters, and the sums are scattered. For layers with fewer filters than channels.
+        "y": the input is gathered; each rank computes its own filters of all channels. For layers
+        with more filters than channels.
+        "w": both, for channels that are partitioned over two grid axes: the input is gathered over
+        the last axis, and the sums are scattered over the first. If the channels are partitioned
+        over one axis and the input is replicated along "filter" (or "channel"), this is the other
+        axis. The output is partitioned over the same axes in the other order, as the next such
+        layer needs it.
+        "auto": the algorithm that moves the fewest elements, forward and backward.
+        An algorithm that does not apply, such as "w" on a single grid axis, is replaced by "auto".
+        The layout of a weight that is itself distributed takes precedence. In grouped layers every
+        rank gathers the channels that its own filters need.
 
     Examples
     --------
@@ -83,10 +77,7 @@ class Conv2d(_ChannelParallel, nn.Conv2d):
 
 
 class Conv3d(_ChannelParallel, nn.Conv3d):
-    """torch.nn.Conv3d with an algorithm, `parallel`, for partitioned channels.
-
-    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
-    (the default) moves the fewest elements.
+    """torch.nn.Conv3d with an algorithm, `parallel`, for partitioned channels; see `Conv2d`.
 
     Examples
     --------
@@ -100,10 +91,7 @@ class Conv3d(_ChannelParallel, nn.Conv3d):
 
 
 class ConvTranspose1d(_ChannelParallel, nn.ConvTranspose1d):
-    """torch.nn.ConvTranspose1d with an algorithm, `parallel`, for partitioned channels.
-
-    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
-    (the default) moves the fewest elements.
+    """torch.nn.ConvTranspose1d with a choice, `parallel`, for partitioned channels; see `Conv2d`.
 
     Examples
     --------
@@ -117,10 +105,7 @@ class ConvTranspose1d(_ChannelParallel, nn.ConvTranspose1d):
 
 
 class ConvTranspose2d(_ChannelParallel, nn.ConvTranspose2d):
-    """torch.nn.ConvTranspose2d with an algorithm, `parallel`, for partitioned channels.
-
-    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
-    (the default) moves the fewest elements.
+    """torch.nn.ConvTranspose2d with a choice, `parallel`, for partitioned channels; see `Conv2d`.
 
     Examples
     --------
@@ -134,10 +119,7 @@ class ConvTranspose2d(_ChannelParallel, nn.ConvTranspose2d):
 
 
 class ConvTranspose3d(_ChannelParallel, nn.ConvTranspose3d):
-    """torch.nn.ConvTranspose3d with an algorithm, `parallel`, for partitioned channels.
-
-    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
-    (the default) moves the fewest elements.
+    """torch.nn.ConvTranspose3d with a choice, `parallel`, for partitioned channels; see `Conv2d`.
 
     Examples
     --------
@@ -151,10 +133,7 @@ class ConvTranspose3d(_ChannelParallel, nn.ConvTranspose3d):
 
 
 class Linear(_ChannelParallel, nn.Linear):
-    """torch.nn.Linear with an algorithm, `parallel`, for partitioned features.
-
-    "x" reduce-scatters outputs, "y" gathers inputs, "w" does both over two grid axes, and "auto"
-    (the default) moves the fewest elements.
+    """torch.nn.Linear with an algorithm, `parallel`, for partitioned features; see `Conv2d`.
 
     Examples
     --------

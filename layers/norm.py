@@ -19,18 +19,7 @@ _STATISTICS: dict[str, tuple[str, ...] | None] = {
 
 
 class _DistributedBatchNorm(BatchNorm):
-    """Batch normalisation over (sample, channel, *spatial); see torch.nn.BatchNorm2d.
-
-    Parameters
-    ----------
-    statistics: the elements over which the training statistics are taken.
-        "global": the whole mini-batch, as in serial torch.
-        "sample": all elements of the samples that this rank's group of P_S ranks shares.
-        "local": this rank's own elements; the forward pass communicates only for the running
-        statistics.
-        The running statistics of "sample" and "local" are the mean over the groups that have
-        elements, and so the same on every rank. On plain tensors all three are equal.
-    """
+    """Batch normalisation over (sample, channel, *spatial); see `BatchNorm2d`."""
 
     def __init__(self, *args: Any, statistics: str = "global", **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -71,11 +60,7 @@ class _DistributedBatchNorm(BatchNorm):
 class BatchNorm1d(_DistributedBatchNorm, nn.BatchNorm1d):
     """torch.nn.BatchNorm1d with a choice of the elements that enter the training statistics.
 
-    Parameters
-    ----------
-    statistics: "global" for the whole mini-batch, as in serial torch; "sample" for the samples that
-        this rank's replica of P_S ranks shares; "local" for this rank's block. Only "global" gives
-        the serial result on partitioned tensors.
+    See `BatchNorm2d`.
 
     Examples
     --------
@@ -91,9 +76,14 @@ class BatchNorm2d(_DistributedBatchNorm, nn.BatchNorm2d):
 
     Parameters
     ----------
-    statistics: "global" for the whole mini-batch, as in serial torch; "sample" for the samples that
-        this rank's replica of P_S ranks shares; "local" for this rank's block. Only "global" gives
-        the serial result on partitioned tensors.
+    statistics: the elements that enter the training statistics.
+        "global": the whole mini-batch, as in serial torch. The others do not give the serial
+        result on partitioned tensors.
+        "sample": all elements of the samples that this rank's group of P_S ranks shares.
+        "local": this rank's own elements; the forward pass communicates only for the running
+        statistics.
+        The running statistics of "sample" and "local" are the mean over the groups that have
+        elements, and so the same on every rank. On plain tensors all three are equal.
 
     Examples
     --------
@@ -109,11 +99,7 @@ class BatchNorm2d(_DistributedBatchNorm, nn.BatchNorm2d):
 class BatchNorm3d(_DistributedBatchNorm, nn.BatchNorm3d):
     """torch.nn.BatchNorm3d with a choice of the elements that enter the training statistics.
 
-    Parameters
-    ----------
-    statistics: "global" for the whole mini-batch, as in serial torch; "sample" for the samples that
-        this rank's replica of P_S ranks shares; "local" for this rank's block. Only "global" gives
-        the serial result on partitioned tensors.
+    See `BatchNorm2d`.
 
     Examples
     --------

@@ -241,13 +241,14 @@ def without_example(names: Mapping[str, Any], examples: Sequence[doctest.DocTest
 
 SHOWN_BY = {
     "distconv.planning.LayoutPlan": "distconv.planning.plan_layouts",
-    "distconv.training.History": "distconv.training.Report",
+    "distconv.training.History": "distconv.training.serve",
     "distconv.training.Loss": "distconv.training.serve",
-    "distconv.training.TrainingLoss": "distconv.training.Report",
+    "distconv.training.Report": "distconv.training.serve",
+    "distconv.training.TrainingLoss": "distconv.training.serve",
 }
 """Results without an example of their own, with the names whose examples return them."""
 
-BY_THE_LIBRARY = {"chunks", "facts", "first_values"}
+BY_THE_LIBRARY = {"chunks", "facts", "first_values", "middle_row", "varies"}
 """Members of `Source` that programs do not call."""
 
 

@@ -1,11 +1,11 @@
-"""The stores for the boxes of samples that a `Cache` keeps: memory, or a file on a local disk."""
+"""Samples that are read once, and kept in the memory of the ranks or on their local disks."""
 
 from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
 from threading import Lock
@@ -25,19 +25,6 @@ from distconv.geometry.layout import Box, cutting_axes, owning_part
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
 from distconv.transport.interface import Message
-
-
-class BoxesInMemory:
-    """A store of arrays in memory, without copies: an array is its own key and must not change."""
-
-    def add(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return `values`, the key by which `Cache` gets and drops the array; nothing is copied."""
-        return values
-
-    get = add
-
-    def drop(self, place: NDArray[Any]) -> None:
-        """Do nothing: an array is freed with the last reference to it."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +87,9 @@ class BoxesInFolder:
 Axes: TypeAlias = tuple[str, ...]
 
 
-@dataclass
-class Arrivals:
-    """The samples of a mini-batch that no rank keeps yet.
-
-    Attributes
-    ----------
-    parts: for each choice of grid axes that cut samples, pairs of a sample's number and the number
-        of the part of the grid, along these axes, that is to keep it.
-    """
-
-    parts: dict[Axes, list[tuple[int, int]]] = field(default_factory=dict)
+Arrivals: TypeAlias = dict[Axes, list[tuple[int, int]]]
+"""The samples of a mini-batch that no rank keeps yet: for each choice of grid axes that cut
+samples, pairs of a sample's number and of the part of the grid, along these axes, to keep it."""
 
 
 class Homes:
@@ -143,19 +122,19 @@ class Homes:
         `others` are further samples; those that are new are added to the last mini-batch, spread
         evenly over the parts.
         """
-        arrivals = [Arrivals() for _ in batches]
+        arrivals: list[Arrivals] = [{} for _ in batches]
         for axes, parts in self._parts.items():
             count = self._topology.parts(axes)
             known = set(parts)
             for batch, own in zip(batches, arrivals, strict=True):
-                new = own.parts[axes] = []
+                new = own[axes] = []
                 for place, sample in enumerate(batch):
                     if sample not in known:
                         known.add(sample)
                         new.append((sample, owning_part(len(batch), count, place)))
             if arrivals:
                 missing = [sample for sample in others if sample not in known]
-                arrivals[-1].parts[axes] += [(s, i % count) for i, s in enumerate(missing)]
+                arrivals[-1][axes] += [(s, i % count) for i, s in enumerate(missing)]
         return arrivals
 
     def keep(self, arrivals: Arrivals) -> set[tuple[Axes, int]]:
@@ -164,7 +143,7 @@ class Homes:
         `axes` are the grid axes that cut samples.
         """
         new = set()
-        for axes, samples in arrivals.parts.items():
+        for axes, samples in arrivals.items():
             for sample, part in samples:
                 if sample not in self._parts[axes]:
                     self._parts[axes][sample] = part
@@ -173,7 +152,7 @@ class Homes:
 
     def after(self, axes: Axes, part: int, arrivals: Iterable[Arrivals]) -> int:
         """Return the number of samples that a part will keep when all `arrivals` are kept."""
-        coming = chain.from_iterable(own.parts[axes] for own in arrivals)
+        coming = chain.from_iterable(own[axes] for own in arrivals)
         new = {s for s, home in coming if home == part and s not in self._parts[axes]}
         return self.kept(axes, part) + len(new)
 
@@ -283,7 +262,7 @@ def _owners(
 
 
 Loaded: TypeAlias = dict[tuple[int, int], Any]
-"""The key of each box, by field and sample."""
+"""Each box, or its key in a file, by field and sample."""
 
 Read: TypeAlias = Callable[[Source, int, Box, NDArray[Any]], None]
 
@@ -321,8 +300,8 @@ class Cache:
         if limit is not None and limit < 1:
             raise ValueError(f"cache_limit={limit} is not a number of bytes; choose 1 or more")
         self._fields, self._grid, self._read, self._limit = fields, grid, read, limit
-        self._where = where
-        self._boxes: Any = BoxesInMemory() if where == "memory" else BoxesInFolder(Path(where))
+        self._file = None if where == "memory" else BoxesInFolder(Path(where))
+        """The boxes on the disk; None to keep them in memory."""
         self._homes = Homes(grid.topology, [own.cuts[0] for own in fields])
         self._kept: Loaded = {}
         self.bytes_received = 0
@@ -342,7 +321,7 @@ class Cache:
             )
             if size > self._limit:
                 ways = "use more ranks, or raise the limit"
-                if self._where == "memory":
+                if self._file is None:
                     ways += ", or choose cache='/folder' on a disk of each node"
                 raise ValueError(
                     f"cache: rank {self._grid.rank} would keep {size:,} bytes of samples, more "
@@ -357,15 +336,16 @@ class Cache:
         """
         loaded = {}
         # Sample by sample, as fields of one sample may have to be fetched together.
-        samples = dict.fromkeys(s for new in arrivals.parts.values() for s, _ in new)
-        keepers = {axes: dict(new) for axes, new in arrivals.parts.items()}
+        samples = dict.fromkeys(s for new in arrivals.values() for s, _ in new)
+        keepers = {axes: dict(new) for axes, new in arrivals.items()}
         for sample in samples:
             for own in self._fields:
                 box = own.stored_box(self._grid.topology, self._grid.rank)
                 if keepers[own.cuts[0]].get(sample) == self._part(own) and box.size:
                     values = np.empty(box.shape, own.source.dtype)
                     self._read(own.source, sample, box, values)
-                    loaded[own.number, sample] = self._boxes.add(values)
+                    place = values if self._file is None else self._file.add(values)
+                    loaded[own.number, sample] = place
         return loaded
 
     def keep(self, arrivals: Arrivals, loaded: Loaded) -> None:
@@ -374,9 +354,8 @@ class Cache:
         for (number, sample), place in loaded.items():
             if (self._fields[number].cuts[0], sample) in new:
                 self._kept[number, sample] = place
-            else:
-                # Another loader was faster.
-                self._boxes.drop(place)
+            elif self._file is not None:
+                self._file.drop(place)  # another loader was faster
 
     def start(self, values: Values) -> Arriving:
         """Start to send the kept boxes of a mini-batch to the ranks that need them.
@@ -437,7 +416,8 @@ class Cache:
         own = self._fields[part.field]
         kept = own.stored_box(self._grid.topology, self._grid.rank)
         index = part.piece.source.slices_within(kept)
-        return self._boxes.get(self._kept[part.field, part.sample])[index]
+        place = self._kept[part.field, part.sample]
+        return (place if self._file is None else self._file.get(place))[index]
 
     def _size(self, part: CachedBox) -> int:
         return part.piece.source.size * self._fields[part.field].source.dtype.itemsize

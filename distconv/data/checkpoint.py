@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from distconv.data.durable import (
     DamagedFile,
+    check_no_url,
     check_written,
     only_writer,
     read_checksummed,
@@ -144,9 +145,9 @@ def save_checkpoint(
     ------
     DataError
         On every rank, if the ranks pass different arguments, the state is not finite, another
-        job is writing to the folder, the folder holds a later step or the same step of a model with
-        other tensors, the file cannot be written, or it would hold objects that `torch.load`
-        does not load with weights_only. The earlier checkpoints remain.
+        job is writing to the folder, the folder holds a later step or another model, the file
+        cannot be written, or it would hold objects that `torch.load` does not load with
+        weights_only. The earlier checkpoints remain.
     RuntimeError
         On every rank, if the models of the ranks differ, for example because one rank skipped an
         optimizer step, or if the ranks called different functions.
@@ -186,7 +187,7 @@ def save_checkpoint(
         _make(folder)
         alone.enter_context(only_writer(folder))
         _check_newest(folder, path)
-        _check_model(path, _shapes(state["model"], divided.table if divided else ()))
+        _check_model(folder, model, _shapes(state["model"], divided.table if divided else ()))
         return secrets.token_hex(8)
 
     with ExitStack() as alone:
@@ -408,6 +409,7 @@ def last_in_common(folder: Path, comm: ObjectCommunicator, *, looks: bool = True
 
 
 def _make(folder: Path) -> None:
+    check_no_url(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -451,24 +453,26 @@ def _shapes(model: Mapping[str, Any], table: Sequence[Any]) -> dict[str, list[in
     return found | {name: list(table[n][0]) for name, n in numbered(model).items()}
 
 
-def _check_model(path: Path, own: dict[str, list[int]]) -> None:
-    """Raise `FileExistsError` if `path` is a checkpoint of a model with other tensors than `own`.
+def _check_model(folder: Path, model: nn.Module, own: dict[str, list[int]]) -> None:
+    """Raise `FileExistsError` if the newest checkpoint in the folder is of another model.
 
-    `own` has the shapes of this model's tensors. The elements of tensors are not read.
+    `own` has the shapes of the tensors of `model`. Its buffers may be new, or of other shapes, as
+    some are made or grow in forward passes. The elements of tensors are not read.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        other = _shapes(state["model"], state.get("shards", {}).get("tensors", ()))
-    except Exception:  # torch raises any error of its unpickler; there is no checkpoint to keep
-        return
-    differ = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
-    if differ:
-        raise FileExistsError(
-            f"{path} holds another model under this step, which differs in {differ[:3]}, and "
-            "would be replaced; save each model to a separate folder, such as "
-            f"{path.parent}/generator and {path.parent}/discriminator, or both as one "
-            "torch.nn.ModuleDict"
-        )
+    for path in checkpoints_in(folder)[:1]:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            other = _shapes(state["model"], state.get("shards", {}).get("tensors", ()))
+        except Exception:  # torch raises any error of its unpickler; there is no model to keep
+            return
+        trained = own.keys() & dict(model.named_parameters(remove_duplicate=False))
+        differ = {name for name in trained if own[name] != other.get(name)} | other.keys() - own
+        if differ:
+            raise FileExistsError(
+                f"{path} holds another model, which differs in {sorted(differ)[:3]}; save each "
+                f"model to a separate folder, such as {folder}/generator and "
+                f"{folder}/discriminator, or both as one torch.nn.ModuleDict"
+            )
 
 
 def step_of(path: Path) -> int:
@@ -587,10 +591,9 @@ def _examined(
         if state["format"] == SHARDED and not path.exists():
             raise OSError(str(unseen(path)))
         shards: Any = state["shards"] if state["format"] == SHARDED else {"count": 0}
-        # Earlier versions saved no checksums.
-        checksums = shards.get("checksums", [None] * shards["count"])
         for number in range(first, shards["count"], stride):
-            read_checksummed(_shard(path, shards["token"], number), checksums[number])
+            checksum = shards["checksums"][number]
+            read_checksummed(_shard(path, shards["token"], number), checksum)
     except (DamagedFile, FileNotFoundError) as error:
         return state, str(error)
     return state, ""
@@ -628,10 +631,11 @@ def _load_learned(
 
     `state` is the content of the checkpoint's own file.
     """
-    saved_of = state.get("optimizer of")
-    if optimizer is not None and saved_of is not None:
-        _check_optimizer(path, saved_of, _described(optimizer, model))
     learned = state["model"], {} if optimizer is None else _part(path, state, "optimizer")
+    if optimizer is not None:
+        own = _described(optimizer, model)
+        for what, value in state["optimizer of"].items():
+            _check_same(path, "optimizer", value, own[what], what)
     if state["format"] == SHARDED:
         shards = state["shards"]
 
@@ -650,14 +654,12 @@ def _load_learned(
             return blocks
 
         stored = restored(list(learned), shards["tensors"], opened)
-        own: Any = OrderedDict(for_module(stored[0], model))
-        set_versions_in_state(own, state["versions"])
-        learned = own, {} if optimizer is None else for_optimizer(stored[1], optimizer)
+        whole: Any = OrderedDict(for_module(stored[0], model))
+        set_versions_in_state(whole, state["versions"])
+        learned = whole, {} if optimizer is None else for_optimizer(stored[1], optimizer)
     load_full_state_dict(model, learned[0])
     if optimizer is not None:
         load_full_state_dict(optimizer, learned[1])
-        if saved_of is None:
-            _check_shapes(optimizer)
 
 
 def _state(path: Path, content: bytes) -> dict[str, Any]:
@@ -716,34 +718,14 @@ def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
     }
 
 
-def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise `DataError` if the class or the parameters of two optimizers differ.
-
-    `saved` and `own` describe the optimizer in the file `path` and the one to load, in words.
-    """
-    for what, value in saved.items():
-        _check_same(path, "optimizer", value, own[what], what)
-
-
 def _check_same(path: Path, name: str, saved: Any, own: Any, what: str = "class") -> None:
     """Raise `DataError` if a part of a checkpoint, such as the scheduler, is not like one's own.
 
-    `what` names the property that `saved` and `own` are values of. Earlier versions saved None for
-    some parts.
+    `what` names the property that `saved` and `own` are values of. `saved` is None if the
+    checkpoint has no such part.
     """
     if saved not in (None, own):
         raise DataError(
             f"{path} holds the state of another {name}: its {what} is {saved}, that of this "
             f"{name} is {own}; create the same {name}, or load the checkpoint without it"
         )
-
-
-def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a state of the optimizer has another shape than its parameter."""
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-                raise ValueError(
-                    f"the optimizer's {name} has shape {tuple(value.shape)} for a parameter of "
-                    f"{tuple(parameter.shape)}; load the checkpoint without optimizer"
-                )

@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distconv.comm.checksums import Checked
+from distconv.comm.checksums import Checked, unequal
 from distconv.data.augment import Augmentations, Change, Move
 from distconv.data.cache import Arrivals, Arriving, Cache, Loaded
 from distconv.data.errors import check_alike, check_replicas, together
@@ -23,6 +23,8 @@ from distconv.data.fields import (
     HaloBlock,
     Transform,
     Values,
+    batch_cuts,
+    check_names,
     given_shapes,
     halo_of,
     prepare,
@@ -31,66 +33,11 @@ from distconv.data.fields import (
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import Field, facts_of, open_sources
 from distconv.data.views import View
-from distconv.geometry.layout import Box, Cuts, Layout, cutting_axes
-from distconv.grid.interface import Grid
+from distconv.geometry.layout import Box, Layout, cutting_axes
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.base import whole_numbers
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.memory_format import in_sample_format
-from distconv.tensor.redistribution import cuts_of_layout
-
-# The cuts of the tensors of one mini-batch, from the shapes of a sample's fields.
-
-
-Name = TypeVar("Name")
-
-
-def batch_cuts(
-    shapes: Mapping[Name, tuple[int, ...]], layout: Layout | Mapping[Any, Layout] | None, grid: Grid
-) -> dict[Name, Cuts]:
-    """Return the cuts of each field of a mini-batch, samples first.
-
-    A field without a layout is cut as the first one if it has as many dimensions, or if it has the
-    first field's shape without the channels; other fields are cut by samples only.
-
-    Parameters
-    ----------
-    shapes: the shape of one sample of each field, without the dimension of samples.
-    layout: the layout of the first field, or a dictionary of layouts by field; by default every
-        dimension is cut over the axis of its own name.
-
-    Raises ValueError for names that are no fields, and dimensions that a field does not have.
-    """
-    by_name = layout if isinstance(layout, Mapping) else {}
-    check_names(shapes, layout=layout)
-    names = list(shapes)
-    chosen = by_name.get(names[0]) if isinstance(layout, Mapping) else layout
-    first_shape = shapes[names[0]]
-    first = cuts_of_layout(chosen, grid, 1 + len(first_shape))
-    cuts = {}
-    for name, shape in shapes.items():
-        ndim = 1 + len(shape)
-        if name in by_name:
-            cuts[name] = cuts_of_layout(by_name[name], grid, ndim)
-        elif ndim == len(first):
-            cuts[name] = first
-        elif len(first) > 2 and shape == first_shape[1:]:
-            cuts[name] = (first[0], *first[2:])
-        else:
-            cuts[name] = (first[0], *[()] * (ndim - 1))
-    return cuts
-
-
-def check_names(names: Mapping[Any, object], **choices: Any) -> None:
-    """Raise `ValueError` if one of the arguments `choices` has a key that is not in `names`."""
-    for argument, choice in choices.items():
-        unknown = set(choice) - set(names) if isinstance(choice, Mapping) else set()
-        if unknown:
-            raise ValueError(
-                f"{argument}= names {sorted(map(str, unknown))}; choose from the fields "
-                f"{list(names)}"
-            )
-
 
 Batch: TypeAlias = Any
 """One mini-batch: a DistTensor for samples of one field, a tuple for several; `HaloBlock`s where
@@ -102,11 +49,15 @@ _TOO_MUCH = 2.0
 
 @dataclass
 class Blocks:
-    """This rank's blocks of one mini-batch: for each field a tensor in host memory, and its box."""
+    """This rank's blocks of one mini-batch: for each field a tensor in host memory, and its box.
+
+    `rows` are a sample and a row of each of its fields, which all ranks have read to compare them.
+    """
 
     samples: list[int]
     tensors: list[Tensor] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
+    rows: tuple[int, list[Checked]] | None = None
 
 
 class Dataset:
@@ -276,6 +227,23 @@ class Dataset:
             Checked(f"field {own.name!r}", block, cutting_axes(own.cuts))
             for own, block in zip(self.on_grid, blocks.tensors, strict=True)
         ]
+
+    def rows(self, sample: int) -> tuple[int, list[Checked]]:
+        """Return a sample and a row of each of its fields, read from the sources."""
+        return sample, [
+            Checked(f"field {name!r} of sample {sample}", torch.from_numpy(own.middle_row(sample)))
+            for name, own in self.fields.items()
+        ]
+
+    def compare_rows(self, sample: int, rows: list[Checked]) -> None:
+        """Raise DataError if ranks have read different rows of a sample. Collective.
+
+        They may differ if a torch dataset changes samples at random.
+        """
+        if unequal(rows, self.grid):
+            varies = any(source.varies(sample) for source in self.fields.values())
+            if not any(self.grid.all_gather_object(varies)):
+                check_replicas(self.grid, rows)
 
     @property
     def cut_over(self) -> list[tuple[str, ...]]:

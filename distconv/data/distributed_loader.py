@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from distconv.comm.checksums import CURE, Checked, checksum, unequal
-from distconv.data.dataset import batch_cuts
 from distconv.data.errors import DataError, in_step, on_rank_zero, together
+from distconv.data.fields import batch_cuts
 from distconv.data.nested import mapped
 from distconv.data.sampler import drawn_from, set_states, states_of
+from distconv.data.sources.functions import REPEATS
 from distconv.geometry.layout import Layout, block, rank_box
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
@@ -33,9 +34,6 @@ _REMEDY = (
     "ranks), draw samples with torch's, NumPy's or Python's global random numbers or with seeded "
     "generators, and pad all samples to one shape"
 )
-
-_REPEATS = 16
-"""The number of times a sample is loaded to learn whether its dataset changes samples at random."""
 
 
 def distribute(
@@ -100,8 +98,20 @@ class DistributedLoader:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the loader, which raises ValueError for `batch_size` and others."""
-        own = name.startswith("_") or name == "grid" or hasattr(type(self), name)
-        object.__setattr__(self, name, value) if own else setattr(self._loader, name, value)
+        if self._owns(name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute of the loader."""
+        if self._owns(name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self._loader, name)
+
+    def _owns(self, name: str) -> bool:
+        return name.startswith("_") or name == "grid" or hasattr(type(self), name)
 
     def __len__(self) -> int:
         """Return the number of mini-batches of an epoch."""
@@ -222,7 +232,7 @@ class DistributedLoader:
         if not found:
             return
         sums = [checksum(x) for x in mine.values()]
-        again = together(self.grid, lambda: loaded(_REPEATS))
+        again = together(self.grid, lambda: loaded(REPEATS))
         varies = any([checksum(x) for x in one.values()] != sums for one in again)
         if not any(self.grid.all_gather_object(varies)):
             raise DataError(

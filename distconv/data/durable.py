@@ -246,6 +246,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def check_no_url(path: Path) -> None:
+    """Raise `ValueError` for a URL such as s3://bucket/x.zarr: files are written to disks only."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):  # a Path has no second slash
+        raise ValueError(
+            f"{path} is a URL, and files are written to file systems only; write the file there, "
+            "and copy it to the object store"
+        )
+
+
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
     """Let errors of the operating system in a `with` block name `path` and a remedy."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -17,12 +17,15 @@ from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import Field
 from distconv.data.sources.packing import check_range
 from distconv.data.views import View
-from distconv.geometry.layout import Box, Cuts, rank_box
+from distconv.geometry.layout import Box, Cuts, Layout, rank_box
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
+from distconv.tensor.redistribution import cuts_of_layout
 
 Transform: TypeAlias = Callable[[Tensor, Box], Tensor]
 """A function of a block of a mini-batch and its box, which returns a block of the same shape."""
+
+Name = TypeVar("Name")
 
 BORDERS = ("clip", "zeros", "periodic")
 
@@ -248,6 +251,53 @@ def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
     if own.dtype.name in _WIDER:
         return _WIDER[own.dtype.name]
     return torch.from_numpy(np.empty(0, own.dtype)).dtype
+
+
+def batch_cuts(
+    shapes: Mapping[Name, tuple[int, ...]], layout: Layout | Mapping[Any, Layout] | None, grid: Grid
+) -> dict[Name, Cuts]:
+    """Return the cuts of each field of a mini-batch, samples first.
+
+    A field without a layout is cut as the first one if it has as many dimensions, or if it has the
+    first field's shape without the channels; other fields are cut by samples only.
+
+    Parameters
+    ----------
+    shapes: the shape of one sample of each field, without the dimension of samples.
+    layout: the layout of the first field, or a dictionary of layouts by field; by default every
+        dimension is cut over the axis of its own name.
+
+    Raises ValueError for names that are no fields, and dimensions that a field does not have.
+    """
+    by_name = layout if isinstance(layout, Mapping) else {}
+    check_names(shapes, layout=layout)
+    names = list(shapes)
+    chosen = by_name.get(names[0]) if isinstance(layout, Mapping) else layout
+    first_shape = shapes[names[0]]
+    first = cuts_of_layout(chosen, grid, 1 + len(first_shape))
+    cuts = {}
+    for name, shape in shapes.items():
+        ndim = 1 + len(shape)
+        if name in by_name:
+            cuts[name] = cuts_of_layout(by_name[name], grid, ndim)
+        elif ndim == len(first):
+            cuts[name] = first
+        elif len(first) > 2 and shape == first_shape[1:]:
+            cuts[name] = (first[0], *first[2:])
+        else:
+            cuts[name] = (first[0], *[()] * (ndim - 1))
+    return cuts
+
+
+def check_names(names: Mapping[Any, object], **choices: Any) -> None:
+    """Raise `ValueError` if one of the arguments `choices` has a key that is not in `names`."""
+    for argument, choice in choices.items():
+        unknown = set(choice) - set(names) if isinstance(choice, Mapping) else set()
+        if unknown:
+            raise ValueError(
+                f"{argument}= names {sorted(map(str, unknown))}; choose from the fields "
+                f"{list(names)}"
+            )
 
 
 def given_shapes(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeVar
 
 from distconv.data.cache import Arrivals, Arriving, Cache, Loaded
@@ -115,6 +116,10 @@ class Loader:
     >>> loader = dc.data.Loader(data, batch_size=4, shuffle=True)
     >>> [len(x) for x in loader]
     [4, 4, 2]
+    >>> loader.epoch, loader.batch_size, len(loader)
+    (1, 4, 3)
+    >>> loader.traffic.bytes_read < 10 * 33 * 32 * 4  # each rank has read its blocks alone
+    True
     """
 
     def __init__(
@@ -131,7 +136,7 @@ class Loader:
         self.dataset = dataset
         self._ahead = ahead
         self._waited = 0.0
-        self._batch = 0
+        self._batch = self._yielded = 0
         self._epoch = 0
         self._begun = False
 
@@ -157,17 +162,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch, from 0, of the next mini-batch.
-
-        Examples
-        --------
-        >>> data = dc.data.Dataset(np.zeros((10, 1, 8), "float32"), dc.ProcessGrid(width=2))
-        >>> loader = dc.data.Loader(data, batch_size=4)
-        >>> for x in loader:
-        ...     pass
-        >>> loader.epoch
-        1
-        """
+        """Return the epoch, from 0, of the next mini-batch."""
         return self._position()[0]
 
     @property
@@ -175,15 +170,6 @@ class Loader:
         """Return the cost of reading on this rank so far.
 
         Bytes are counted over all loaders of the dataset, seconds in this loader alone.
-
-        Examples
-        --------
-        >>> data = dc.data.Dataset(np.zeros((10, 1, 8), "float32"), dc.ProcessGrid(width=2))
-        >>> loader = dc.data.Loader(data, batch_size=5)
-        >>> for x in loader:
-        ...     pass
-        >>> loader.traffic.bytes_read  # 4 of 8 numbers of each sample
-        160
         """
         data = self.dataset
         received = 0 if data.cache is None else data.cache.bytes_received
@@ -191,14 +177,7 @@ class Loader:
 
     @property
     def batch_size(self) -> int | None:
-        """Return the samples of a mini-batch over all ranks; None if they were given one by one.
-
-        Examples
-        --------
-        >>> data = dc.data.Dataset(np.zeros((10, 1, 8), "float32"), dc.ProcessGrid(sample=2))
-        >>> dc.data.Loader(data, batch_size=4).batch_size  # 2 on each rank
-        4
-        """
+        """Return the samples of a mini-batch over all ranks; None if they were given one by one."""
         sampler = self.batch_sampler
         return sampler.batch_size if isinstance(sampler, Sampler) else None
 
@@ -260,7 +239,10 @@ class Loader:
         data = self.dataset
         for blocks in in_step(self.grid, self._timed(batches), held=data.held, axes=data.cut_over):
             self._batch += 1
-            yield self.dataset.assemble(blocks)
+            self._yielded += 1
+            if blocks.rows is not None:
+                data.compare_rows(*blocks.rows)
+            yield data.assemble(blocks)
 
     def _timed(self, batches: list[list[int]]) -> Generator[tuple[str, Blocks], None, None]:
         """Yield each mini-batch's name and this rank's blocks, and add up the time of waiting."""
@@ -281,12 +263,20 @@ class Loader:
 
         The context `closed` ends the thread.
         """
-        data, epoch = self.dataset, self._epoch
+        data, epoch, numbers = self.dataset, self._epoch, count(self._yielded + 1)
+
+        def with_rows(blocks: Blocks) -> Blocks:
+            number, samples = next(numbers), blocks.samples
+            # Mini-batches 1, 2, 4, 8, ...: ranks that read other samples share none to compare.
+            if data.grid.journal.compares and samples and not number & (number - 1):
+                blocks.rows = data.rows(samples[number.bit_length() % len(samples)])
+            return blocks
+
         if data.cache is None:
-            reading = prefetched(lambda batch: data.read(batch, epoch), batches, self._ahead)
+            reading = prefetched(lambda b: with_rows(data.read(b, epoch)), batches, self._ahead)
         else:
             values = closed.enter_context(closing(self._exchanged(data.cache, batches, epoch)))
-            reading = prefetched(data.converted, values, self._ahead)
+            reading = prefetched(lambda v: with_rows(data.converted(v)), values, self._ahead)
         return closed.enter_context(closing(reading))
 
     def _exchanged(

@@ -98,6 +98,8 @@ class Sampler:
     [[4, 6, 2, 7], [3, 5, 9, 0], [8, 1]]
     >>> sampler.batches(epoch=1)
     [[9, 1, 3, 8], [7, 6, 0, 4], [2, 5]]
+    >>> sampler.description()
+    {'samples': 10, 'batch_size': 4, 'shuffle': True, 'drop_last': False, 'seed': 0}
     """
 
     def __init__(
@@ -138,13 +140,7 @@ class Sampler:
         return [order[i * size : (i + 1) * size].tolist() for i in range(len(self))]
 
     def description(self) -> dict[str, Any]:
-        """Return the arguments that determine the mini-batches, by name, for ranks to compare.
-
-        Examples
-        --------
-        >>> dc.data.Sampler(10, batch_size=4).description()
-        {'samples': 10, 'batch_size': 4, 'shuffle': False, 'drop_last': False, 'seed': 0}
-        """
+        """Return the arguments that determine the mini-batches, by name, for ranks to compare."""
         return dict(vars(self))
 
 

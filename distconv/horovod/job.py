@@ -294,8 +294,8 @@ class ProcessSet:
     >>> first = hvd.add_process_set(hvd.ProcessSet([0]))
     >>> if hvd.rank() == 0:
     ...     total = hvd.allreduce(torch.ones(1), process_set=first)  # of rank 0 alone
-    >>> hvd.global_process_set.ranks
-    [0, 1]
+    >>> hvd.get_process_set_ids_and_ranks(), hvd.global_process_set.ranks
+    ({0: [0, 1], 1: [0]}, [0, 1])
     >>> hvd.remove_process_set(first)
     True
     """
@@ -339,13 +339,12 @@ class ProcessSet:
             )
         return self._job
 
-    def assign(self, number: int, job: Job | None) -> None:
-        """Give the set its `number`, and the `job` of its ranks: None on a rank outside the set."""
-        self.process_set_id, self._job = number, job
+    def assign(self, number: int | None, job: Job | None) -> None:
+        """Give the set its `number`, and the `job` of its ranks: None on a rank outside the set.
 
-    def unassign(self) -> None:
-        """Take number and job from the set."""
-        self.process_set_id, self._job = None, None
+        None takes either from the set.
+        """
+        self.process_set_id, self._job = number, job
 
 
 global_process_set = ProcessSet([])
@@ -373,8 +372,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     --------
     >>> import distconv.horovod as hvd
     >>> hvd.init()
-    >>> hvd.is_initialized(), hvd.size(), hvd.rank() in (0, 1)
-    (True, 2, True)
+    >>> hvd.is_initialized(), hvd.size(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+    (True, 2, 2, 0, 1)
+    >>> hvd.allgather_object((hvd.rank(), hvd.local_rank()))  # both ranks on one node
+    [(0, 0), (1, 1)]
+    >>> hvd.is_homogeneous(), hvd.mpi_enabled() != hvd.gloo_enabled()
+    (True, True)
+    >>> hvd.shutdown()
     """
     check_environment()
     if _sets:
@@ -387,18 +391,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """Remove all process sets; `init` may be called again.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.shutdown()
-    >>> hvd.is_initialized()
-    False
-    """
+    """Remove all process sets; `init` may be called again."""
     for process_set in _sets.values():
-        process_set.unassign()
+        process_set.assign(None, None)
     _sets.clear()
 
 
@@ -410,16 +405,6 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     ValueError
         On every rank, if the ranks name different sets, or one that exists, is empty, or has ranks
         outside the job.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> first = hvd.add_process_set([0])
-    >>> first.ranks, first.process_set_id
-    ([0], 1)
-    >>> hvd.remove_process_set(first)
-    True
     """
     job = current()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -447,47 +432,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set, and return whether there was one. All ranks call it together.
 
     The set of all ranks stays.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> first = hvd.add_process_set([0])
-    >>> hvd.remove_process_set(first)
-    True
-    >>> hvd.remove_process_set(first)  # there is none any more
-    False
     """
     number = process_set.process_set_id
     if not number or number not in _sets:
         return False
-    _sets.pop(number).unassign()
+    _sets.pop(number).assign(None, None)
     return True
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of each process set, by the number of the set.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.get_process_set_ids_and_ranks()
-    {0: [0, 1]}
-    """
+    """Return the ranks of each process set, by the number of the set."""
     return {number: list(process_set.ranks) for number, process_set in _sets.items()}
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.is_initialized()
-    True
-    """
+    """Return whether `init` has been called."""
     return bool(_sets)
 
 
@@ -497,82 +456,34 @@ def current() -> Job:
 
 
 def rank() -> int:
-    """Return the number of this rank in the job.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.allgather_object(hvd.rank())
-    [0, 1]
-    """
+    """Return the number of this rank in the job."""
     return current().rank
 
 
 def size() -> int:
-    """Return the number of ranks in the job.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.size()
-    2
-    """
+    """Return the number of ranks in the job."""
     return current().size
 
 
 def local_rank() -> int:
-    """Return the number of this rank on its node.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.allgather_object(hvd.local_rank())  # both ranks on one node
-    [0, 1]
-    """
+    """Return the number of this rank on its node."""
     job = current()
     return job.hosts[: job.rank].count(job.hosts[job.rank])
 
 
 def local_size() -> int:
-    """Return the number of ranks on this node.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.local_size()
-    2
-    """
+    """Return the number of ranks on this node."""
     job = current()
     return job.hosts.count(job.hosts[job.rank])
 
 
 def cross_rank() -> int:
-    """Return the number of this node among the nodes that have a rank with this local rank.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.cross_rank()
-    0
-    """
+    """Return the number of this node among the nodes that have a rank with this local rank."""
     return _nodes_before(current().rank)
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a rank with this local rank.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.cross_size()
-    1
-    """
+    """Return the number of nodes that have a rank with this local rank."""
     return _nodes_before(current().size)
 
 
@@ -582,67 +493,29 @@ def _nodes_before(end: int) -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have the same number of ranks.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.is_homogeneous()
-    True
-    """
+    """Return whether all nodes have the same number of ranks."""
     hosts = current().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
 
 def mpi_enabled() -> bool:
-    """Return whether the ranks exchange messages by MPI.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.mpi_enabled() != hvd.gloo_enabled()
-    True
-    """
+    """Return whether the ranks exchange messages by MPI."""
     current()
     return launch.has_mpi() and not launch.meets_by_torch()
 
 
 def gloo_enabled() -> bool:
-    """Return whether the ranks exchange messages by torch.distributed, without MPI.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.init()
-    >>> hvd.gloo_enabled() != hvd.mpi_enabled()
-    True
-    """
+    """Return whether the ranks exchange messages by torch.distributed, without MPI."""
     return not mpi_enabled()
 
 
 def gloo_built() -> bool:
-    """Return whether torch has gloo, which carries messages without MPI.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.gloo_built()
-    True
-    """
+    """Return whether torch has gloo, which carries messages without MPI."""
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """Return 1 if torch has NCCL, else 0.
-
-    Examples
-    --------
-    >>> import distconv.horovod as hvd
-    >>> hvd.nccl_built() in (0, 1)
-    True
-    """
+    """Return 1 if torch has NCCL, else 0."""
     return int(torch.distributed.is_available() and torch.distributed.is_nccl_available())
 
 
@@ -656,6 +529,8 @@ def mpi_threads_supported() -> bool:
     >>> import distconv.horovod as hvd
     >>> hvd.mpi_threads_supported(), hvd.ddl_built(), hvd.ccl_built()
     (False, False, False)
+    >>> hvd.gloo_built(), hvd.nccl_built() in (0, 1)
+    (True, True)
     """
     return False
 

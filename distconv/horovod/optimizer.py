@@ -11,7 +11,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from distconv.comm.collectives import WIDE, HalfSum
 from distconv.geometry.topology import AXES
@@ -25,11 +25,10 @@ from distconv.horovod.job import (
     ProcessSet,
     global_process_set,
 )
-from distconv.model.buckets import Bucket, BucketSequence
-from distconv.model.reduced_parameter import ReducedParameter
+from distconv.model.buckets import Bucket, BucketSequence, ReducedParameter
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import is_shared
-from distconv.training.checks import check_count
+from distconv.training.checks import check_count, check_wrappable
 from distconv.transport.interface import ChainedRequest, Request
 
 _OWNER = "DistributedOptimizer"
@@ -94,13 +93,7 @@ def DistributedOptimizer(
     >>> model.weight.grad  # the average of 1 and 2
     tensor([[1.5000, 1.5000, 1.5000, 1.5000]])
     """
-    if not isinstance(optimizer, Optimizer) or isinstance(
-        optimizer, (LBFGS, _DistributedOptimizer)
-    ):
-        raise TypeError(
-            f"{_OWNER}: {type(optimizer).__name__} cannot be wrapped; pass an optimizer of torch "
-            "that uses one gradient a step, such as SGD or Adam"
-        )
+    check_wrappable(_OWNER, optimizer, _DistributedOptimizer)
     check_count(_OWNER, "backward_passes_per_step", backward_passes_per_step, 1)
     check_count(_OWNER, "bucket_bytes", bucket_bytes, 1)
     if compression not in _WIRES:

@@ -291,6 +291,10 @@ class DCTensor(DistTensor):
     >>> x = DCTensor.distribute(torch.ones(2, 3, 8, 8), strategy)
     >>> tuple(x.shape), tuple(x._tensor.shape)
     ((2, 3, 8, 8), (2, 3, 4, 8))
+    >>> tuple(x.to_replicate().shape), tuple(x.to_ddp().shape)
+    ((2, 3, 8, 8), (1, 3, 8, 8))
+    >>> tuple(DCTensor.from_shard(torch.ones(2, 3, 4, 8), strategy).shape)
+    (2, 3, 8, 8)
     """
 
     summands: frozenset[str] = frozenset()
@@ -328,13 +332,6 @@ class DCTensor(DistTensor):
 
         Of n elements over p parts the first n mod p must have one more. Gradients reach `tensor`.
         Raises `ValueError` on all ranks of the replica if a block has another shape.
-
-        Examples
-        --------
-        >>> from distconv.lbann import DCTensor, ParallelStrategy
-        >>> x = DCTensor.from_shard(torch.ones(2, 3, 4, 8), ParallelStrategy(2, 2, "cpu"))
-        >>> tuple(x.shape)
-        (2, 3, 8, 8)
         """
         _check(tensor, parallel_strategy, "from_shard")
         ps = parallel_strategy
@@ -342,18 +339,10 @@ class DCTensor(DistTensor):
 
     @classmethod
     def distribute(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:
-        """Partition the tensor of a replica's first rank; the ranks of the replica call it
-        together.
+        """Partition the tensor of a replica's first rank; all ranks of the replica call it.
 
         The result is a leaf of autograd, with the `requires_grad` and memory format of `tensor`.
         Raises `ValueError` on all ranks of the replica if their tensors differ in shape or type.
-
-        Examples
-        --------
-        >>> from distconv.lbann import DCTensor, ParallelStrategy
-        >>> x = DCTensor.distribute(torch.ones(2, 3, 8, 8), ParallelStrategy(2, 2, "cpu"))
-        >>> x.mean().item()
-        1.0
         """
         _check(tensor, parallel_strategy, "distribute")
         grid, layout = parallel_strategy.grid, parallel_strategy.layout(tensor.dim())
@@ -376,13 +365,6 @@ class DCTensor(DistTensor):
         and divided by the number of ranks, so a loss that every rank computes counts once. Within a
         module of `DistConvDDP` the result is a DCTensor, whole on every rank, so that gradients of
         parameters which it is multiplied by count once, too.
-
-        Examples
-        --------
-        >>> from distconv.lbann import DCTensor, ParallelStrategy
-        >>> x = DCTensor.distribute(torch.ones(2, 3, 8, 8), ParallelStrategy(2, 2, "cpu"))
-        >>> tuple(x.to_replicate().shape)
-        (2, 3, 8, 8)
         """
         if innermost_call() is not None:
             return self.redistribute(Layout())
@@ -394,13 +376,6 @@ class DCTensor(DistTensor):
         The result is a plain tensor, and within a module of `DistConvDDP` a DCTensor. Raises
         `ValueError` on all ranks of the replica if torch's `Shard(0)` would give ranks other
         samples than this library does.
-
-        Examples
-        --------
-        >>> from distconv.lbann import DCTensor, ParallelStrategy
-        >>> x = DCTensor.distribute(torch.ones(2, 3, 8, 8), ParallelStrategy(2, 2, "cpu"))
-        >>> tuple(x.to_ddp().shape)
-        (1, 3, 8, 8)
         """
         extents = {axis: n for axis, n in self.grid.shape.items() if n > 1}
         n, parts = len(self), self.grid.size

@@ -43,8 +43,14 @@ from distconv.device.streams import number_of_stream
 from distconv.geometry.layout import replicating_axes
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.words import PARAMETERS, user_line
-from distconv.model.buckets import Bucket, BucketSequence, ReduceHook
-from distconv.model.reduced_parameter import ReducedParameter, accumulating_nodes, alive
+from distconv.model.buckets import (
+    Bucket,
+    BucketSequence,
+    ReducedParameter,
+    ReduceHook,
+    accumulating_nodes,
+    alive,
+)
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import check_counted_once, disown, own
 from distconv.transport.interface import Request

@@ -1,10 +1,11 @@
-"""Checks of counts and numbers among the arguments of training methods."""
+"""Checks of counts, numbers and optimizers among the arguments of training methods."""
 
 from __future__ import annotations
 
 from numbers import Real
 
 from torch import Tensor
+from torch.optim import LBFGS, Optimizer
 
 
 def check_count(owner: str, name: str, value: object, least: int) -> None:
@@ -12,6 +13,15 @@ def check_count(owner: str, name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(
             f"{owner}: {name}={value!r} is not a count; pass an integer of {least} or more"
+        )
+
+
+def check_wrappable(owner: str, optimizer: object, wrapper: type[Optimizer]) -> None:
+    """Raise TypeError unless `owner` can wrap an optimizer, which must be no `wrapper` itself."""
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, (LBFGS, wrapper)):
+        raise TypeError(
+            f"{owner}: {type(optimizer).__name__} cannot be wrapped; pass an optimizer of torch "
+            "that uses one gradient a step, such as SGD or Adam"
         )
 
 

@@ -26,6 +26,7 @@ from distconv.training.requests import (
     ServerLost,
     ServerParts,
     copy_sent,
+    holding,
 )
 from distconv.training.serving import Method, described, server_parts_of
 from distconv.training.team import Team
@@ -156,23 +157,6 @@ class Worker:
         within: a folder, in which each worker has one of its own.
         number: a number that grows from one call to the next, the same on all workers.
         scheduler, loader, extra, keep: see `save_checkpoint`; they belong to this worker.
-
-        Examples
-        --------
-        >>> from functools import partial
-        >>> team = dc.training.Team()
-        >>> method = dc.training.Downpour(partial(torch.optim.SGD, lr=0.1))
-        >>> net = nn.Linear(4, 1)
-        >>> if team.serves:
-        ...     report = dc.training.serve(team, net, method, folder="run", save_every=None)
-        ... else:
-        ...     model = dc.parallelize(net, team.grid)
-        ...     with dc.training.Worker(team, model, method) as worker:
-        ...         model(dc.distribute_tensor(torch.ones(2, 4), team.grid)).mean().backward()
-        ...         worker.step(samples=2)
-        ...         worker.save("run", 1)
-        >>> team.last_saved("run") is None
-        False
         """
         self._client.flush()
         save_checkpoint(
@@ -237,13 +221,8 @@ class Worker:
 
         The worker's own come back afterwards. With elastic averaging the server's are the center.
         """
-        answer = self._server.ask(MessageKind.STATE)
-        own = [tensor.detach().clone() for tensor in self._tensors]
-        copy_sent(self._tensors, answer.tensors)
-        try:
+        with holding(self._tensors, self._server.ask(MessageKind.STATE).tensors):
             yield
-        finally:
-            copy_sent(self._tensors, own)
 
     def finish(self) -> None:
         """Send outstanding updates, and tell the server that this worker has finished."""

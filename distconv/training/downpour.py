@@ -65,9 +65,11 @@ class Downpour:
             )
 
     def rule(self, *given: Any) -> DownpourRule:
+        """Return the server's part; `given` are the further arguments of `DownpourRule`."""
         return DownpourRule(self, *given)
 
     def client(self, *given: Any) -> DownpourClient:
+        """Return a client's part; `given` are the further attributes of `Client`, in order."""
         return DownpourClient(self, *given)
 
 

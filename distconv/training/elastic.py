@@ -21,7 +21,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.base import shards_of
 from distconv.training.checks import check_count
-from distconv.training.requests import Client, Connection, MessageKind
+from distconv.training.requests import Client, Connection, MessageKind, holding
 from distconv.training.server import UpdateRule
 
 _WITHIN_A_SAMPLE = tuple(axis for axis in AXES if axis != "sample")
@@ -141,14 +141,8 @@ class ElasticAveraging:
 
         The worker's parameters come back afterwards. Nothing is sent.
         """
-        own = [x.clone() for x, _ in self._pairs()]
-        for x, center in self._pairs():
-            x.copy_(center)
-        try:
+        with holding(shards_of(self._parameters), shards_of(self._center)):
             yield
-        finally:
-            for (x, _), value in zip(self._pairs(), own, strict=True):
-                x.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the center's parameters by name, and the number of steps taken.
@@ -219,9 +213,11 @@ class AsynchronousElastic:
             )
 
     def rule(self, *given: Any) -> ElasticRule:
+        """Return the server's part; `given` are the further arguments of `ElasticRule`."""
         return ElasticRule(self, *given)
 
     def client(self, *given: Any) -> ElasticClient:
+        """Return a client's part; `given` are the further attributes of `Client`, in order."""
         return ElasticClient(self, *given)
 
 

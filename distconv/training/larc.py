@@ -22,10 +22,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from distconv.model.clipping import tensor_norms
 from distconv.tensor.base import shards_of
+from distconv.training.checks import check_wrappable
 
 Group = dict[str, Any]
 
@@ -74,11 +75,7 @@ class LARC(Optimizer):
         self, optimizer: Optimizer, trust: float = 0.02, *, clip: bool = True, on: str = "gradient"
     ):
         kind = type(self).__name__
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, (LBFGS, LARC)):
-            raise TypeError(
-                f"{kind}: {type(optimizer).__name__} cannot be wrapped; pass an optimizer of "
-                "torch that uses one gradient a step, such as SGD or Adam"
-            )
+        check_wrappable(kind, optimizer, LARC)
         if not (trust > 0 and isfinite(trust)):
             raise ValueError(f"{kind}: trust={trust!r} is not positive; choose 0.02, for example")
         if on not in ("gradient", "update"):

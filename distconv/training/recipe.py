@@ -344,13 +344,5 @@ class Recipe:
 
         Each parameter group keeps its own learning rate as the base. The scheduler's state_dict
         holds the number of steps, and not the recipe.
-
-        Examples
-        --------
-        >>> optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        >>> recipe = dc.training.Recipe(batch_size=512, reference_batch_size=256)
-        >>> schedule = recipe.schedule(optimizer)
-        >>> schedule.get_last_lr()
-        [0.2]
         """
         return LambdaLR(optimizer, lambda step: self.factor(step))

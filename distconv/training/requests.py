@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -361,6 +361,17 @@ def copy_sent(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> Non
         for tensor, value in zip(tensors, values, strict=True):
             if value is not None:
                 tensor.detach().copy_(value)
+
+
+@contextmanager
+def holding(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> Iterator[None]:
+    """Give tensors other values in a `with` block; their own come back afterwards."""
+    own = [tensor.detach().clone() for tensor in tensors]
+    copy_sent(tensors, values)
+    try:
+        yield
+    finally:
+        copy_sent(tensors, own)
 
 
 def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:

@@ -53,26 +53,6 @@ class Report:
     lost: the reason for dropping a client, by the client's number.
     history: the losses in the course of the training.
     stopped: the reason for which validation has ended the training; None if it has not.
-
-    Examples
-    --------
-    >>> from functools import partial
-    >>> team = dc.training.Team()
-    >>> method = dc.training.Downpour(partial(torch.optim.SGD, lr=0.1))
-    >>> net = nn.Linear(4, 1)
-    >>> if team.serves:
-    ...     report = dc.training.serve(team, net, method)
-    ...     clients = [loss.client for loss in report.history.training]
-    ...     counts = report.updates, report.samples, clients
-    ... else:
-    ...     model = dc.parallelize(net, team.grid)
-    ...     with dc.training.Worker(team, model, method) as worker:
-    ...         for _ in range(3):
-    ...             loss = model(dc.distribute_tensor(torch.ones(2, 4), team.grid)).mean()
-    ...             loss.backward()
-    ...             worker.step(samples=2, loss=loss)
-    >>> counts if team.serves else (3, 6, [0, 0, 0])
-    (3, 6, [0, 0, 0])
     """
 
     updates: int = 0
@@ -459,8 +439,7 @@ class ServerCheckpoints:
             server.report.samples = found.extra["samples"]
             server.report.staleness = Counter(found.extra["staleness"])
             server.steps = Counter(found.extra["steps"])
-            if "history" in found.extra:  # earlier versions of distconv have saved none
-                server.report.history.load_state_dict(found.extra["history"])
+            server.report.history.load_state_dict(found.extra["history"])
             self._saved = self._counts()
 
 

@@ -6,20 +6,20 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import time_limit
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
+from distconv.training.downpour import Downpour
+from distconv.training.elastic import AsynchronousElastic
 from distconv.training.history import Validation, check_validation
 from distconv.training.requests import Connection, MessageKind, ServerLost, ServerParts, failed
 from distconv.training.server import (
@@ -28,50 +28,13 @@ from distconv.training.server import (
     Report,
     Server,
     ServerCheckpoints,
-    UpdateRule,
 )
 from distconv.training.team import Team
-from distconv.transport.link import Link, LinkLost, rest
+from distconv.transport.link import Link, LinkLost, LinkMessage, rest
 
-
-class Method(Protocol):
-    """The interface of training algorithms with servers: `Downpour` and `AsynchronousElastic`.
-
-    An implementation makes the two parts of the algorithm: `rule` for every rank of a server, and
-    `client` for every worker.
-    """
-
-    def rule(
-        self,
-        parameters: Sequence[Parameter],
-        buffers: Sequence[Tensor],
-        clients: int,
-        above: Connection | None,
-        /,
-    ) -> UpdateRule:
-        """Return the server's part of the algorithm, for one rank of a server.
-
-        Parameters
-        ----------
-        parameters, buffers: the tensors that this rank holds.
-        clients: the number of clients of the server.
-        above: the connection to another server of which this server is a client; None if there is
-            none.
-        """
-
-    def client(
-        self,
-        parameters: Sequence[Any],
-        buffers: Sequence[Tensor],
-        optimizer: Optimizer | None,
-        server: Connection,
-        steps: int,
-        /,
-    ) -> Any:
-        """Return the client's part of the algorithm, an object of a class derived from `Client`.
-
-        The arguments are the attributes of `Client`.
-        """
+Method: TypeAlias = Downpour | AsynchronousElastic
+"""A training algorithm with servers. It makes a `rule` on each rank of a server, and a `client` on
+each rank of a worker."""
 
 
 class AllWorkersLost(RuntimeError):
@@ -142,13 +105,17 @@ def serve(
     >>> if team.serves:
     ...     report = dc.training.serve(team, net, method, validate=validation_loss, every=2)
     ...     best = min(entry.loss for entry in report.history.validation)
+    ...     counts = report.updates, report.samples, [x.client for x in report.history.training]
     ... else:
     ...     model = dc.parallelize(net, team.grid)
     ...     with dc.training.Worker(team, model, method) as worker:
     ...         for _ in range(3):
     ...             y = model(dc.distribute_tensor(torch.ones(2, 4), team.grid))
-    ...             y.square().mean().backward()
-    ...             worker.step(samples=2)
+    ...             loss = y.square().mean()
+    ...             loss.backward()
+    ...             worker.step(samples=2, loss=loss)
+    >>> counts if team.serves else (3, 6, [0, 0, 0])
+    (3, 6, [0, 0, 0])
     """
     if not team.serves:
         raise ValueError(
@@ -161,32 +128,13 @@ def serve(
         team.leave(error)
         raise
     state = _set_up(team, model, method, folder, save_every, keep)
-    server, report, validation = state.server, state.server.report, None
+    server, validation = state.server, None
     if validate is not None and every is not None and server.above is None:
         how = validate, every, patience, target
-        validation = Validation(*how, model, server.tensors, report.history)
-
-    def run_validation() -> None:
-        if validation is not None:
-            try:
-                validation.run(report.updates, report.samples)
-            except BaseException:
-                state.save()  # no update is under way
-                raise
-
-    def after_request() -> None:
-        if validation is not None and validation.is_due(report.updates):
-            run_validation()
-            report.stopped = validation.reason_to_stop()
-            state.write_history()
-        state.save_if_due()
-
+        validation = Validation(*how, model, server.tensors, server.report.history)
     try:
         state.begin(resume)
-        if validation is not None:
-            report.stopped = validation.reason_to_stop()
-        _run(server, dict(enumerate(team.below)), after_request)
-        run_validation()
+        _Service(state, validation, team.below).run()
         state.rule.flush()
         if server.above is not None:
             server.above.ask(MessageKind.DONE)
@@ -195,7 +143,7 @@ def serve(
         raise
     state.save()
     team.leave()
-    return report
+    return server.report
 
 
 def _give_up(team: Team, state: ServerCheckpoints, error: BaseException) -> None:
@@ -269,66 +217,104 @@ def described(model: nn.Module, method: object) -> str:
     return f"{method}, {', '.join(sizes)}"
 
 
-def _run(server: Server, links: Mapping[int, Link], after_request: Callable[[], object]) -> None:
-    """Handle requests, and call `after_request` after each, until no client is active.
+class _Service:
+    """The loop in which one rank of a server handles requests, until no client is active.
 
-    A client that is lost counts as a request, since the update of others may have waited for it.
+    Parameters
+    ----------
+    state: the server and its checkpoints.
+    validation: None to validate nothing.
+    links: the links to the clients, in the order of their numbers.
     """
-    open_links = dict(links)
 
-    def lose(client: int, why: str) -> Due:
-        open_links.pop(client).close()
-        if client not in server.active:
+    def __init__(
+        self, state: ServerCheckpoints, validation: Validation | None, links: Sequence[Link]
+    ):
+        self._state, self._server, self._validation = state, state.server, validation
+        self._links, self._clients = dict(enumerate(links)), len(links)
+
+    def run(self) -> None:
+        """Handle requests until no client is active. Raises AllWorkersLost if all are lost."""
+        self._stop_if_due()
+        while self._server.active:
+            heard = [self._hear(client) for client in list(self._links) if client in self._links]
+            if not any(heard):
+                rest(self._links.values())
+        until = time.monotonic() + time_limit()
+        for link in self._links.values():
+            with suppress(LinkLost):  # it has finished
+                link.flush(until)
+        lost = self._server.report.lost
+        if len(lost) == self._clients:
+            raise AllWorkersLost(
+                "all workers are lost: "
+                + "; ".join(f"client {client}, as {why}" for client, why in lost.items())
+            )
+        self._validate()
+
+    def _hear(self, client: int) -> bool:
+        """Handle a client's next request, and return whether there was one.
+
+        A client that is lost counts as a request, since the update of others may have waited for
+        it.
+        """
+        try:
+            request = self._links[client].poll()
+        except LinkLost as error:
+            due = self._lose(client, str(error))
+        else:
+            if request is None:
+                return False
+            due = self._answers(client, request)
+        self._deliver(due)
+        updates = self._server.report.updates
+        if self._validation is not None and self._validation.is_due(updates):
+            self._validate()
+            self._stop_if_due()
+            self._state.write_history()
+        self._state.save_if_due()
+        return True
+
+    def _answers(self, client: int, request: LinkMessage) -> Due:
+        """Return the answers that are due after a request."""
+        if request.numbers[0] == MessageKind.LEAVE:
+            return self._lose(client, "its program has failed")
+        try:
+            return self._server.handle(client, request)
+        except MalformedRequest as error:
+            with suppress(LinkLost):  # the client ends as well, and knows why
+                self._links[client].send(failed(f"client {client} sent {error}"))
+            return self._lose(client, f"it has sent a message that is none: {error}")
+
+    def _lose(self, client: int, why: str) -> Due:
+        """Close the link of a client, and return the answers that waited for this client alone."""
+        self._links.pop(client).close()
+        if client not in self._server.active:
             return []  # it has finished
         warnings.warn(f"serve: client {client} is dropped: {why}", stacklevel=3)
-        return server.drop(client, why)
+        return self._server.drop(client, why)
 
-    def deliver(due: Due) -> None:
+    def _deliver(self, due: Due) -> None:
         while due:
             client, answer = due.pop(0)
-            if client in open_links:
+            if client in self._links:
                 try:
-                    open_links[client].send(answer)
+                    self._links[client].send(answer)
                 except LinkLost as error:
-                    due += lose(client, str(error))
+                    due += self._lose(client, str(error))
 
-    while server.active:
-        heard = False
-        for client in list(open_links):
-            if client not in open_links:
-                continue
+    def _validate(self) -> None:
+        report = self._server.report
+        if self._validation is not None:
             try:
-                request = open_links[client].poll()
-            except LinkLost as error:
-                deliver(lose(client, str(error)))
-                after_request()
-                continue
-            if request is None:
-                continue
-            heard = True
-            if request.numbers[0] == MessageKind.LEAVE:
-                deliver(lose(client, "its program has failed"))
-            else:
-                try:
-                    due = server.handle(client, request)
-                except MalformedRequest as error:
-                    with suppress(LinkLost):  # the client ends as well, and knows why
-                        open_links[client].send(failed(f"client {client} sent {error}"))
-                    due = lose(client, f"it has sent a message that is none: {error}")
-                deliver(due)
-            after_request()
-        if not heard:
-            rest(open_links.values())
-    until = time.monotonic() + time_limit()
-    for link in open_links.values():
-        with suppress(LinkLost):  # it has finished
-            link.flush(until)
-    lost = server.report.lost
-    if len(lost) == len(links):
-        raise AllWorkersLost(
-            "all workers are lost: "
-            + "; ".join(f"client {client}, as {why}" for client, why in lost.items())
-        )
+                self._validation.run(report.updates, report.samples)
+            except BaseException:
+                self._state.save()  # no update is under way
+                raise
+
+    def _stop_if_due(self) -> None:
+        if self._validation is not None:
+            self._server.report.stopped = self._validation.reason_to_stop()
 
 
 def _only(model: nn.Module, part: Sequence[int]) -> nn.Module:

@@ -125,9 +125,14 @@ class EarlyStopping:
 
     Examples
     --------
-    >>> early = dc.training.EarlyStopping(dc.ProcessGrid(height=2), patience=2)
-    >>> [early(loss) for loss in (3.0, 2.0, 2.5, 2.1)]
-    [False, False, False, True]
+    >>> grid = dc.ProcessGrid(height=2)
+    >>> early = dc.training.EarlyStopping(grid, patience=2)
+    >>> [early(loss) for loss in (3.0, 2.0, 2.5)]
+    [False, False, False]
+    >>> resumed = dc.training.EarlyStopping(grid, patience=2)
+    >>> resumed.load_state_dict(early.state_dict())  # from a checkpoint
+    >>> resumed(2.1)  # the second call without a better loss
+    True
     """
 
     def __init__(self, grid: ProcessGrid, *, patience: int, least: float = 0.0) -> None:
@@ -154,21 +159,7 @@ class EarlyStopping:
         return self._waited >= self._patience
 
     def state_dict(self) -> dict[str, float]:
-        """Return the best value and the calls since, for a checkpoint.
-
-        Examples
-        --------
-        >>> grid = dc.ProcessGrid(height=2)
-        >>> early = dc.training.EarlyStopping(grid, patience=2)
-        >>> [early(loss) for loss in (3.0, 2.0, 2.5)]
-        [False, False, False]
-        >>> early.state_dict()
-        {'best': 2.0, 'waited': 1}
-        >>> resumed = dc.training.EarlyStopping(grid, patience=2)
-        >>> resumed.load_state_dict(early.state_dict())
-        >>> resumed(2.1)  # the second call without a better loss
-        True
-        """
+        """Return the best value and the number of calls since then, for a checkpoint."""
         return {"best": self.best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -135,20 +135,11 @@ class Team:
 
     Examples
     --------
-    >>> from functools import partial
     >>> team = dc.training.Team(servers=1)  # of 2 ranks: a server and a worker
-    >>> team.workers
-    1
-    >>> method = dc.training.Downpour(partial(torch.optim.SGD, lr=0.1))
-    >>> net = nn.Linear(4, 1)
-    >>> if team.serves:
-    ...     report = dc.training.serve(team, net, method)
-    ... else:
-    ...     model = dc.parallelize(net, team.grid)
-    ...     with dc.training.Worker(team, model, method) as worker:
-    ...         for _ in range(3):
-    ...             model(dc.distribute_tensor(torch.ones(2, 4), team.grid)).mean().backward()
-    ...             worker.step(samples=2)
+    >>> team
+    Team of 1 worker of 1 rank and 1 server
+    >>> team.serves == (team.grid is None)
+    True
     """
 
     def __init__(

@@ -245,10 +245,10 @@ def test_every_sample_has_one_home_from_its_first_mini_batch_on(data: st.DataObj
         after = [homes.after(axes, part, arrivals) for part in parts]
         for batch, new in zip(batches, arrivals, strict=True):
             came = homes.keep(new)
-            assert {sample for _, sample in came} == {s for s, _ in new.parts[axes]} and not (
-                kept & {s for s, _ in new.parts[axes]}
+            assert {sample for _, sample in came} == {s for s, _ in new[axes]} and not (
+                kept & {s for s, _ in new[axes]}
             )
-            kept |= {s for s, _ in new.parts[axes]}
+            kept |= {s for s, _ in new[axes]}
             assert kept.issuperset(batch)
             assert all(homes.part(axes, sample) in parts for sample in batch)
         assert not batches or kept.issuperset(others)

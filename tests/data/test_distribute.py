@@ -447,6 +447,10 @@ def test_attributes_and_length_are_those_of_the_loader() -> None:
             setattr(spread, name, getattr(loader, name))
     spread.note = "kept"
     assert loader.note == "kept"  # type: ignore[attr-defined]
+    del spread.note
+    assert not hasattr(loader, "note")
+    with pytest.raises(AttributeError, match="note"):
+        del spread.note
     with pytest.raises(AttributeError, match="batchsize"):
         _ = spread.batchsize
     with pytest.raises(TypeError, match="no len"):

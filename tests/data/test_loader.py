@@ -261,3 +261,58 @@ for name in ("a.h5", "a.zarr"):
     lines = end.stdout.splitlines()
     assert lines[0] == "torch.Size([1, 3, 6, 7])", end.stderr
     assert "needs the package h5py" in lines[1] and "needs the package zarr" in lines[2]
+
+
+# Ranks that read other samples
+
+
+def a_source(kind: str, folder: Path, values: np.ndarray) -> Any:
+    """Return a source of samples in a torch dataset, by a function, or in files of this rank."""
+    if kind == "dataset":
+        return torch.utils.data.TensorDataset(torch.as_tensor(values))
+    if kind == "function":
+        return Function(lambda sample, box: values[(sample, *box.slices)], len(values), (1, 4))
+    for i, sample in enumerate(values):
+        np.save(folder / f"{i:02d}.npy", sample)
+    return dc.data.open_files(folder / "*.npy", None)
+
+
+@several
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("kind", ["dataset", "function", "folder"])
+@pytest.mark.parametrize("axis", ["sample", "width"])
+def test_samples_that_differ_are_found_where_no_ranks_hold_the_same_block(
+    axis: str, kind: str, cache: str | None, tmp_path: Path
+) -> None:
+    values = np.arange(60 * 4, dtype=np.float32).reshape(60, 1, 4)
+    compared_when_opened = sorted({i * 59 // 7 for i in range(8)})
+    if WORLD.rank == WORLD.size - 1:
+        kept = values[compared_when_opened]
+        values = values[::-1].copy()
+        values[compared_when_opened] = kept
+    grid = dc.ProcessGrid(**{axis: -1})
+    data = Dataset(a_source(kind, tmp_path, values), grid, cache=cache)
+    fails_everywhere(
+        lambda: list(Loader(data, batch_size=4)),
+        f"of sample .* is not the same on all ranks: rank {WORLD.size - 1} differs from rank 0",
+    )
+
+
+@several
+def test_samples_that_change_at_random_may_differ_and_few_are_read_to_compare_them() -> None:
+    loaded: list[int] = []
+
+    class Noise(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 32
+
+        def __getitem__(self, sample: int) -> np.ndarray:
+            loaded.append(sample)
+            return np.random.default_rng().random(8) if random else np.full(8, float(sample))
+
+    for random in (False, True):
+        data = Dataset(Noise(), dc.ProcessGrid(sample=-1))
+        loaded.clear()
+        assert len(list(Loader(data, batch_size=4))) == 8
+        # One sample of mini-batches 1, 2, 4 and 8 is read to be compared, again if it differs.
+        assert len(loaded) <= 32 // WORLD.size + 4 * (17 if random else 1)

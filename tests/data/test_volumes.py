@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,10 @@ def test_files_are_read_from_object_stores_by_boxes_or_as_copies(folder: Path, n
             assert torch.equal(found, expected)
         else:
             fails_everywhere(lambda: Dataset(url, grid), f"write simplecache::{url} to copy")
+    with fsspec.open("memory://bucket/all.zip", "wb") as file, zipfile.ZipFile(file, "w") as packed:
+        packed.write(path, name)
+    inside = f"zip://{name}::memory://bucket/all.zip"
+    fails_everywhere(lambda: Dataset(inside, grid), f"write simplecache::{inside} to copy")
     every = f"simplecache::memory://bucket/*{name[1:]}"
     if inputs is None:
         assert torch.equal(Dataset(every, grid).batch([0]).full_tensor(), expected)

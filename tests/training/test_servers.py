@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam
 
 from distconv.training import AsynchronousElastic, Cosine, Downpour, Recipe, serving
 from distconv.training.requests import MessageKind, Packing, dealt_out
+from distconv.training.server import ServerCheckpoints
 from distconv.transport.link import Link, message
 from tests.support.serial import deviation
 from tests.support.servers import InProcess
@@ -342,10 +343,11 @@ def test_a_malformed_message_of_one_worker_ends_that_worker_and_not_the_job(
     push = Packing([GOAL]).pack([GOAL]).numpy().tobytes()
     bad.sendall(malformed)
     good.sendall(bytes_of((MessageKind.PUSH, 0, 1, 1), push) + bytes_of((MessageKind.DONE,)))
-    links = {client: Link(client, ours) for client, (ours, _) in enumerate(pairs)}
+    links = [Link(client, ours) for client, (ours, _) in enumerate(pairs)]
+    state = ServerCheckpoints(root.model, root.rule, root.server, None, None, 2, None)
     with pytest.warns(UserWarning, match="client 1 is dropped"):
-        serving._run(root.server, links, lambda: None)
+        serving._Service(state, None, links).run()
     assert root.server.report.requests == {0: 1} and [*root.server.report.lost] == [1]
     assert torch.equal(root.model.place, Point().place - 0.1 * GOAL)
-    for end in (*links.values(), good, bad):
+    for end in (*links, good, bad):
         end.close()

@@ -13,7 +13,7 @@ from zlib import crc32
 
 import numpy as np
 
-from distconv.data.sources.interface import Array, Source, import_package
+from distconv.data.sources.interface import Array, Source, import_package, reading
 from distconv.data.sources.packing import ScaleAndOffset, described, put
 from distconv.geometry.layout import Box
 
@@ -111,20 +111,9 @@ def open_npy(path: Path, single: bool = False) -> ArraySource:
     Raises OSError for a file that is missing, truncated, or may not be read.
     """
     check_file(path, "a .npy file")
-    try:
+    with reading(path, ".npy file of numbers", OSError, ValueError, EOFError):
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except PermissionError as error:
-        raise PermissionError(f"{path}: no permission to read this file ({error})") from error
-    except (OSError, ValueError, EOFError) as error:
-        raise OSError(
-            f"{path}: not a whole .npy file of numbers; create or copy it again ({error})"
-        ) from error
-    before = os.stat(path)
-
-    def check() -> None:
-        check_unchanged(path, before, os.stat(path))
-
-    return ArraySource(array, path.name, single, check, path)
+    return ArraySource(array, path.name, single, unwritten_check(path), path)
 
 
 def open_npz(path: Path, name: str | None, single: bool = False) -> ArraySource:
@@ -137,27 +126,15 @@ def open_npz(path: Path, name: str | None, single: bool = False) -> ArraySource:
     missing or damaged.
     """
     check_file(path, "a .npz file")
-    before = os.stat(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [found.removesuffix(".npy") for found in archive.namelist()]
-            name = only_name(path, name, names)
-            member = archive.getinfo(f"{name}.npy")
-            array: Any = _mapped(path, member)
-            if array is None:
-                array = np.load(path, allow_pickle=False)[name]
-    except PermissionError as error:
-        raise PermissionError(f"{path}: no permission to read this file ({error})") from error
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        if f"{path} holds" in str(error) or f"{path}: no dataset" in str(error):
-            raise
-        raise OSError(
-            f"{path}: not a whole .npz file of numbers; create or copy it again ({error})"
-        ) from error
-
-    def check() -> None:
-        check_unchanged(path, before, os.stat(path))
-
+    check = unwritten_check(path)
+    errors = OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile
+    with reading(path, ".npz file of numbers", *errors), zipfile.ZipFile(path) as archive:
+        members = {found.filename.removesuffix(".npy"): found for found in archive.infolist()}
+    name = only_name(path, name, list(members))
+    with reading(path, ".npz file of numbers", *errors):
+        array: Any = _mapped(path, members[name])
+        if array is None:
+            array = np.load(path, allow_pickle=False)[name]
     source = ArraySource(array, f"{name!r} of {path.name}", single, check, path)
     if not isinstance(array, np.memmap):
         source.chunks = (source.samples, *source.shape)
@@ -279,6 +256,12 @@ def facts_of_file(path: Path) -> dict[str, str]:
             file.seek(i * max(0, size - _BLOCK) // (_BLOCKS - 1))
             number = crc32(file.read(_BLOCK), number)
     return {f"size of {path.name}": f"{size} bytes", f"checksum of {path.name}": f"{number:08x}"}
+
+
+def unwritten_check(path: Path) -> Callable[[], None]:
+    """Return a function that raises OSError if a file was written to since this call."""
+    before = os.stat(path)
+    return lambda: check_unchanged(path, before, os.stat(path))
 
 
 def check_unchanged(path: Path, before: os.stat_result, now: os.stat_result) -> None:

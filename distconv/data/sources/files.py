@@ -13,8 +13,14 @@ from threading import Lock
 
 import numpy as np
 
-from distconv.data.sources.arrays import check_file, check_unchanged, facts_of_file, npy_at
-from distconv.data.sources.interface import Array, Source
+from distconv.data.sources.arrays import (
+    check_file,
+    check_unchanged,
+    facts_of_file,
+    npy_at,
+    unwritten_check,
+)
+from distconv.data.sources.interface import Array, Source, reading
 from distconv.data.sources.packing import put
 from distconv.geometry.layout import Box
 
@@ -132,15 +138,10 @@ class ShardSource(Source):
 
     def __init__(self, path: Path, field: str | None = None) -> None:
         check_file(path, "a .tar file")
-        self._path, self._before = path, os.stat(path)
-        try:
-            with tarfile.open(path, "r:") as archive:
-                members = [m for m in archive if m.isfile()]
-        except (tarfile.TarError, EOFError) as error:
-            raise OSError(
-                f"{path}: not a whole .tar file without compression; make or copy it again "
-                f"({error})"
-            ) from error
+        self._path, self._check = path, unwritten_check(path)
+        kind = ".tar file without compression"
+        with reading(path, kind, tarfile.TarError, EOFError), tarfile.open(path, "r:") as archive:
+            members = [m for m in archive if m.isfile()]
         samples: dict[str, dict[str, tuple[int, int]]] = {}
         for member in members:
             folder, _, name = member.name.rpartition("/")
@@ -171,7 +172,7 @@ class ShardSource(Source):
                 "expected the same in all samples"
             )
         put(out, value[box.slices], self.name)
-        check_unchanged(self._path, self._before, os.stat(self._path))
+        self._check()
 
     def facts(self) -> dict[str, str]:
         """Return the size of the file, and a checksum of parts of it."""

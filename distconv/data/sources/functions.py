@@ -13,6 +13,9 @@ from distconv.data.sources.interface import Array, Source
 from distconv.data.sources.packing import put
 from distconv.geometry.layout import Box
 
+REPEATS = 16
+"""The number of times a sample is loaded to learn whether its dataset changes samples at random."""
+
 
 class Function(Source):
     """A source on a function that returns any box of any sample.
@@ -20,8 +23,9 @@ class Function(Source):
     Parameters
     ----------
     read: `read(sample, box)` returns the values at `box.slices` of one sample, an array of
-        `box.shape`. A background thread calls it, on each rank for the rank's blocks. It must
-        depend on its arguments alone, so that the blocks of all ranks make one sample.
+        `box.shape`. A background thread calls it, on each rank for the rank's blocks, and now and
+        then for a row of any sample, which ranks compare. It must depend on its arguments alone, so
+        that the blocks of all ranks make one sample.
     samples: the number of samples.
     shape: the shape of one sample.
     dtype: the type of the values; the function may return another of the same kind, such as
@@ -80,10 +84,10 @@ class Items:
             return list(item)
         return list(range(len(item))) if isinstance(item, tuple | list) else [None]
 
-    def item(self, sample: int) -> Any:
-        """Return the item of a sample; the last one is not loaded again."""
+    def item(self, sample: int, again: bool = False) -> Any:
+        """Return the item of a sample; the last one is loaded once more only if `again`."""
         with self._lock:
-            if self._last is None or self._last[0] != sample:
+            if again or self._last is None or self._last[0] != sample:
                 self._last = sample, self.dataset[sample]
             return self._last[1]
 
@@ -111,8 +115,13 @@ class ItemSource(Source):
             )
         out[...] = values[box.slices]
 
-    def _values(self, sample: int) -> Array:
-        item = self._items.item(sample)
+    def varies(self, sample: int) -> bool:
+        """Return whether the dataset changes a sample at random; loads it some more times."""
+        first = self._values(sample).tobytes()
+        return any(self._values(sample, again=True).tobytes() != first for _ in range(REPEATS))
+
+    def _values(self, sample: int, again: bool = False) -> Array:
+        item = self._items.item(sample, again)
         try:
             values = item if self._field is None else item[self._field]
         except (KeyError, IndexError, TypeError) as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -91,14 +93,23 @@ class Source(ABC):
         }
 
     def first_values(self) -> dict[str, str]:
-        """Return the checksum of the first row of up to 8 samples, for ranks to compare."""
-        row = (*(1,) * len(self.shape[:-1]), *self.shape[-1:])
-        values = np.empty(row, self.dtype)
+        """Return the checksum of a row of up to 8 samples, for ranks to compare."""
         number = 0
         for sample in sorted({i * (self.samples - 1) // 7 for i in range(8)}):
-            self.read_into(values, sample, Box((0,) * len(row), row))
-            number = crc32(values.tobytes(), number)
+            number = crc32(self.middle_row(sample).tobytes(), number)
         return {f"checksum of {self.name}": f"{number:08x}"}
+
+    def middle_row(self, sample: int) -> Array:
+        """Return the middle row of a sample, along its last dimension, for ranks to compare."""
+        lead, last = tuple(n // 2 for n in self.shape[:-1]), self.shape[-1:]
+        box = Box((*lead, *(0 for _ in last)), (*(n + 1 for n in lead), *last))
+        values = np.empty(box.shape, self.dtype)
+        self.read_into(values, sample, box)
+        return values
+
+    def varies(self, sample: int) -> bool:
+        """Return whether each read of a sample may give other values."""
+        return False
 
     def fetched(self, box: Box) -> int:
         """Return the bytes that a read of a box of one sample fetches.
@@ -127,6 +138,20 @@ class Source(ABC):
             raise ValueError(
                 f"{self.name} holds no samples: its shape is {(self.samples, *self.shape)}"
             )
+
+
+@contextmanager
+def reading(path: Path, kind: str, *errors: type[Exception]) -> Iterator[None]:
+    """Let errors of a package in a `with` block name the file `path`, of a kind, and a remedy.
+
+    `errors` are the types of errors that a damaged file causes.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise PermissionError(f"{path}: no permission to read this file ({error})") from error
+    except errors as error:
+        raise OSError(f"{path}: not a whole {kind}; create or copy it again ({error})") from error
 
 
 def import_package(name: str, doing: str, extra: str) -> Any:

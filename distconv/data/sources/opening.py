@@ -213,6 +213,8 @@ def _of_url(url: str, field: str | None) -> Source:
             paths = list(map(Path, found if isinstance(found, list) else [found]))
     except ImportError as error:
         raise ImportError(f"{url}: {error}") from error
+    except ValueError as error:  # a chain, such as zip://, that makes no copy on the node
+        raise ValueError(f"{url}: {error}; write simplecache::{url} to copy the file") from error
     except OSError as error:
         raise OSError(f"{url}: cannot be opened: {error!r}") from error
     if folder is None:

@@ -5,16 +5,15 @@ A sample of these has the shape (channels, *space), also if the file has no dime
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distconv.data.sources.arrays import ArraySource, check_file, check_unchanged
+from distconv.data.sources.arrays import ArraySource, check_file, unwritten_check
 from distconv.data.sources.files import FilesSource
-from distconv.data.sources.interface import Array, Source, import_package
+from distconv.data.sources.interface import Array, Source, import_package, reading
 from distconv.geometry.layout import Box
 
 
@@ -38,7 +37,7 @@ class _Arranged:
     ) -> None:
         self._stored, self._order = stored, order
         self.shape = tuple(1 if d is None else int(stored.shape[d]) for d in order)
-        self.dtype, self.described = stored.dtype, dict(attributes)
+        self.dtype, self.attrs = stored.dtype, attributes
         self.chunks = chunks and tuple(1 if d is None else int(chunks[d]) for d in order)
 
     def __getitem__(self, index: tuple[int | slice, ...]) -> Array:
@@ -57,18 +56,6 @@ class _Arranged:
         return values
 
 
-def _source(path: Path, array: _Arranged) -> ArraySource:
-    """Return a source on an array of a file, which notices later writes to the file."""
-    before = os.stat(path)
-
-    def check() -> None:
-        check_unchanged(path, before, os.stat(path))
-
-    source = ArraySource(array, path.name, check=check, path=path)
-    source.attributes = array.described
-    return source
-
-
 def open_nifti(path: Path) -> ArraySource:
     """Return a source on a NIfTI file: one sample (channels, X, Y, Z), in the order of the file.
 
@@ -80,12 +67,8 @@ def open_nifti(path: Path) -> ArraySource:
     """
     nibabel = import_package("nibabel", f"{path}: reading it", "nifti")
     check_file(path, "a .nii file")
-    try:
+    with reading(path, "NIfTI file", Exception):
         image = nibabel.load(path)
-    except PermissionError:
-        raise
-    except Exception as error:
-        raise damaged(path, "NIfTI file", error) from error
     shape = image.shape
     named = [d for d in range(3, len(shape)) if shape[d] > 1]
     if len(named) > 1 or len(shape) < 2:
@@ -102,7 +85,8 @@ def open_nifti(path: Path) -> ArraySource:
     }
     chunks = shape if path.name.endswith(".gz") else None
     order = None, named[0] if named else None, *range(space)
-    return _source(path, _Arranged(image.dataobj, order, chunks, attributes))
+    array = _Arranged(image.dataobj, order, chunks, attributes)
+    return ArraySource(array, path.name, check=unwritten_check(path), path=path)
 
 
 def open_tiff(path: Path) -> ArraySource:
@@ -116,15 +100,11 @@ def open_tiff(path: Path) -> ArraySource:
     """
     tifffile = import_package("tifffile", f"{path}: reading it", "tiff")
     check_file(path, "a .tif file")
-    try:
+    with reading(path, "TIFF file", Exception):
         file = tifffile.TiffFile(path)
         series = file.series[0]
         axes, shape = str(series.axes), tuple(series.shape)
         spacing = _spacing_of_tiff(tifffile, file)
-    except PermissionError:
-        raise
-    except Exception as error:
-        raise damaged(path, "TIFF file", error) from error
     found = {name: d for d, name in enumerate(axes) if shape[d] > 1 or name in "ZYX"}
     others = [name for name in found if name not in "TCSZYX"]
     if len(others) == 1 and "Z" not in found:
@@ -141,7 +121,8 @@ def open_tiff(path: Path) -> ArraySource:
     if spacing:
         attributes = {"spacing": [spacing[n] for n in "ZYX" if n in found], "unit": "micron"}
     stored, chunks = _pixels(series, path)
-    return _source(path, _Arranged(stored, order, chunks, attributes))
+    array = _Arranged(stored, order, chunks, attributes)
+    return ArraySource(array, path.name, check=unwritten_check(path), path=path)
 
 
 def _pixels(series: Any, path: Path) -> tuple[Any, tuple[int, ...] | None]:
@@ -267,23 +248,17 @@ class _DicomPlane(Source):
             self.dtype = np.dtype(np.float64)
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
-        try:
+        with reading(self._path, "DICOM file", Exception):
             plane = self._pydicom.dcmread(self._path)
             values = plane.pixel_array[box.slices[1:]]
-        except Exception as error:
-            raise damaged(self._path, "DICOM file", error) from error
         slope, intercept = _scale(plane)
         out[0] = values * slope + intercept if self._scaled else values
 
 
 def _header(pydicom: Any, path: Path) -> Any:
     check_file(path, "a DICOM file")
-    try:
+    with reading(path, "DICOM file", Exception):
         return pydicom.dcmread(path, stop_before_pixels=True)
-    except PermissionError:
-        raise
-    except Exception as error:
-        raise damaged(path, "DICOM file", error) from error
 
 
 def _scale(header: Any) -> tuple[float, float]:
@@ -321,8 +296,3 @@ def _geometry(paths: Sequence[Path], headers: Sequence[Any]) -> tuple[list[int],
     affine[:2] *= -1  # DICOM counts towards left and posterior
     spacing = [float(np.linalg.norm(between)), down, right]
     return ordered, {"affine": affine.tolist(), "spacing": spacing, "unit": "mm"}
-
-
-def damaged(path: Path, kind: str, error: Exception) -> OSError:
-    """Return an `OSError` for a file of a kind that its package could not read."""
-    return OSError(f"{path}: not a whole {kind}; create or copy it again ({error})")

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distconv.data.durable import fresh_name, move_into_place, remove, remove_partial, writing_to
+from distconv.data.durable import (
+    check_no_url,
+    fresh_name,
+    move_into_place,
+    remove,
+    remove_partial,
+    writing_to,
+)
 from distconv.data.errors import check_call, on_rank_zero, together
 from distconv.data.sources.opening import KINDS, ZARR_FILES, kind_of
 from distconv.data.writing import formats
@@ -78,59 +85,15 @@ def save(
     >>> np.load(path).shape
     (2, 1, 9, 8)
     """
-    path = Path(path)
-    bare = isinstance(tensors, DistTensor)
-    named: Mapping[Any, Any] = tensors if isinstance(tensors, Mapping) else {None: tensors}
-    for x in named.values():
-        if not isinstance(x, DistTensor):
-            raise TypeError(
-                "save: expected a DistTensor, or a dictionary of DistTensors by name, not "
-                f"{type(x).__name__}; write plain tensors with numpy.save, for example"
-            )
-    if not named:
-        raise ValueError("save: there are no tensors in the dictionary")
+    path, named = Path(path), _named(tensors)
     grid = next(iter(named.values())).grid
     shapes = {"the tensors": [(name, tuple(x.shape), x.dtype, x.cuts) for name, x in named.items()]}
     check_call("save", grid, path, shapes | {"chunks": chunks, "attributes": attributes})
     kind = together(grid, lambda: _kind(path, named))
-    by_name = {None: chunks} if bare else chunks
-
-    def described() -> dict[Any, Description]:
-        found = {}
-        for name, x in named.items():
-            chosen = by_name.get(name) if isinstance(by_name, Mapping) else by_name
-            given = tuple(x.shape), x.dtype, x.cuts, grid.topology
-            found[name] = describe(name, *given, kind, chosen, attributes or {})
-        return found
-
-    arrays = together(grid, described)
-
-    @writing_to(path)
-    def prepare() -> str:
-        _check_place(path, kind)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            clean()
-        return str(fresh_name(path))
-
-    def clean() -> None:
-        remove_partial(path.parent, re.escape(path.name))
-
-    @writing_to(path)
-    def create() -> dict[Any, int]:
-        return create_file(partial, kind, arrays)
-
-    @writing_to(path)
-    def commit() -> None:
-        commit_file(partial, path, next(iter(named)))
-        clean()
-
-    partial = Path(on_rank_zero(grid, prepare))
+    arrays = together(grid, lambda: _described(named, kind, chunks, attributes or {}))
+    partial = Path(on_rank_zero(grid, lambda: _unfinished(path, kind)))
     try:
-        offsets = on_rank_zero(grid, create)
-        for name, x in named.items():
-            write_block(partial, path, name, x, arrays[name], offsets.get(name))
-        on_rank_zero(grid, commit)
+        _write(partial, path, kind, named, arrays)
     except BaseException:
         # Every rank raises its own error of the failure, whatever becomes of the unfinished file.
         with suppress(OSError):
@@ -140,11 +103,77 @@ def save(
     return path
 
 
+def _named(tensors: DistTensor | Mapping[str, DistTensor]) -> Mapping[Any, DistTensor]:
+    """Return the tensors by name, a single one as None. Raises TypeError for other values."""
+    named: Mapping[Any, Any] = tensors if isinstance(tensors, Mapping) else {None: tensors}
+    for x in named.values():
+        if not isinstance(x, DistTensor):
+            raise TypeError(
+                "save: expected a DistTensor, or a dictionary of DistTensors by name, not "
+                f"{type(x).__name__}; write plain tensors with numpy.save, for example"
+            )
+    if not named:
+        raise ValueError("save: there are no tensors in the dictionary")
+    return named
+
+
+def _described(
+    named: Mapping[Any, DistTensor], kind: str, chunks: Any, attributes: Mapping[str, Any]
+) -> dict[Any, Description]:
+    """Return the arrays in which tensors are stored. `chunks` are as for `save`."""
+    found = {}
+    for name, x in named.items():
+        by_name = isinstance(chunks, Mapping) and name is not None
+        chosen = chunks.get(name) if by_name else chunks
+        given = tuple(x.shape), x.dtype, x.cuts, x.grid.topology
+        found[name] = describe(name, *given, kind, chosen, attributes)
+    return found
+
+
+def _unfinished(path: Path, kind: str) -> str:
+    """Return a fresh name for the file that will replace `path`, of a kind such as "zarr".
+
+    Makes its folder, and removes unfinished files of killed writers. Called on rank 0.
+    """
+    with writing_to(path):
+        _check_place(path, kind)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            remove_partial(path.parent, re.escape(path.name))
+        return str(fresh_name(path))
+
+
+def _write(
+    partial: Path,
+    path: Path,
+    kind: str,
+    named: Mapping[Any, DistTensor],
+    arrays: Mapping[Any, Description],
+) -> None:
+    """Write tensors to the file `partial`, and rename it to `path`. Collective."""
+    grid = next(iter(named.values())).grid
+
+    @writing_to(path)
+    def create() -> dict[Any, int]:
+        return create_file(partial, kind, arrays)
+
+    @writing_to(path)
+    def commit() -> None:
+        commit_file(partial, path, next(iter(named)))
+        remove_partial(path.parent, re.escape(path.name))
+
+    offsets = on_rank_zero(grid, create)
+    for name, x in named.items():
+        write_block(partial, path, name, x, arrays[name], offsets.get(name))
+    on_rank_zero(grid, commit)
+
+
 def kind_to_write(path: Path) -> str:
     """Return the format, such as "hdf5", that the suffix of `path` names.
 
-    Raises ValueError for other suffixes.
+    Raises ValueError for other suffixes, and for a URL.
     """
+    check_no_url(path)
     kind = "hdf5" if path.suffix == ".nc" else kind_of(path)
     if kind in (None, "dicom", "shard") or path.suffix == ".zip":
         known = [s for s in (*KINDS, ".nc") if s not in (".dcm", ".tar", ".zarr.zip")]
