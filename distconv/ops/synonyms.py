@@ -5,9 +5,10 @@ Parameters have torch's names, as programs may pass them by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,14 @@ from distconv.ops.support.operands import as_distributed, common_grid, gather_wh
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import RULES
 from distconv.torch_private import composition, is_all_true, is_any_true, of_sequence
+
+
+def _slices(x: Tensor, parts: Sequence[Tensor], dim: int) -> tuple[Tensor, ...]:
+    """Return the parts of a split as slices, each of which a program may write to."""
+    sizes = [part.shape[dim] for part in parts]
+    ends = accumulate(sizes)
+    return tuple(x.narrow(dim, end - n, n) for end, n in zip(ends, sizes, strict=True))
+
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "allclose": lambda input, other, *tolerances, **named: bool(
@@ -41,9 +50,13 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "swapaxes": lambda input, axis0, axis1: input.transpose(axis0, axis1),
     "swapdims": lambda input, dim0, dim1: input.transpose(dim0, dim1),
     "type_as": lambda input, other: input.type(other.dtype),
-    "unsafe_chunk": lambda input, chunks, dim=0: input.chunk(chunks, dim),
-    "unsafe_split": lambda tensor, split_size, dim=0: tensor.split(split_size, dim),
-    "unsafe_split_with_sizes": lambda input, split_sizes, dim=0: input.split(split_sizes, dim),
+    "unsafe_chunk": lambda input, chunks, dim=0: _slices(input, input.chunk(chunks, dim), dim),
+    "unsafe_split": lambda tensor, split_size, dim=0: _slices(
+        tensor, tensor.split(split_size, dim), dim
+    ),
+    "unsafe_split_with_sizes": lambda input, split_sizes, dim=0: _slices(
+        input, input.split(split_sizes, dim), dim
+    ),
     "view_as": lambda input, other: input.view(tuple(other.shape)),
     "__reversed__": lambda input: input.flip(0) if input.dim() else input,
     "__rmatmul__": lambda input, other: torch.matmul(other, input),
