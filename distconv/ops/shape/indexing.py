@@ -298,7 +298,7 @@ def _split(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor,
     gradient of a convolution with channels last then takes up to three times as long.
     """
     d = normalize_dim(dim, x.dim())
-    if x.cuts[d] or x.pending is not None or x.unmerged is not None:
+    if x.cuts[d] or not x.brought:
         return consecutive(x, lengths, d)
     made, start = [], 0
     for block, length in zip(x.shard.split(list(lengths), d), lengths, strict=True):
