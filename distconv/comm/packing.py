@@ -75,8 +75,8 @@ class Places(NamedTuple):
     """
 
     routes: Sequence[Route]
-    offsets: dict[int, int]
-    """The places of messages in the tensor's memory, by the numbers of their routes."""
+    direct: tuple[int, ...]
+    """The numbers of the routes whose messages lie in the tensor's memory."""
     order: tuple[int, ...]
     """The numbers of the routes whose messages lie in the buffer, in their order there."""
     peers: tuple[int, ...]
@@ -143,16 +143,15 @@ def _arranged(routes: Sequence[Route], stride: Sequence[int] | None, apart: bool
     stride: the strides of the tensor in whose memory messages may lie; None if they must not.
     apart: whether messages for different elements of the tensor lie behind one another.
     """
-    offsets: dict[int, int] = {}
-    if stride is not None:
-        for i, route in enumerate(routes):
-            span = _Span.of(route.boxes[0], stride)
-            if span.run == route.size:
-                offsets[i] = span.start
-    order = _in_rounds(routes) if apart else [i for i in range(len(routes)) if i not in offsets]
+    direct = [
+        i
+        for i, route in enumerate(routes)
+        if stride is not None and _Span.of(route.boxes[0], stride).run == route.size
+    ]
+    order = _in_rounds(routes) if apart else [i for i in range(len(routes)) if i not in direct]
     sizes = [routes[i].size for i in order]
     peers = tuple(routes[i].peer for i in order)
-    return Places(routes, offsets, tuple(order), peers, sizes, sum(sizes))
+    return Places(routes, tuple(direct), tuple(order), peers, sizes, sum(sizes))
 
 
 def _in_rounds(routes: Sequence[Route]) -> list[int]:
@@ -298,12 +297,11 @@ def _all_messages(
     Each message is with the rank to which it goes, or from which it comes.
     """
     messages = list(zip(places.peers, buffered, strict=True))
-    if tensor is not None and places.offsets:
-        start = tensor.storage_offset()
-        for i, offset in places.offsets.items():  # from the first route to the last
+    if tensor is not None:
+        for i in places.direct:  # from the first route to the last
             route = places.routes[i]
-            there = tensor.as_strided((route.size,), (1,), start + offset)
-            messages.insert(i, (route.peer, there))
+            # A replay of these calls may get a tensor at another place of its memory.
+            messages.insert(i, (route.peer, tensor[route.boxes[0]].view(-1)))
     return messages
 
 

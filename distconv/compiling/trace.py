@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from distconv.compiling.bindings import bound
 from distconv.device.kinds import random_states
 from distconv.grid.communicators import carried_by
 from distconv.grid.interface import Grid
@@ -44,6 +45,9 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 """The names of torch.distributed's functions in the dispatcher."""
 
 RANDOM = torch.Tag.nondeterministic_seeded
+
+_BOUND = "bound"
+"""The key under which a node has the function that a replay calls; see `bindings`."""
 
 
 class Communication:
@@ -107,7 +111,11 @@ class Pass:
 
     def function(self) -> Any:
         """Return the graph as a function, which frees each value after its last use."""
-        code = self.graph.python_code("self")
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].target = node.meta.get(_BOUND, node.target)
+        code = graph.python_code("self")
         names = dict(code.globals)
         exec(compile(code.src, "<a pass that distconv has traced>", "exec"), names)
         return partial(names["forward"], SimpleNamespace(**self.constants))
@@ -245,14 +253,18 @@ class Trace(DispatchMode):
         if any(tag in func.tags for tag in _READS) and not by_positions:
             self.hinder(f"it reads the values of a tensor ({func})")
         given, options = self.standing_for((args, kwargs))
+        faster = bound(func, args, kwargs)
         result = func(*args, **kwargs)
         if func in _ALIASES:
             self.seen.setdefault(result, given[0])
             return result
         if RANDOM in func.tags:
             self._random = random_states()
-        func = aten.clone.default if func is _FRESH else func
         node = self.graph.call_function(func, given, options)
+        if func is _FRESH:
+            node.target = aten.clone.default
+        else:
+            node.meta[_BOUND] = faster
         if isinstance(result, Tensor):
             self.seen.setdefault(result, node)
         for i, x in enumerate(result if isinstance(result, (tuple, list)) else ()):

@@ -299,6 +299,20 @@ def test_layouts_are_cases_of_one_graph() -> None:
     assert f.replays == 2
 
 
+@pytest.mark.parallel([2])
+def test_samples_at_different_places_of_one_tensor_are_replayed() -> None:
+    grid = dc.ProcessGrid(height=2)
+    model = dc.parallelize(nn.Conv2d(1, 2, 3, padding=1), grid)
+    f = dc.compile(lambda x: model(x).square().mean())
+    samples = dc.distribute_tensor(torch.randn(CALLS, 1, 8, 8), grid)
+    for i in range(CALLS):
+        x = samples[i : i + 1]
+        mine, theirs = f(x), model(x).square().mean()
+        mine.backward()
+        assert identical(mine.detach(), theirs.detach())
+    assert f.replays == CALLS - 2
+
+
 @pytest.mark.parallel(2)
 def test_layouts_of_modules_are_part_of_a_replay() -> None:
     def run(compiled: bool) -> tuple[list[Any], Any]:

@@ -343,7 +343,8 @@ def _parts(
     """Return `x` at each of `picks` along dimension `d`.
 
     Along a dimension that is whole on every rank, `function` returns the same parts of a block. Its
-    gradient is one tensor, while the gradient of every slice has the size of the block.
+    gradient is one tensor in the block's memory format. The gradient of every slice has the size of
+    the block, and channels first.
     """
     indices = [(*(slice(None),) * d, pick) for pick in picks]
     if x.cuts[d] or x.pending is not None:
