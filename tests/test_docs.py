@@ -213,7 +213,6 @@ def test_examples_of_docstrings_print_what_they_say(
     finally:
         RULES.clear()
         RULES.update(rules)
-        gc.collect()
     assert not failed, printed.getvalue()
 
 
