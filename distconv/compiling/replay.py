@@ -141,11 +141,11 @@ class ReplayCase:
         ends = (x for x in shards_of(inputs) if x.requires_grad)
         if self._replayed is not None:
             call, passes = self._replayed.call, self._replayed
-            blocks = _Apart.apply(passes, inputs, *ends)
+            blocks = _GraphFunction.apply(passes, inputs, *ends)
         else:
             call = _Traced(self._graph, grid)
             with self._restored(inputs):
-                blocks = _Apart.apply(call, inputs, *ends)
+                blocks = _GraphFunction.apply(call, inputs, *ends)
             self._traces.append(call)
         for reduction in self._reductions:
             reduction.keep_for(blocks)
@@ -168,7 +168,7 @@ class ReplayCase:
             raise
 
 
-class _Apart(ShardFunction):
+class _GraphFunction(ShardFunction):
     """The autograd function that stands for a whole graph, in traced and in replayed calls.
 
     Its inputs are the blocks and leaves that require gradients. The first argument computes both

@@ -44,7 +44,7 @@ from distconv.model.sample_shards import (
     gather_in_calls,
     shard_over_samples,
 )
-from distconv.tensor.dispatch import SERIAL, refuse
+from distconv.tensor.dispatch import ADVICE_SERIAL, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import disown, is_owned
 from distconv.tensor.recording import check_untraced
@@ -191,7 +191,7 @@ def _check_module(module: Module, grid: ProcessGrid) -> None:
 
 
 def _refuse_script() -> NoReturn:
-    refuse("torch.jit.script", "the module is parallelized", way_out=SERIAL)
+    refuse("torch.jit.script", "the module is parallelized", way_out=ADVICE_SERIAL)
 
 
 def unparallelize(module: Module) -> Module:

@@ -25,7 +25,7 @@ from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.base import Tensors, as_list, shards_of
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
-from distconv.tensor.ownership import is_summed, meets, owned_among, reaches, started_at
+from distconv.tensor.ownership import distributed_roots, is_summed, meets, owned_among, reaches
 from distconv.tensor.recording import gradient_seed, whole_gradient
 from distconv.tensor.redistribution import redistribute
 
@@ -72,7 +72,7 @@ def backward(
     roots = as_list(tensors)
     shards, seeds = _seeds(roots, gradients, "backward")
     leaves = None if inputs is None else shards_of(inputs)
-    with started_at([x.shard for x in roots if isinstance(x, DistTensor)]):
+    with distributed_roots([x.shard for x in roots if isinstance(x, DistTensor)]):
         torch.autograd.backward(shards, seeds, retain_graph, create_graph, inputs=leaves)
 
 

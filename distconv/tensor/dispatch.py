@@ -85,7 +85,7 @@ _PARAMETRIZE = (
 )
 
 
-SERIAL = (
+ADVICE_SERIAL = (
     "Use plain tensors and the serial module: the module before parallelize, or "
     "distconv.unparallelize(copy.deepcopy(model)); instead of torch.func's transforms use "
     "torch.autograd.grad and loops"
@@ -94,9 +94,10 @@ SERIAL = (
 
 
 WAYS_OUT: dict[Any, str] = {
-    torch_private.is_view: f"torch.export and similar tools bypass torch's functions. {SERIAL}",
+    torch_private.is_view: "torch.export and similar tools bypass torch's functions. "
+    f"{ADVICE_SERIAL}",
     torch.Tensor.untyped_storage: "The memory belongs to x.to_local(), this rank's block. Pass "
-    f"input_size= to tools that summarize a module, such as torchinfo. {SERIAL}",
+    f"input_size= to tools that summarize a module, such as torchinfo. {ADVICE_SERIAL}",
     **{
         function: "Read the strides or memory of x.to_local(), this rank's block, or of "
         "x.full_tensor()"

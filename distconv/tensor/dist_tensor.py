@@ -54,7 +54,7 @@ from distconv.tensor.dispatch import (
 )
 from distconv.tensor.memory_format import channels_last
 from distconv.tensor.one_rank import SERIAL, call_serial
-from distconv.tensor.ownership import started_at, undeclared
+from distconv.tensor.ownership import distributed_roots, undeclared
 from distconv.tensor.recording import (
     MAY_IGNORE_FIRST,
     check_brought,
@@ -118,7 +118,7 @@ class DistTensor(Chunked):
                 return _run(rule, func, args, kwargs, operands)
             CURRENT.call = func, args, kwargs
             try:
-                if func in _OWN_AFFAIRS:
+                if func in _RANK_LOCAL:
                     return _keep_journal_entry(args, _run(rule, func, args, kwargs, operands))
                 for x in operands:
                     # One rank may print a tensor alone that is whole on every rank.
@@ -514,7 +514,7 @@ class DistTensor(Chunked):
         tensor([[[[3., 3.],
                   [3., 3.]]]])
         """
-        with running("backward", self), started_at([self.shard]):
+        with running("backward", self), distributed_roots([self.shard]):
             self.grid.journal.enter_call("backward")
             seed = gradient_seed(self, gradient, "backward")
             leaves = None if inputs is None else shards_of(inputs)
@@ -632,7 +632,7 @@ def _keep_journal_entry(args: Sequence[Any], copy: Any) -> Any:
     return copy
 
 
-_OWN_AFFAIRS = {
+_RANK_LOCAL = {
     *UNCHECKED,
     *(getattr(torch.Tensor, name) for name in ("detach", "clone", "contiguous", "cpu")),
     *(getattr(torch.Tensor, name) for name in ("register_hook", "retain_grad", "stride", "type")),

@@ -173,7 +173,7 @@ def _check_not_owned(node: Any, _: Tensor | None) -> None:
         )
 
 
-class started_at:
+class distributed_roots:
     """A context whose backward pass starts at these blocks of distributed tensors.
 
     All other tensors at which it starts then count as plain.

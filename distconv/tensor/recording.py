@@ -15,7 +15,7 @@ from distconv.geometry.layout import Cuts, Shape, cutting_axes, rank_box, replic
 from distconv.grid.interface import Grid
 from distconv.grid.words import operator_name, user_line
 from distconv.tensor.base import DistTensorBase, replaced, tensors_in
-from distconv.tensor.dispatch import SERIAL, refuse
+from distconv.tensor.dispatch import ADVICE_SERIAL, refuse
 from distconv.tensor.ownership import OWNED, enter, origins, owned_among
 from distconv.tensor.redistribution import redistribute
 from distconv.torch_private import (
@@ -53,7 +53,7 @@ def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
             f"{tool}, or a tool that uses it, is tracing or transforming the program, but cannot "
             "trace messages between ranks",
             *tensors_in(*arguments),
-            way_out=SERIAL,
+            way_out=ADVICE_SERIAL,
         )
 
 

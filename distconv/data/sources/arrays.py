@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from distconv.data.sources.interface import Array, Source, import_package, reading
-from distconv.data.sources.packing import ScaleAndOffset, described, put
+from distconv.data.sources.packing import ScaleAndOffset, put, user_attributes
 from distconv.geometry.layout import Box
 
 _BLOCKS, _BLOCK = 8, 4096
@@ -60,7 +60,7 @@ class ArraySource(Source):
             # so.
             attributes.setdefault("_FillValue", fill)
         self._packing = ScaleAndOffset(attributes, name)
-        self.attributes = described(attributes)
+        self.attributes = user_attributes(attributes)
         self.dtype = self._type()
         chunks = getattr(array, "chunks", None)
         # Chunks of dask are tuples of extents, which may differ.

@@ -16,7 +16,7 @@ from distconv.data.sources.interface import (
     Source,
     import_package,
 )
-from distconv.data.sources.packing import OF_HDF5, ScaleAndOffset, described, put
+from distconv.data.sources.packing import OF_HDF5, ScaleAndOffset, put, user_attributes
 from distconv.geometry.layout import Box
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class HDF5Source(Source):
             )
         self.samples, self.shape = (1, shape) if self._single else (shape[0], shape[1:])
         self._packing = ScaleAndOffset(self._dataset.attrs, self.name)
-        self.attributes = described(self._dataset.attrs)
+        self.attributes = user_attributes(self._dataset.attrs)
         found = {d + self._single: _coordinate(own) for d, own in enumerate(self._dataset.dims)}
         self.coordinates = {d: own for d, own in found.items() if own is not None}
         self.dtype = self._dataset.dtype.newbyteorder("=")

@@ -132,7 +132,7 @@ _KEYS = (
 )
 
 
-def described(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def user_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return attributes of an array in a file, without those that `ScaleAndOffset` applies.
 
     Attributes that are no numbers, texts, or lists of these are left out.

@@ -29,7 +29,12 @@ from distconv.ops.support.operands import (
     moved_elsewhere,
     uncut,
 )
-from distconv.ops.support.spectra import FourierTransform, Modes, Spectrum, can_be_partial
+from distconv.ops.support.spectra import (
+    AssignedSpectrum,
+    FourierTransform,
+    Spectrum,
+    can_be_partial,
+)
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -95,7 +100,7 @@ def _transformed(
     lengths = {d: positions[d] for d in dims} | {d: n for d, n in (sizes or {}).items() if n >= 0}
     transform = FourierTransform(kind, name, lengths, norm)
     in_full = partial(_in_full, transform, steps, sizes, cuts)
-    if isinstance(x.pending, Modes) and kind in ("ifft", "irfft"):
+    if isinstance(x.pending, AssignedSpectrum) and kind in ("ifft", "irfft"):
         made = x.pending.to_space(transform, cuts)
         return in_full(x) if made is None else made
     if can_be_partial(x, transform):

@@ -288,11 +288,11 @@ def cpu(
 
 
 def _require_here(operator: str, input: DistTensor, device: torch.device) -> None:
-    """Refuse an operator whose result would lie on `device`, of another kind than the grid's.
+    """Refuse an operator whose result would lie on `device`, another one than the grid's.
 
     `operator` is its name, for the error.
     """
-    if device.type != input.device.type:
+    if device != input.device:
         reason = f"the tensors of a grid are on its devices, not on {device}"
         way_out = "Move x.full_tensor() or x.to_local(); x.item() gives a number"
         refuse(operator, reason, input, way_out=way_out)

@@ -253,7 +253,7 @@ class _Kept(NamedTuple):
     value: DistTensor
 
 
-class Modes(PendingElements):
+class AssignedSpectrum(PendingElements):
     """A spectrum that is zero but for slices that were assigned."""
 
     def __init__(self, shape: Sequence[int], cuts: Cuts, grid: Grid, example: Tensor) -> None:
@@ -302,7 +302,7 @@ class Modes(PendingElements):
 
     def rolled(self, x: DistTensor, shifts: Mapping[int, int]) -> Any:
         """Return the spectrum rolled along transformed dimensions, still pending."""
-        other = Modes(self._shape, self._cuts, self._grid, self._example)
+        other = AssignedSpectrum(self._shape, self._cuts, self._grid, self._example)
         other._kept, other._shifts = [*self._kept], _summed(self._shifts, shifts)
         return other.tensor()
 
@@ -360,7 +360,7 @@ class Modes(PendingElements):
 def zeros(shape: Sequence[int], cuts: Cuts, grid: Grid, example: Tensor) -> DistTensor:
     """Return zeros of the type of `example`; a spectrum takes no memory until it is read."""
     if example.dtype in _TYPES and example.is_complex() and cutting_axes(cuts):
-        return Modes(shape, cuts, grid, example.new_empty(0)).tensor()
+        return AssignedSpectrum(shape, cuts, grid, example.new_empty(0)).tensor()
     own = box_on_rank(shape, cuts, grid).shape
     return DistTensor(example.new_zeros(own), shape, cuts, grid)
 
