@@ -456,7 +456,7 @@ def _shapes(model: Mapping[str, Any], table: Sequence[Any]) -> dict[str, list[in
 def _check_model(folder: Path, model: nn.Module, own: dict[str, list[int]]) -> None:
     """Raise `FileExistsError` if the newest checkpoint in the folder is of another model.
 
-    `own` has the shapes of the tensors of `model`. Its buffers may be new, or of other shapes, as
+    `own` has the shapes of the tensors of `model`. Buffers may come, go, or change shape, as
     some are made or grow in forward passes. The elements of tensors are not read.
     """
     for path in checkpoints_in(folder)[:1]:
@@ -466,12 +466,13 @@ def _check_model(folder: Path, model: nn.Module, own: dict[str, list[int]]) -> N
         except Exception:  # torch raises any error of its unpickler; there is no model to keep
             return
         trained = own.keys() & dict(model.named_parameters(remove_duplicate=False))
-        differ = {name for name in trained if own[name] != other.get(name)} | other.keys() - own
+        differ = {name for name in trained if own[name] != other.get(name)}
         if differ:
             raise FileExistsError(
                 f"{path} holds another model, which differs in {sorted(differ)[:3]}; save each "
                 f"model to a separate folder, such as {folder}/generator and "
-                f"{folder}/discriminator, or both as one torch.nn.ModuleDict"
+                f"{folder}/discriminator, or both as one torch.nn.ModuleDict; a model that has "
+                "changed needs a new folder, too"
             )
 
 

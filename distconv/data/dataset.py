@@ -241,7 +241,8 @@ class Dataset:
         They may differ if a torch dataset changes samples at random.
         """
         if unequal(rows, self.grid):
-            varies = any(source.varies(sample) for source in self.fields.values())
+            sources = self.fields.values()
+            varies = together(self.grid, lambda: any(x.varies(sample) for x in sources))
             if not any(self.grid.all_gather_object(varies)):
                 check_replicas(self.grid, rows)
 

@@ -248,7 +248,8 @@ def sync_folder(folder: Path) -> None:
 
 def check_no_url(path: Path) -> None:
     """Raise `ValueError` for a URL such as s3://bucket/x.zarr: files are written to disks only."""
-    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):  # a Path has no second slash
+    # A Path has no second slash.
+    if re.match(r"(\w[\w+.-]*::)*[a-z][a-z0-9+.-]+:/", str(path), re.IGNORECASE):
         raise ValueError(
             f"{path} is a URL, and files are written to file systems only; write the file there, "
             "and copy it to the object store"

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TypeVar
 
 from distconv.data.cache import Arrivals, Arriving, Cache, Loaded
@@ -254,7 +253,9 @@ class Loader:
                 self._waited += time.perf_counter() - start
                 if blocks is None:
                     return
-                yield f"samples {blocks.samples}", blocks
+                # Ranks that do not all compare a row here raise, and none waits.
+                compared = "" if blocks.rows is None else f", and a row of sample {blocks.rows[0]}"
+                yield f"samples {blocks.samples}{compared}", blocks
 
     def _reading(
         self, batches: list[list[int]], closed: ExitStack
@@ -263,20 +264,21 @@ class Loader:
 
         The context `closed` ends the thread.
         """
-        data, epoch, numbers = self.dataset, self._epoch, count(self._yielded + 1)
+        data, epoch = self.dataset, self._epoch
 
-        def with_rows(blocks: Blocks) -> Blocks:
-            number, samples = next(numbers), blocks.samples
+        def read(numbered: tuple[int, list[int]]) -> Blocks:
+            number, samples = numbered
+            blocks = data.read(samples, epoch)
             # Mini-batches 1, 2, 4, 8, ...: ranks that read other samples share none to compare.
             if data.grid.journal.compares and samples and not number & (number - 1):
                 blocks.rows = data.rows(samples[number.bit_length() % len(samples)])
             return blocks
 
         if data.cache is None:
-            reading = prefetched(lambda b: with_rows(data.read(b, epoch)), batches, self._ahead)
-        else:
+            reading = prefetched(read, enumerate(batches, self._yielded + 1), self._ahead)
+        else:  # The sources may be gone after the first epoch, so no row is read from them.
             values = closed.enter_context(closing(self._exchanged(data.cache, batches, epoch)))
-            reading = prefetched(lambda v: with_rows(data.converted(v)), values, self._ahead)
+            reading = prefetched(data.converted, values, self._ahead)
         return closed.enter_context(closing(reading))
 
     def _exchanged(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -278,11 +279,10 @@ def a_source(kind: str, folder: Path, values: np.ndarray) -> Any:
 
 
 @several
-@pytest.mark.parametrize("cache", [None, "memory"])
 @pytest.mark.parametrize("kind", ["dataset", "function", "folder"])
 @pytest.mark.parametrize("axis", ["sample", "width"])
 def test_samples_that_differ_are_found_where_no_ranks_hold_the_same_block(
-    axis: str, kind: str, cache: str | None, tmp_path: Path
+    axis: str, kind: str, tmp_path: Path
 ) -> None:
     values = np.arange(60 * 4, dtype=np.float32).reshape(60, 1, 4)
     compared_when_opened = sorted({i * 59 // 7 for i in range(8)})
@@ -291,7 +291,7 @@ def test_samples_that_differ_are_found_where_no_ranks_hold_the_same_block(
         values = values[::-1].copy()
         values[compared_when_opened] = kept
     grid = dc.ProcessGrid(**{axis: -1})
-    data = Dataset(a_source(kind, tmp_path, values), grid, cache=cache)
+    data = Dataset(a_source(kind, tmp_path, values), grid)
     fails_everywhere(
         lambda: list(Loader(data, batch_size=4)),
         f"of sample .* is not the same on all ranks: rank {WORLD.size - 1} differs from rank 0",
@@ -315,4 +315,55 @@ def test_samples_that_change_at_random_may_differ_and_few_are_read_to_compare_th
         loaded.clear()
         assert len(list(Loader(data, batch_size=4))) == 8
         # One sample of mini-batches 1, 2, 4 and 8 is read to be compared, again if it differs.
-        assert len(loaded) <= 32 // WORLD.size + 4 * (17 if random else 1)
+        assert len(loaded) <= 32 // WORLD.size + 4 * (18 if random else 1)
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    """Pairs of the same random numbers, which differ between loads and between ranks."""
+
+    fails = False
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.fails and threading.current_thread() is threading.main_thread():
+            raise OSError("the disk is gone")
+        time.sleep(1e-3)
+        both = torch.full((1, 8), float(np.random.default_rng().random()))
+        return both, both
+
+
+@several
+def test_all_fields_of_a_sample_are_of_one_load_beside_a_comparison() -> None:
+    data = Dataset(Pairs(), dc.ProcessGrid(sample=-1))
+    for _ in range(4):
+        for x, y in Loader(data, batch_size=4):
+            assert torch.equal(x.to_local(), y.to_local())
+
+
+@several
+def test_an_error_of_a_load_to_compare_raises_on_all_ranks() -> None:
+    pairs = Pairs()
+    data = Dataset(pairs, dc.ProcessGrid(sample=-1))
+    pairs.fails = WORLD.rank == 1
+    fails_everywhere(lambda: list(Loader(data, batch_size=4)), "the disk is gone")
+
+
+@several
+def test_files_of_cached_samples_may_be_removed(tmp_path: Path) -> None:
+    folder = Path(WORLD.bcast(str(tmp_path)))
+    if WORLD.rank == 0:
+        for sample in range(8):
+            np.save(folder / f"{sample}.npy", np.full((1, 8), sample, "float32"))
+    WORLD.barrier()
+    data = Dataset(folder / "*.npy", dc.ProcessGrid(sample=-1), cache="memory")
+    loader = Loader(data, batch_size=4)
+    assert len(list(loader)) == 2
+    WORLD.barrier()
+    if WORLD.rank == 0:
+        for path in folder.glob("*.npy"):
+            path.unlink()
+    WORLD.barrier()
+    for _ in range(4):
+        assert len(list(loader)) == 2

@@ -85,9 +85,11 @@ class Items:
         return list(range(len(item))) if isinstance(item, tuple | list) else [None]
 
     def item(self, sample: int, again: bool = False) -> Any:
-        """Return the item of a sample; the last one is loaded once more only if `again`."""
+        """Return the item of a sample: the last one is kept, unless it is loaded `again`."""
         with self._lock:
-            if again or self._last is None or self._last[0] != sample:
+            if again:  # by a thread beside the one that reads the fields of the kept item
+                return self.dataset[sample]
+            if self._last is None or self._last[0] != sample:
                 self._last = sample, self.dataset[sample]
             return self._last[1]
 
@@ -117,8 +119,8 @@ class ItemSource(Source):
 
     def varies(self, sample: int) -> bool:
         """Return whether the dataset changes a sample at random; loads it some more times."""
-        first = self._values(sample).tobytes()
-        return any(self._values(sample, again=True).tobytes() != first for _ in range(REPEATS))
+        first, *others = (self._values(sample, again=True).tobytes() for _ in range(1 + REPEATS))
+        return any(values != first for values in others)
 
     def _values(self, sample: int, again: bool = False) -> Array:
         item = self._items.item(sample, again)
