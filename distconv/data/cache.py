@@ -339,7 +339,7 @@ class Cache:
         `arrivals` is the mini-batch's entry in the result of `plan`.
         """
         loaded = {}
-        # Sample by sample, as fields of one sample may have to be fetched together.
+        # Samples first, then fields: a torch dataset loads all fields of a sample at once.
         samples = dict.fromkeys(s for new in arrivals.values() for s, _ in new)
         keepers = {axes: dict(new) for axes, new in arrivals.items()}
         for sample in samples:
@@ -363,7 +363,7 @@ class Cache:
             if (self._fields[number].cuts[0], sample) in new:
                 self._kept[number, sample] = place
             elif self._file is not None:
-                self._file.drop(place)  # another loader was faster
+                self._file.drop(place)  # another loader has read the sample meanwhile
 
     def start(self, values: Values) -> Arriving:
         """Start to send the cached boxes of a mini-batch to the ranks that need them. Collective.
@@ -435,10 +435,7 @@ class Cache:
         return box.size * own.source.dtype.itemsize
 
     def _part(self, own: FieldOnGrid) -> int:
-        """Return the number of this rank's group among those that keep samples of the field `own`.
-
-        `Homes` defines the groups.
-        """
+        """Return the number of this rank's group for samples of the field `own`; see `Homes`."""
         return self._grid.topology.part(self._grid.coords, own.cuts[0])
 
 

@@ -274,7 +274,7 @@ class Dataset:
     def read(self, samples: Sequence[int], epoch: int = 0) -> Blocks:
         """Read this rank's blocks of a mini-batch. Not collective; any thread may call `read`."""
         values = prepare(self.on_grid, self.numbers(samples), epoch, self.grid)
-        # Sample by sample, as fields of one sample may have to be fetched together.
+        # Samples first, then fields: a torch dataset loads all fields of a sample at once.
         for place in range(len(samples)):
             for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
                 here = place - wanted.box.start[0]

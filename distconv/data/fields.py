@@ -112,7 +112,7 @@ class FieldOnGrid:
     cuts: for each dimension of a mini-batch, the grid axes over which the dimension is partitioned.
     dtype: the type of the tensors.
     shape: the shape of a sample after augmentation.
-    space: the number of spatial dimensions shared with the first field; they are the last ones.
+    space: the number of trailing spatial dimensions shared with the first field; 0 for none.
     halo: the width of the halo in each dimension of a sample; empty for DistTensors.
     border: the kind of halo beyond the sample; see `Dataset`.
     augmentations: all random changes of samples.

@@ -1,4 +1,4 @@
-"""Mini-batches as loaders yield them: tensors in dictionaries, tuples and lists, nested at will."""
+"""Mini-batches as nested dictionaries, tuples and lists of tensors: replacing the leaves."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-# The states of the random number generators of this process, as plain values.
+# The states of the random number generators of this process, as values that JSON can store.
 
 
 States: TypeAlias = list[Any]

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: assign the tensors of a state to ranks for writing, and read them back.
+"""Sharded checkpoints: assignment of tensors to the ranks that write them, and reading.
 
 Of the ranks that hold replicas of a block of a sharded tensor, the first one writes the block.
 Replicated tensors are spread over the ranks. All ranks compute the assignment from the grid,
@@ -169,7 +169,7 @@ def divide(state: Any, grid: Grid) -> Divided:
             places, own = [(writer, (0,) * len(shape), shape)], plain(x)
         divided.table.append((shape, places))
         if any(rank == grid.rank for rank, _, _ in places):
-            # A copy: of a view, the whole underlying memory would be written.
+            # Copy, as torch.save writes the entire storage of a view.
             divided.mine[index] = own.detach().to("cpu", copy=True).contiguous()
         return _MARK, index
 
@@ -201,7 +201,7 @@ class Stored:
         """Return `box` of the tensor, by default the global tensor.
 
         Only shard files with blocks that intersect the box are opened. Raises ValueError if a
-        stored block has another shape than the places say.
+        stored block has another shape than in `places`.
         """
         wanted = Box((0,) * len(self.shape), self.shape) if box is None else box
         found: Tensor | None = None

@@ -112,8 +112,8 @@ class View:
     def moved(self, d: int, by: int, periodic: bool) -> View:
         """Return the view with its elements shifted by `by` indices along dimension `d`.
 
-        Elements shifted beyond one end reappear at the other end if `periodic`; otherwise they are
-        lost, and elements outside the stored sample fill the gap.
+        Elements shifted beyond one end reappear at the other end if `periodic`. Otherwise these
+        elements are lost, and the positions in the gap are `OUTSIDE`.
         """
         along = np.roll(self.positions[d], by)
         if not periodic:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import h5py
 
 _ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
-"""The errors that h5py raises for damaged files, depending on where they are damaged."""
+"""The exceptions that h5py raises for damaged files, depending on the place of the damage."""
 
 
 class HDF5Source(Source):

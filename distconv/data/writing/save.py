@@ -269,7 +269,7 @@ def describe(
 
 
 def _check_place(path: Path, kind: str) -> None:
-    """Raise `OSError` if something other than a file, or than a zarr folder for zarr, is at `path`.
+    """Raise `OSError` if `path` is a folder, or for zarr anything but a zarr or an empty folder.
 
     `kind` is the format to be written, such as "zarr".
     """
