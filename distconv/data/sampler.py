@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-# The states of the random number generators of this process, as values that JSON can store.
+# The states of the random number generators of this process, as values of built-in types.
 
 
 States: TypeAlias = list[Any]
