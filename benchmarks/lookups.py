@@ -134,6 +134,6 @@ def _by(module: ModuleType, gathers: bool) -> Iterator[None]:
 
     with (
         mock.patch.object(module, "thresholds", none_small),
-        mock.patch.object(module, "may_read", lambda x: not gathers),
+        mock.patch.object(module, "may_read", lambda x, **_: not gathers),
     ):
         yield

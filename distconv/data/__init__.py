@@ -1,4 +1,4 @@
-"""Reading and writing samples box by box, and keeping the state of a run.
+"""Reading and writing of samples, each rank its block, and checkpoints of training runs.
 
 Importing this package needs neither h5py nor zarr; opening or writing their files does.
 """

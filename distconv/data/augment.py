@@ -1,7 +1,7 @@
 """Random changes of samples (flips, crops, noise) whose result is the same on any grid.
 
-The random numbers of a sample follow from a seed, the epoch and the number of the sample alone. A
-flip or crop costs no messages: each rank reads the stored elements that its box will hold.
+The random numbers of a sample depend on a seed, the epoch and the number of the sample only. Flips
+and crops need no messages: each rank reads the stored elements that its block will hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPACE = ("depth", "height", "width")
 class Move(ABC):
     """Base class of random moves of elements (flips, rotations, crops, shifts) of a sample.
 
-    All fields whose spatial dimensions have the extents of the first field's are moved alike.
+    All fields with the spatial extents of the first field are moved alike.
 
     Examples
     --------
@@ -44,21 +44,22 @@ class Move(ABC):
     """
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the spatial extents of a sample after the move; `space` are the extents before it.
+        """Return the spatial extents of a sample after the move, given the extents `space` before.
 
-        Raises ValueError if the move cannot be applied to such samples, or its own parameters are
-        wrong.
+        Raises ValueError if the move cannot be applied to samples of these extents, or if its
+        parameters are invalid.
         """
         return space
 
     @abstractmethod
     def view(self, view: View, space: int, generator: Generator) -> View:
-        """Return `view`, a view of a stored sample, with its elements moved.
+        """Return `view`, a view of a stored sample, with the move applied to its elements.
 
         Parameters
         ----------
-        space: the number of spatial dimensions, which are the last ones.
-        generator: draws the random numbers of this sample, the same for all its fields.
+        view: maps each element to its position in the stored sample.
+        space: the number of spatial dimensions, which are the last dimensions.
+        generator: draws the random numbers of this sample, the same for all fields and ranks.
         """
 
 
@@ -168,12 +169,12 @@ class Rotate90(Move):
         return space
 
     def view(self, view: View, space: int, generator: Generator) -> View:
-        """Return the view, rotated as by `numpy.rot90`."""
+        """Return the view rotated by a random number of quarter turns, as by `numpy.rot90`."""
         d, e = _positions(self.plane, space, "Rotate90")
         quarters = int(generator.integers(4))
         if quarters % 2:
             view = view.swapped(d, e)
-        # From the first dimension towards the second, as in numpy.
+        # Rotate from the first dimension towards the second, as numpy does.
         if quarters in (1, 2):
             view = view.flipped(d)
         if quarters in (2, 3):
@@ -188,7 +189,7 @@ class Crop(Move):
     Parameters
     ----------
     extents: the extent along each spatial dimension after cropping.
-    where: "random" for a random place in each sample, or "center".
+    where: "random" for a random position in each sample, or "center".
 
     Examples
     --------
@@ -229,9 +230,9 @@ class Translate(Move):
 
     Parameters
     ----------
-    most: the largest shift in either direction; one number, or one for each dimension.
-    border: "periodic" to fill the gap with the elements pushed out at the other end, or "zeros" to
-        fill it with zeros, which are set after `transform`.
+    most: the largest shift in either direction, in elements; one number, or one per dimension.
+    border: "periodic" to fill the gap with the elements shifted beyond the other end, or "zeros" to
+        fill the gap with zeros after `transform`.
 
     Examples
     --------
@@ -269,11 +270,11 @@ class Translate(Move):
 
 @dataclass(frozen=True)
 class ChannelJitter(Change):
-    """Multiply each channel of a sample by a random 1 + a, and add a random b.
+    """Multiply each channel of a sample by a random factor 1 + a, and add a random number b.
 
     Parameters
     ----------
-    scale, offset: the largest magnitudes of a and b, which are uniform and drawn for each channel.
+    scale, offset: the largest magnitudes of a and b, which are drawn uniformly for each channel.
     fields: the names of fields with channels first; the first field when not given.
 
     Examples
@@ -326,7 +327,7 @@ class Noise(Change):
         key = torch.tensor(int(generator.integers(-(2**63), 2**63)))
         numbers = torch.zeros((), dtype=torch.int64)
         for start, stop, n in zip(box.start, box.stop, shape, strict=True):
-            # A periodic halo beyond the border holds the elements of the other end.
+            # Elements of a periodic halo get the same noise as their originals at the other end.
             numbers = numbers.unsqueeze(-1) * n + torch.arange(start, stop).remainder(n)
         return block + self.deviation * normal_at(numbers, key).to(block.dtype)
 
@@ -337,25 +338,25 @@ class Augmentations:
 
     Attributes
     ----------
-    chosen: the user's moves and changes of values. Moves are applied first, then changes of values,
-        both in this order.
-    seed: the seed.
+    chosen: the user's moves, and changes of values. All moves are applied first, then all changes,
+        each in this order.
+    seed: the seed of the random numbers.
     """
 
     chosen: tuple[Move | Change, ...] = ()
     seed: int = 0
 
     def __str__(self) -> str:
-        """Return a description of the changes for ranks to compare: equal for equal changes."""
-        # An object without a __repr__ of its own is described by its address in memory.
+        """Return a description of the moves and changes for ranks to compare."""
+        # The default __repr__ contains an address, which differs between ranks.
         words = [str(x) if is_dataclass(x) else type(x).__qualname__ for x in self.chosen]
         return f"{', '.join(words)} from seed {self.seed}"
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the spatial extents of a sample after all moves, given the extents before.
+        """Return the spatial extents of a sample after all moves, given the extents `space` before.
 
-        Raises ValueError if a move cannot be applied to such samples, and TypeError if an entry of
-        `chosen` is neither a `Move` nor a `Change`.
+        Raises ValueError if a move cannot be applied to samples of these extents, and TypeError if
+        an entry of `chosen` is neither a `Move` nor a `Change`.
         """
         for one in self.chosen:
             if not isinstance(one, Move | Change):
@@ -373,7 +374,10 @@ class Augmentations:
         return space
 
     def view(self, shape: tuple[int, ...], space: int, sample: int, epoch: int) -> View:
-        """Return a view of a stored sample of `shape`, moved in its last `space` dimensions."""
+        """Return the view of stored sample number `sample`, of `shape`, after all moves in `epoch`.
+
+        The last `space` dimensions are spatial; 0 for a sample that is not moved.
+        """
         view = View.of(shape)
         for number, one in enumerate(self.chosen):
             if space and isinstance(one, Move):
@@ -381,10 +385,10 @@ class Augmentations:
         return view
 
     def changes(self, field: int, name: str | int | None) -> list[tuple[int, Change]]:
-        """Return the changes of values that apply to a field, each with its number in the program.
+        """Return the changes of values that apply to a field, each with its index in `chosen`.
 
-        `field` is the position of the field, and `name` its name: changes without names of fields
-        apply to the first field.
+        `field` is the position of the field, and `name` its name. Changes that name no fields apply
+        to the first field.
         """
         return [
             (number, one)
@@ -400,14 +404,14 @@ class Augmentations:
         shape: tuple[int, ...],
         place: tuple[int, int, int],
     ) -> Tensor:
-        """Return this rank's block of a sample with its values changed.
+        """Apply `changes` in order to this rank's block of a sample, and return the result.
 
         Parameters
         ----------
-        changes: the result of `changes` for the field.
+        changes: the changes of the field, from the method `changes`.
         block, box, shape: see `Change.apply`.
-        place: the number of the field, the number of the sample, and the epoch. They and the seed
-            determine the random numbers.
+        place: the position of the field, the sample number, and the epoch. With the seed, `place`
+            determines the random numbers.
         """
         field, sample, epoch = place
         for number, one in changes:
@@ -419,10 +423,10 @@ class Augmentations:
 
 
 def _positions(dimensions: Sequence[str], space: int, name: str) -> list[int]:
-    """Return the negative indices of the dimensions named, such as -2 for "height".
+    """Return the negative index of each named dimension, such as -2 for "height".
 
-    With no names, return the indices of all `space` spatial dimensions. `name` is the name of the
-    move, for error messages. Raises ValueError for a name that is no spatial dimension.
+    An empty `dimensions` selects all `space` spatial dimensions. `name` is the name of the move,
+    for error messages. Raises ValueError for a name that is no spatial dimension.
     """
     known = SPACE[-space:] if space <= len(SPACE) else dimension_names(space + 2)[2:]
     unknown = [d for d in dimensions if d not in known]
@@ -437,8 +441,7 @@ def _positions(dimensions: Sequence[str], space: int, name: str) -> list[int]:
 class Normalize:
     """Scale each channel to (x - mean) / deviation, and clip the result to +-`limit` if given.
 
-    A transform for `Dataset`: it gets this rank's block (samples, channels, ...) and changes it in
-    place.
+    A `transform` of `Dataset`, which changes this rank's block (samples, channels, ...) in place.
 
     Parameters
     ----------
@@ -480,7 +483,7 @@ class Normalize:
                 )
 
     def __call__(self, block: Tensor, box: Box) -> Tensor:
-        """Scale, in place, this rank's block of a mini-batch; `box` are its indices there."""
+        """Scale this rank's block in place; `box` has its indices in the mini-batch."""
         if block.dim() < 2 or box.stop[1] > len(self.mean):
             raise ValueError(
                 f"Normalize: there are means for {len(self.mean)} channels, but the values at "

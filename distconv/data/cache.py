@@ -1,4 +1,4 @@
-"""Samples that are read once, and kept in the memory of the ranks or on their local disks."""
+"""A cache of samples in the memory of the ranks or on local disks: each sample is read once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from distconv.transport.interface import Message
 
 @dataclass(frozen=True)
 class _Slot:
-    """The key of an array in a `BoxesInFolder`: its place in the file, its shape and its type."""
+    """The key of an array in a `BoxesInFolder`: offset and size in bytes, shape and type."""
 
     offset: int
     bytes: int
@@ -40,11 +40,11 @@ class _Slot:
 class BoxesInFolder:
     """A store of arrays in one unnamed file, which the system removes when the process ends.
 
-    `add` stores an array and returns its key, by which `get` returns the array and `drop` removes
-    it. Any thread may call the methods.
+    `add` stores an array and returns a key. `get` and `drop` read and remove the array of a key.
+    Any thread may call the methods.
 
-    `folder` is a folder on a disk of this node; it is made if it is missing. Raises OSError if it
-    cannot be written to.
+    `folder` is a folder on a disk of this node, created if missing. Raises OSError if no file can
+    be written to `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,7 +71,7 @@ class BoxesInFolder:
         return _Slot(offset, values.nbytes, values.shape, values.dtype)
 
     def get(self, place: _Slot) -> NDArray[Any]:
-        """Return the array with the key `place` as a memory map: only elements in use are read."""
+        """Return the array with the key `place` as a memory map, which reads elements on access."""
         flat = np.memmap(self._file, place.dtype, "r", place.offset, place.shape or (1,))
         return flat.reshape(place.shape)
 
@@ -81,27 +81,31 @@ class BoxesInFolder:
             self._free.setdefault(place.bytes, []).append(place.offset)
 
 
-# Which rank of a `Cache` keeps, sends and receives each box; all ranks find the same answer.
+# The plan of a `Cache`: which rank keeps, sends and receives each box. All ranks compute the same
+# plan without communication.
 
 
 Axes: TypeAlias = tuple[str, ...]
 
 
 Arrivals: TypeAlias = dict[Axes, list[tuple[int, int]]]
-"""The samples of a mini-batch that no rank keeps yet: for each choice of grid axes that cut
-samples, pairs of a sample's number and of the part of the grid, along these axes, to keep it."""
+"""The samples of a mini-batch that no rank keeps yet, and the ranks that will keep each sample.
+
+The keys are the tuples of grid axes over which samples are partitioned. The values are pairs
+(sample number, number of the group of ranks); `Homes` defines the groups."""
 
 
 class Homes:
-    """A record of which part of the grid, along the axes that cut samples, keeps each sample.
+    """A record of the group of ranks that keeps each sample.
 
-    A sample is kept by the part that holds it in its first mini-batch. All ranks plan and keep
-    the same mini-batches in the same order.
+    Samples are partitioned over some grid axes. Ranks with equal coordinates along these axes form
+    a group; groups are numbered from 0. The group that holds a sample in its first mini-batch keeps
+    the sample. All ranks plan and keep the same mini-batches in the same order.
 
     Parameters
     ----------
     topology: the topology of the grid.
-    axes: for each field, the grid axes over which samples are cut.
+    axes: for each field, the grid axes over which its samples are partitioned.
     """
 
     def __init__(self, topology: Topology, axes: Iterable[Axes]) -> None:
@@ -109,18 +113,18 @@ class Homes:
         self._parts: dict[Axes, dict[int, int]] = {own: {} for own in axes}
 
     def part(self, axes: Axes, sample: int) -> int:
-        """Return the part of the grid, along the axes that cut samples, that keeps a sample."""
+        """Return the number of the group that keeps a sample partitioned over `axes`."""
         return self._parts[axes][sample]
 
     def kept(self, axes: Axes, part: int) -> int:
-        """Return the number of samples that a part of the grid, along `axes`, keeps."""
+        """Return the number of samples, partitioned over `axes`, that group `part` keeps."""
         return sum(own == part for own in self._parts[axes].values())
 
     def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
-        """Return for each mini-batch the samples that no part of the grid keeps yet.
+        """Return for each mini-batch the samples that no group of ranks keeps yet.
 
-        `others` are further samples; those that are new are added to the last mini-batch, spread
-        evenly over the parts.
+        `others` are further samples to keep. New samples among `others` are added to the last
+        mini-batch and spread evenly over the groups.
         """
         arrivals: list[Arrivals] = [{} for _ in batches]
         for axes, parts in self._parts.items():
@@ -138,9 +142,9 @@ class Homes:
         return arrivals
 
     def keep(self, arrivals: Arrivals) -> set[tuple[Axes, int]]:
-        """Record that the samples in `arrivals` are kept; return the new ones as (axes, sample).
+        """Record the samples in `arrivals` as kept; return (axes, sample) of each new sample.
 
-        `axes` are the grid axes that cut samples.
+        `axes` are the grid axes over which the sample is partitioned.
         """
         new = set()
         for axes, samples in arrivals.items():
@@ -151,7 +155,7 @@ class Homes:
         return new
 
     def after(self, axes: Axes, part: int, arrivals: Iterable[Arrivals]) -> int:
-        """Return the number of samples that a part will keep when all `arrivals` are kept."""
+        """Return the number of samples that group `part` keeps once all `arrivals` are recorded."""
         coming = chain.from_iterable(own[axes] for own in arrivals)
         new = {s for s, home in coming if home == part and s not in self._parts[axes]}
         return self.kept(axes, part) + len(new)
@@ -159,7 +163,7 @@ class Homes:
 
 @dataclass(frozen=True)
 class CachedBox:
-    """A box of a kept sample that one rank sends to another for a mini-batch.
+    """A box of a cached sample that one rank sends to another for a mini-batch.
 
     Attributes
     ----------
@@ -167,8 +171,8 @@ class CachedBox:
     owner: the rank that keeps the box.
     sample: the number of the sample.
     place: the position of the sample among the receiver's samples of the mini-batch.
-    piece: the box in the stored sample, and its place in the receiver's view of it.
-    order: the order of the dimensions of this view.
+    piece: the box in the stored sample, and its slices in the receiver's view of the sample.
+    order: for each dimension of the view, the dimension of the stored sample.
     """
 
     field: int
@@ -186,12 +190,13 @@ def parts_of(
     topology: Topology,
     rank: int,
 ) -> Iterator[CachedBox]:
-    """Yield the kept boxes that fill one rank's blocks of a mini-batch, in one order on all ranks.
+    """Yield the cached boxes that fill the blocks of `rank` of a mini-batch.
 
-    A kept box has replicas along the grid axes that do not cut its field; the rank receives from
-    the replica with its own coordinates along these axes.
+    All ranks compute the same boxes in the same order, so sender and receiver agree. A cached box
+    is replicated along the grid axes that do not partition its field; `rank` receives from the
+    replica with the coordinates of `rank` along these axes.
 
-    `shares` are the samples and views that the rank needs of each field.
+    `shares` are the samples and views that `rank` needs of each field.
     """
     for own, share in zip(fields, shares, strict=True):
         for place, (sample, view) in enumerate(zip(share.samples, share.views, strict=True)):
@@ -210,7 +215,7 @@ def receivers(
     topology: Topology,
     rank: int,
 ) -> list[int]:
-    """Return the other ranks that may need boxes that `rank` keeps for a mini-batch.
+    """Return the other ranks to which `rank` may have to send cached boxes for a mini-batch.
 
     `samples` are the numbers of the samples of the mini-batch.
     """
@@ -234,11 +239,10 @@ def receivers(
 def _owners(
     own: FieldOnGrid, topology: Topology, rank: int, home: int, piece: Piece
 ) -> Iterator[int]:
-    """Yield the ranks in one part of the grid whose boxes of a sample intersect `piece`.
+    """Yield the ranks of group `home` whose blocks of a stored sample intersect `piece`.
 
-    `own` is the field, and `home` the number of the part, along the axes that cut samples. Along
-    axes that cut no dimension of the field these ranks have the coordinates of `rank`, the
-    receiver.
+    `own` is the field, and `home` the number of the group that keeps the sample; see `Homes`. Along
+    axes that do not partition the field, the ranks have the coordinates of `rank`, the receiver.
     """
     here = topology.coordinates(rank) | topology.unravel(home, own.cuts[0])
     meeting = [
@@ -258,23 +262,23 @@ def _owners(
         yield topology.rank(there)
 
 
-# Samples that are read once: each box stays on the rank that read it first.
+# The cache: each box stays on the rank that read it first, and is sent to ranks that need it later.
 
 
 Loaded: TypeAlias = dict[tuple[int, int], Any]
-"""Each box, or its key in a file, by field and sample."""
+"""Boxes read by this rank, or their keys in a `BoxesInFolder`, by (field number, sample)."""
 
 Read: TypeAlias = Callable[[Source, int, Box, NDArray[Any]], None]
 
 Arriving: TypeAlias = Callable[[], Values]
-"""A function that waits for the messages of a mini-batch, and returns this rank's values."""
+"""A function that waits for the messages of a mini-batch and returns this rank's elements."""
 
 
 class Cache:
-    """Samples in memory or on a local disk, whose boxes stay on the ranks that read them first.
+    """A cache in memory or on local disks: each rank keeps the boxes of samples it has read.
 
-    A mini-batch takes four calls: `plan`, `load`, `keep` and `start`. `load` sends nothing and
-    may run in a background thread; all ranks make the other three together, in one order.
+    A mini-batch takes four calls: `plan`, `load`, `keep` and `start`. `load` does not communicate
+    and may run in a background thread. All ranks make the other three calls in the same order.
 
     Parameters
     ----------
@@ -282,11 +286,11 @@ class Cache:
     grid: the process grid.
     read: `read(source, sample, box, out)` reads a box of a sample from a source into `out`.
     where: "memory", or a folder on a disk of this node.
-    limit: bytes that each rank may keep; None for no limit.
+    limit: the largest number of bytes that each rank keeps; None for no limit.
 
     Attributes
     ----------
-    bytes_received: bytes of samples that came from other ranks.
+    bytes_received: bytes of samples that this rank has received from other ranks.
     """
 
     def __init__(
@@ -301,7 +305,7 @@ class Cache:
             raise ValueError(f"cache_limit={limit} is not a number of bytes; choose 1 or more")
         self._fields, self._grid, self._read, self._limit = fields, grid, read, limit
         self._file = None if where == "memory" else BoxesInFolder(Path(where))
-        """The boxes on the disk; None to keep them in memory."""
+        """The file that holds the cached boxes; None if they are kept in memory."""
         self._homes = Homes(grid.topology, [own.cuts[0] for own in fields])
         self._kept: Loaded = {}
         self.bytes_received = 0
@@ -309,9 +313,9 @@ class Cache:
     def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
         """Return for each mini-batch the samples that no rank keeps yet. No communication.
 
-        `others` are samples beyond these mini-batches, to be read as well; those that no rank keeps
-        are added to the last entry. Raises ValueError if this rank would keep more bytes than the
-        limit.
+        `others` are samples beyond the mini-batches that are to be cached, too. Samples in `others`
+        that no rank keeps are added to the last entry. Raises ValueError if this rank would keep
+        more bytes than the limit.
         """
         arrivals = self._homes.plan(batches, others)
         if self._limit is not None:
@@ -330,12 +334,12 @@ class Cache:
         return arrivals
 
     def load(self, arrivals: Arrivals) -> Loaded:
-        """Read the boxes of new samples that this rank is to keep. No communication.
+        """Read and return this rank's boxes of the new samples of a mini-batch. No communication.
 
-        `arrivals` are the new samples, from `plan`.
+        `arrivals` is the mini-batch's entry in the result of `plan`.
         """
         loaded = {}
-        # Sample by sample, as fields of one sample may have to be fetched together.
+        # Samples first, then fields: a torch dataset loads all fields of a sample at once.
         samples = dict.fromkeys(s for new in arrivals.values() for s, _ in new)
         keepers = {axes: dict(new) for axes, new in arrivals.items()}
         for sample in samples:
@@ -349,20 +353,24 @@ class Cache:
         return loaded
 
     def keep(self, arrivals: Arrivals, loaded: Loaded) -> None:
-        """Record new samples as kept. All ranks call it, with the results of `plan` in order."""
+        """Record the new samples of a mini-batch as kept, and keep this rank's boxes.
+
+        All ranks call `keep` with the same entries of `plan`, in order; nothing is sent. `loaded`
+        is the result of `load(arrivals)` on this rank.
+        """
         new = self._homes.keep(arrivals)
         for (number, sample), place in loaded.items():
             if (self._fields[number].cuts[0], sample) in new:
                 self._kept[number, sample] = place
             elif self._file is not None:
-                self._file.drop(place)  # another loader was faster
+                self._file.drop(place)  # another loader has read the sample meanwhile
 
     def start(self, values: Values) -> Arriving:
-        """Start to send the kept boxes of a mini-batch to the ranks that need them.
+        """Start to send the cached boxes of a mini-batch to the ranks that need them. Collective.
 
-        All ranks call it for the same mini-batch, after `keep`. `values` says which elements this
-        rank needs, and has the arrays to fill. Returns a function that waits for the messages,
-        fills the arrays, and returns `values`.
+        All ranks call `start` for the same mini-batch, after `keep`. `values` lists the elements
+        that this rank needs and holds the arrays to fill. Returns a function that waits for the
+        messages, fills the arrays, and returns `values`.
         """
         grid, topology = self._grid, self._grid.topology
         incoming: dict[int, list[CachedBox]] = defaultdict(list)
@@ -412,7 +420,7 @@ class Cache:
         part.piece.place(values.arrays[part.field][part.place, ...], box, part.order)
 
     def _box(self, part: CachedBox) -> NDArray[Any]:
-        """Return the elements of a box that this rank keeps."""
+        """Return the elements of `part`, a box of a sample that this rank keeps."""
         own = self._fields[part.field]
         kept = own.stored_box(self._grid.topology, self._grid.rank)
         index = part.piece.source.slices_within(kept)
@@ -427,11 +435,11 @@ class Cache:
         return box.size * own.source.dtype.itemsize
 
     def _part(self, own: FieldOnGrid) -> int:
-        """Return this rank's part, a number from 0, along the axes that cut a field's samples."""
+        """Return the number of this rank's group for samples of the field `own`; see `Homes`."""
         return self._grid.topology.part(self._grid.coords, own.cuts[0])
 
 
 def _packed(boxes: Sequence[NDArray[Any]]) -> Tensor:
-    """Return the bytes of all boxes, concatenated."""
+    """Return the bytes of all boxes, concatenated in one uint8 tensor."""
     flat = [np.ascontiguousarray(box).reshape(-1).view(np.uint8) for box in boxes]
     return torch.from_numpy(np.concatenate(flat))

@@ -1,7 +1,7 @@
-"""The state of a training run in files: the last few checkpoints, each whole even after a crash.
+"""Checkpoints of training runs: the last few are kept, and a crash never leaves a damaged one.
 
 A checkpoint holds plain tensors under the names of the serial program and nothing about the grid,
-so a run can be continued on any other grid, or on one rank without distconv.
+so a run can be resumed on any other grid, or on one rank without distconv.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from distconv.torch_private import inner_schedulers, set_versions_in_state, vers
 from distconv.transport.interface import ObjectCommunicator
 
 FORMAT = 1
-"""The version of the format of checkpoints with tensors."""
+"""The format number of checkpoints that hold global tensors in one file."""
 
 SHARDED = 2
-"""The version of the format of checkpoints whose tensors are in shards."""
+"""The format number of checkpoints whose tensors are in one shard file per rank."""
 
 _NAME = "checkpoint-{step:010d}.pt"
 _SHARDS = re.compile(r"checkpoint-(\d{10,})\.([0-9a-f]{16})-\d+\.shard")
@@ -72,20 +72,20 @@ class Stateful(Protocol):
     """An object whose state a checkpoint saves, such as a scheduler or a `Loader`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values, which `torch.load` accepts with weights_only."""
+        """Return the state in types that `torch.load` accepts with weights_only."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Continue from a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that `load_checkpoint` found.
+    """A checkpoint that `load_checkpoint` has loaded.
 
     Attributes
     ----------
-    path: the file.
-    step: the step under which it was saved.
+    path: the path of the file.
+    step: the step under which the checkpoint was saved.
     extra: the value that was passed as `extra` to `save_checkpoint`.
 
     Examples
@@ -115,29 +115,30 @@ def save_checkpoint(
     sharded: bool = False,
     check_finite: bool = True,
 ) -> Path:
-    """Write the state of a run to a file of its own in `folder`, and return its path.
+    """Write the state of a run to a new file in `folder`, and return its path. Collective.
 
-    All ranks call it together. Rank 0 writes a fresh file, which reaches the disk, ends with its
-    checksum, and then takes its name in one step. Older checkpoints beyond the last `keep`, and
-    leftovers of killed writers, are removed afterwards. Before anything is written, the ranks
-    compare the arguments, the steps they have taken, their parameters and buffers, and the
-    optimizer's state; of large tensors they compare some elements.
+    Rank 0 writes a temporary file that ends with a checksum, flushes the file to the disk, and then
+    renames the file in one step. Afterwards, older checkpoints beyond the last `keep` and leftovers
+    of killed writers are removed. Before anything is written, the ranks compare the arguments, the
+    steps they have taken, their parameters and buffers, and the optimizer's state; of large tensors
+    the ranks compare some elements.
 
     Parameters
     ----------
-    folder: the folder; it is made if it is missing. Each model needs a folder of its own.
+    folder: the folder, created if missing. Each model needs a separate folder.
     model: a parallelized module; sharded parameters are gathered.
     optimizer, scheduler, loader: further objects whose state is saved.
-    step: a number that grows from one checkpoint to the next. A checkpoint of a later step that is
-        damaged is renamed, so that it does not stay the newest.
+    step: a number that grows from one checkpoint to the next. A damaged checkpoint of a later step
+        is renamed, so that it is not the newest.
     keep: the largest number of checkpoints in the folder.
-    extra: plain values and tensors, the same on all ranks. DistTensors are saved whole, dataclasses
-        as dictionaries, deques as lists, numbers and arrays of numpy as Python's numbers and
-        tensors, paths as texts, and subclasses of dict, list, tuple and Tensor as these.
-    sharded: every rank writes tensors to a file of its own beside the checkpoint: its blocks of
-        sharded parameters, which are not gathered then, and its share of the other tensors. The
-        checkpoint can be loaded on any grid whose ranks see the folder, and in one process. It is
-        complete once rank 0, which must see the files of all ranks, has written its file last.
+    extra: plain values and tensors, the same on all ranks. DistTensors are saved as global tensors,
+        dataclasses as dictionaries, deques as lists, NumPy's numbers and arrays as Python's numbers
+        and tensors, paths as strings, and instances of subclasses of dict, list, tuple and Tensor
+        as instances of the base class.
+    sharded: whether every rank writes a shard file in `folder`: its blocks of sharded parameters,
+        which are then not gathered, and its share of the other tensors. The checkpoint can be
+        loaded on any grid whose ranks see the folder, and in one process. Rank 0, which must see
+        the files of all ranks, writes its file last; the checkpoint is then complete.
     check_finite: whether parameters that are not finite, and NaN in buffers and in the optimizer's
         state, are an error.
 
@@ -205,9 +206,9 @@ def save_checkpoint(
 def _learned(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, grid: Grid, sharded: bool
 ) -> tuple[dict[str, Any], Divided | None]:
-    """Return the states of the model and the optimizer, and their division into files. Collective.
+    """Return the states of the model and the optimizer, and the tensors by shard file. Collective.
 
-    Without `sharded` the tensors are whole, and the second result is None.
+    Without `sharded` the states hold global tensors, and the second result is None.
     """
     learned: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model}
     described = {}
@@ -225,7 +226,7 @@ def _learned(
 def _rest_of_run(
     extra: Mapping[str, Any] | None, scheduler: Stateful | None, loader: Stateful | None
 ) -> dict[str, Any]:
-    """Return the state of a run beside its model and optimizer, as a checkpoint stores it."""
+    """Return `extra` and the states of scheduler and loader, in types that a checkpoint stores."""
     found: dict[str, Any] = {"extra": dict(extra or {})}
     for name, part in (("scheduler", scheduler), ("loader", loader)):
         if part is not None:
@@ -236,15 +237,15 @@ def _rest_of_run(
 def _write_with_shards(
     path: Path, state: dict[str, Any], divided: Divided, token: str, grid: Grid
 ) -> None:
-    """Write a sharded checkpoint: every rank its own shard, and then rank 0 the file `path`.
+    """Write a sharded checkpoint: every rank its shard file, and then rank 0 the file `path`.
 
-    All ranks call it. Raises DataError on every rank if a file cannot be written.
+    Collective. Raises DataError on every rank if a file cannot be written.
 
     Parameters
     ----------
-    state: the content of the file `path`; rank 0 adds the checksums of the shards.
-    divided: this rank's share of the tensors.
-    token: the random name that the files of this checkpoint share.
+    state: the content of the file `path`, to which the checksums of the shard files are added.
+    divided: the tensors that this rank writes, and the places of all blocks.
+    token: the random string in the names of this checkpoint's shard files.
     """
     shard = _shard(path, token, grid.rank)
 
@@ -269,8 +270,8 @@ def _write_with_shards(
         }
         on_rank_zero(grid, write)
     except DataError:
-        # All ranks know that there is no such checkpoint, except where a rank is interrupted:
-        # rank 0 may have written it. `_clean` removes a shard without a checkpoint.
+        # A DataError is raised on all ranks, so the checkpoint was not written. After an interrupt
+        # rank 0 may have written it, so shards stay; `_clean` removes shards without a checkpoint.
         with suppress(OSError):
             shard.unlink()
         raise
@@ -279,7 +280,7 @@ def _write_with_shards(
 def _clean(path: Path, token: str, keep: int) -> None:
     """Remove checkpoints beyond the last `keep`, and leftovers of killed writers.
 
-    `path` and `token` are those of the checkpoint just written.
+    `path` is the file of the checkpoint just written, and `token` is in its shard files' names.
     """
     folder = path.parent
     for old in checkpoints_in(folder)[keep:]:
@@ -301,20 +302,21 @@ def load_checkpoint(
 ) -> Checkpoint | None:
     """Load a checkpoint into a model and the other objects, on this grid. Collective.
 
-    Rank 0 reads the file and sends it to all ranks; each rank reads the shards that its own blocks
-    need. In a folder, the newest checkpoint that is whole and loads with weights_only is used;
-    damaged ones are reported. Nothing is written or renamed, so a program may read the checkpoints
-    of another one that is still saving. torch's random numbers continue with the state of rank 0.
+    Rank 0 reads the file and sends the content to all ranks; each rank reads the shard files that
+    hold elements of its blocks. In a folder, the newest checkpoint that is undamaged and loads with
+    weights_only is used; damaged checkpoints are reported in a warning. Nothing is written or
+    renamed, so a program may read the checkpoints of a program that is still saving. torch's random
+    numbers continue with the state of rank 0.
 
     Parameters
     ----------
-    path: the folder, or one file in it.
+    path: the folder, or a file of a checkpoint.
     model: a parallelized module, on any grid.
-    optimizer, scheduler, loader: objects whose state is loaded. A saved state without such an
-        argument is ignored.
-    missing_ok: return None if there is no checkpoint, and no damaged one either.
+    optimizer, scheduler, loader: objects whose state is loaded. The saved state of an object that
+        is not passed is ignored.
+    missing_ok: return None if there is no checkpoint, not even a damaged one.
     check: called on every rank with the checkpoint before anything is changed; raises ValueError to
-        reject it.
+        reject the checkpoint.
 
     Returns the checkpoint.
 
@@ -386,7 +388,7 @@ def load_checkpoint(
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, the newest first."""
+    """Return the paths of the checkpoints in a folder, latest step first."""
     found = [path for path in folder.glob("checkpoint-*.pt") if step_of(path) >= 0]
     return sorted(found, key=step_of, reverse=True)
 
@@ -399,8 +401,8 @@ def path_of(folder: Path, step: int) -> Path:
 def last_in_common(folder: Path, comm: ObjectCommunicator, *, looks: bool = True) -> Path | None:
     """Return the path in `folder` of the last step that all ranks have saved, or None.
 
-    All ranks of `comm` call it together, each with its own folder. A rank that passes looks=False
-    does not search its folder: another rank searches the same one.
+    Collective over `comm`; folders may differ between ranks. A rank passes looks=False to skip its
+    folder, if another rank searches the same folder.
     """
     found = [set(map(step_of, checkpoints_in(folder)))] if looks else []
     steps = [own for theirs in comm.allgather(found) for own in theirs]
@@ -421,7 +423,7 @@ def _make(folder: Path) -> None:
 def _check_newest(folder: Path, path: Path) -> None:
     """Raise `FileExistsError` if the folder holds a checkpoint of a later step than `path`.
 
-    A damaged one is renamed instead. Only the writer of a folder does so, while it holds the lock.
+    A damaged checkpoint of a later step is renamed instead. The caller has locked the folder.
     """
     for newest in checkpoints_in(folder):
         if step_of(newest) <= step_of(path):
@@ -435,19 +437,19 @@ def _check_newest(folder: Path, path: Path) -> None:
 
 
 def _damage(path: Path) -> str:
-    """Return the damage found in a checkpoint or its shards, "" for none."""
+    """Return a text about damage in a checkpoint or its shard files, "" for none found."""
     try:
         return _examined(path, read_checksummed(path))[1]
     except DamagedFile as error:
         return str(error)
-    except (OSError, ValueError):  # which says nothing about damage
+    except (OSError, ValueError):  # not readable now, or by this version: not known to be damaged
         return ""
 
 
 def _shapes(model: Mapping[str, Any], table: Sequence[Any]) -> dict[str, list[int]]:
-    """Return the shapes of the tensors in a model's state, by name, from a checkpoint.
+    """Return the shapes of the tensors in the model state `model` of a checkpoint, by name.
 
-    `table` describes the tensors in shards.
+    `table` describes the tensors in shard files; see `Divided`.
     """
     found = {name: list(x.shape) for name, x in model.items() if isinstance(x, Tensor)}
     return found | {name: list(table[n][0]) for name, n in numbered(model).items()}
@@ -456,8 +458,8 @@ def _shapes(model: Mapping[str, Any], table: Sequence[Any]) -> dict[str, list[in
 def _check_model(folder: Path, model: nn.Module, own: dict[str, list[int]]) -> None:
     """Raise `FileExistsError` if the newest checkpoint in the folder is of another model.
 
-    `own` has the shapes of the tensors of `model`. Buffers may come, go, or change shape, as
-    some are made or grow in forward passes. The elements of tensors are not read.
+    `own` has the shapes of the tensors of `model` by name. Buffers of `model` may be new, absent or
+    of other shapes, as forward passes may create or enlarge buffers. Elements are not compared.
     """
     for path in checkpoints_in(folder)[:1]:
         try:
@@ -496,7 +498,11 @@ def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_kinds(caller: str, parts: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for an argument, of a name in `parts`, that has no state of its kind."""
+    """Raise `TypeError` unless each argument in `parts`, by name, is None or has a state.
+
+    The state is in `state_dict` and `load_state_dict`, and for an optimizer in `param_groups` and
+    `state`. `caller` begins the message.
+    """
     for name, part in parts.items():
         needs = ["state_dict", "load_state_dict"]
         if name == "optimizer":
@@ -509,7 +515,7 @@ def _check_kinds(caller: str, parts: Mapping[str, Any]) -> None:
 
 
 def _class_of(part: Any) -> str:
-    """Return the name of the class of a scheduler or loader, with those of schedulers within it."""
+    """Return the class name of a scheduler or loader, with the names of its inner schedulers."""
     inner = ", ".join(map(_class_of, inner_schedulers(part)))
     return f"{type(part).__name__}({inner})" if inner else type(part).__name__
 
@@ -523,7 +529,7 @@ def _check_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def _see(shard: Path, checksum: str) -> None:
-    """Raise `OSError` or `DamagedFile` unless this rank can read the shard with this checksum."""
+    """Raise `OSError` if this rank cannot read a shard file, `DamagedFile` for another checksum."""
     try:
         check_written(shard, checksum)
     except FileNotFoundError:
@@ -533,15 +539,16 @@ def _see(shard: Path, checksum: str) -> None:
 def newest_whole(
     path: Path, missing_ok: bool, known: Mapping[Path, str]
 ) -> tuple[Path | None, bytes]:
-    """Return a checkpoint and its content: `path`, if it is a file, or the newest whole one in it.
+    """Return the path and content of `path`, or of the newest undamaged checkpoint in a folder.
 
-    Raises DamagedFile if all checkpoints are damaged, those that a writer has renamed for that
-    among them, and FileNotFoundError if there is none.
+    Warns of damaged checkpoints that are skipped. Raises DamagedFile if all checkpoints are
+    damaged, also if a writer has renamed the damaged ones, and FileNotFoundError if there is none.
 
     Parameters
     ----------
-    missing_ok: return None and no content for a folder without checkpoints.
-    known: checkpoints already found unusable, with the reason for each; they are skipped.
+    path: a file or a folder.
+    missing_ok: return None and b"" if there is no checkpoint.
+    known: checkpoints to skip, each with the damage found.
     """
     if path.is_file() and path not in known:
         return path, read_checksummed(path)
@@ -557,7 +564,7 @@ def newest_whole(
         except FileNotFoundError:
             if os.path.lexists(candidate):
                 raise
-            # A writer has removed it since, when it had saved a newer one.
+            # A writer has saved a newer checkpoint and removed this one since.
             return newest_whole(path, missing_ok, known)
         if complaints:
             warnings.warn(f"{'; '.join(complaints)}; continuing from {candidate}", stacklevel=6)
@@ -579,12 +586,12 @@ def newest_whole(
 def _examined(
     path: Path, content: bytes, first: int = 0, stride: int = 1
 ) -> tuple[dict[str, Any], str]:
-    """Return the state in a checkpoint, and the damage found in it or its shards, "" for none.
+    """Return the state in a checkpoint, and a text about damage, "" for none.
 
-    Of the shards, those with numbers from `first` on at distances of `stride` are read, so that
-    ranks can share them out. Raises OSError if a shard cannot be read now, or if this rank does not
-    see the file of the checkpoint: the checkpoint may be whole, so no older one must be loaded in
-    its place.
+    `content` is the content of the file `path`. Shard files number `first`, `first + stride`, ...
+    are read, so that each rank can check some of the files. Raises OSError if a shard file cannot
+    be read now, or if this rank does not see `path`: the checkpoint may be undamaged, so an older
+    checkpoint must not be loaded instead.
     """
     state: dict[str, Any] = {}
     try:
@@ -601,7 +608,10 @@ def _examined(
 
 
 def _unchanged(path: Path, content: bytes) -> bool:
-    """Return whether a checkpoint still has this content, and was not saved again or removed."""
+    """Return whether the file `path` still ends with the checksum of `content`.
+
+    False if the checkpoint was removed, or saved again with other content.
+    """
     try:
         check_written(path, hashlib.sha256(content).hexdigest())
     except (DamagedFile, FileNotFoundError):
@@ -610,12 +620,15 @@ def _unchanged(path: Path, content: bytes) -> bool:
 
 
 def _shard(path: Path, token: str, number: int) -> Path:
-    """Return the path of shard `number` of a checkpoint; each attempt to write it has a `token`."""
+    """Return the path of shard file `number` of the checkpoint `path`.
+
+    `token` is a random string for each attempt to write the checkpoint.
+    """
     return path.with_name(f"{path.stem}.{token}-{number}.shard")
 
 
 def _remove_shards(folder: Path, newest: Path, token: str) -> None:
-    """Remove shards without a checkpoint, and shards of `newest` other than those with `token`."""
+    """Remove shard files without a checkpoint, and those of `newest` that do not have `token`."""
     kept = {step_of(path) for path in checkpoints_in(folder)}
     for shard in folder.glob("checkpoint-*.shard"):
         match = _SHARDS.fullmatch(shard.name)
@@ -628,9 +641,10 @@ def _remove_shards(folder: Path, newest: Path, token: str) -> None:
 def _load_learned(
     path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Load the states of the model and the optimizer, from a checkpoint or from its shards.
+    """Load the states of the model and the optimizer from the checkpoint `path`.
 
-    `state` is the content of the checkpoint's own file.
+    `state` is the content of the file `path`; of a sharded checkpoint, this rank also reads shard
+    files. Raises DataError if the checkpoint is of another optimizer, or lacks its state.
     """
     learned = state["model"], {} if optimizer is None else _part(path, state, "optimizer")
     if optimizer is not None:
@@ -664,10 +678,10 @@ def _load_learned(
 
 
 def _state(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the dictionary in a checkpoint.
+    """Return the state in `content`, the content of the checkpoint `path`.
 
-    Raises ValueError if the content is none that this version can read, and DamagedFile if
-    torch.load refuses it with weights_only.
+    Raises ValueError if `content` is not a checkpoint that this version can read, and DamagedFile
+    if `content` cannot be loaded with weights_only.
     """
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -705,7 +719,7 @@ def _part(path: Path, state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return the class of an optimizer, and the names of the parameters in each of its groups."""
+    """Return the class name of an optimizer, and the parameter names of each parameter group."""
     inner: Any = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
         inner = inner.optimizer  # LARC and similar wrappers keep no state of their own
@@ -720,10 +734,10 @@ def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
 
 
 def _check_same(path: Path, name: str, saved: Any, own: Any, what: str = "class") -> None:
-    """Raise `DataError` if a part of a checkpoint, such as the scheduler, is not like one's own.
+    """Raise `DataError` if `saved`, a property in a checkpoint, is not `own`, the program's.
 
-    `what` names the property that `saved` and `own` are values of. `saved` is None if the
-    checkpoint has no such part.
+    `name` is the object with the property, such as "scheduler", and `what` the property, such as
+    "class". A value `saved` of None is not compared.
     """
     if saved not in (None, own):
         raise DataError(

@@ -1,4 +1,4 @@
-"""`Dataset`: samples of which each rank reads its own boxes, mini-batch by mini-batch."""
+"""`Dataset`: samples of which each rank reads its own blocks, mini-batch by mini-batch."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.memory_format import in_sample_format
 
 Batch: TypeAlias = Any
-"""One mini-batch: a DistTensor for samples of one field, a tuple for several; `HaloBlock`s where
-boxes have halos."""
+"""One mini-batch: a DistTensor, or a `HaloBlock` for a field with a halo; a tuple for several
+fields."""
 
 _TOO_MUCH = 2.0
-"""Warn where the ranks fetch at least this many times the bytes that they need of a sample."""
+"""The ratio of bytes fetched to bytes needed of a sample from which `Dataset` warns."""
 
 
 @dataclass
 class Blocks:
     """This rank's blocks of one mini-batch: for each field a tensor in host memory, and its box.
 
-    `rows` are a sample and a row of each of its fields, which all ranks have read to compare them.
+    `samples` are the sample numbers of the mini-batch on all ranks. `rows` has a sample number and
+    a row of each field of this sample, for ranks to compare; None for no comparison.
     """
 
     samples: list[int]
@@ -61,7 +62,7 @@ class Blocks:
 
 
 class Dataset:
-    """Samples of which each rank reads its own blocks. Opening it is collective.
+    """Samples of which each rank reads its own blocks. Creating a `Dataset` is collective.
 
     Parameters
     ----------
@@ -76,29 +77,31 @@ class Dataset:
         keys of a dictionary, or indices into items. All fields when neither is given.
     layout: the layout of mini-batches of the first field, or a dictionary of layouts by field; by
         default every dimension is partitioned over the axis of its own name. A field without a
-        layout is partitioned as the first one if it has as many dimensions, or its shape without
-        the channels (labels beside a volume); other fields (vectors, numbers) by samples only.
+        layout is partitioned like the first field if it has as many dimensions, or the first
+        field's shape without channels (labels of a volume); other fields over samples only.
     dtype: the type of the tensors: one for all floating-point fields, or a dictionary by field.
         torch's default for floating-point fields when not given; other fields keep their type.
     transform: a function `transform(block, box)` of this rank's block of a mini-batch, read and
-        converted, such as `Normalize`; several in a dictionary by field. It runs in a background
-        thread, and must commute with partitioning.
+        converted, such as `Normalize`; several in a dictionary by field. The function runs in a
+        background thread, and must commute with partitioning.
     check_finite: whether values that are not finite are an error, both as read and once converted.
     halo: the number of elements by which a block grows on both sides of each spatial dimension (of
         the first field: all dimensions after the channels). One number, one for each dimension,
-        or a dictionary of these by field. Fields with the first field's space then come as
-        `HaloBlock`s, plain tensors with elements of neighbours, in place of DistTensors.
+        or a dictionary by field. Fields with the first field's spatial extents are then
+        `HaloBlock`s, plain tensors with neighbouring elements, in place of DistTensors.
     halo_border: the halo beyond the sample: none ("clip"), zeros ("zeros"), or the elements at the
         other end of the sample ("periodic").
     augment: random changes of each sample, such as `Flip()` and `Noise(0.1)`, the same on any grid.
-        Elements are moved alike in all fields with the first field's space; values are changed
-        after `transform`.
+        Elements are moved alike in all fields with the first field's spatial extents; values are
+        changed after `transform`.
     augment_seed: the seed of the random numbers of `augment`, which also depend on the epoch and
         the sample.
-    cache: "memory", to keep the boxes of each sample on the ranks that read them first, and to send
-        them by messages if a later mini-batch has the sample elsewhere; or a folder on a disk of
-        each node, to keep them there. No sample is read twice then; the mini-batches are the same.
-    cache_limit: bytes that each rank may keep, checked before more is read. None for no limit.
+    cache: "memory" to keep the blocks of each sample on the ranks that first read the sample, and
+        to send the blocks if other ranks need the sample in a later mini-batch; or a folder on a
+        disk of each node, to keep the blocks in. No sample is then read twice; the mini-batches are
+        the same.
+    cache_limit: the largest number of bytes that each rank keeps, checked before reading. None for
+        no limit.
 
     Attributes
     ----------
@@ -107,8 +110,8 @@ class Dataset:
     bytes_read: bytes this rank has read so far, in the types of the source.
     bytes_fetched: bytes of all chunks of the source of which this rank has read any part.
     cache: the kept samples, or None; `cache.bytes_received` counts bytes from other ranks.
-    amplification: for each field, the bytes of chunks that all ranks fetch for a sample, over the
-        bytes that they need.
+    amplification: for each field, the bytes of chunks that all ranks fetch for a sample, divided by
+        the bytes that the ranks need.
 
     Raises
     ------
@@ -181,7 +184,7 @@ class Dataset:
 
     @property
     def on_grid(self) -> list[FieldOnGrid]:
-        """Return each field with its cuts, types and changes, in the order of a mini-batch."""
+        """Return all fields with partitioning and conversions, in the order of a mini-batch."""
         return list(self._fields.values())
 
     @property
@@ -190,15 +193,16 @@ class Dataset:
         return {name: own.source for name, own in self._fields.items()}
 
     def batch(self, samples: Sequence[int], epoch: int = 0) -> Batch:
-        """Read one mini-batch. Collective: all ranks ask for the same samples.
+        """Read and return one mini-batch. Collective: all ranks pass the same samples.
 
         Returns the fields in order, each a DistTensor of shape (len(samples), *shape of a sample),
         or a `HaloBlock`; no tuple if there is only one field. Raises DataError on every rank
-        if one cannot read its block.
+        if any rank cannot read its block.
 
         Parameters
         ----------
-        epoch: the epoch, which the random changes of samples depend on.
+        samples: the sample numbers, from 0.
+        epoch: the epoch, on which the random changes of samples depend.
 
         Examples
         --------
@@ -222,23 +226,23 @@ class Dataset:
         return self.assemble(blocks)
 
     def held(self, blocks: Blocks) -> list[Checked]:
-        """Return the tensors of a mini-batch, to compare those that several ranks hold whole."""
+        """Return this rank's block of each field with its name and axes, to compare replicas."""
         return [
             Checked(f"field {own.name!r}", block, cutting_axes(own.cuts))
             for own, block in zip(self.on_grid, blocks.tensors, strict=True)
         ]
 
     def rows(self, sample: int) -> tuple[int, list[Checked]]:
-        """Return a sample and a row of each of its fields, read from the sources."""
+        """Read the middle row of each field of `sample`; return `sample` and rows to compare."""
         return sample, [
             Checked(f"field {name!r} of sample {sample}", torch.from_numpy(own.middle_row(sample)))
             for name, own in self.fields.items()
         ]
 
     def compare_rows(self, sample: int, rows: list[Checked]) -> None:
-        """Raise DataError if ranks have read different rows of a sample. Collective.
+        """Raise DataError on every rank if the `rows` of a sample differ. Collective.
 
-        They may differ if a torch dataset changes samples at random.
+        Rows of a torch dataset that changes samples at random may differ.
         """
         if unequal(rows, self.grid):
             sources = self.fields.values()
@@ -248,15 +252,16 @@ class Dataset:
 
     @property
     def cut_over(self) -> list[tuple[str, ...]]:
-        """Return the axes over which fields are cut, each tuple once."""
+        """Return each distinct tuple of grid axes over which a field is partitioned."""
         return list(dict.fromkeys(cutting_axes(own.cuts) for own in self.on_grid))
 
     def exchange(
         self, samples: Sequence[int], epoch: int, arrivals: Arrivals, loaded: Loaded
     ) -> Arriving:
-        """Start to send a mini-batch from the ranks that keep its samples. Collective.
+        """Start to send a mini-batch from the ranks that cache its samples. Collective.
 
-        Returns a function that waits for the messages and returns this rank's elements.
+        Returns a function that waits for the messages and returns the elements that this rank
+        needs.
 
         Parameters
         ----------
@@ -268,9 +273,9 @@ class Dataset:
         return self.cache.start(prepare(self.on_grid, samples, epoch, self.grid))
 
     def read(self, samples: Sequence[int], epoch: int = 0) -> Blocks:
-        """Read this rank's blocks of a mini-batch. Not collective; any thread may call it."""
+        """Read this rank's blocks of a mini-batch. Not collective; any thread may call `read`."""
         values = prepare(self.on_grid, self.numbers(samples), epoch, self.grid)
-        # Sample by sample, as fields of one sample may have to be fetched together.
+        # Samples first, then fields: a torch dataset loads all fields of a sample at once.
         for place in range(len(samples)):
             for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
                 here = place - wanted.box.start[0]
@@ -280,9 +285,10 @@ class Dataset:
         return self.converted(values)
 
     def converted(self, values: Values) -> Blocks:
-        """Return this rank's elements of a mini-batch, as read, as tensors for the program.
+        """Convert this rank's elements of a mini-batch, as read, to tensors.
 
-        The tensors are transformed and augmented, and lie in pinned memory if the grid uses GPUs.
+        The tensors are transformed and augmented, and are in pinned memory if the grid uses GPUs.
+        Raises DataError for values that are not finite, with `check_finite`.
         """
         blocks = Blocks(values.samples)
         for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
@@ -301,9 +307,9 @@ class Dataset:
         return blocks
 
     def assemble(self, blocks: Blocks) -> Batch:
-        """Return DistTensors, or `HaloBlock`s, made of the blocks of one mini-batch.
+        """Return DistTensors, or `HaloBlock`s, on the grid's device from this rank's blocks.
 
-        All ranks call it for the same samples. No communication.
+        All ranks call `assemble` for the same mini-batch. No communication.
         """
         batch: list[Any] = []
         count, topology = len(blocks.samples), self.grid.topology
@@ -320,7 +326,8 @@ class Dataset:
     def numbers(self, samples: Sequence[int]) -> list[int]:
         """Return sample numbers as ints.
 
-        Raises TypeError unless all are whole, ValueError unless all are from 0 below `samples`.
+        Raises TypeError for values that are not whole numbers, and ValueError for numbers outside
+        0 to `len(dataset) - 1`.
         """
         numbers = whole_numbers(tuple(samples), "samples")
         wrong = [i for i in numbers if not 0 <= i < self.samples]
@@ -329,7 +336,7 @@ class Dataset:
         return list(numbers)
 
     def _read_view(self, source: Source, sample: int, view: View, out: NDArray[Any]) -> None:
-        """Read a view of a stored sample into `out`, one stored box after the other."""
+        """Read `view` of a stored sample into `out`, one box of the stored sample at a time."""
         for piece in view.pieces:
             if piece.source.shape == out.shape and view.straight and not any(piece.flips):
                 self._read_into(source, sample, piece.source, out)
@@ -355,7 +362,11 @@ class Dataset:
         return facts
 
     def _compare_chunks(self) -> dict[Field, float]:
-        """Return `amplification`, and warn on rank 0 if it is large for a field. Collective."""
+        """Return for each field the bytes fetched for a sample divided by the bytes needed.
+
+        Both are sums over all ranks. Warns on rank 0 about a field with a ratio of 2 or more.
+        Collective.
+        """
         grid = self.grid
         boxes = {
             name: own.stored_box(grid.topology, grid.rank) for name, own in self._fields.items()
@@ -398,9 +409,10 @@ def _fields_on_grid(
     halo: Any,
     border: str,
 ) -> dict[Field, FieldOnGrid]:
-    """Return the fields of a dataset as a grid reads them; the arguments are those of `Dataset`.
+    """Combine sources, partitioning and conversions to the fields of a dataset.
 
-    Raises ValueError if an augmentation changes values that are not floating-point.
+    The arguments are those of `Dataset`, with `transforms` by field. Raises ValueError if an
+    augmentation changes values that are not floating-point.
     """
     shapes = given_shapes(sources, augmentations)
     cuts = batch_cuts({name: shape for name, (shape, _) in shapes.items()}, layout, grid)
@@ -433,7 +445,10 @@ def _fields_on_grid(
 def _by_name(
     transform: Transform | Mapping[Any, Transform] | None, sources: Mapping[Field, Source]
 ) -> Mapping[Any, Transform]:
-    """Return the transform of each field, from `Dataset`'s argument: a dictionary or a function."""
+    """Return the transforms by field, from the argument `transform` of `Dataset`.
+
+    Raises ValueError for a single function if there are several fields.
+    """
     if not callable(transform):
         return transform or {}
     if len(sources) > 1:

@@ -39,24 +39,24 @@ _REMEDY = (
 def distribute(
     loader: Iterable[Any], grid: ProcessGrid, layout: Layout | Mapping[Any, Layout] | None = None
 ) -> DistributedLoader:
-    """Return the mini-batches of a loader as DistTensors. All ranks call it with equal loaders.
+    """Return the mini-batches of a loader as DistTensors. Collective, with equal loaders.
 
-    If a DataLoader draws the indices of its mini-batches, each rank loads only the samples of its
-    position on the `sample` axis, whole, and keeps its block. The indices are drawn from rank 0's
-    random numbers, so shuffling needs no seed. With any other iterable, such as a DataLoader on an
-    IterableDataset or one with an `__iter__` of its own, each rank goes through all mini-batches,
-    which must be equal. `Dataset` and `Loader` read no more than the box.
+    If a DataLoader draws the indices of its mini-batches, each rank loads only the samples at its
+    coordinate along the `sample` axis, and keeps its block of each sample. The indices are drawn
+    from rank 0's random numbers, so shuffling needs no seed. With any other iterable, such as a
+    DataLoader on an IterableDataset or with an overridden `__iter__`, each rank loads all
+    mini-batches, which must be equal. To read only the block of each rank, use `Dataset` and
+    `Loader`.
 
-    Mini-batches keep their form: dictionaries, tuples, named tuples and lists, nested at will,
-    whose tensors have the samples first. Other leaves, such as names, are the ones that this rank
-    loaded.
+    Mini-batches keep their structure: nested dictionaries, tuples, named tuples and lists of
+    tensors with the samples first. Other leaves, such as names, are those that this rank loaded.
 
     Parameters
     ----------
     loader: yields the mini-batches.
     grid: the process grid.
-    layout: the layout of the first tensor, or a dictionary by key or position, with tuples for
-        nested ones; see `Dataset`.
+    layout: the layout of the first tensor, or a dictionary of layouts by key or position, with
+        tuples of keys for nested tensors; see `Dataset`.
 
     Examples
     --------
@@ -74,8 +74,8 @@ def distribute(
 class DistributedLoader:
     """An iterable over the mini-batches of another loader as DistTensors; made by `distribute`.
 
-    All ranks go through each epoch together. A loop raises DataError on every rank if one cannot
-    load its samples, if ranks that share samples load different ones, or draw different indices.
+    Iterating is collective. A loop raises DataError on every rank if any rank cannot load its
+    samples, if ranks that share samples load different values, or if ranks draw different indices.
     Other attributes, such as `dataset`, `batch_size` and `sampler`, are those of the loader.
     """
 
@@ -97,14 +97,14 @@ class DistributedLoader:
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the loader, which raises ValueError for `batch_size` and others."""
+        """Set an attribute of the wrapped loader; a DataLoader raises ValueError for some names."""
         if self._owns(name):
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute of the loader."""
+        """Delete an attribute of the wrapped loader."""
         if self._owns(name):
             object.__delattr__(self, name)
         else:
@@ -119,32 +119,32 @@ class DistributedLoader:
 
     @property
     def epoch(self) -> int:
-        """Return the number of the current epoch, from 0; between loops, of the next one."""
+        """Return the number of the current epoch, from 0; between loops, of the next epoch."""
         return int(self._place["epoch"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch, behind the last mini-batch that the loop yielded.
+        """Return the position in the epoch, after the last mini-batch that the loop yielded.
 
-        After a loop that `break` has ended, this is the position in the epoch that was cut short.
-        It can be loaded on any grid; a checkpoint saves rank 0's.
+        After a loop that `break` has ended, the state is the position in the interrupted epoch. The
+        state can be loaded on any grid; a checkpoint saves the state of rank 0.
         """
         return dict(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop continue where `state_dict` was called, on this grid or another.
+        """Resume in the next loop where `state_dict` was called, on this grid or another.
 
         The loop draws the same indices again and skips finished mini-batches without loading them;
         an iterable that draws no indices is read from its beginning. The loop raises DataError if
-        its mini-batches are others than before.
+        its mini-batches differ from those of the saved run.
         """
         self._place = {name: state[name] for name in self._place}
         self._begun = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the next epoch, or the rest of one after `load_state_dict`.
+        """Return an iterator over the next epoch; after `load_state_dict`, over the rest of one.
 
-        Random numbers are drawn when torch's DataLoader draws them: the seed of the workers here,
-        and the indices with the first mini-batch, or here if there are workers.
+        Random numbers are drawn when torch's DataLoader draws them: the seed of the workers in
+        `__iter__`, and the indices with the first mini-batch, or in `__iter__` with workers.
         """
         if self._begun:
             self._place = _start_of(self.epoch + 1)
@@ -157,10 +157,11 @@ class DistributedLoader:
         return self._epoch(place, self._drawing(place, "random", begun))
 
     def _drawing(self, place: dict[str, Any], name: str, action: Callable[[], Result]) -> Result:
-        """Return the result of `action`, which draws from the random numbers in `place[name]`.
+        """Run `action` with random number generators in the states `place[name]`. Collective.
 
-        Collective. The entry is made of the current random numbers, rank 0's where ranks load only
-        their samples, unless a saved state had it.
+        If `place[name]` is None, it is set to the current states of this rank, or of rank 0 if each
+        rank loads only its own samples. Returns the result of `action`; raises DataError on every
+        rank if `action` raises on any rank.
         """
         generators = () if self._shares is None else self._shares.generators
         if place[name] is None:
@@ -176,14 +177,15 @@ class DistributedLoader:
         return together(self.grid, drawn)
 
     def _epoch(self, place: dict[str, Any], loading: _Loading) -> Iterator[Any]:
-        """Yield the mini-batches of an epoch, and record in `place` how many were yielded."""
+        """Yield the mini-batches of an epoch as DistTensors; count in `place`. Collective."""
         shares = self._shares
         self._drawing(place, "first", loading.look_ahead)
         axes = () if shares is None else shares.axes
         named = ((f"{batch.name} with {_text(batch.tensors)}", batch) for batch in loading.batches)
         for batch in in_step(self.grid, named, _REMEDY, partial(_held, axes), [axes]):
             self._yielded += 1
-            # Mini-batches 1, 2, 4, 8, ...: ranks that load other samples share none to compare.
+            # Ranks along the sample axis load different samples. So at mini-batches 1, 2, 4, ...
+            # all ranks also load a few common samples to compare.
             if shares is not None and not self._yielded & (self._yielded - 1):
                 self._check_dataset(shares, batch.spread)
             place["batch"] += 1
@@ -192,7 +194,7 @@ class DistributedLoader:
         self._place, self._begun = _start_of(self.epoch + 1), False
 
     def _assemble(self, batch: _MiniBatch) -> Any:
-        """Return a mini-batch with a DistTensor in place of each tensor that this rank loaded."""
+        """Return the content of a mini-batch with each loaded tensor replaced by a DistTensor."""
         axes = () if self._shares is None else self._shares.axes
         shapes = {name: tuple(x.shape[1:]) for name, x in batch.tensors.items()}
         made = {}
@@ -202,17 +204,17 @@ class DistributedLoader:
             box = rank_box(shape, cuts, self.grid.topology, self.grid.rank)
             if axes and cuts[0] != tuple(axis for axis in axes if self.grid.shape[axis] > 1):
                 _refuse_layouts({cuts[0], axes})
-            # Where samples are cut, this rank has loaded its own alone.
+            # If samples are partitioned, this rank has loaded only its own samples.
             first = slice(0, box.shape[0]) if axes else box.slices[0]
             mine = in_sample_format(own[(first, *box.slices[1:])], shape, cuts, self.grid)
             made[name] = DistTensor.from_local(mine, self.grid, Layout.of(cuts))
         return mapped(batch.content, lambda name, leaf: made.get(name, leaf))
 
     def _check_dataset(self, shares: _Shares, some: list[Any]) -> None:
-        """Raise DataError if ranks load different values of samples `some`. Collective.
+        """Raise DataError if ranks load different values of the samples `some`. Collective.
 
-        `some` are indices of a mini-batch. Samples that change at random each time they are loaded
-        may differ.
+        `some` are indices into the dataset. Samples that change at random with each load may
+        differ.
         """
         if shares.parts == 1 or self.grid.device.type == "meta":
             return
@@ -245,15 +247,15 @@ class DistributedLoader:
 
 @dataclass
 class _MiniBatch:
-    """One mini-batch as this rank loaded it: all of its samples, or this rank's alone.
+    """One mini-batch as this rank loaded it: all samples, or only the samples of this rank.
 
     Attributes
     ----------
     name: a text that identifies the samples of the mini-batch, for ranks to compare.
-    samples: the number of samples of the whole mini-batch; None if this rank loaded all of it.
+    samples: the global number of samples; None if this rank loaded all samples.
     content: the loaded object.
-    tensors: the tensors in it, by name.
-    spread: the indices of a few samples at equal distances, the first and the last among them.
+    tensors: the tensors in `content`, by name.
+    spread: the indices of up to 4 evenly spaced samples, with the first and the last.
     """
 
     name: str
@@ -265,10 +267,10 @@ class _MiniBatch:
 
 @dataclass
 class _Loading:
-    """The mini-batches of an epoch as they are loaded.
+    """An iterator over the mini-batches of an epoch, which are loaded on demand.
 
-    `look_ahead` is called once before the first, and draws the indices of samples, if they are not
-    drawn yet.
+    `look_ahead` is called once before the first mini-batch, to draw the first sample indices or to
+    skip finished mini-batches.
     """
 
     batches: Iterator[_MiniBatch]
@@ -280,8 +282,8 @@ class _Shares:
 
     Attributes
     ----------
-    axes: the grid axes over which samples are cut.
-    parts: the number of parts into which these axes cut samples.
+    axes: the grid axes over which samples are partitioned.
+    parts: the number of blocks of samples, which is the number of ranks along `axes`.
     generators: the random number generators that draw the indices of mini-batches.
     """
 
@@ -300,8 +302,8 @@ class _Shares:
     def begin(self, done: int, drawn: int) -> _Loading:
         """Start to load this rank's samples of each mini-batch after the first `done`.
 
-        `drawn` is the checksum of the names of the first `done` mini-batches in the saved state;
-        DataError is raised with the first mini-batch if these mini-batches are others now.
+        `drawn` is the checksum of the names of the first `done` mini-batches in the saved state.
+        With the first mini-batch, DataError is raised if the checksum is another one now.
         """
         self._sampler.begin(done, drawn, self._loader.persistent_workers)
         loading = iter(self._sharing)
@@ -309,9 +311,9 @@ class _Shares:
         return _Loading(self._loaded(loading, indices), indices.look_ahead)
 
     def load(self, batches: list[list[Any]]) -> Iterator[Any]:
-        """Return an iterator over mini-batches with the indices `batches`, to check their samples.
+        """Return an iterator that loads extra mini-batches with the sample indices `batches`.
 
-        The mini-batches of the loop are not affected.
+        The mini-batches of the current epoch are not affected.
         """
         workers = min(1, self._loader.num_workers)
         return iter(_like(self._loader, batches, workers, self._sampler.seeds))
@@ -329,13 +331,13 @@ class _Shares:
 class _ShareSampler:
     """A batch sampler that yields this rank's indices of each mini-batch of another batch sampler.
 
-    It must not refer to its DataLoader: torch waits 5 seconds for each persistent worker of a
-    DataLoader that the garbage collector finds.
+    The sampler must not refer to its DataLoader: torch waits 5 seconds for each persistent worker
+    of a DataLoader that the garbage collector finds.
 
     Attributes
     ----------
     seeds: the generator from which worker processes are seeded.
-    indices: the indices of the current loop.
+    indices: the iterator over this rank's indices in the current loop.
     """
 
     indices: _Indices
@@ -348,14 +350,14 @@ class _ShareSampler:
     def begin(self, done: int, drawn: int, persistent: bool) -> None:
         """Prepare the next loop, which skips the first `done` mini-batches.
 
-        `drawn` is the checksum of these mini-batches in the saved state, which the loop compares.
-        Workers are seeded again unless they are `persistent` and have been seeded.
+        `drawn` is the checksum of the names of the skipped mini-batches in the saved state, which
+        the loop checks. Workers are seeded again unless they are `persistent` and have been seeded.
         """
         self._done = done, drawn
         self._seeded = self._seeded and persistent
 
     def __iter__(self) -> _Indices:
-        # A DataLoader calls this, draws the seed of its workers, and then asks for indices.
+        # A DataLoader calls `__iter__`, draws the seed of its workers, and then requests indices.
         batches = map(_listed, self._drawing)
         if not self._seeded:
             self._seed_workers()
@@ -371,10 +373,10 @@ class _ShareSampler:
         return len(self._drawing)
 
     def _seed_workers(self) -> None:
-        """Draw the seed of this rank's workers, when a serial DataLoader would draw its own.
+        """Draw the seed of this rank's workers when a serial DataLoader would draw its seed.
 
-        Each part of the `sample` axis has a seed of its own, so that workers on ranks that share
-        samples change them alike. The first part has the serial program's seed.
+        Ranks that load the same samples have the same seed, so that their workers change samples
+        alike. Ranks with other samples have other seeds; the first block has the serial seed.
         """
         self._seeded = True
         self.seeds.set_state(self._own.get_state())
@@ -383,11 +385,11 @@ class _ShareSampler:
 
 
 class _Indices:
-    """An iterator over this rank's indices of each mini-batch; it records the indices of all ranks.
+    """An iterator over this rank's sample indices of each mini-batch, which records all indices.
 
     Attributes
     ----------
-    drawn: for each mini-batch that is being loaded, the indices of its samples on all ranks, and
+    drawn: for each mini-batch that is being loaded, the indices of its samples over all ranks, and
         the number of samples that this rank loads.
     """
 
@@ -397,7 +399,7 @@ class _Indices:
         self.drawn: deque[tuple[list[Any], int]] = deque()
 
     def look_ahead(self) -> None:
-        """Draw the indices of the first mini-batch now, unless a worker has drawn them already."""
+        """Draw the indices of the first mini-batch, unless the DataLoader has requested them."""
         if not self.drawn:
             self._next = list(islice(self._batches, 1))
 
@@ -407,25 +409,26 @@ class _Indices:
     def __next__(self) -> list[Any]:
         batch = self._next.pop() if self._next else next(self._batches)
         start, stop = block(len(batch), self._parts, self._part)
-        # A rank without samples loads one to know its shape.
+        # A rank without samples loads the first sample, for the shapes of its tensors.
         own = batch[start:stop] or batch[:1]
         self.drawn.append((batch, len(own)))
         return own
 
 
 def _start_of(epoch: int) -> dict[str, Any]:
-    """Return the `state_dict` of a loader at the start of an epoch, before numbers are drawn.
+    """Return the `state_dict` of a loader at the start of an epoch.
 
-    "random" and "first" are for the states of random numbers at `iter` and at the first mini-batch.
+    "random" and "first" are later set to the states of the random number generators at `__iter__`
+    and at the first mini-batch.
     """
     return {"epoch": epoch, "batch": 0, "drawn": 0, "random": None, "first": None}
 
 
 def _whole(loader: Iterable[Any], done: int, drawn: int) -> _Loading:
-    """Start to load the whole mini-batches that follow the first `done`.
+    """Start to load all samples of each mini-batch after the first `done`.
 
-    `drawn` is the checksum of the first `done` mini-batches when the state was saved; DataError is
-    raised with the first mini-batch if they have another checksum now.
+    `drawn` is the checksum of the names of the first `done` mini-batches in the saved state. With
+    the first mini-batch, DataError is raised if the checksum is another one now.
     """
     loading = iter(loader)
 
@@ -439,10 +442,10 @@ def _whole(loader: Iterable[Any], done: int, drawn: int) -> _Loading:
 
 
 def _skip(names: Iterator[str], done: int, drawn: int) -> None:
-    """Take the names of the first `done` mini-batches from an iterator.
+    """Skip the first `done` mini-batches of `names`, an iterator over names of mini-batches.
 
-    Raises DataError if there are fewer, or if their checksum is not `drawn`, that of the saved
-    state.
+    Raises DataError if there are fewer names, or if the checksum of the skipped names is not
+    `drawn`, the checksum in the saved state.
     """
     found = list(islice(names, done))
     if (len(found), reduce(_with_name, found, 0)) != (done, drawn):
@@ -458,7 +461,7 @@ def _with_name(number: int, name: str) -> int:
 
 
 def _draws_indices(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader takes its mini-batches from the indices of its batch sampler."""
+    """Return whether a loader selects its mini-batches by the indices of its batch sampler."""
     return (
         loader.batch_sampler is not None
         and not isinstance(loader.dataset, IterableDataset)
@@ -471,14 +474,14 @@ def _name(batch: list[Any]) -> str:
 
 
 def _listed(batch: Any) -> list[Any]:
-    """Return a mini-batch of a sampler (a list, tuple, tensor or array of indices) as a list."""
+    """Return the indices `batch` (a list, tuple, tensor or array) as a list."""
     return batch.tolist() if hasattr(batch, "tolist") else list(batch)
 
 
 def _like(
     loader: DataLoader[Any], batches: Any, workers: int, generator: torch.Generator
 ) -> DataLoader[Any]:
-    """Return a copy of a DataLoader that has other mini-batches, workers and random numbers.
+    """Return a copy of a DataLoader with other mini-batches, workers and random numbers.
 
     `batches` are the indices of each mini-batch, `workers` the number of worker processes, and
     `generator` the generator from which the workers are seeded.
@@ -499,7 +502,10 @@ def _like(
 
 
 def _sample_axes(layout: Layout | Mapping[Any, Layout] | None) -> tuple[str, ...]:
-    """Return the grid axes that cut samples; raise ValueError if they differ between layouts."""
+    """Return the grid axes over which samples are partitioned.
+
+    Raises ValueError if the axes differ between the layouts.
+    """
     if layout is None:
         return ("sample",)
     layouts = list(layout.values()) if isinstance(layout, Mapping) else [layout]
@@ -517,21 +523,22 @@ def _refuse_layouts(axes: set[tuple[str, ...]]) -> NoReturn:
 
 
 def _held(axes: tuple[str, ...], batch: _MiniBatch | dict[Any, Tensor]) -> list[Checked]:
-    """Return tensors to compare among the ranks with equal coordinates along `axes`."""
+    """Return the tensors of `batch`, to compare among ranks with equal coordinates on `axes`."""
     tensors = batch.tensors if isinstance(batch, _MiniBatch) else batch
     return [Checked(f"tensor {name!r}", x, axes) for name, x in tensors.items()]
 
 
 def _text(tensors: Mapping[Any, Tensor]) -> str:
-    """Describe tensors by name, shape of a sample, and type, in a text that ranks compare."""
+    """Return the names, sample shapes and types of tensors in a text, for ranks to compare."""
     return ", ".join(f"{name!r} of {(*x.shape[1:],)} {x.dtype}" for name, x in tensors.items())
 
 
 def _tensors(content: Any, count: int | None) -> dict[Any, Tensor]:
     """Return the tensors in a mini-batch by name; subclasses become plain tensors.
 
-    `count` is the number of samples that each must have; None for any number. Raises DataError for
-    a mini-batch without tensors, and for tensors that cannot be cut by samples.
+    `count` is the number of samples that each tensor must have; None for any number. Raises
+    DataError for a mini-batch without tensors, for tensors that cannot be partitioned over samples,
+    and for objects that hold tensors as attributes.
     """
     found: dict[Any, Tensor] = {}
     kinds = {}

@@ -1,9 +1,10 @@
 """Files that a crash never leaves half-written, with checksums that show later damage.
 
-A file is written under a fresh name beside its own, reaches the disk, and then takes its name in
-one step. A stop of the process or of the machine at any moment leaves the old file or the new one,
-whole. If a disk or a copy damages a file later, the checksum behind its content shows it. A file
-can be written in steps, too, so that an interrupted run continues after its last step.
+A new file is written under a temporary name in the same folder, flushed to the disk, and then
+renamed in one step. If the process or the machine stops at any moment, either the old file or the
+new file remains, complete. A checksum at the end of a file shows if a disk or a copy damages the
+file later. A file can also be written in steps, so that an interrupted run resumes after the last
+finished step.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from distconv.grid.interface import Grid
 
 _MARK = b"\nsha256 "
 _TRAILER = len(_MARK) + 2 * hashlib.sha256().digest_size + 1
-"""Bytes behind the content: the mark, the checksum in hexadecimal digits, and the end of a line.
-Readers of zip archives, torch.load among them, do not mind them."""
+"""The number of bytes appended to the content: the mark, the checksum in hexadecimal digits, and a
+newline. Readers of zip archives, such as torch.load, ignore the appended bytes."""
 
 
 _FRESH = re.compile(r"(.+)\.[0-9a-f]{16}\.partial")
-"""The names that `fresh_name` makes; the group is the final name."""
+"""Matches names that `fresh_name` makes; the group is the final name."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Arguments of the system call renameat2 of Linux."""
+"""Constants of the Linux system call renameat2: the working folder, and the flag to exchange."""
 
 
 class DamagedFile(ValueError):
@@ -45,17 +46,17 @@ class DamagedFile(ValueError):
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file in a `with` block, which replaces the file `path` at the end of the block.
+    """Open a new file in a `with` block, and replace the file `path` at the end of the block.
 
-    Within the block, the new file has a name in the same folder that cannot be guessed, so nobody
-    can have put a link there, and `path` is not changed. At the end of the block all bytes are on
+    Within the block `path` is unchanged. The new file has an unguessable name in the same folder,
+    so no other user can have created a link of this name. At the end of the block all bytes are on
     the disk. Any error in the block removes the new file. Raises OSError, naming `path`, if the
     folder cannot be written to or the disk is full.
     """
     partial = fresh_name(path)
     with writing_to(path):
         try:
-            # Mode "x" makes the file, or fails where the name is taken, be it by a link.
+            # Mode "x" creates the file, and fails if a file or link of this name exists.
             with open(partial, "x+b") as file:
                 yield file
                 file.flush()
@@ -67,23 +68,23 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Call `write` with a new file that replaces `path`; after an error `path` stays as it is."""
+    """Call `write` with a new file that then replaces `path`; an error leaves `path` unchanged."""
     with replacing(path) as file:
         write(file)
 
 
 def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> str:
-    """Write a file as `write_atomically` does, followed by the checksum of its content.
+    """Write a file that replaces `path`, append a checksum of the content, and return the checksum.
 
-    `write` gets an object with the methods `write` and `flush`, which is enough for torch.save.
-    Returns the checksum.
+    `write` is called with an object that has the methods `write` and `flush`, as torch.save needs.
+    After an error `path` is unchanged.
     """
     with replacing(path) as file:
         summing = _Summing(file)
         try:
             write(summing)  # type: ignore[arg-type]
         finally:
-            # Any error of `write`, such as a full disk or an interrupt, is the one to report.
+            # Report the file's own error, such as a full disk, instead of torch.save's.
             if summing.error is not None:
                 raise summing.error
         file.write(_trailer(summing.checksum))
@@ -91,11 +92,11 @@ def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> str:
 
 
 def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
-    """Return the content of a file that `write_checksummed` wrote, without the checksum.
+    """Return the content of a file written by `write_checksummed`, without the appended checksum.
 
-    `checksum` is the checksum that `write_checksummed` returned, if it is known. Raises
-    DamagedFile if the content is truncated or changed, or its checksum is not `checksum`. Raises
-    OSError if the file cannot be read.
+    `checksum` is the expected checksum; None to compare the content with the appended checksum
+    only. Raises DamagedFile if the content is truncated or changed, or its checksum is not
+    `checksum`. Raises OSError if the file cannot be read.
     """
     content, trailer = _read(path)
     if trailer != _trailer(hashlib.sha256(content).hexdigest()):
@@ -119,7 +120,10 @@ def _check_same(path: Path, trailer: bytes, checksum: str) -> None:
 
 
 def _read(path: Path, whole: bool = True) -> tuple[bytes, bytes]:
-    """Return the content of a file, b"" unless `whole`, and the checksum line at its end."""
+    """Return the content of a file, b"" unless `whole`, and the appended checksum line.
+
+    Raises DamagedFile if no checksum line is there, and OSError if the file cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             size = max(0, os.fstat(file.fileno()).st_size - _TRAILER)
@@ -144,10 +148,10 @@ def fresh_name(path: Path) -> Path:
 
 
 def remove_partial(folder: Path, names: str) -> None:
-    """Remove unfinished files and folders left by killed processes in a folder.
+    """Remove the unfinished files and folders that killed processes have left in `folder`.
 
-    `names` is a regular expression of their final names. A file that ends with `.partial`, but not
-    as `fresh_name` names files, belongs to another program and stays.
+    `names` is a regular expression of the final names. Only names that `fresh_name` makes are
+    removed: other files that end with `.partial` belong to other programs.
     """
     for partial in folder.glob("*.partial"):
         match = _FRESH.fullmatch(partial.name)
@@ -164,11 +168,12 @@ def remove(path: Path) -> None:
 
 
 def move_into_place(partial: Path, path: Path) -> None:
-    """Rename the complete file or folder `partial` to `path`, and bring the new name to the disk.
+    """Rename the complete file or folder `partial` to `path`, and flush the new name to the disk.
 
-    Anything at `path` is replaced in one step, and an old folder is removed afterwards. On systems
-    that cannot exchange two folders, the old folder is first renamed to a fresh name that ends with
-    `.partial`: a process that is killed between the two steps leaves both, and none at `path`.
+    An existing file or folder at `path` is replaced in one step, and an old folder is then removed.
+    On systems that cannot exchange two folders in one step, the old folder is first renamed to a
+    name from `fresh_name`: a process killed between the two steps leaves both folders under
+    temporary names, and nothing at `path`.
     """
     before = None
     if path.is_dir() and not path.is_symlink():
@@ -189,9 +194,9 @@ def move_into_place(partial: Path, path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders in one step; return False, and change nothing, on failure.
+    """Exchange the names of two folders in one step, and return whether this was possible.
 
-    Linux can do so, on most file systems.
+    Linux supports the exchange on most file systems. On failure nothing is changed.
     """
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
@@ -201,13 +206,16 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Bring the content of a file to the disk."""
+    """Flush the content of a file to the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 class _Summing:
-    """A writer that passes all bytes on to a file and computes their checksum."""
+    """A writer that writes all bytes to a file and computes their checksum.
+
+    `error` is the first exception that the file raised; later bytes are dropped.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -215,7 +223,7 @@ class _Summing:
         self.error: BaseException | None = None
 
     def write(self, data: bytes) -> int:
-        # torch.save replaces the errors of a file by its own.
+        # torch.save would replace an error of the file by an error of its own.
         if self.error is None:
             try:
                 self._file.write(data)
@@ -225,7 +233,7 @@ class _Summing:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: the whole file is flushed when it is complete."""
+        """Do nothing: the file is flushed once, when it is complete."""
 
     @property
     def checksum(self) -> str:
@@ -238,7 +246,7 @@ def _trailer(checksum: str) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's list of file names to the disk."""
+    """Flush the list of file names of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -258,7 +266,7 @@ def check_no_url(path: Path) -> None:
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Let errors of the operating system in a `with` block name `path` and a remedy."""
+    """Turn OSErrors of the operating system in a `with` block into errors that name `path`."""
     try:
         yield
     except OSError as error:
@@ -266,9 +274,9 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
-    """Return an error for a file to which `size` bytes cannot be written; it names a remedy.
+    """Return an OSError that says that `size` bytes cannot be written to `path`, with a remedy.
 
-    `error` is the error of the attempt to write.
+    `error` is the error of the operating system; `size` is None if unknown.
     """
     amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
     reason = " ".join(str(error.strerror or error).split())
@@ -280,7 +288,7 @@ def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
 
 
 def unseen(path: Path) -> FileNotFoundError:
-    """Return an error for a file or folder that another rank made and this rank cannot find."""
+    """Return the error for a path that another rank has created but this rank cannot see."""
     return FileNotFoundError(
         f"{path}: another rank has created it, but it is not visible on this rank; use a file "
         "system that all ranks share"
@@ -289,10 +297,10 @@ def unseen(path: Path) -> FileNotFoundError:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Lock a folder in a `with` block, so that no other process writes to it.
+    """Hold the lock of a folder in a `with` block, so that one job at a time writes to the folder.
 
-    Raises BlockingIOError if another process holds the lock. On file systems without locks nothing
-    is locked.
+    Raises BlockingIOError if another process holds the lock. On file systems without locks of
+    folders nothing is locked.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -308,8 +316,7 @@ def only_writer(folder: Path) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                # A forked process may hold the descriptor, too, so closing it here would not free
-                # the lock.
+                # Closing the descriptor would not free the lock if a forked process holds it, too.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
@@ -319,26 +326,26 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 class StepwiseFile:
-    """A file that all ranks write in steps, as a `with` block. Collective.
+    """A file that all ranks write in steps, in a `with` block. Collective.
 
-    The unfinished file has the final name with the suffix `.partial`. A file of notes beside it
-    says which steps are finished, and for which task. At the end of the block the file takes its
-    final name. If a step raises DataError, the message says where the finished steps are kept;
-    without any, nothing is kept.
+    The unfinished file has the final name with the suffix `.partial`. A JSON file in the same
+    folder records the finished steps and the task. At the end of the block the file is renamed to
+    the final name. If a step raises DataError, finished steps are kept and the message names the
+    unfinished file; if no step is finished, the unfinished file is removed.
 
     Parameters
     ----------
     path: the final name.
-    task: facts about the run by name; another run may continue if its facts are equal.
-    create: makes the unfinished file; returns values for `state`. Called on rank 0.
-    finish: gives the complete file its final name. Called on rank 0.
+    task: facts about the run by name; a later run resumes if its facts are equal.
+    create: creates the unfinished file; returns values for `state`. Called on rank 0.
+    finish: renames the complete file to the final name. Called on rank 0.
     restart: whether to discard the steps of an earlier run.
 
     Attributes
     ----------
     partial: the unfinished file.
-    state: the values from `create`, "finished": the number of finished steps, and what `keep`
-        added; equal on all ranks.
+    state: the values from `create`, the values passed to `keep`, and "finished": the number of
+        finished steps; equal on all ranks.
 
     Raises DataError on every rank if an earlier run with another task is unfinished.
     """
@@ -389,7 +396,10 @@ class StepwiseFile:
         return state | {"continued": False}
 
     def keep(self, **values: Any) -> None:
-        """Note that `finished` steps, and other values, are on the disk. Collective."""
+        """Record that steps are on the disk, by new `values` of `state`. Collective.
+
+        Pass `finished=n` for the number of finished steps.
+        """
         self.state.update(values)
         self._kept = True
         on_rank_zero(self._grid, writing_to(self._path)(lambda: self._write(self.state)))
@@ -421,7 +431,7 @@ class StepwiseFile:
             except DataError as failure:
                 error = failure
         if not isinstance(error, DataError):
-            return  # one rank alone may be here, and an interrupted run may continue
+            return  # other errors may be those of one rank; a later run resumes
         if not self._kept:
             on_rank_zero(self._grid, writing_to(self._path)(self._remove))
             raise error

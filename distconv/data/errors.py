@@ -1,4 +1,4 @@
-"""Failing together: an error on one rank is raised on all ranks, with the same message."""
+"""Errors of one rank that are raised on all ranks, with the same message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 _PIECE = 2**28
-"""Bytes of each message of a large content."""
+"""The most bytes of a message; larger contents are sent in several messages."""
 
 
 class DataError(RuntimeError):
@@ -58,7 +58,7 @@ def together(grid: Grid, action: Callable[[], Result]) -> Result:
 
 
 def on_rank_zero(grid: Grid, action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0 alone and give its result to every rank of `grid`. Collective.
+    """Run `action` on rank 0 alone and return its result on every rank of `grid`. Collective.
 
     Raises
     ------
@@ -90,14 +90,14 @@ def bytes_of_rank_zero(grid: Grid, content: bytes) -> bytes:
 
 
 def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
-    """Raise unless all ranks of `grid` pass equal `facts`. Collective.
+    """Raise DataError unless all ranks of `grid` pass equal `facts`. Collective.
 
     Parameters
     ----------
-    facts: texts by name; a rank may lack some names of other ranks.
+    facts: texts by name; a name that only some ranks pass is a difference.
     remedy: the last sentence of the error message: what the user should do.
 
-    Raises DataError on every rank, with the values that differ and the ranks that have them.
+    The message, on every rank, names the values that differ and the ranks that pass each value.
     """
     complaints = differences(grid.all_gather_object(dict(facts)))
     if complaints:
@@ -107,15 +107,13 @@ def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
 def check_call(
     caller: str, grid: Grid, place: str | os.PathLike[str], arguments: Mapping[str, Any]
 ) -> None:
-    """Raise unless all ranks of `grid` pass equal arguments to a function. Collective.
+    """Raise DataError unless all ranks of `grid` call a function with equal arguments. Collective.
 
     Parameters
     ----------
     caller: the name of the function.
-    place: its argument that is a path; compared as an absolute path.
-    arguments: the other arguments, by name; their texts are compared.
-
-    Raises DataError on every rank, if the arguments differ.
+    place: the argument that is a path; ranks compare absolute paths.
+    arguments: the other arguments, by name; ranks compare the values of `repr`.
     """
     known = isinstance(place, str | os.PathLike)
     facts = {"the path": os.path.abspath(place) if known else repr(place)}
@@ -130,20 +128,21 @@ def in_step(
     held: Callable[[Item], Sequence[Checked]] = lambda item: (),
     axes: Collection[tuple[str, ...]] = (),
 ) -> Generator[Item, None, None]:
-    """Yield the items of this rank while all ranks have items of equal names. Collective.
+    """Yield this rank's items, and check that all ranks are at the same item. Collective.
 
-    `items` yields pairs of a name and an item, which is any value of this rank. Each step compares
-    the names, and the checksums of tensors that should be alike, by reductions of a few bytes. The
-    iteration ends when the items of all ranks end.
+    At each step the ranks compare the names of their items, and the checksums of tensors that
+    should be equal, by all-reduces of a few bytes. The iteration ends when the items of all ranks
+    end.
 
     Parameters
     ----------
+    items: yields pairs of a name and an item; the item is any value of this rank.
     remedy: the end of the error message.
-    held: returns tensors of an item, of the same names on all ranks.
-    axes: the axes over which the tensors are cut, each tuple once; the same on all ranks.
+    held: returns the tensors of an item to compare, of the same names on all ranks.
+    axes: each distinct tuple of axes over which tensors are partitioned; the same on all ranks.
 
     Raises DataError on every rank, if names or tensors differ, if some ranks have items left and
-    others have none, or if making an item raised on any rank.
+    others have none, or if `items` raised on any rank.
     """
     with closing(items):
         for place in count(1):
@@ -167,9 +166,10 @@ def in_step(
 def _replicas_agree(
     grid: Grid, axes: Collection[tuple[str, ...]], tensors: Sequence[Checked]
 ) -> bool:
-    """Return whether the ranks that hold the same blocks as this one have equal checksums of them.
+    """Return whether replicas of this rank's tensors on other ranks have equal checksums.
 
-    Collective. `axes` are the axes of all `tensors`; a rank without tensors agrees with none.
+    Collective. `axes` has each distinct tuple of grid axes over which tensors are partitioned, the
+    same on all ranks. A rank without tensors compares the checksum 0.
     """
     alike = True
     for own in axes:
@@ -187,7 +187,7 @@ def _replicas_agree(
 
 
 def check_replicas(grid: Grid, tensors: Sequence[Checked]) -> None:
-    """Raise DataError on every rank if ranks that should hold equal tensors do not. Collective."""
+    """Raise DataError on every rank if replicas of one of `tensors` differ. Collective."""
     found = unequal(tensors, grid) if grid.journal.compares_on(grid.device) else None
     if found:
         raise DataError(
@@ -200,10 +200,10 @@ def check_replicas(grid: Grid, tensors: Sequence[Checked]) -> None:
 def _tell_apart(
     grid: Grid, place: int, name: str | None, error: Exception | None, remedy: str
 ) -> None:
-    """Raise a `DataError` that says how item `place` differs between the ranks. Collective.
+    """Raise `DataError` on every rank if making item number `place` failed, or its names differ.
 
-    `name` is the name of this rank's item, None if it has no item left; `error` is the exception
-    raised by making the item, if any; `remedy` ends the error message.
+    Collective. `name` is the name of this rank's item, None if this rank has no item left; `error`
+    is the exception raised while making the item, if any; `remedy` ends the error message.
     """
 
     def fail() -> None:
@@ -218,7 +218,8 @@ def _tell_apart(
 def _in_one_line(error: Exception) -> str:
     """Return the message of an exception in one line, for the other ranks.
 
-    The name of its type stands in front, unless it is an OSError, ValueError or DataError.
+    The line begins with the type of the exception, except for OSError, ValueError and DataError
+    with a message.
     """
     text = " ".join(str(error).split())
     plain = isinstance(error, OSError | ValueError | DataError) and text

@@ -1,4 +1,4 @@
-"""One field of the samples on a grid: the boxes that ranks read, and the conversion of values."""
+"""One field of the samples on a grid: the boxes that ranks read, and the conversion to tensors."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from distconv.grid.interface import Grid
 from distconv.tensor.redistribution import cuts_of_layout
 
 Transform: TypeAlias = Callable[[Tensor, Box], Tensor]
-"""A function of a block of a mini-batch and its box, which returns a block of the same shape."""
+"""A function `transform(block, box)` of a block of a mini-batch and its indices, which returns a
+block of the same shape."""
 
 Name = TypeVar("Name")
 
 BORDERS = ("clip", "zeros", "periodic")
 
 _WIDER = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
-"""Signed types for numpy's unsigned ones, for which torch has few operators."""
+"""Signed torch types for numpy's unsigned types, for which torch has few operators."""
 
 
 @dataclass(frozen=True)
 class HaloBlock:
-    """A rank's block of a mini-batch and a halo of its neighbours' elements, in a plain tensor.
+    """A rank's block of a mini-batch with a halo of neighbouring elements, in a plain tensor.
 
     Attributes
     ----------
-    local: the elements, on the device of the grid.
+    local: the elements of block and halo, on the device of the grid.
     box: the indices of `local` in the mini-batch. Elements with indices outside the mini-batch are
         zeros, or come from its other end.
-    own: the box of the rank's block alone, without the halo.
-    shape: the shape of the mini-batch.
+    own: the indices of the rank's block, without the halo, in the mini-batch.
+    shape: the global shape of the mini-batch.
 
     Examples
     --------
@@ -73,8 +74,8 @@ class HaloBlock:
 class Wanted:
     """The elements that a rank needs of one field of a mini-batch.
 
-    `box` is the box of these elements in the mini-batch, halos included. `samples` are the numbers
-    of the samples in this box, and `views` the stored elements to read of each sample.
+    `box` has their indices in the mini-batch, halos included. `samples` are the sample numbers in
+    `box`, and `views` has for each sample the positions of the stored elements to read.
     """
 
     box: Box
@@ -88,9 +89,10 @@ class Values:
 
     Attributes
     ----------
-    samples: the numbers of all samples of the mini-batch.
-    wanted: for each field, the elements needed.
-    arrays: for each field, an array of the shape of the box in `wanted`.
+    samples: the sample numbers of the mini-batch, on all ranks.
+    wanted: for each field, the elements that this rank needs.
+    epoch: the epoch, on which random changes of samples depend.
+    arrays: for each field, an array of shape `wanted.box.shape` that holds the elements.
     """
 
     samples: list[int]
@@ -101,14 +103,16 @@ class Values:
 
 @dataclass(frozen=True)
 class FieldOnGrid:
-    """One field of the samples, with its source, its cuts on the grid, and its conversions.
+    """One field of the samples, with its source, its partitioning, and its conversions.
 
     Attributes
     ----------
-    number: its position among the fields.
-    name: its name in the program.
+    number: the position of the field among the fields.
+    name: the name of the field in the program.
+    cuts: for each dimension of a mini-batch, the grid axes over which the dimension is partitioned.
+    dtype: the type of the tensors.
     shape: the shape of a sample after augmentation.
-    space: the number of spatial dimensions, the last ones, that it shares with the first field.
+    space: the number of trailing spatial dimensions shared with the first field; 0 for none.
     halo: the width of the halo in each dimension of a sample; empty for DistTensors.
     border: the kind of halo beyond the sample; see `Dataset`.
     augmentations: all random changes of samples.
@@ -130,20 +134,23 @@ class FieldOnGrid:
 
     @property
     def moves(self) -> bool:
-        """Return whether a rank may have to read elements outside its box of the stored sample."""
+        """Return whether a rank may need elements outside its block of the stored sample."""
         moved = any(isinstance(one, Move) for one in self.augmentations.chosen)
         return bool(self.halo or (self.space and moved))
 
     def box(self, samples: int, topology: Topology, rank: int) -> Box:
-        """Return the box of a rank, without halo, in a mini-batch of `samples` samples."""
+        """Return the indices of the block of `rank`, without halo, in a mini-batch of `samples`."""
         return rank_box((samples, *self.shape), self.cuts, topology, rank)
 
     def stored_box(self, topology: Topology, rank: int) -> Box:
-        """Return the box of a rank in a stored sample, without halo and before any augmentation."""
+        """Return the indices of the block of `rank` in a stored sample, without halo."""
         return rank_box(self.source.shape, self.cuts[1:], topology, rank)
 
     def wanted(self, samples: Sequence[int], epoch: int, topology: Topology, rank: int) -> Wanted:
-        """Return the elements of a mini-batch that a rank needs. No communication."""
+        """Return the elements of a mini-batch that `rank` needs. No communication.
+
+        `samples` are the sample numbers of the mini-batch, on all ranks.
+        """
         own = self.box(len(samples), topology, rank)
         box, in_sample = own, Box(own.start[1:], own.stop[1:])
         if self.halo and in_sample.size:
@@ -169,13 +176,17 @@ class FieldOnGrid:
         return Wanted(box, mine, views)
 
     def empty(self, wanted: Wanted) -> NDArray[Any]:
-        """Return an uninitialized array for `wanted`; zeros if elements lie outside the samples."""
+        """Return an array to read `wanted` into, zeroed if elements lie outside the samples."""
         if any(view.filled for view in wanted.views):
             return np.zeros(wanted.box.shape, self.source.dtype)
         return np.empty(wanted.box.shape, self.source.dtype)
 
     def converted(self, values: NDArray[Any], wanted: Wanted, epoch: int) -> Tensor:
-        """Return values of the source as a tensor for the program, transformed and augmented."""
+        """Convert `values`, as read from the source, to `dtype`; transform and augment the tensor.
+
+        Raises ValueError for values that `dtype` cannot hold, and for a transform that changes the
+        shape.
+        """
         if not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == torch.bool):
             check_range(values, str(self.dtype).removeprefix("torch."), self.source.name)
         if values.dtype.name in _WIDER:
@@ -213,7 +224,8 @@ class FieldOnGrid:
     def check_finite(self, finite: Any, wanted: Wanted, where: str = "") -> None:
         """Raise `DataError`, with the sample numbers, if an element of `finite` is False.
 
-        `finite` says for each element of `wanted` whether it is finite; `where` ends the message.
+        `finite` is a boolean array or tensor over the elements of `wanted`; `where` ends the
+        message.
         """
         if not finite.all():
             bad = [i for i, one in zip(wanted.samples, finite, strict=True) if not one.all()]
@@ -225,16 +237,20 @@ class FieldOnGrid:
 def prepare(
     fields: Sequence[FieldOnGrid], samples: Sequence[int], epoch: int, grid: Grid
 ) -> Values:
-    """Return the elements of a mini-batch that this rank needs, with arrays still to be filled."""
+    """Find the elements of a mini-batch that this rank needs, and allocate arrays for them.
+
+    `samples` are the sample numbers of the mini-batch. No communication.
+    """
     wanted = [own.wanted(samples, epoch, grid.topology, grid.rank) for own in fields]
     arrays = [own.empty(share) for own, share in zip(fields, wanted, strict=True)]
     return Values(list(map(int, samples)), epoch, wanted, arrays)
 
 
 def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
-    """Return the type of a field's tensors; `dtype` is the user's argument of `Dataset`.
+    """Return the torch type of the tensors of field `name`.
 
-    `own` is the source of the field, and `name` its name.
+    `own` is the source of the field, and `dtype` the argument of `Dataset`. Raises TypeError for an
+    argument that is not a torch type, or a real type for complex values.
     """
     chosen = dtype.get(name) if isinstance(dtype, Mapping) else dtype
     if chosen is not None and (own.dtype.kind == "f" or isinstance(dtype, Mapping)):
@@ -256,16 +272,17 @@ def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
 def batch_cuts(
     shapes: Mapping[Name, tuple[int, ...]], layout: Layout | Mapping[Any, Layout] | None, grid: Grid
 ) -> dict[Name, Cuts]:
-    """Return the cuts of each field of a mini-batch, samples first.
+    """Return for each field of a mini-batch the grid axes that partition each dimension.
 
-    A field without a layout is cut as the first one if it has as many dimensions, or if it has the
-    first field's shape without the channels; other fields are cut by samples only.
+    The first dimension is that of the samples. A field without a layout is partitioned like the
+    first field if both have equally many dimensions, or if the shape is the first field's without
+    channels; other fields are partitioned over samples only.
 
     Parameters
     ----------
     shapes: the shape of one sample of each field, without the dimension of samples.
     layout: the layout of the first field, or a dictionary of layouts by field; by default every
-        dimension is cut over the axis of its own name.
+        dimension is partitioned over the axis of its own name.
 
     Raises ValueError for names that are no fields, and dimensions that a field does not have.
     """
@@ -290,7 +307,7 @@ def batch_cuts(
 
 
 def check_names(names: Mapping[Any, object], **choices: Any) -> None:
-    """Raise `ValueError` if one of the arguments `choices` has a key that is not in `names`."""
+    """Raise `ValueError` if a dictionary among the arguments `choices` has a key not in `names`."""
     for argument, choice in choices.items():
         unknown = set(choice) - set(names) if isinstance(choice, Mapping) else set()
         if unknown:
@@ -303,10 +320,11 @@ def check_names(names: Mapping[Any, object], **choices: Any) -> None:
 def given_shapes(
     sources: Mapping[Field, Source], augmentations: Augmentations
 ) -> dict[Field, tuple[tuple[int, ...], int]]:
-    """Return each field's shape after augmentation, and its number of spatial dimensions.
+    """Return each field's sample shape after augmentation, and its number of spatial dimensions.
 
-    Only spatial dimensions that the field shares with the first field count. `sources` are the
-    fields as they are stored.
+    Spatial dimensions are the trailing dimensions that have the first field's spatial extents; the
+    number is 0 for a field without them. `sources` are the stored fields. Raises ValueError if a
+    move of `augmentations` does not fit the samples.
     """
     space = next(iter(sources.values())).shape[1:]
     resulting = augmentations.resulting(space)
@@ -321,11 +339,12 @@ def given_shapes(
 def halo_of(
     name: Field, source: Source, shape: tuple[int, ...], space: int, halo: Any, border: str
 ) -> tuple[int, ...]:
-    """Return the `halo` of a field, given the user's arguments `halo` and `border` of `Dataset`.
+    """Return the width of the halo in each dimension of a sample of field `name`; () for no halo.
 
-    The result has the width of the halo in each dimension of a sample; it is empty for no halo.
-    Raises ValueError for a halo of a field that does not share the first field's spatial
-    dimensions, and for a periodic halo larger than a sample.
+    `shape` is the shape of a sample, whose last `space` dimensions are spatial. `halo` and `border`
+    are the arguments `halo` and `halo_border` of `Dataset`. Raises ValueError for a halo of a field
+    that does not share the first field's spatial dimensions, a wrong number of widths, an unknown
+    border, and a periodic halo larger than a sample.
     """
     asked = halo if space else None
     if isinstance(halo, Mapping):

@@ -1,4 +1,4 @@
-"""`Loader`: mini-batches as DistTensors; a background thread reads the next during a step."""
+"""`Loader`: mini-batches as DistTensors, read ahead by a background thread."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def prefetched(
 ) -> Generator[Item, None, None]:
     """Yield `read(request)` for every request in order; one background thread calls `read`.
 
-    At most `ahead` results wait to be yielded. An exception of `read` is raised in the place of its
-    result. The thread ends with the iteration, even if the caller stops early.
+    The thread reads at most `ahead` results before they are requested. An exception of `read` is
+    raised instead of its result. The thread ends with the iteration, even if the caller stops
+    early.
     """
     background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     waiting: deque[Future[Item]] = deque()
@@ -44,12 +45,12 @@ def prefetched(
 
 @dataclass(frozen=True)
 class Traffic:
-    """A rank's bytes read and received, and its seconds of waiting, from `Loader.traffic`.
+    """The bytes that a rank has read and received, and the seconds it has waited for samples.
 
     Attributes
     ----------
     bytes_read: bytes of the blocks of this rank, in the types of the source.
-    bytes_fetched: bytes of all chunks that these blocks touch, each whole.
+    bytes_fetched: bytes of all chunks that intersect the blocks of this rank.
     seconds_waited: seconds that the program waited for samples.
     bytes_received: bytes of samples that other ranks sent from their caches.
 
@@ -82,20 +83,20 @@ class Traffic:
 class Loader:
     """The mini-batches of a dataset, epoch by epoch. Collective, with the same arguments.
 
-    Each `for` loop goes through the next epoch. Mini-batches are the same on any grid. A background
-    thread reads ahead.
+    Each `for` loop iterates over the next epoch. Mini-batches are the same on any grid. A
+    background thread reads ahead.
 
     Parameters
     ----------
     dataset: the samples.
     batch_size: samples of a mini-batch, over all ranks.
-    shuffle: whether each epoch has an order of its own.
+    shuffle: whether each epoch has a random order of samples.
     drop_last: whether samples that do not fill a mini-batch are left out of the epoch. Otherwise
-        the last mini-batch is smaller, and some ranks may have no samples of it.
+        the last mini-batch is smaller, and some ranks may hold no samples of it.
     seed: the seed of the shuffling.
     batch_sampler: a `Sampler`, or the sample numbers of each mini-batch, in place of `batch_size`,
         `shuffle`, `drop_last` and `seed`.
-    ahead: the number of mini-batches that are read before they are asked for.
+    ahead: the number of mini-batches that are read before the loop requests them.
 
     Attributes
     ----------
@@ -166,9 +167,9 @@ class Loader:
 
     @property
     def traffic(self) -> Traffic:
-        """Return the cost of reading on this rank so far.
+        """Return the bytes that this rank has read and received, and the seconds it has waited.
 
-        Bytes are counted over all loaders of the dataset, seconds in this loader alone.
+        Bytes are counted over all loaders of the dataset, seconds in this loader only.
         """
         data = self.dataset
         received = 0 if data.cache is None else data.cache.bytes_received
@@ -176,7 +177,7 @@ class Loader:
 
     @property
     def batch_size(self) -> int | None:
-        """Return the samples of a mini-batch over all ranks; None if they were given one by one."""
+        """Return the samples per mini-batch over all ranks; None for given mini-batches."""
         sampler = self.batch_sampler
         return sampler.batch_size if isinstance(sampler, Sampler) else None
 
@@ -185,7 +186,7 @@ class Loader:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return an iterator over the next epoch, or the rest of one after `load_state_dict`."""
+        """Return an iterator over the next epoch; after `load_state_dict`, over the rest of one."""
         if self._begun:
             self._epoch, self._batch = self._epoch + 1, 0
         self._epoch, self._batch = self._position()
@@ -193,10 +194,10 @@ class Loader:
         return self._batches(self.batch_sampler.batches(self._epoch)[self._batch :])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the place in it, behind the last mini-batch that a loop yielded.
+        """Return the epoch, and the number of its mini-batches that a loop has yielded.
 
-        After a loop that `break` has ended, this is the position in the interrupted epoch. It
-        is the same on all ranks, and can be loaded on any grid.
+        After a loop that `break` has ended, the state is the position in the interrupted epoch. The
+        state is the same on all ranks, and can be loaded on any grid.
 
         Examples
         --------
@@ -214,7 +215,7 @@ class Loader:
         return {"epoch": epoch, "batch": batch, "sampler": self.batch_sampler.description()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop continue where `state_dict` was called, on this grid or another.
+        """Resume in the next loop where `state_dict` was called, on this grid or another.
 
         Raises ValueError if the state is of a loader with other mini-batches. No communication.
         """
@@ -229,7 +230,7 @@ class Loader:
         self._epoch, self._batch, self._begun = int(state["epoch"]), int(state["batch"]), False
 
     def _position(self) -> tuple[int, int]:
-        """Return the epoch of the next mini-batch, and the number of the mini-batch in it."""
+        """Return the epoch of the next mini-batch, and its index in the epoch, both from 0."""
         if self._batch < len(self) or not len(self):
             return self._epoch, self._batch
         return self._epoch + 1, 0
@@ -244,7 +245,7 @@ class Loader:
             yield data.assemble(blocks)
 
     def _timed(self, batches: list[list[int]]) -> Generator[tuple[str, Blocks], None, None]:
-        """Yield each mini-batch's name and this rank's blocks, and add up the time of waiting."""
+        """Yield the name of each mini-batch and this rank's blocks, and count the time waited."""
         with ExitStack() as closed:
             reading = self._reading(batches, closed)
             while True:
@@ -262,14 +263,15 @@ class Loader:
     ) -> Generator[Blocks, None, None]:
         """Return an iterator over this rank's blocks of the mini-batches, read ahead by a thread.
 
-        The context `closed` ends the thread.
+        The thread ends when the exit stack `closed` is closed.
         """
         data, epoch = self.dataset, self._epoch
 
         def read(numbered: tuple[int, list[int]]) -> Blocks:
             number, samples = numbered
             blocks = data.read(samples, epoch)
-            # Mini-batches 1, 2, 4, 8, ...: ranks that read other samples share none to compare.
+            # Ranks along the sample axis read different samples. So at mini-batches 1, 2, 4, ...
+            # all ranks also read rows of one common sample to compare.
             if data.grid.journal.compares and samples and not number & (number - 1):
                 blocks.rows = data.rows(samples[number.bit_length() % len(samples)])
             return blocks
@@ -284,10 +286,10 @@ class Loader:
     def _exchanged(
         self, cache: Cache, batches: list[list[int]], epoch: int
     ) -> Generator[Values, None, None]:
-        """Yield this rank's values of each mini-batch, received from the ranks that keep them.
+        """Yield the elements that this rank needs of each mini-batch, from the caches of all ranks.
 
-        A background thread reads samples that no rank keeps yet. The calling thread exchanges the
-        messages: it starts those of the next mini-batch before it waits for those of this one.
+        Collective. A background thread reads samples that no rank caches yet. The calling thread
+        starts the messages of the next mini-batch before it waits for the messages of this one.
         """
         sampler = self.batch_sampler
         others = range(sampler.samples) if isinstance(sampler, Sampler) else ()

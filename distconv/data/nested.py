@@ -1,4 +1,4 @@
-"""Mini-batches as loaders yield them: tensors in dictionaries, tuples and lists, nested at will."""
+"""Mini-batches as nested dictionaries, tuples and lists of tensors: replacing the leaves."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 
 def mapped(content: Any, change: Callable[[Any, Any], Any], path: tuple[Any, ...] = ()) -> Any:
-    """Return `content` in the same form, with `change(name, leaf)` in place of each leaf.
+    """Return a copy of the nested containers `content` with each leaf replaced.
 
-    The name of a leaf is its key or position, a tuple of them if it is nested, and 0 if
-    `content` is itself the leaf. A mapping that cannot be changed becomes a dictionary.
+    A leaf becomes `change(name, leaf)`. The name is the key or position of the leaf, a tuple of
+    keys and positions for a leaf in nested containers, and 0 if `content` is itself the leaf. An
+    immutable mapping becomes a dictionary. `path` is the name of `content` in recursive calls.
     """
     if isinstance(content, Mapping):
         made = {key: mapped(value, change, (*path, key)) for key, value in content.items()}
         if type(content) is dict or not isinstance(content, MutableMapping):
             return made
-        # A subclass may need other arguments than a dictionary.
+        # The constructor of a subclass may not accept a dictionary.
         like = copy(content)
         like.update(made)
         return like

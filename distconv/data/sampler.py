@@ -11,20 +11,20 @@ from zlib import crc32
 import numpy as np
 import torch
 
-# The states of the random numbers of torch, numpy and Python, as plain values.
+# The states of the random number generators of this process, as values of built-in types.
 
 
 States: TypeAlias = list[Any]
-"""The states of the random numbers of torch, numpy and Python, and of generators, in this order."""
+"""The states of torch's, NumPy's and Python's random number generators, and of further ones."""
 
 
 def states_of(generators: Sequence[torch.Generator] = ()) -> States:
-    """Return the states of the random number generators of this process, and of `generators`."""
+    """Return the states of torch's, NumPy's and Python's generators, then those of `generators`."""
     return [get() for get, _ in _sources(generators)]
 
 
 def set_states(states: States, generators: Sequence[torch.Generator] = ()) -> None:
-    """Set the states of the random number generators of this process, and of `generators`."""
+    """Set the states of torch's, NumPy's and Python's generators, and those of `generators`."""
     for (_, put), state in zip(_sources(generators), states, strict=True):
         put(state)
 
@@ -33,9 +33,9 @@ def set_states(states: States, generators: Sequence[torch.Generator] = ()) -> No
 def drawn_from(states: States, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Draw random numbers from `states`, such as rank 0's, in the block of a `with` statement.
 
-    At the end of the block, a generator of this process whose own state was equal to the one in
-    `states` continues from where the block left it, as in a serial program; any other generator of
-    this process returns to its own state. `generators` stay where the block left them.
+    At the end of the block, a global generator (torch's, NumPy's, Python's) whose state before the
+    block was equal to its entry in `states` keeps its new state, as in a serial program. Any other
+    global generator gets its former state back. `generators` keep their new states.
     """
     own = states_of()
     set_states(states, generators)
@@ -50,7 +50,7 @@ def drawn_from(states: States, generators: Sequence[torch.Generator] = ()) -> It
 def _sources(
     generators: Sequence[torch.Generator] = (),
 ) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Return pairs of functions that get and set the state of each random number generator."""
+    """Return the getter and setter of each state: torch's, NumPy's, Python's, of `generators`."""
     return [
         _of(torch.default_generator),
         (_numpy_state, np.random.set_state),
@@ -74,14 +74,14 @@ def _numpy_state() -> Any:
 class Sampler:
     """The mini-batches of each epoch, in order or shuffled. No communication.
 
-    All ranks find the same sample numbers; a rank reads the block of them that its coordinate along
-    the `sample` axis selects.
+    All ranks compute the same sample numbers. A rank reads the block of these numbers at its
+    coordinate along the `sample` axis.
 
     Parameters
     ----------
     samples: the number of samples.
     batch_size: samples of a mini-batch, over all ranks.
-    shuffle: whether each epoch has an order of its own.
+    shuffle: whether each epoch has a random order of samples.
     drop_last: whether samples that do not fill a mini-batch are left out of the epoch. Otherwise
         the last mini-batch is smaller.
     seed: the seed of the shuffling.
@@ -145,7 +145,7 @@ class Sampler:
 
 
 class FixedBatches:
-    """A sampler with the same mini-batches in every epoch, in place of a `Sampler`.
+    """A sampler that has the same given mini-batches in every epoch.
 
     `batches` are the sample numbers of each mini-batch.
     """

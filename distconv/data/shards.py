@@ -1,7 +1,8 @@
-"""The tensors of a state, split over the ranks that write them, and joined again from the files.
+"""Sharded checkpoints: assignment of tensors to the ranks that write them, and reading.
 
-Every rank writes the blocks of sharded tensors of which it is the first holder, and its share of
-the replicated tensors. Which rank writes which tensor follows from the grid without communication.
+Of the ranks that hold replicas of a block of a sharded tensor, the first one writes the block.
+Replicated tensors are spread over the ranks. All ranks compute the assignment from the grid,
+without communication.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from distconv.grid.interface import Grid
 from distconv.model.state_dicts import map_state, plain, whole
 from distconv.tensor.dist_tensor import DistTensor
 
-# The values of a state as plain ones, which `torch.load` accepts with weights_only.
+# Conversion of the values of a state to types that `torch.load` accepts with weights_only.
 
 
 def storable(state: Any) -> Any:
-    """Return a state of plain values and containers. No communication.
+    """Return a copy of `state` in types that `torch.load` accepts. No communication.
 
-    Dataclasses become dictionaries, deques lists, numbers and arrays of numpy Python's numbers and
-    tensors, and paths texts; subclasses of dict, list, tuple and Tensor become these. Other values
-    stay as they are, and DistTensors too.
+    Dataclasses become dictionaries, deques become lists, and paths become strings. NumPy's numbers
+    become Python's, and its arrays become tensors. Instances of subclasses of dict, list, tuple and
+    Tensor become instances of the base class. DistTensors and other values stay unchanged.
     """
     return map_state(state, _storable)
 
@@ -52,9 +53,10 @@ def _storable(x: Any) -> Any:
 
 
 def gathered(state: Any, grid: Grid) -> Any:
-    """Return a state with each DistTensor replaced by the whole tensor. Collective.
+    """Return `state` with each DistTensor replaced by its global tensor. Collective.
 
-    Raises DataError on every rank, if the ranks hold different DistTensors in it.
+    Raises DataError on every rank, if the DistTensors in `state` differ between ranks in number,
+    shape, type, layout or grid.
     """
     found: list[str] = []
 
@@ -69,7 +71,7 @@ def gathered(state: Any, grid: Grid) -> Any:
 
 
 def check_loadable(state: dict[Any, Any]) -> None:
-    """Raise `ValueError` for a state that `torch.load` would refuse with weights_only.
+    """Raise `ValueError` for a state that `torch.load` cannot load with weights_only.
 
     The message names the first entry that cannot be loaded.
     """
@@ -84,7 +86,7 @@ def check_loadable(state: dict[Any, Any]) -> None:
 
 
 def _unloadable(state: Any) -> str:
-    """Return the error of `torch.load` for a state, in one line; "" if it would be loaded."""
+    """Return the error that `torch.load` raises for `state`, in one line; "" if it raises none."""
 
     def small(x: Any) -> Any:
         usual = type(x) is Tensor and x.layout == torch.strided and not x.is_quantized
@@ -100,7 +102,10 @@ def _unloadable(state: Any) -> str:
 
 
 def _first(state: Any, name: str) -> str:
-    """Return a text with the name and type of the first value that makes `state` unloadable."""
+    """Describe the first value in `state` that `torch.load` rejects, by its path and type.
+
+    `state` is rejected, and `name` is its name, with which the path begins.
+    """
     items: Any = ()
     if isinstance(state, Mapping):
         items = state.items()
@@ -113,13 +118,15 @@ def _first(state: Any, name: str) -> str:
 
 
 _MARK = "distconv tensor"
-"""A marker that stands beside the number of a tensor, in its place in the skeleton of a state."""
+"""The first entry of the pair (marker, tensor number) that replaces a tensor in a stored state."""
 
 ShardPlace: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""The number of a shard, and the start and stop of its block in the whole tensor."""
+"""Where a block is stored: the number of the shard file, and the block's start and stop indices in
+the global tensor."""
 
 OpenShard: TypeAlias = Callable[[int], Mapping[int, Tensor]]
-"""A function that returns the blocks in a shard, by the numbers of their tensors."""
+"""A function that takes the number of a shard file, and returns the blocks in the file by the
+numbers of their tensors."""
 
 
 @dataclass
@@ -128,9 +135,8 @@ class Divided:
 
     Attributes
     ----------
-    skeleton: the state, with a number in the place of each tensor.
-    table: for each tensor, its shape and the places of its blocks: the number of the shard, and the
-        start and stop of the block in the tensor.
+    skeleton: the state, with each tensor replaced by a pair (marker, tensor number).
+    table: for each tensor, its global shape and the places of its blocks.
     mine: the blocks that this rank writes, by the number of their tensor.
     """
 
@@ -140,9 +146,9 @@ class Divided:
 
 
 def divide(state: Any, grid: Grid) -> Divided:
-    """Split the tensors in the dictionaries, lists and tuples of a state over all ranks.
+    """Assign the tensors in the dictionaries, lists and tuples of a state to ranks for writing.
 
-    Every rank passes the same state, whose DistTensors hold its own blocks. No communication.
+    All ranks pass the same state, and compute the same assignment. No communication.
     """
     divided = Divided(None, [], {})
     loads = [0] * grid.size
@@ -163,7 +169,7 @@ def divide(state: Any, grid: Grid) -> Divided:
             places, own = [(writer, (0,) * len(shape), shape)], plain(x)
         divided.table.append((shape, places))
         if any(rank == grid.rank for rank, _, _ in places):
-            # A copy: of a view, the whole underlying memory would be written.
+            # Copy, as torch.save writes the entire storage of a view.
             divided.mine[index] = own.detach().to("cpu", copy=True).contiguous()
         return _MARK, index
 
@@ -172,15 +178,14 @@ def divide(state: Any, grid: Grid) -> Divided:
 
 
 class Stored:
-    """A tensor in the shards of a checkpoint, of which any box can be read.
+    """A tensor stored in the shard files of a checkpoint, of which any box can be read.
 
     Parameters
     ----------
     number: the number of the tensor.
-    shape: the shape of the whole tensor.
-    places: for each block, the number of the shard that holds it, and the block's start and stop in
-        the tensor.
-    open_shard: takes the number of a shard, and returns its blocks by the numbers of their tensors.
+    shape: the shape of the global tensor.
+    places: for each block, the number of its shard file, and its start and stop in the tensor.
+    open_shard: takes the number of a shard file, and returns its blocks by tensor number.
 
     Raises ValueError if the blocks do not cover the tensor, each element once.
     """
@@ -193,7 +198,11 @@ class Stored:
         self._number, self._places, self._open = number, places, open_shard
 
     def box(self, box: Box | None = None) -> Tensor:
-        """Return a box of the tensor, or all of it; opens only shards that intersect the box."""
+        """Return `box` of the tensor, by default the global tensor.
+
+        Only shard files with blocks that intersect the box are opened. Raises ValueError if a
+        stored block has another shape than in `places`.
+        """
         wanted = Box((0,) * len(self.shape), self.shape) if box is None else box
         found: Tensor | None = None
         for shard, start, stop in self._places:
@@ -219,7 +228,10 @@ def restored(
     table: Sequence[tuple[Sequence[int], Sequence[ShardPlace]]],
     open_shard: OpenShard,
 ) -> Any:
-    """Return a state with a `Stored` tensor in the place of each number that `divide` put there."""
+    """Return `skeleton`, from `divide`, with a `Stored` tensor in place of each tensor number.
+
+    `table` has the shape and the places of the blocks of each tensor.
+    """
 
     def tensor(x: Any) -> Any:
         if not _is_number(x):
@@ -231,7 +243,7 @@ def restored(
 
 
 def numbered(skeleton: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of the tensors in a module's state that `divide` split, by name."""
+    """Return the tensor numbers in `skeleton`, a module's state from `divide`, by name."""
     return {name: x[1] for name, x in skeleton.items() if _is_number(x)}
 
 
@@ -240,16 +252,19 @@ def _is_number(x: Any) -> bool:
 
 
 def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return the state to pass to a module's `load_state_dict` on this rank, read from shards.
+    """Read a module's state from shard files, and return it for `load_state_dict` on this rank.
 
-    Of a sharded parameter only this rank's block is read.
+    `state` has `Stored` tensors by name. Of a sharded parameter only this rank's block is read.
     """
     targets = module.state_dict()
     return {name: _for(x, targets.get(name)) for name, x in state.items()}
 
 
 def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state to pass to an optimizer's `load_full_state_dict`, read from shards."""
+    """Read an optimizer's state from shard files, and return it for `load_full_state_dict`.
+
+    `state` has `Stored` tensors; of sharded parameters' states only this rank's blocks are read.
+    """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))
@@ -259,10 +274,11 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def _for(state: Any, target: Any) -> Any:
-    """Return a state with each `Stored` tensor replaced by this rank's block of it.
+    """Return `state` with each `Stored` tensor replaced by a tensor that this rank has read.
 
-    `target` is the parameter that the state belongs to. A tensor with as many dimensions is cut as
-    `target` is, along the dimensions with equal extents; others are whole on every rank.
+    `target` is the parameter that the state belongs to. If `target` is a DistTensor, a tensor with
+    equally many dimensions becomes a DistTensor, partitioned like `target` along the dimensions of
+    equal extents. Any other tensor is replicated.
     """
 
     def own(x: Any) -> Any:
@@ -279,9 +295,9 @@ def _for(state: Any, target: Any) -> Any:
 
 
 def _places(x: DistTensor, grid: Grid) -> list[ShardPlace]:
-    """Return for each block of a sharded tensor the rank that writes it, and its start and stop.
+    """Return the writing rank, start and stop of each block of the sharded tensor `x`.
 
-    Of several ranks that hold replicas of a block, the first one writes it.
+    The first of the ranks that hold replicas of a block writes the block.
     """
     topology = grid.topology
     copies = replicating_axes(x.cuts, topology)
@@ -294,10 +310,10 @@ def _places(x: DistTensor, grid: Grid) -> list[ShardPlace]:
 
 
 def _check_cover(shape: tuple[int, ...], places: Sequence[ShardPlace]) -> None:
-    """Raise `ValueError` unless blocks cover a tensor of this shape, each element once.
+    """Raise `ValueError` unless blocks at `places` cover a tensor of `shape`, each element once.
 
-    A tensor is cut along each dimension alone. So its blocks are all combinations of the intervals
-    along its dimensions, and these intervals follow each other.
+    Each dimension is partitioned on its own. So the blocks must be all combinations of intervals
+    along the dimensions, and the intervals of a dimension must be adjacent.
     """
     boxes = {tuple(zip(start, stop, strict=True)) for _, start, stop in places}
     filled = [box for box in boxes if all(a < b for a, b in box)]

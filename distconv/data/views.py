@@ -1,8 +1,8 @@
-"""Views: for each place of an augmented sample, the stored element to read there.
+"""Views: for each position in an augmented sample, the position of the stored element.
 
-Flips, rotations by 90 degrees, crops, translations and halos move elements along each dimension
-alone, or exchange dimensions. So any box of the result consists of boxes of the stored sample, and
-a rank reads just these: a sample is moved first and cut afterwards.
+Flips, rotations by 90 degrees, crops, translations and halos shift or reverse elements along single
+dimensions, or exchange dimensions. So any block of the augmented sample consists of boxes of the
+stored sample, and a rank reads these boxes only.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a stored sample, and its place in a view.
+    """A box of a stored sample, and the slices of a view that hold its elements.
 
     Attributes
     ----------
     source: the box of the stored sample.
     target: the slices of the view that hold its elements.
-    flips: for each dimension of the view, whether the elements run backwards.
+    flips: for each dimension of the view, whether the view has the elements in reverse order.
     """
 
     source: Box
@@ -40,7 +40,7 @@ class Piece:
     flips: tuple[bool, ...]
 
     def place(self, out: NDArray[Any], values: NDArray[Any], order: Sequence[int]) -> None:
-        """Copy the values of the stored box to their places in `out`, an array of the view's shape.
+        """Copy `values`, the elements of the stored box, into `out`, an array of the view's shape.
 
         `order` has for each dimension of the view the dimension of `values`.
         """
@@ -48,7 +48,7 @@ class Piece:
         out[self.target] = values.transpose(order)[backwards]
 
     def within(self, box: Box, order: Sequence[int]) -> Piece | None:
-        """Return the part of this piece in `box` of the stored sample; None if there is none.
+        """Return the intersection of this piece with `box` of the stored sample, or None if empty.
 
         `order` has for each dimension of the view the dimension of the stored sample.
         """
@@ -67,13 +67,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class View:
-    """An augmented sample, or a box of it: the stored element at each of its places.
+    """An augmented sample, or a box of it: for each element, its position in the stored sample.
 
     Attributes
     ----------
     order: for each dimension of the view, the dimension of the stored sample.
-    positions: for each dimension of the view, the stored position of each of its elements, or
-        `OUTSIDE`.
+    positions: for each dimension of the view, the index of each element along the dimension of the
+        stored sample, or `OUTSIDE`.
     """
 
     order: tuple[int, ...]
@@ -81,7 +81,7 @@ class View:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> View:
-        """Return the view of a whole stored sample of `shape`, with no element moved."""
+        """Return the identity view of a stored sample of `shape`."""
         return cls(tuple(range(len(shape))), tuple(np.arange(n) for n in shape))
 
     @property
@@ -91,12 +91,12 @@ class View:
 
     @property
     def straight(self) -> bool:
-        """Return whether the dimensions are in the order of the stored sample."""
+        """Return whether the view has the dimensions in the order of the stored sample."""
         return self.order == tuple(range(len(self.order)))
 
     @cached_property
     def filled(self) -> bool:
-        """Return whether some places of the view lie outside the sample, to be filled with 0."""
+        """Return whether some elements of the view lie outside the stored sample, so are 0."""
         return any((along < 0).any() for along in self.positions)
 
     def flipped(self, d: int) -> View:
@@ -104,15 +104,16 @@ class View:
         return self._along(d, self.positions[d][::-1])
 
     def swapped(self, d: int, e: int) -> View:
-        """Return the view with two dimensions exchanged."""
+        """Return the view with dimensions `d` and `e` exchanged."""
         dims = list(range(len(self.order)))
         dims[d], dims[e] = e, d
         return View(tuple(self.order[i] for i in dims), tuple(self.positions[i] for i in dims))
 
     def moved(self, d: int, by: int, periodic: bool) -> View:
-        """Return the view with its elements shifted by `by` places along dimension `d`.
+        """Return the view with its elements shifted by `by` indices along dimension `d`.
 
-        Elements that leave at one end come in at the other if `periodic`, and are lost otherwise.
+        Elements shifted beyond one end reappear at the other end if `periodic`. Otherwise these
+        elements are lost, and the positions in the gap are `OUTSIDE`.
         """
         along = np.roll(self.positions[d], by)
         if not periodic:
@@ -121,15 +122,15 @@ class View:
         return self._along(d, along)
 
     def cropped(self, d: int, start: int, stop: int) -> View:
-        """Return the view of indices `start` to `stop` along dimension `d`."""
+        """Return the view of indices `start` to `stop` (exclusive) along dimension `d`."""
         return self._along(d, self.positions[d][start:stop])
 
     def within(self, box: Box, halo: Sequence[int] = (), border: str = "clip") -> View:
-        """Return a box of the view, larger by a halo on both sides of each dimension.
+        """Return a box of the view, enlarged by a halo on both sides of each dimension.
 
         Parameters
         ----------
-        halo: the width for each dimension; empty for no halo.
+        halo: the width in elements for each dimension; empty for no halo.
         border: the halo beyond the view: none for "clip", `OUTSIDE` for "zeros", and the elements
             at the other end for "periodic".
         """
@@ -166,10 +167,10 @@ class View:
 
 @dataclass(frozen=True)
 class _StoredRun:
-    """Elements that are neighbours along one dimension, in a view and in the stored sample.
+    """Elements that are contiguous along one dimension, in a view and in the stored sample.
 
-    `place` is the first index of the run in the view, `start` the lowest index in the sample. With
-    `backwards` the elements of the sample appear in the view in reverse order.
+    `place` is the first index of the elements in the view, and `start` the lowest index in the
+    stored sample. With `backwards` the view has the elements in reverse order.
     """
 
     place: int
@@ -179,7 +180,7 @@ class _StoredRun:
 
 
 def _runs(positions: Positions) -> list[_StoredRun]:
-    """Return the runs of neighbours in `positions`, which leave out `OUTSIDE`."""
+    """Split `positions` into runs of consecutive stored indices, leaving out `OUTSIDE`."""
     inside = positions >= 0
     steps = np.diff(positions)
     joined = inside[:-1] & inside[1:] & (np.abs(steps) == 1)

@@ -33,7 +33,7 @@ X, ZERO = torch.ones(1, 2, 4), torch.zeros(())
         (aten._to_copy.default, (X,), aten._to_copy.default),
         (aten.split.Tensor, (X, 2, 2), aten.split.Tensor),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_function_is_called_by_the_faster_name(
     function: Any, arguments: Any, faster: Any

@@ -1,4 +1,4 @@
-"""Sources on anything that is indexed like a numpy array: arrays, memory maps, zarr."""
+"""Sources on objects indexed like NumPy arrays: arrays, memory maps, zarr."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _BLOCKS, _BLOCK = 8, 4096
 """The number and size, in bytes, of the blocks of a file that ranks compare."""
 
 _SMALL = 2**24
-"""The most bytes of an array in memory, such as labels, that ranks compare in full."""
+"""The largest size in bytes of an array in memory, such as labels, that ranks compare in full."""
 
 
 class ArraySource(Source):
     """A source on an array with `shape`, `dtype` and indexing by slices, samples first.
 
-    Its type is that of an element read from it, because some packages scale the values as they are
-    read. `ScaleAndOffset` says which of the array's attributes (`attrs`) are applied.
+    The type of the source is the type of an element read from the array, because some packages
+    scale values on reading. Attributes of the array (`attrs`) are applied as in `ScaleAndOffset`.
 
     Parameters
     ----------
     array: the array.
     name: the name for error messages.
-    single: whether the array is one sample, and has no dimension for samples.
-    check: called before and after each read; raises if the values cannot be trusted.
-    path: the file or zarr folder of the array; None if it has none.
+    single: whether the array is one sample, without a dimension for samples.
+    check: called before and after each read; raises if the file has changed.
+    path: the file or zarr folder of the array; None for other arrays.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class ArraySource(Source):
         attributes = dict(getattr(array, "attrs", {}))
         fill = getattr(array, "fill_value", None)
         if "_ARRAY_DIMENSIONS" in attributes and fill is not None:
-            # In zarr's format 2, xarray and NetCDF keep the fill value there, and mark their arrays
-            # so.
+            # In zarr format 2, xarray and NetCDF store `_FillValue` as zarr's fill value, and mark
+            # their arrays by `_ARRAY_DIMENSIONS`.
             attributes.setdefault("_FillValue", fill)
         self._packing = ScaleAndOffset(attributes, name)
         self.attributes = user_attributes(attributes)
         self.dtype = self._type()
         chunks = getattr(array, "chunks", None)
-        # Chunks of dask are tuples of extents, which may differ.
+        # Chunks of dask arrays are tuples of extents, as dask's chunks may differ in extent.
         if chunks and all(isinstance(extent, int) for extent in chunks):
             self.chunks = (1, *chunks) if single else tuple(chunks)
         self.check_numbers()
@@ -89,16 +89,16 @@ class ArraySource(Source):
         if self._path is not None and self._path.is_file():
             facts |= facts_of_file(self._path)
         elif isinstance(self._array, np.ndarray) and self._array.nbytes <= _SMALL:
-            # Where samples are partitioned, no mini-batch shows that labels differ.
+            # If samples are partitioned, comparing mini-batches does not detect different labels.
             number = crc32(self._array.tobytes())
             facts[f"checksum of {self.name}"] = f"{number:08x}"
         elif self._path is not None or isinstance(self._array, np.ndarray):
-            facts |= self.first_values()  # not of an object that may compute them
+            facts |= self.first_values()  # other objects may compute values on reading
         return facts
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
         if self._check is not None:
-            # A read beyond the end of a mapped file ends the process.
+            # A read beyond the end of a memory-mapped file kills the process.
             self._check()
         put(out, self._packing.unpacked(self._read(sample, box)), self.name)
         if self._check is not None:
@@ -106,9 +106,9 @@ class ArraySource(Source):
 
 
 def open_npy(path: Path, single: bool = False) -> ArraySource:
-    """Return a source on a `.npy` file, which is mapped into memory; `single` if it is one sample.
+    """Return a source on a `.npy` file, as a memory map; `single` if the array is one sample.
 
-    Raises OSError for a file that is missing, truncated, or may not be read.
+    Raises OSError for a file that is missing, truncated, or not readable.
     """
     check_file(path, "a .npy file")
     with reading(path, ".npy file of numbers", OSError, ValueError, EOFError):
@@ -117,13 +117,13 @@ def open_npy(path: Path, single: bool = False) -> ArraySource:
 
 
 def open_npz(path: Path, name: str | None, single: bool = False) -> ArraySource:
-    """Return a source on an array in a `.npz` file; `single` if it is one sample.
+    """Return a source on an array in a `.npz` file; `single` if the array is one sample.
 
-    An array that `numpy.savez` has written is mapped into memory, and read by boxes. One of
-    `numpy.savez_compressed` is decompressed as a whole when it is opened, and stays in memory.
+    An array written by `numpy.savez` is a memory map, of which any box can be read without other
+    elements. An array written by `numpy.savez_compressed` is decompressed into memory on opening.
 
-    `name` is the array in the file; None if there is only one. Raises OSError for a file that is
-    missing or damaged.
+    `name` is the name of the array; None if there is only one array. Raises OSError for a file that
+    is missing or damaged, and ValueError for an unknown name.
     """
     check_file(path, "a .npz file")
     check = unwritten_check(path)
@@ -146,15 +146,15 @@ def _mapped(path: Path, member: zipfile.ZipInfo) -> Any:
     if member.compress_type != zipfile.ZIP_STORED:
         return None
     with open(path, "rb") as file:
-        file.seek(member.header_offset + 26)  # of the lengths of the member's name and extra field
+        file.seek(member.header_offset + 26)  # where the header has the lengths of name and extra
         name, extra = struct.unpack("<HH", file.read(4))
     return npy_at(path, member.header_offset + 30 + name + extra)
 
 
 def npy_at(path: Path, offset: int) -> Any:
-    """Return the `.npy` file that begins at a byte of a file as a memory map.
+    """Return the array in `.npy` format that begins at byte `offset` of a file, as a memory map.
 
-    Raises ValueError unless it is an array of numbers.
+    Raises ValueError unless a `.npy` array without Python objects begins there.
     """
     with open(path, "rb") as file:
         file.seek(offset)
@@ -169,12 +169,14 @@ def npy_at(path: Path, offset: int) -> Any:
 
 
 def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource:
-    """Return a source on an array in a zarr folder, of format 2 or 3; `single` if it is one sample.
+    """Return a source on an array in a zarr folder; `single` if the array is one sample.
 
-    Missing chunks hold zeros, or the array's own fill value, as in zarr.
+    Formats 2 and 3 are supported, and zip files of zarr folders, `.zarr.zip`. Missing chunks hold
+    the array's fill value, by default 0, as in zarr.
 
-    `name` is the array in the group, such as "images/0"; None if the folder is an array, or a group
-    of a single one. A zip file of such a folder, `.zarr.zip`, is read as well.
+    `name` is the name of the array in a group, such as "images/0"; None if the folder is an array,
+    or a group with a single array. Raises OSError for a folder that is missing or damaged, and
+    ValueError for an unknown name.
     """
     zarr = import_package("zarr", f"{path}: reading zarr", "data")
     if not path.exists():
@@ -186,8 +188,8 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
 def open_zarr_url(url: str, name: str | None) -> ArraySource:
     """Return a source on a zarr array, or a group of arrays, in an object store.
 
-    `url` is one of fsspec, such as "s3://bucket/train.zarr", and `name` as for `open_zarr`. Raises
-    ImportError if the package for this kind of store is missing.
+    `url` is a URL of fsspec, such as "s3://bucket/train.zarr"; `name` is as for `open_zarr`. Raises
+    ImportError if the package for this kind of store is not installed.
     """
     import_package("zarr", f"{url}: reading zarr", "remote")
     import_package("fsspec", f"{url}: reading an object store", "remote")
@@ -195,7 +197,10 @@ def open_zarr_url(url: str, name: str | None) -> ArraySource:
 
 
 def _zarr_at(place: Any, path: Path, name: str | None, single: bool) -> ArraySource:
-    """Return a source on the zarr store at `place`, which messages call `path`."""
+    """Return a source on an array in the zarr store `place`: a path, a URL, or a store of zarr.
+
+    Error messages name `path`; `name` and `single` are as for `open_zarr`.
+    """
     zarr = import_package("zarr", f"{path}: reading zarr", "data")
     try:
         found: Any = zarr.open(place, mode="r")
@@ -219,9 +224,10 @@ def _zarr_at(place: Any, path: Path, name: str | None, single: bool) -> ArraySou
 
 
 def only_name(path: Path, name: str | None, names: list[str]) -> str:
-    """Return `name`, or the only one of `names` if `name` is None.
+    """Return `name`, or the only entry of `names` if `name` is None.
 
-    Raises ValueError if `name` is not among them, or there is no single one.
+    Raises ValueError, naming `path`, if `name` is not in `names`, or if `name` is None and `names`
+    has several entries or none.
     """
     if name is None:
         if len(names) != 1:
@@ -235,8 +241,7 @@ def only_name(path: Path, name: str | None, names: list[str]) -> str:
 def check_file(path: Path, kind: str) -> None:
     """Raise `OSError` unless `path` is a file.
 
-    `kind` is a kind of file, such as "a .npy file": if `path` is a folder, the message asks the
-    user to name such a file in it.
+    `kind` is the expected kind of file, such as "a .npy file", for the message about a folder.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; pass the path of {kind} in it")
@@ -245,9 +250,10 @@ def check_file(path: Path, kind: str) -> None:
 
 
 def facts_of_file(path: Path) -> dict[str, str]:
-    """Return the size of a file, and a checksum of blocks at equal distances, for ranks to compare.
+    """Return the size of a file and a checksum of 8 evenly spaced blocks, for ranks to compare.
 
-    So files of each node under one path, such as `/tmp/train.npy`, are noticed if they differ.
+    The comparison detects different files under one path on several nodes, such as
+    `/tmp/train.npy`.
     """
     size = path.stat().st_size
     number = 0
@@ -259,15 +265,15 @@ def facts_of_file(path: Path) -> dict[str, str]:
 
 
 def unwritten_check(path: Path) -> Callable[[], None]:
-    """Return a function that raises OSError if a file was written to since this call."""
+    """Return a function that raises OSError if a file has changed since `unwritten_check(path)`."""
     before = os.stat(path)
     return lambda: check_unchanged(path, before, os.stat(path))
 
 
 def check_unchanged(path: Path, before: os.stat_result, now: os.stat_result) -> None:
-    """Raise `OSError` if a file was written to between the two `os.stat` results."""
-    # Reads beyond the end of a file return zeros, or end the process. A file that was overwritten
-    # in place is a mixture of two.
+    """Raise `OSError` if a file has changed between the `os.stat` results `before` and `now`."""
+    # Reads beyond the end of a file return zeros or kill the process. A file that is overwritten in
+    # place has old and new values.
     if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         later = (now.st_mtime_ns - before.st_mtime_ns) / 1e9
         raise OSError(

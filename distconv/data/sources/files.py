@@ -29,17 +29,18 @@ _OPEN = 16
 
 
 class FilesSource(Source):
-    """A source on many files, in order: a sample in each file, or several.
+    """A source on many files, in order, with one sample or several samples in each file.
 
     Parameters
     ----------
     paths: the files.
-    open_file: takes the path of a file, and returns a source on it: of one sample, unless
+    open_file: takes the path of a file, and returns a source on the file, of one sample unless
         `stacked`.
-    stacked: whether each file holds any number of samples. All are opened at once, to count them.
+    stacked: whether each file holds any number of samples. All files are then opened at once, to
+        count the samples.
 
-    Opening a file raises ValueError if its samples have another shape or type than the first
-    file's.
+    The constructor or a read raises ValueError for a file with samples of another shape or type
+    than in the first file, and for several samples in a file unless `stacked`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class FilesSource(Source):
         source.read_into(out, sample - (self._ends[place - 1] if place else 0), box)
 
     def facts(self) -> dict[str, str]:
-        """Return the names of the files, the number of samples, and the facts of up to 8 files."""
+        """Return facts by name: file names, the number of samples, and facts of up to 8 files."""
         last = len(self._paths) - 1
         # Files in different folders may have the same name.
         some = {place: self._paths[place] for place in sorted({i * last // 7 for i in range(1, 8)})}
@@ -84,7 +85,10 @@ class FilesSource(Source):
         }
 
     def _opened_file(self, place: int) -> Source:
-        """Return the source on file number `place`; the last ones used stay open."""
+        """Return the source on file number `place`, opening the file if it is not kept open.
+
+        Raises OSError if the file has changed since it was first opened.
+        """
         source = self._opened.pop(place, None)
         if source is None:
             path = self._paths[place]
@@ -106,7 +110,7 @@ class FilesSource(Source):
 
 
 def _check_single(path: Path, source: Source) -> None:
-    """Raise `ValueError` unless the source on one of several files is of one sample."""
+    """Raise `ValueError` unless `source`, on the file `path`, has one sample."""
     if source.samples != 1:
         raise ValueError(
             f"{path} holds {source.samples} samples; expected one in each file. Pass "
@@ -114,7 +118,7 @@ def _check_single(path: Path, source: Source) -> None:
         )
 
 
-# Shards of WebDataset: tar files with the fields of each sample as files.
+# Shards of WebDataset: tar files in which each field of a sample is a file.
 
 
 _READ = (".npy", ".cls")
@@ -123,17 +127,17 @@ _READ = (".npy", ".cls")
 class ShardSource(Source):
     """A source on one field of the samples in a tar file, in the order of the file.
 
-    The files of a sample have a name in common, up to the first point: `0001.image.npy` and
-    `0001.cls` are the fields "image.npy" and "cls" of the sample 0001. An array `.npy` is read by
-    boxes, and `.cls` is a whole number.
+    The names of a sample's files are equal up to the first point: `0001.image.npy` and `0001.cls`
+    are the fields "image.npy" and "cls" of the sample 0001. A `.npy` file is an array, of which any
+    box can be read without other elements. A `.cls` file is an integer.
 
     Parameters
     ----------
     path: the tar file, without compression.
-    field: the name of the field; None for the only one.
+    field: the name of the field; None if there is only one field.
 
     Raises OSError for a file that is missing or damaged, and ValueError for a field that is missing
-    in a sample, or cannot be read.
+    in a sample or has another suffix.
     """
 
     def __init__(self, path: Path, field: str | None = None) -> None:
@@ -175,7 +179,7 @@ class ShardSource(Source):
         self._check()
 
     def facts(self) -> dict[str, str]:
-        """Return the size of the file, and a checksum of parts of it."""
+        """Return facts by name, with the size and a partial checksum of the tar file."""
         return super().facts() | facts_of_file(self._path)
 
     def _value(self, sample: int) -> Array:

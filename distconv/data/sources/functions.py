@@ -1,4 +1,4 @@
-"""Sources on code of the program: a function of sample and box, or a torch dataset."""
+"""Sources that call code of the program: a function of sample and box, or a torch dataset."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from distconv.data.sources.packing import put
 from distconv.geometry.layout import Box
 
 REPEATS = 16
-"""The number of times a sample is loaded to learn whether its dataset changes samples at random."""
+"""The number of extra loads of a sample to detect whether its dataset changes samples at random."""
 
 
 class Function(Source):
-    """A source on a function that returns any box of any sample.
+    """A source that calls a function to read a box of a sample.
 
     Parameters
     ----------
     read: `read(sample, box)` returns the values at `box.slices` of one sample, an array of
-        `box.shape`. A background thread calls it, on each rank for the rank's blocks, and now and
-        then for a row of any sample, which ranks compare. It must depend on its arguments alone, so
-        that the blocks of all ranks make one sample.
+        `box.shape`. A background thread calls `read`, on each rank for the rank's blocks, and from
+        time to time for a row of any sample, which ranks compare. The values must depend on the
+        arguments only, so that the blocks of all ranks form one sample.
     samples: the number of samples.
     shape: the shape of one sample.
-    dtype: the type of the values; the function may return another of the same kind, such as
+    dtype: the type of the values; `read` may return another type of the same kind, such as
         float64.
 
     Examples
@@ -66,7 +66,7 @@ class Function(Source):
 class Items:
     """A torch dataset whose items hold all fields of a sample, shared by the sources of the fields.
 
-    The last item is kept, so that reading its fields one after the other loads it once.
+    The last item is kept, so that reading all fields of a sample loads the item once.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -78,14 +78,14 @@ class Items:
         return len(self.dataset)
 
     def fields(self) -> list[str | int | None]:
-        """Return the names of an item's fields: keys, indices, or None for a bare tensor."""
+        """Return the field names of an item: keys, indices, or [None] for a single tensor."""
         item = self.item(0)
         if isinstance(item, Mapping):
             return list(item)
         return list(range(len(item))) if isinstance(item, tuple | list) else [None]
 
     def item(self, sample: int, again: bool = False) -> Any:
-        """Return the item of a sample: the last one is kept, unless it is loaded `again`."""
+        """Return the item of a sample; with `again`, load the item anew and do not keep it."""
         with self._lock:
             if again:  # by a thread beside the one that reads the fields of the kept item
                 return self.dataset[sample]
@@ -95,7 +95,10 @@ class Items:
 
 
 class ItemSource(Source):
-    """A source on one field of a torch dataset. Every rank loads whole items and cuts its box."""
+    """A source on one field of a torch dataset. Every rank loads whole items and keeps its block.
+
+    Raises ValueError for a dataset without samples, and for a field that is missing.
+    """
 
     def __init__(self, items: Items, field: str | int | None) -> None:
         self._items, self._field = items, field
@@ -118,9 +121,7 @@ class ItemSource(Source):
         out[...] = values[box.slices]
 
     def varies(self, sample: int) -> bool:
-        """Return whether the dataset changes a sample at random; loads it some more times."""
-        first, *others = (self._values(sample, again=True).tobytes() for _ in range(1 + REPEATS))
-        return any(values != first for values in others)
+        """Return the item of a sample; with `again`, load the item anew and do not keep it."""
 
     def _values(self, sample: int, again: bool = False) -> Array:
         item = self._items.item(sample, again)

@@ -1,4 +1,4 @@
-"""A source on a dataset of an HDF5 file, which notices damage and later writes to the file."""
+"""A source on a dataset of an HDF5 file, which detects damage and later writes to the file."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     import h5py
 
 _ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
-"""The errors that h5py raises for damaged files, depending on where they are damaged."""
+"""The exceptions that h5py raises for damaged files, depending on the place of the damage."""
 
 
 class HDF5Source(Source):
     """A source on a dataset of an HDF5 file, samples first.
 
-    HDF5 reads whole chunks if they have filters, or are of at most 1 MiB, and otherwise the box
-    alone. `ScaleAndOffset` says which attributes, such as those of NetCDF files, are applied.
+    HDF5 reads chunks in full if they have filters or at most 1 MiB, and otherwise only the elements
+    of the box. Attributes of NetCDF such as scale_factor are applied as in `ScaleAndOffset`.
 
     Parameters
     ----------
     path: the file; every rank opens it.
-    dataset: its name in the file; None for the only one that there is.
-    single: whether the dataset is one sample, and has no dimension for samples.
-    external: whether the dataset may be a link or a virtual dataset, or lie in other files. Ranks
-        do not compare those files, and HDF5 fills missing parts of them with the fill value.
-    file: an open binary file to read from, such as one of fsspec. `path` is then only its name, and
-        later writes to the file are not noticed.
+    dataset: the name of the dataset in the file; None if there is only one dataset.
+    single: whether the dataset is one sample, without a dimension for samples.
+    external: whether the dataset may be a link or a virtual dataset, or have its values in other
+        files. Ranks do not compare other files, and HDF5 reads fill values for missing parts.
+    file: an open binary file to read from, such as a file of fsspec. `path` is then only a name for
+        messages, and later writes to the file are not detected.
 
     Raises
     ------
@@ -85,7 +85,7 @@ class HDF5Source(Source):
             raise damaged(path, error) from error
 
     def _stat(self) -> os.stat_result | None:
-        """Return the state of the file; None for an object in a store."""
+        """Return the `os.fstat` result of the file; None for an object in a store."""
         return None if self._descriptor is None else os.fstat(self._descriptor)
 
     def _describe(self) -> None:
@@ -108,9 +108,9 @@ class HDF5Source(Source):
         self.check_numbers()
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
-        """Read a box of one sample into `out`, without a copy unless values are unpacked.
+        """Read a box of one sample into `out`, without a copy unless values are scaled.
 
-        Raises OSError for a sample that is damaged, or no longer there.
+        Raises OSError for a sample that is damaged, and for a file that has changed.
         """
         index = box.slices if self._single else (sample, *box.slices)
         direct = out.ndim and not self._packing
@@ -131,7 +131,7 @@ class HDF5Source(Source):
             put(out, self._packing.unpacked(stored), self.name)
 
     def facts(self) -> dict[str, str]:
-        """Return facts for ranks to compare, among them checksums of values and of the file."""
+        """Return facts for ranks to compare, with checksums of values and file, and attributes."""
         return (
             super().facts()
             | self.first_values()
@@ -144,9 +144,9 @@ class HDF5Source(Source):
 
 
 def open_hdf5(path: Path, file: Any = None) -> h5py.File:
-    """Return an HDF5 file opened for reading; raise OSError, naming it, if that fails.
+    """Open and return an HDF5 file for reading; raise OSError, naming `path`, on failure.
 
-    `file` is as for `HDF5Source`.
+    `file` is None, or an open binary file to read instead of `path`.
     """
     h5py = import_package("h5py", f"{path}: reading HDF5", "data")
     if file is None:
@@ -160,7 +160,7 @@ def open_hdf5(path: Path, file: Any = None) -> h5py.File:
 
 
 def damaged(path: Path, error: Exception) -> OSError:
-    """Return an `OSError` for a file on which HDF5 raised `error`, with a remedy."""
+    """Return an `OSError` with a remedy for a file that HDF5 cannot open because of `error`."""
     if "unable to lock file" in str(error):
         return OSError(
             f"{path}: another program has the file open for writing; read it after that program "
@@ -173,10 +173,10 @@ def damaged(path: Path, error: Exception) -> OSError:
 def dataset_in(
     file: h5py.File, path: Path, name: str | None, external: bool = False
 ) -> h5py.Dataset:
-    """Return the dataset `name` of an open file, or the only one if `name` is None.
+    """Return the dataset `name` of an open file, or the only dataset if `name` is None.
 
-    Coordinates of NetCDF files do not count. Raises ValueError if there is none, or if its values
-    lie in other files, unless `external`.
+    Coordinates of NetCDF files do not count as datasets. Raises ValueError if there is no such
+    dataset, or, unless `external`, if the dataset is a link or has its values in other files.
     """
     import h5py
 
@@ -201,16 +201,16 @@ def dataset_in(
 
 
 def _is_coordinate(found: Any) -> bool:
-    """Return whether a dataset holds the positions along a dimension of others, as in NetCDF."""
+    """Return whether a dataset holds the positions along a dimension of datasets, as in NetCDF."""
     return getattr(found, "attrs", {}).get("CLASS") == b"DIMENSION_SCALE"
 
 
 def _coordinate(dimension: Any) -> Coordinate | None:
-    """Return the positions along a dimension of a dataset; None if the file has none."""
+    """Return the positions along a dimension of a dataset; None if the file has no positions."""
     if not len(dimension):
         return None
     scale = dimension[0]
-    # NetCDF keeps a dimension without positions as a dataset of this name.
+    # NetCDF stores a dimension without positions as a dataset with this attribute NAME.
     if b"not a netCDF variable" in scale.attrs.get("NAME", b"") or scale.dtype.kind not in NUMBERS:
         return None
     attributes = {key: value for key, value in scale.attrs.items() if key not in OF_HDF5}

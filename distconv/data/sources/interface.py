@@ -1,4 +1,4 @@
-"""The interface of sources: an array of samples, of which any box can be read."""
+"""The interface of sources: samples of one shape and type, of which any box can be read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distconv.geometry.layout import Box
 Array = NDArray[Any]
 
 NUMBERS = "biufc"
-"""The kinds of numbers that may be read, by numpy's letters."""
+"""The kinds of types that may be read, as characters of `numpy.dtype.kind`."""
 
 
 class Coordinate(NamedTuple):
@@ -29,8 +29,8 @@ class Coordinate(NamedTuple):
     Attributes
     ----------
     name: the name of the dimension.
-    values: the positions as they are stored, one for each index.
-    attributes: statements of the file about them, such as units.
+    values: the positions as stored, one for each index.
+    attributes: the attributes of the positions in the file, such as units.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Coordinate(NamedTuple):
 class Source(ABC):
     """Base class of sources: samples of one shape and type, of which any box can be read.
 
-    Each rank reads for itself; nothing here is collective.
+    Each rank reads on its own; no method is collective.
 
     Attributes
     ----------
@@ -49,13 +49,13 @@ class Source(ABC):
     samples: the number of samples.
     shape: the shape of one sample, without a dimension for the samples.
     dtype: the type of the values, in the byte order of this machine.
-    chunks: the extents, samples first, of the pieces that are read as a whole; None if any box is
-        read alone.
-    attributes: the file's further statements about the values, as numbers, texts, and lists of
-        these. For images, "affine" is the map of 4 x 4 numbers from indices to millimetres, as in
+    chunks: the extents, samples first, of the chunks that are always read in full; None if any box
+        can be read without other elements.
+    attributes: the attributes of the array in the file, as numbers, strings, and lists of numbers
+        and strings. For images, "affine" is the 4 x 4 matrix from indices to millimetres, as in
         NIfTI, and "spacing" the distance of elements along each spatial dimension, in the "unit".
-    coordinates: the positions along dimensions of a NetCDF file, by the number of the dimension;
-        0 is that of the samples.
+    coordinates: the positions along dimensions of a NetCDF file, by the index of the dimension;
+        dimension 0 is that of the samples.
 
     Examples
     --------
@@ -80,27 +80,27 @@ class Source(ABC):
 
     @abstractmethod
     def read_into(self, out: Array, sample: int, box: Box) -> None:
-        """Read a box of one sample into `out`, which has the shape of the box, and `dtype`.
+        """Read a box of one sample into `out`, an array of shape `box.shape` and type `dtype`.
 
-        Raises an exception that names the source and the sample if it cannot be read.
+        Raises an exception that names the source and the sample if the box cannot be read.
         """
 
     def facts(self) -> dict[str, str]:
-        """Return facts about the source by name, which must be equal on all ranks."""
+        """Return facts by name, such as the shape; ranks check that the facts are equal."""
         return {
             f"shape of {self.name}": str((self.samples, *self.shape)),
             f"type of {self.name}": str(self.dtype),
         }
 
     def first_values(self) -> dict[str, str]:
-        """Return the checksum of a row of up to 8 samples, for ranks to compare."""
+        """Return a checksum of the middle rows of up to 8 samples, for ranks to compare."""
         number = 0
         for sample in sorted({i * (self.samples - 1) // 7 for i in range(8)}):
             number = crc32(self.middle_row(sample).tobytes(), number)
         return {f"checksum of {self.name}": f"{number:08x}"}
 
     def middle_row(self, sample: int) -> Array:
-        """Return the middle row of a sample, along its last dimension, for ranks to compare."""
+        """Return the middle row of a sample along the last dimension, for ranks to compare."""
         lead, last = tuple(n // 2 for n in self.shape[:-1]), self.shape[-1:]
         box = Box((*lead, *(0 for _ in last)), (*(n + 1 for n in lead), *last))
         values = np.empty(box.shape, self.dtype)
@@ -108,19 +108,19 @@ class Source(ABC):
         return values
 
     def varies(self, sample: int) -> bool:
-        """Return whether each read of a sample may give other values."""
+        """Return whether repeated reads of a sample return different values."""
         return False
 
     def fetched(self, box: Box) -> int:
-        """Return the bytes that a read of a box of one sample fetches.
+        """Return the number of bytes fetched to read a box of one sample.
 
-        They are the bytes of all chunks that the box touches; without chunks, of the box.
+        All chunks that intersect the box count in full; without chunks, the elements of the box.
         """
         if self.chunks is None:
             return box.size * self.dtype.itemsize
         if not box.size:
             return 0
-        # Samples are read in any order, so of a chunk with several samples only one is used.
+        # Samples are read in any order, so a chunk with several samples is fetched for each.
         touched = [min(self.chunks[0], self.samples)]
         for start, stop, size, chunk in zip(
             box.start, box.stop, self.shape, self.chunks[1:], strict=True
@@ -129,7 +129,7 @@ class Source(ABC):
         return prod(touched) * self.dtype.itemsize
 
     def check_numbers(self) -> None:
-        """Raise `ValueError` if values are no numbers, or there are no samples."""
+        """Raise `ValueError` if the values are not numbers, or there are no elements."""
         if self.dtype.kind not in NUMBERS:
             raise ValueError(
                 f"{self.name} has values of type {self.dtype}; expected numbers, such as float32"
@@ -142,9 +142,10 @@ class Source(ABC):
 
 @contextmanager
 def reading(path: Path, kind: str, *errors: type[Exception]) -> Iterator[None]:
-    """Let errors of a package in a `with` block name the file `path`, of a kind, and a remedy.
+    """Turn errors of a package in a `with` block into OSErrors that name `path` and a remedy.
 
-    `errors` are the types of errors that a damaged file causes.
+    `kind` is the kind of file, such as "NIfTI file". `errors` are the exception types that a
+    damaged file causes.
     """
     try:
         yield
@@ -155,10 +156,10 @@ def reading(path: Path, kind: str, *errors: type[Exception]) -> Iterator[None]:
 
 
 def import_package(name: str, doing: str, extra: str) -> Any:
-    """Return the module `name` of an optional package.
+    """Import and return the module `name` of an optional package.
 
-    Raises ImportError, which names the extra of distconv that brings the package. `doing` begins
-    the message, such as "x.h5: reading HDF5".
+    Raises ImportError with the command that installs `extra`, the extra of distconv with the
+    package. `doing` begins the message, such as "x.h5: reading HDF5".
     """
     try:
         return import_module(name)

@@ -1,4 +1,4 @@
-"""Opening the samples that a user passes: a path, a pattern, an array, a dataset, or several."""
+"""Opening of the samples passed to `Dataset`: a path, pattern, array, dataset, or dictionary."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A glob pattern, a folder, or a list of paths."""
 
 Field: TypeAlias = str | int | None
-"""The name of a field: a dataset of a file, an index into items; None for the only field."""
+"""The name of a field: a dataset of a file or an index into items; None for a single field."""
 
 KINDS = {
     **{".h5": "hdf5", ".hdf5": "hdf5", ".he5": "hdf5", ".npy": "npy", ".npz": "npz"},
     **{".zarr": "zarr", ".zarr.zip": "zarr", ".nii": "nifti", ".nii.gz": "nifti"},
     **{".tif": "tiff", ".tiff": "tiff", ".dcm": "dicom", ".tar": "shard"},
 }
-"""Kinds of files by their suffixes."""
+"""The kinds of files by suffix."""
 
 _ONE_SAMPLE = ("nifti", "tiff", "dicom")
-"""Kinds of files that hold one sample, or frames, in an array without a name."""
+"""Kinds of image files, which hold a single array without a name."""
 
 _NETCDF = ".nc"
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -43,10 +43,10 @@ ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
 
 
 def open_sources(source: Any, fields: Sequence[str | int] = ()) -> dict[Field, Source]:
-    """Return the source of each of `fields`, in this order; of all fields if none is named.
+    """Open and return the sources of `fields`, by name in this order; of all fields by default.
 
     `source` is the argument of `distconv.data.Dataset`. Raises OSError, ValueError or TypeError if
-    it cannot be opened, or lacks a field; see each kind of source.
+    `source` cannot be opened or lacks a field.
     """
     if isinstance(source, Mapping):
         missing = [field for field in fields if field not in source]
@@ -62,9 +62,9 @@ def open_sources(source: Any, fields: Sequence[str | int] = ()) -> dict[Field, S
 
 
 def facts_of(sources: Mapping[Field, Source]) -> dict[str, str]:
-    """Return the facts of the sources of some fields, which must be equal on all ranks.
+    """Return facts about the sources of all fields by name, for ranks to compare.
 
-    A fact names its field, as files of several fields may have the same name.
+    The name of a fact includes the field, as files of several fields may have the same name.
     """
     return {
         fact if field is None else f"{fact}, field {field!r}": value
@@ -78,9 +78,10 @@ def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = Fa
 
     Parameters
     ----------
-    pattern: a glob pattern such as "train/*.h5"; `**` stands for folders in folders.
+    pattern: a glob pattern such as "train/*.h5"; `**` matches nested folders.
     field: the dataset in each file, for files that have datasets.
-    stacked: whether a file holds samples along its first dimension; otherwise it is one sample.
+    stacked: whether each file holds samples along its first dimension; otherwise a file is one
+        sample.
 
     Examples
     --------
@@ -95,12 +96,12 @@ def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = Fa
 
 
 def open_stack(files: Paths, field: Field = None) -> Source:
-    """Return a source on planes in files, in order, as one sample (..., Z, Y, X).
+    """Return a source that stacks the planes in files, in order, to one sample (..., Z, Y, X).
 
     Parameters
     ----------
     files: a glob pattern such as "scan/*.tif", a folder, or a list of paths. The files of a pattern
-        or folder are stacked in the order of their names; those of DICOM by their positions.
+        or folder are stacked in the order of their names; DICOM files by the planes' positions.
     field: the dataset in each file, for files that have datasets.
 
     Raises FileNotFoundError if there is no file, and ValueError for files that differ in shape or
@@ -122,7 +123,10 @@ def open_stack(files: Paths, field: Field = None) -> Source:
 
 
 def _listed(files: Paths) -> list[Path]:
-    """Return the paths of files from a pattern, a folder, or such a list."""
+    """Return the paths of files given by a pattern, a folder, or a list of paths.
+
+    Raises FileNotFoundError if no file matches a pattern.
+    """
     if not isinstance(files, str | os.PathLike):
         return [Path(path) for path in files]
     path = Path(files)
@@ -137,7 +141,7 @@ def _matching(pattern: str | os.PathLike[str]) -> list[Path]:
 
 
 def _files(paths: Sequence[Path], field: Field, stacked: bool = False) -> Source:
-    """Return a source on files, a sample in each unless `stacked`; a DICOM series is one sample."""
+    """Return a source on files, each one sample unless `stacked`; a DICOM series is one sample."""
     if not stacked and all(map(is_dicom, paths)):
         return open_dicom(paths)
     stacked = stacked or all(kind_of(path) == "shard" for path in paths)
@@ -145,15 +149,16 @@ def _files(paths: Sequence[Path], field: Field, stacked: bool = False) -> Source
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of a file by its suffix, an entry of `KINDS`; None for another suffix."""
+    """Return the kind of a file by its suffix, such as "hdf5"; None for an unknown suffix."""
     name = path.name.lower()
     return next((KINDS[s] for s in sorted(KINDS, key=len, reverse=True) if name.endswith(s)), None)
 
 
 def _of_object(source: Any, field: Field, name: str) -> Source:
-    """Return the source of one field of a user's path, pattern, array or `Source`.
+    """Open and return one field of `source`: a path, pattern, URL, list, array or `Source`.
 
-    `name` is the name of an array, for error messages.
+    `name` is the name of an array, for error messages. Raises TypeError for other objects, and for
+    a field of an array or `Source`.
     """
     if isinstance(source, str | os.PathLike):
         text = os.fspath(source)
@@ -186,10 +191,10 @@ def _of_object(source: Any, field: Field, name: str) -> Source:
 
 
 def _of_url(url: str, field: str | None) -> Source:
-    """Return a source on an object in a store, by a URL of fsspec.
+    """Return a source on an object in an object store, at a URL of fsspec.
 
-    zarr and HDF5 are read by boxes. Files of other kinds need a copy on the node, which a URL such
-    as "simplecache::s3://bucket/x.nii.gz" makes.
+    Boxes of zarr and HDF5 are read from the store. Files of other kinds need a copy on the node,
+    which a URL such as "simplecache::s3://bucket/x.nii.gz" creates.
     """
     path = Path(url.rstrip("/").rpartition("/")[2])
     if path.suffix == ".zarr":
@@ -202,7 +207,7 @@ def _of_url(url: str, field: str | None) -> Source:
             f"{url}: of object stores only zarr and HDF5 (NetCDF 4) are read by boxes; write "
             f"simplecache::{url} to copy the file to the node first"
         )
-    # Objects of one name in several folders need several folders here.
+    # A separate folder per URL: objects in different remote folders may have the same name.
     folder = TemporaryDirectory(prefix="distconv-") if chained else None
     try:
         if folder is None:
@@ -225,7 +230,10 @@ def _of_url(url: str, field: str | None) -> Source:
 
 
 def of_path(path: Path, field: Field = None, single: bool = False) -> Source:
-    """Return a source on one file or zarr folder; with `single` it is one sample."""
+    """Return a source on one file or folder; `single` if an array in a file is one sample.
+
+    Raises OSError, ValueError or TypeError if `path` cannot be opened or has no field `field`.
+    """
     kind = "zarr" if _is_zarr(path) else kind_of(path)
     if path.is_dir() and kind != "zarr":
         return _of_object(path, field, path.name)
@@ -260,10 +268,10 @@ def of_path(path: Path, field: Field = None, single: bool = False) -> Source:
 
 
 def _kind_by_content(path: Path) -> str | None:
-    """Return the kind of a file with an unknown suffix, from its first bytes, or None.
+    """Return the kind of a file with an unknown suffix from its first bytes; None if unknown.
 
-    NetCDF files of version 4, and many others, are HDF5 files. Raises ValueError for NetCDF files
-    of earlier versions.
+    NetCDF files of version 4, among others, are HDF5 files. Raises ValueError for NetCDF files of
+    earlier versions.
     """
     with open(path, "rb") as file:
         first = file.read(len(_SIGNATURE))
@@ -276,7 +284,7 @@ def _kind_by_content(path: Path) -> str | None:
 
 
 def _are_paths(source: Any) -> bool:
-    """Return whether a user's source is a list of paths, and not empty."""
+    """Return whether `source` is a list or tuple of paths that is not empty."""
     several = isinstance(source, list | tuple) and len(source) > 0
     return several and all(isinstance(path, str | os.PathLike) for path in source)
 
@@ -286,9 +294,9 @@ def _is_zarr(path: Path) -> bool:
 
 
 def _only_kind_in(folder: Path) -> str:
-    """Return a glob pattern of all readable files in a folder, such as "*.h5".
+    """Return a glob pattern, such as "folder/*.h5", of the supported files in a folder.
 
-    Raises ValueError if there are no such files, or if they have several suffixes.
+    Raises ValueError if there are no supported files, or if their suffixes differ.
     """
     known = sorted((*KINDS, _NETCDF), key=len, reverse=True)
     names = [path.name for path in folder.iterdir()]

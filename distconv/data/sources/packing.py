@@ -1,4 +1,4 @@
-"""Scaled and missing values in files, after the CF conventions of NetCDF."""
+"""Scaled and missing values in files, by the CF conventions of NetCDF."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class ScaleAndOffset:
     """The conversion of stored values: value = stored * scale_factor + add_offset.
 
     A stored value is missing if it is equal to `_FillValue` or `missing_value`, outside
-    `valid_range`, below `valid_min` or above `valid_max`. Missing values become NaN if the result
-    is of floating point, and are an error in integers. Without such attributes values are as
-    stored.
+    `valid_range`, below `valid_min` or above `valid_max`. Missing values become NaN in a
+    floating-point result, and are an error in integers. Without any of these attributes, values
+    are unchanged.
 
     Parameters
     ----------
     attributes: the attributes of the array in the file.
     name: the name of the array for error messages.
 
-    Raises ValueError for attributes that are no numbers, and `_Unsigned`, which is not supported.
+    Raises ValueError for attributes that are not numbers, and for `_Unsigned`, which is not
+    supported.
     """
 
     def __init__(self, attributes: Mapping[str, Any], name: str) -> None:
@@ -50,14 +51,14 @@ class ScaleAndOffset:
         self._most = found["valid_max"][0] if "valid_max" in found else most
 
     def __bool__(self) -> bool:
-        """Return whether the attributes change any values."""
+        """Return whether the attributes scale values or mark values as missing."""
         limits = self._least, self._most
         return bool(self._missing) or any(
             x is not None for x in (self._scale, self._offset, *limits)
         )
 
     def unpacked(self, stored: Any) -> Array:
-        """Return the converted values. Raises ValueError for missing integers."""
+        """Convert `stored` values. Raises ValueError for missing values in an integer result."""
         missing: Any = np.ma.getmaskarray(stored) if np.ma.isMaskedArray(stored) else None
         stored = np.asarray(stored)
         values = stored
@@ -95,10 +96,11 @@ class ScaleAndOffset:
 
 
 def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
-    """Copy `values` into `out`. Raises ValueError for other shapes, and numbers `out` cannot hold.
+    """Copy `values` into `out`.
 
-    `casting` is numpy's name for the allowed conversions; integers must be in range in any case.
-    `name` is the name of the source, for error messages.
+    `casting` is numpy's name for the allowed type conversions. `name` is the name of the source,
+    for error messages. Raises ValueError for another shape, a conversion that is not allowed, and
+    integers outside the range of `out`.
     """
     values = np.asarray(values)
     if values.shape != out.shape or not np.can_cast(values.dtype, out.dtype, casting):
@@ -111,9 +113,9 @@ def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
 
 
 def check_range(values: NDArray[Any], dtype: DTypeLike, name: str) -> None:
-    """Raise `ValueError` for integers outside the range of `dtype`, if that is an integer type.
+    """Raise `ValueError` if `values` are integers outside the range of the integer type `dtype`.
 
-    `name` is the name of the source, for error messages.
+    Other types are not checked. `name` is the name of the source, for error messages.
     """
     if values.dtype.kind not in "iu" or np.dtype(dtype).kind not in "iu" or not values.size:
         return
@@ -133,9 +135,10 @@ _KEYS = (
 
 
 def user_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes of an array in a file, without those that `ScaleAndOffset` applies.
+    """Return the attributes of an array in a file that can be written to another file.
 
-    Attributes that are no numbers, texts, or lists of these are left out.
+    Left out are the attributes that `ScaleAndOffset` applies, the links to dimensions, and
+    attributes that are not numbers, strings, or lists of numbers and strings.
     """
     kept = {}
     for key, value in attributes.items():
@@ -161,17 +164,17 @@ OF_HDF5 = (
 
 
 def _numeric_attribute(attributes: Mapping[str, Any], key: str, name: str) -> NDArray[Any]:
-    """Return the value or values of the attribute `key`; raise ValueError if they are no numbers.
+    """Return the values of the attribute `key` as a 1-D array; raise ValueError if not numbers.
 
     `name` is the name of the array, for error messages.
     """
     value = attributes[key]
     if isinstance(value, str):
-        # xarray writes values of floating-point arrays into zarr's JSON like this.
+        # xarray stores floating-point attributes in zarr's JSON as base64 of 8 bytes.
         with suppress(ValueError, struct.error):
             value = struct.unpack("<d", b64decode(value, validate=True))
     found = np.atleast_1d(np.asarray(value))
     if found.dtype.kind not in "iuf":
         raise ValueError(f"{name} has the attribute {key}={attributes[key]!r}; expected a number")
-    # Integers would overflow in the stored type.
+    # Scaling by integers would overflow in the stored type.
     return found if key in _KEYS[2:] or found.dtype.kind == "f" else found.astype(np.float64)

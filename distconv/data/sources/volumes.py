@@ -1,6 +1,7 @@
-"""Sources on images that say what their dimensions are: NIfTI, TIFF, DICOM, and stacks of planes.
+"""Sources on image files with known dimensions: NIfTI, TIFF, DICOM, and stacks of planes.
 
-A sample of these has the shape (channels, *space), also if the file has no dimension of channels.
+A sample has the shape (channels, *space), also if the file has no dimension of channels. A stack
+has a dimension of channels only if its planes have one.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from distconv.geometry.layout import Box
 
 
 class _Arranged:
-    """An array (samples, channels, *space) whose dimensions are stored in another order.
+    """An array (samples, channels, *space) over an array whose dimensions have another order.
 
     Parameters
     ----------
     stored: an array with `shape`, `dtype`, and indexing by slices.
-    order: for each dimension, the stored one; None for a dimension of extent 1 that is not stored.
-    chunks: the extents of the stored pieces that are read as a whole; None if any box is.
+    order: for each dimension, the dimension of `stored`; None for a dimension of extent 1 that
+        `stored` lacks.
+    chunks: the extents, in the order of `stored`, of chunks that are always read in full; None if
+        any box can be read without other elements.
     attributes: as in `Source.attributes`.
     """
 
@@ -41,7 +44,7 @@ class _Arranged:
         self.chunks = chunks and tuple(1 if d is None else int(chunks[d]) for d in order)
 
     def __getitem__(self, index: tuple[int | slice, ...]) -> Array:
-        # A dimension that is stored and not named has extent 1.
+        # A stored dimension that is not in the order has extent 1.
         stored: list[int | slice] = [0] * len(self._stored.shape)
         for at, d in zip(index, self._order, strict=True):
             if d is not None:
@@ -57,13 +60,13 @@ class _Arranged:
 
 
 def open_nifti(path: Path) -> ArraySource:
-    """Return a source on a NIfTI file: one sample (channels, X, Y, Z), in the order of the file.
+    """Return a source on a NIfTI file: one sample (channels, X, Y[, Z]), in the order of the file.
 
-    The slope and intercept of the file are applied to what is read. A `.nii` file is read by
-    boxes; a `.nii.gz` file has to be decompressed from its beginning for any box.
+    The slope and intercept of the file are applied to values read. A box of a `.nii` file is read
+    without other elements; a `.nii.gz` file is decompressed from its beginning for any box.
 
-    Any further dimension is one of channels. Raises OSError for a file that is missing or damaged,
-    and ValueError for several further dimensions.
+    A dimension beyond space is that of the channels. Raises OSError for a file that is missing or
+    damaged, and ValueError for several dimensions beyond space.
     """
     nibabel = import_package("nibabel", f"{path}: reading it", "nifti")
     check_file(path, "a .nii file")
@@ -76,7 +79,7 @@ def open_nifti(path: Path) -> ArraySource:
             f"{path} has the shape {shape}; expected two or three spatial dimensions, and at most "
             "one of channels"
         )
-    # A plane has a third dimension of extent 1 where channels follow.
+    # A 2-D image with channels has a third dimension of extent 1 before the channels.
     space = 2 if len(shape) == 2 or (shape[2] == 1 and len(shape) > 3) else 3
     attributes = {
         "affine": np.asarray(image.affine, float).tolist(),
@@ -92,9 +95,9 @@ def open_nifti(path: Path) -> ArraySource:
 def open_tiff(path: Path) -> ArraySource:
     """Return a source on a TIFF or OME-TIFF file: samples (channels, [Z], Y, X).
 
-    The first series of the file is read, at its full resolution. Frames of a time series are
-    samples; pages without a name are planes along Z. Contiguous files are read by boxes, others by
-    tiles or pages.
+    The first series of the file is read, at full resolution. Frames of a time series are samples;
+    a dimension without a known name is Z. Boxes of contiguous files are read without other
+    elements; tiles or pages of other files are read in full.
 
     Raises OSError for a file that is missing or damaged, and ValueError for other dimensions.
     """
@@ -126,10 +129,10 @@ def open_tiff(path: Path) -> ArraySource:
 
 
 def _pixels(series: Any, path: Path) -> tuple[Any, tuple[int, ...] | None]:
-    """Return the array of a TIFF series, and the extents of its pieces that are read as a whole."""
+    """Return the array of a TIFF series, and the extents of its tiles or pages if read in full."""
     if series.dataoffset is not None:
         dtype = np.dtype(series.dtype).newbyteorder(series.parent.byteorder)
-        series.parent.close()  # the map has a descriptor of its own
+        series.parent.close()  # the memory map opens the file itself
         return np.memmap(path, dtype, "r", series.dataoffset, tuple(series.shape)), None
     zarr = import_package("zarr", f"{path}: reading it", "tiff")
     array = zarr.open(series.aszarr(level=0), mode="r")
@@ -137,7 +140,7 @@ def _pixels(series: Any, path: Path) -> tuple[Any, tuple[int, ...] | None]:
 
 
 def _spacing_of_tiff(tifffile: Any, file: Any) -> dict[str, float] | None:
-    """Return the distance of pixels in Z, Y and X, in micrometres, from OME's metadata."""
+    """Return the distance of pixels in Z, Y and X, in micrometres, from OME metadata, or None."""
     if not file.ome_metadata:
         return None
     images = tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]
@@ -149,11 +152,13 @@ def _spacing_of_tiff(tifffile: Any, file: Any) -> dict[str, float] | None:
 
 
 class StackSource(Source):
-    """A source on planes in files, in order, as one sample with a dimension of its own for them.
+    """A source that stacks planes (..., Y, X) along a new dimension to one sample (..., Z, Y, X).
+
+    Raises ValueError for planes with fewer than two dimensions.
 
     Parameters
     ----------
-    planes: a source with a plane (..., Y, X) in each sample.
+    planes: a source with one plane (..., Y, X) per sample, in the order of Z.
     name: the name of the stack.
     attributes: as in `Source.attributes`.
     """
@@ -177,20 +182,20 @@ class StackSource(Source):
             self._planes.read_into(np.moveaxis(out, axis, 0)[place], plane, Box(start, stop))
 
     def facts(self) -> dict[str, str]:
-        """Return the facts of the files."""
+        """Return facts about the stack and its files by name, for ranks to compare."""
         return super().facts() | self._planes.facts()
 
 
 def stack_of(
     paths: Sequence[Path], open_plane: Callable[[Path], Source], attributes: Mapping[str, Any]
 ) -> Source:
-    """Return a source on the planes in these files, in order, as one sample."""
+    """Return a source that stacks the planes in the files `paths`, in order, to one sample."""
     planes = FilesSource(paths, open_plane)
     return StackSource(planes, f"{paths[0].name} and {len(paths) - 1} more planes", attributes)
 
 
 def is_dicom(path: Path) -> bool:
-    """Return whether a file begins as DICOM files do."""
+    """Return whether a file has the signature of DICOM files, in bytes 128 to 131."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -198,13 +203,13 @@ def is_dicom(path: Path) -> bool:
 
 
 def open_dicom(paths: Sequence[Path]) -> Source:
-    """Return a source on the files of a DICOM series: one sample (1, Z, Y, X), read by planes.
+    """Return a source on the files of a DICOM series: one sample (1, Z, Y, X), read plane by plane.
 
-    The planes are ordered by their positions along the normal of the first. Slopes and intercepts
-    are applied.
+    The planes are ordered by their positions along the normal of the first plane. Slopes and
+    intercepts are applied.
 
-    Raises ValueError for several series, planes of several directions, colours, and files of
-    several frames.
+    Raises ValueError for several series, planes of several orientations or at unequal distances,
+    colours, and files of several frames.
     """
     pydicom = import_package("pydicom", f"{paths[0]}: reading it", "dicom")
     headers = [_header(pydicom, path) for path in paths]
@@ -228,7 +233,10 @@ def open_dicom(paths: Sequence[Path]) -> Source:
 
 
 class _DicomPlane(Source):
-    """A source on one file of a DICOM series: one sample (1, Y, X), which is read as a whole."""
+    """A source on one file of a DICOM series: one sample (1, Y, X), always read in full.
+
+    `scaled` converts values to float64 with the slope and intercept of the file.
+    """
 
     samples = 1
 
@@ -266,10 +274,11 @@ def _scale(header: Any) -> tuple[float, float]:
 
 
 def _geometry(paths: Sequence[Path], headers: Sequence[Any]) -> tuple[list[int], dict[str, Any]]:
-    """Return the order of the planes of a DICOM series, and their affine map and spacing.
+    """Return the indices of the planes of a DICOM series in order, and the attributes of the stack.
 
-    The affine map takes indices (Z, Y, X) to millimetres towards right, anterior and superior, as
-    in NIfTI.
+    The attributes are "affine", "spacing" and "unit". The affine matrix maps indices (Z, Y, X) to
+    millimetres towards right, anterior and superior, as in NIfTI. Raises ValueError for planes of
+    several orientations or at unequal distances.
     """
     directions = np.array([h.ImageOrientationPatient for h in headers], float)
     if not np.allclose(directions, directions[0], atol=1e-4):

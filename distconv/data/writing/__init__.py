@@ -1,1 +1,1 @@
-"""Writing tensors that are cut over ranks, each rank its own box."""
+"""Writing of partitioned tensors to files, each rank its own block."""

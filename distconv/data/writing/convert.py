@@ -1,4 +1,4 @@
-"""`convert`: any source of samples as chunked zarr arrays, copied piece by piece by all ranks."""
+"""`convert`: copying samples of any format to chunked zarr arrays, on all ranks in parallel."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ def convert(
 ) -> Path:
     """Copy samples of any format to a zarr folder, with other chunks. Collective.
 
-    Ranks copy different pieces, each of whole chunks of the result, so no rank holds more than a
-    piece. The folder takes its name when it is complete. After an interruption, another call with
-    the same arguments continues, also on another number of ranks.
+    The arrays are split into pieces, boxes of complete chunks of the result. Each rank copies one
+    piece at a time, and holds no more. The folder is renamed to `path` when it is complete.
+    After an interruption, a call with the same arguments resumes, also on another number of ranks.
 
-    Types, values and attributes are those of the source; the scale and offset of packed values are
+    Types, values and attributes are those of the source; scale and offset of packed values are
     applied.
 
     Parameters
     ----------
     source: as for `distconv.data.Dataset`: a path, a list of paths, an array, or a `Source`.
     path: the folder to write, with the suffix `.zarr`.
-    grid: the process grid; the axes do not matter.
+    grid: the process grid; only the number of ranks matters.
     fields: the names of the arrays to copy from a file that holds several. Without names the folder
         is a single array, else a group of arrays.
-    chunks: the extents of a chunk, samples first. By default a chunk is a part of one sample of at
-        most 16 MiB, within the block of a rank of `readers`.
+    chunks: the extents of a chunk, samples first. By default a chunk has at most 16 MiB of one
+        sample, within the block of a rank of `readers`.
     readers: the axes of the grid that will read the samples, such as {"depth": 4}.
-    memory: the bytes of a piece. Chunks of the source that lie in several pieces are read several
-        times.
+    memory: the largest size of a piece in bytes, if a chunk fits. Chunks of the source that
+        intersect several pieces are read several times.
     overwrite: whether an existing folder is replaced.
-    restart: whether to discard the pieces of an earlier run.
-    progress: called with a line of text after each round of pieces.
+    restart: whether to discard the pieces copied by an earlier run.
+    progress: called with a line of text each time all ranks have copied a piece.
 
     Returns the path.
 
@@ -141,8 +141,11 @@ def _description(own: Source, chunks: Sequence[int] | None, topology: Topology) 
 
 
 def chunks_for_readers(own: Source, topology: Topology) -> tuple[int, ...]:
-    """Return chunks of at most 16 MiB within the blocks that the ranks of a grid read."""
-    # Three dimensions with ranks along depth are a volume without channels.
+    """Return the extents of chunks, samples first, within the blocks that ranks of a grid read.
+
+    A chunk has at most 16 MiB. `own` is the source, and `topology` that of the reading grid.
+    """
+    # A sample with three dimensions, read by ranks along depth, is a volume without channels.
     bare = len(own.shape) == 3 and topology.extent("depth") > 1
     whole = (max(own.samples, topology.extent("sample")), *((1,) if bare else ()), *own.shape)
     cuts = default_cuts(len(whole), topology)
@@ -151,10 +154,11 @@ def chunks_for_readers(own: Source, topology: Topology) -> tuple[int, ...]:
 
 
 def _pieces(array: Description, stored: tuple[int, ...] | None, memory: int) -> Iterator[Box]:
-    """Yield boxes of whole chunks, which cover an array, of at most `memory` bytes if possible.
+    """Yield boxes of complete chunks that cover an array, of at most `memory` bytes if possible.
 
-    `stored` are the chunks of the source. Pieces grow first along dimensions in which these are
-    longest, so that most chunks of the source are read once.
+    `stored` are the extents of the source's chunks, None without chunks. Boxes are enlarged first
+    along dimensions in which the source's chunks are longest compared with the array's, so that
+    most chunks of the source are read once.
     """
     chunks = array.chunks or array.shape
     stored = stored or array.shape
@@ -174,7 +178,7 @@ def _pieces(array: Description, stored: tuple[int, ...] | None, memory: int) -> 
 
 
 def _values(own: Source, box: Box) -> Any:
-    """Return the values of a box of several samples of a source."""
+    """Read and return the values of `box`, samples first, from a source."""
     values = np.empty(box.shape, own.dtype)
     inside = Box(box.start[1:], box.stop[1:])
     for place, sample in enumerate(range(box.start[0], box.stop[0])):

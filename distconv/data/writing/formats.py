@@ -1,4 +1,4 @@
-"""Files of each format, written from all ranks, each its own box of an array."""
+"""Files of each format, into which ranks write boxes of an array in parallel."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from distconv.geometry.topology import Topology
 
 @dataclass(frozen=True)
 class Description:
-    """An array to be written.
+    """An array to be written to a file.
 
     Attributes
     ----------
-    chunks: the extents of its chunks in zarr.
-    order: its dimensions in the order in which the file stores them; None as they are.
-    attributes, coordinates: as in `Source`; formats without room for them keep none.
+    chunks: the extents of a chunk; zarr only.
+    order: the dimensions in the order in which the file stores them; None for the same order.
+    attributes, coordinates: as in `Source`; some formats keep some or none.
     """
 
     shape: tuple[int, ...]
@@ -43,12 +43,12 @@ class Description:
 
 
 # HDF5 and `.npy`. Both formats store an array contiguously, at an offset that is known once the
-# file is made. So ranks write disjoint bytes with calls of the operating system alone; HDF5 needs
-# no support of MPI.
+# file is created. So ranks write disjoint bytes by calls of the operating system, without an HDF5
+# library that supports MPI.
 
 
 def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]:
-    """Make an HDF5 file with room for arrays; return the offset of each in the file, in bytes."""
+    """Create an HDF5 file with room for arrays; return the offset of each by name, in bytes."""
     h5py = import_package("h5py", f"{path}: writing HDF5", "data")
     try:
         with h5py.File(path, "x") as file:
@@ -72,17 +72,17 @@ def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]
                 file[name].attrs.update(flat)
                 if array.coordinates:
                     _add_coordinates(file, name, array)
-    except RuntimeError as error:  # HDF5's own, where the file is closed on a full disk
+    except RuntimeError as error:  # raised by HDF5 on closing the file if the disk is full
         raise OSError(errno.EIO, str(error)) from error
     return offsets
 
 
 def _add_coordinates(file: Any, name: str, array: Description) -> None:
-    """Give the dimensions of an array in an HDF5 file their coordinates, as NetCDF does."""
+    """Write the coordinates of an array's dimensions to an HDF5 file, as NetCDF does."""
     for d, size in enumerate(array.shape):
         own = array.coordinates.get(d)
         if own is None or own.name == name:
-            # Where some dimensions have names, NetCDF's library needs one for all.
+            # If some dimensions have names, NetCDF's library needs names for all dimensions.
             own = Coordinate(f"{name}_dimension_{d}", np.zeros(size, ">f4"), {})
             label = f"This is a netCDF dimension but not a netCDF variable.{size:10d}"
         else:
@@ -95,7 +95,7 @@ def _add_coordinates(file: Any, name: str, array: Description) -> None:
 
 
 def create_npy(path: Path, array: Description) -> int:
-    """Make a `.npy` file with room for an array; return its offset in the file, in bytes."""
+    """Create a `.npy` file with room for an array; return the array's offset, in bytes."""
     made = np.lib.format.open_memmap(path, "w+", array.dtype, array.shape)
     offset: int = made.offset
     del made
@@ -105,14 +105,14 @@ def create_npy(path: Path, array: Description) -> int:
 def write_box(
     path: Path, offset: int, shape: tuple[int, ...], box: Box, values: NDArray[Any]
 ) -> None:
-    """Write `values`, a box of an array of this shape, to a file, and bring it to the disk.
+    """Write `values`, a box of an array of shape `shape`, to a file, and flush them to the disk.
 
     The array begins at byte `offset`; `values` are contiguous. Not collective: processes may write
     disjoint boxes at the same time.
     """
     try:
-        # Without reading: of a page on a remote disk that is known in part, only that part is
-        # written.
+        # Write-only: if a process has written part of a page of a remote file, then only this part
+        # is sent to the server, not the bytes of other ranks.
         descriptor = os.open(path, os.O_WRONLY)
     except FileNotFoundError as error:
         raise unseen(path) from error
@@ -134,7 +134,7 @@ def write_at(descriptor: int, values: NDArray[Any], position: int) -> None:
 
 def _runs(shape: tuple[int, ...], box: Box, values: NDArray[Any]) -> Any:
     """Yield each contiguous run of a box: its flat start index in the array, and its values."""
-    # Beyond this dimension the box covers the whole array.
+    # Beyond dimension `last` the box has the full extents of the array.
     last = len(shape) - 1
     while last > 0 and box.shape[last] == shape[last]:
         last -= 1
@@ -142,24 +142,25 @@ def _runs(shape: tuple[int, ...], box: Box, values: NDArray[Any]) -> Any:
     rows = values.reshape(-1, prod(box.shape[last:]))
     begin = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
     for row, index in zip(rows, np.ndindex(*box.shape[:last]), strict=True):
-        # Beyond the last stride, which belongs to the run itself.
+        # The strides of dimension `last` and beyond are within the run.
         yield begin + sum(i * n for i, n in zip(index, strides, strict=False)), row
 
 
 # NIfTI and TIFF, and files that are compressed once complete.
 #
-# Both formats store an array contiguously, as HDF5 does here. A compressed file cannot be written
-# by boxes: it is written without compression first, and one rank compresses it.
+# NIfTI and TIFF files store an array contiguously, like HDF5 files here. Ranks cannot write boxes
+# of a compressed file: the file is first written without compression, and one rank compresses it.
 
 
 _PIECE = 2**22
-"""Bytes that are compressed at a time."""
+"""The number of bytes that are read and compressed at a time."""
 
 
 def stored_order(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the dimensions of an array (1, channels, *space) in the order of a file of this kind.
+    """Return the dimensions of an array (1, channels, *space) in the order of storage in a file.
 
-    NIfTI stores the first dimension of space closest. Raises ValueError for other shapes.
+    NIfTI stores elements along the first dimension of space contiguously, TIFF along the last.
+    `kind` is "nifti" or "tiff". Raises ValueError for other shapes.
     """
     if len(shape) not in (4, 5) or shape[0] != 1:
         raise ValueError(
@@ -172,10 +173,11 @@ def stored_order(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def create_nifti(path: Path, array: Description) -> int:
-    """Make a NIfTI file with room for an array; return the offset of the array, in bytes.
+    """Create a NIfTI file with room for an array; return the offset of the array, in bytes.
 
-    Of the attributes, "affine" (or else "spacing") and "unit" are kept. Channels are the last
-    dimension, as MONAI and nnU-Net have them; one channel has no dimension.
+    The attributes "affine" (or else "spacing") and "unit" are written. Channels are the last
+    dimension, as in MONAI and nnU-Net; a single channel has no dimension. Raises ValueError for a
+    type that NIfTI does not support.
     """
     nibabel: Any = import_package("nibabel", f"{path}: writing it", "nifti")
     _, channels, *space = array.shape
@@ -211,9 +213,10 @@ def create_nifti(path: Path, array: Description) -> int:
 
 
 def create_tiff(path: Path, array: Description) -> int:
-    """Make an OME-TIFF file with room for an array; return the offset of the array, in bytes.
+    """Create an OME-TIFF file with room for an array; return the offset of the array, in bytes.
 
-    Of the attributes "spacing" is kept. The file has pages without compression, one for each plane.
+    The attribute "spacing" is written, in micrometres. The file has one page without compression
+    per plane. Raises ValueError for a type that TIFF does not support.
     """
     tifffile: Any = import_package("tifffile", f"{path}: writing it", "tiff")
     names = "CZYX" if len(array.shape) == 5 else "CYX"
@@ -242,12 +245,12 @@ def create_tiff(path: Path, array: Description) -> int:
 
 
 def compresses(path: Path) -> bool:
-    """Return whether a file of this name is compressed, or packed, when it is complete."""
+    """Return whether the suffix of `path` asks to compress or pack the complete file."""
     return path.name.endswith((".nii.gz", ".npz"))
 
 
 def compress(partial: Path, target: Path, path: Path, name: str) -> None:
-    """Write the complete file `partial` to `target`, in the form that the suffix of `path` names.
+    """Write the file `partial` to `target`, compressed (`.nii.gz`) or packed (`.npz`) as `path` is.
 
     `name` is the name of the array in a `.npz` file.
     """
@@ -265,17 +268,20 @@ def compress(partial: Path, target: Path, path: Path, name: str) -> None:
         os.fsync(file.fileno())
 
 
-# Zarr: ranks that share a chunk take turns.
+# Zarr: ranks that share a chunk write in turns.
 
 
 _LARGEST = 2**24
-"""The largest number of bytes of a chunk by default."""
+"""The largest size of a default chunk, in bytes."""
 
 
 def default_chunks(
     shape: tuple[int, ...], cuts: Cuts, topology: Topology, itemsize: int
 ) -> tuple[int, ...]:
-    """Return chunks of one sample and at most 16 MiB each, within a rank's box where possible."""
+    """Return the extents of default chunks of an array, samples first.
+
+    A chunk has at most 16 MiB of one sample, and is within the block of one rank if possible.
+    """
     chunks = [block(n, topology.parts(axes), 0)[1] for n, axes in zip(shape, cuts, strict=True)]
     chunks[0] = 1
     while prod(chunks) * itemsize > _LARGEST:
@@ -292,12 +298,12 @@ def turns(
     chunks: tuple[int, ...],
     start: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """Return for each dimension the number of turns in which the blocks along it are written.
+    """Return for each dimension the number of turns in which its blocks are written to zarr.
 
-    The blocks are those of a tensor of `shape`, which begins at `start` in the array.
-
-    Blocks whose numbers are equal modulo the number of turns share no chunk, and are written in one
-    turn. One turn is enough if all blocks begin at the start of a chunk.
+    The blocks partition a tensor of `shape` that begins at index `start` of the array, which has
+    chunks of extents `chunks`. Blocks along a dimension whose indices are equal modulo the number
+    of turns share no chunk and are written in the same turn. One turn is enough if all blocks begin
+    at the start of a chunk.
     """
     return tuple(
         _turns_along(n, topology.parts(axes), chunk, first)
@@ -306,9 +312,9 @@ def turns(
 
 
 def turn_of(rank: int, cuts: Cuts, topology: Topology, turns: tuple[int, ...]) -> int:
-    """Return the turn, from 0, in which a rank writes its box.
+    """Return the turn, from 0, in which `rank` writes its block.
 
-    `turns` is the number of turns of each dimension, from the function `turns`.
+    `turns` has the number of turns of each dimension, from the function `turns`.
     """
     coordinates = topology.coordinates(rank)
     turn = 0
@@ -318,7 +324,7 @@ def turn_of(rank: int, cuts: Cuts, topology: Topology, turns: tuple[int, ...]) -
 
 
 def create_zarr(path: Path, arrays: Mapping[str | None, Description]) -> None:
-    """Make a zarr folder of format 3: one array if its name is None, else a group of arrays."""
+    """Create a zarr folder of format 3: an array under the only name None, or a group of arrays."""
     zarr = _zarr(path)
     group = None if None in arrays else zarr.open_group(str(path), mode="w-")
     for name, array in arrays.items():
@@ -332,11 +338,11 @@ def create_zarr(path: Path, arrays: Mapping[str | None, Description]) -> None:
 
 
 def write_chunks(path: Path, name: str | None, box: Box, values: NDArray[Any]) -> None:
-    """Write a box of an array in a zarr folder, and bring its chunks to the disk.
+    """Write a box of an array in a zarr folder, and flush the chunks to the disk.
 
     `name` is the array's name in the folder; None if the folder is the array. Not collective. A
-    chunk that the box covers in part is read and written again, so nobody else may write to it at
-    the same time.
+    chunk that the box covers in part is read and rewritten, so no other process may write to this
+    chunk at the same time.
     """
     if not path.exists():
         raise unseen(path)
@@ -349,15 +355,16 @@ def write_chunks(path: Path, name: str | None, box: Box, values: NDArray[Any]) -
     for runs in product(*along):
         place, low, high = zip(*runs, strict=True)
         part = Box(low, high)
-        # One at a time: if one of several chunks fails, zarr writes the others in the background.
+        # One chunk at a time: after the failure of one of several chunks, zarr would write the
+        # others in the background.
         array[part.slices] = values[part.slices_within(box)]
         chunk = folder / array.metadata.encode_chunk_key(place)
-        if chunk.exists():  # not where all values are the array's fill value
+        if chunk.exists():  # zarr writes no chunk in which all values are the fill value
             sync(chunk)
 
 
 def sync_tree(path: Path) -> None:
-    """Bring to the disk the names of all files in a zarr folder, and the .json files at its top."""
+    """Flush the names of all files in a zarr folder, and its top-level .json files, to the disk."""
     for folder in (path, *(found for found in path.rglob("*") if found.is_dir())):
         sync_folder(folder)
     for found in path.glob("*.json"):

@@ -1,4 +1,4 @@
-"""`save`: writing DistTensors to one file, each rank its own box."""
+"""`save`: writing DistTensors to one file, each rank its own block."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from distconv.geometry.topology import Topology
 from distconv.tensor.dist_tensor import DistTensor
 
 _NAME = "data"
-"""The dataset in an HDF5 file that holds a single tensor."""
+"""The name of the dataset in an HDF5 file that holds a single tensor without a name."""
 
 
 def save(
@@ -44,30 +44,31 @@ def save(
 ) -> Path:
     """Write a tensor to a file that `Dataset`, and any program, can read. Collective.
 
-    Each rank writes its own block, from any grid; of replicas one writes. Nothing is sent between
-    ranks and no rank holds more than its block. All ranks write under a fresh name, on a file
-    system that all of them see; when everything is on the disk, the file takes its name and
-    replaces an earlier one. A zarr folder is renamed first, as folders cannot be replaced in one
-    step.
+    Each rank writes its own block; of the ranks with replicas of a block, one writes. No elements
+    are sent between ranks, and no rank holds more than its block. All ranks write to a temporary
+    file, on a file system that all ranks see. When all bytes are on the disk, the file is renamed
+    to `path` and replaces an earlier file. An earlier zarr folder is exchanged with the new one,
+    or, where the system cannot do so, renamed first.
 
     Parameters
     ----------
-    path: its suffix chooses the format:
+    path: the file to write; the suffix selects the format:
         `.h5`, `.hdf5`: an HDF5 file with one contiguous dataset, "data", without compression. All
             ranks write at once; HDF5 needs no support of MPI.
-        `.npy`: a file of numpy. All ranks write at once.
-        `.zarr`: a compressed zarr array, of format 3. Each rank writes whole chunks if its block
-            begins and ends with one; ranks that share a chunk write it in turns.
+        `.npy`: a NumPy file. All ranks write at once.
+        `.zarr`: a compressed zarr array, of format 3. If blocks share chunks, ranks write in turns;
+            otherwise all ranks write at once.
         `.nii`, `.tif`: a NIfTI or OME-TIFF file of one sample, (1, channels, *space), without
             compression. All ranks write at once.
-        `.nii.gz`, `.npz`: as `.nii` and `.npy`; rank 0 then writes it all once more, compressed or
-            in a zip file.
+        `.nii.gz`, `.npz`: like `.nii` and `.npy`; rank 0 then writes the file once more,
+            compressed or in a zip file.
     tensors: a tensor, samples first; or several on one grid, in a dictionary by their names in an
         HDF5 file or zarr group.
-    chunks: the extents of zarr's chunks, in a dictionary for several tensors. When not given, a
-        chunk is a part of one sample of at most 16 MiB, within the box of a rank where possible.
+    chunks: the extents of zarr's chunks, in a dictionary for several tensors. By default a chunk
+        has at most 16 MiB of one sample, within the block of a rank if possible.
     attributes: the attributes of each array, such as `source.attributes` of the input. NIfTI
-        keeps "affine", "spacing" and "unit", TIFF "spacing", HDF5 and zarr all, numpy none.
+        keeps "affine", "spacing" and "unit"; TIFF keeps "spacing"; HDF5 and zarr keep all; NumPy
+        keeps none.
 
     Returns the path.
 
@@ -95,7 +96,7 @@ def save(
     try:
         _write(partial, path, kind, named, arrays)
     except BaseException:
-        # Every rank raises its own error of the failure, whatever becomes of the unfinished file.
+        # Raise the original error, even if the unfinished file cannot be removed.
         with suppress(OSError):
             if grid.rank == 0:
                 remove(partial)
@@ -104,7 +105,10 @@ def save(
 
 
 def _named(tensors: DistTensor | Mapping[str, DistTensor]) -> Mapping[Any, DistTensor]:
-    """Return the tensors by name, a single one as None. Raises TypeError for other values."""
+    """Return the tensors by name; a single tensor has the name None.
+
+    Raises TypeError for values that are not DistTensors, ValueError for an empty dictionary.
+    """
     named: Mapping[Any, Any] = tensors if isinstance(tensors, Mapping) else {None: tensors}
     for x in named.values():
         if not isinstance(x, DistTensor):
@@ -120,7 +124,10 @@ def _named(tensors: DistTensor | Mapping[str, DistTensor]) -> Mapping[Any, DistT
 def _described(
     named: Mapping[Any, DistTensor], kind: str, chunks: Any, attributes: Mapping[str, Any]
 ) -> dict[Any, Description]:
-    """Return the arrays in which tensors are stored. `chunks` are as for `save`."""
+    """Describe for each tensor by name the array to write in a file of format `kind`.
+
+    `chunks` and `attributes` are the arguments of `save`.
+    """
     found = {}
     for name, x in named.items():
         by_name = isinstance(chunks, Mapping) and name is not None
@@ -131,9 +138,10 @@ def _described(
 
 
 def _unfinished(path: Path, kind: str) -> str:
-    """Return a fresh name for the file that will replace `path`, of a kind such as "zarr".
+    """Return the temporary name of the file that will replace `path`.
 
-    Makes its folder, and removes unfinished files of killed writers. Called on rank 0.
+    Creates the folder of the file, and removes unfinished files of killed writers. Called on rank
+    0. `kind` is the format, such as "zarr".
     """
     with writing_to(path):
         _check_place(path, kind)
@@ -150,7 +158,10 @@ def _write(
     named: Mapping[Any, DistTensor],
     arrays: Mapping[Any, Description],
 ) -> None:
-    """Write tensors to the file `partial`, and rename it to `path`. Collective."""
+    """Write tensors to the temporary file `partial`, and rename the file to `path`. Collective.
+
+    `arrays` are the descriptions of the tensors `named`, by the same names.
+    """
     grid = next(iter(named.values())).grid
 
     @writing_to(path)
@@ -169,9 +180,9 @@ def _write(
 
 
 def kind_to_write(path: Path) -> str:
-    """Return the format, such as "hdf5", that the suffix of `path` names.
+    """Return the format for the suffix of `path`, such as "hdf5".
 
-    Raises ValueError for other suffixes, and for a URL.
+    Raises ValueError for a suffix that cannot be written, and for a URL.
     """
     check_no_url(path)
     kind = "hdf5" if path.suffix == ".nc" else kind_of(path)
@@ -185,7 +196,10 @@ def kind_to_write(path: Path) -> str:
 
 
 def check_sink(path: Path, overwrite: bool) -> None:
-    """Raise `OSError` if a file cannot be made at `path`, and ValueError for its suffix."""
+    """Raise `OSError` if a file cannot be created at `path`, `ValueError` for an unknown suffix.
+
+    An existing file is an error unless `overwrite`.
+    """
     kind = kind_to_write(path)
     if path.exists() and not overwrite:
         raise FileExistsError(
@@ -197,7 +211,7 @@ def check_sink(path: Path, overwrite: bool) -> None:
 
 
 def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
-    """Return the format for a file with these tensors; raise ValueError if it cannot hold them."""
+    """Return the format of the file `path`; raise ValueError if it cannot hold the tensors."""
     kind = kind_to_write(path)
     if kind not in ("hdf5", "zarr") and None not in named:
         raise ValueError(
@@ -219,11 +233,11 @@ def describe(
     chunks: Any = None,
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Description:
-    """Return the array in which a tensor of this shape, type and layout is stored.
+    """Return the description of the array that stores a tensor of global shape `shape`.
 
     `name` is the tensor's name in the file; `kind` is the format, such as "zarr"; `chunks` are the
-    extents that the user has chosen for it, if any. Raises ValueError for a tensor that the format
-    cannot hold.
+    extents of a chunk, None for the default. Raises ValueError for a tensor that the format cannot
+    hold, and for invalid `chunks`.
     """
     label = "the tensor" if name is None else f"{name!r}"
     if not isinstance(name, str | None) or (name is not None and (not name or "/" in name)):
@@ -255,7 +269,7 @@ def describe(
 
 
 def _check_place(path: Path, kind: str) -> None:
-    """Raise `OSError` if `path` exists and is not a file, or zarr folder, to be replaced.
+    """Raise `OSError` if `path` is a folder, or for zarr anything but a zarr or an empty folder.
 
     `kind` is the format to be written, such as "zarr".
     """
@@ -268,9 +282,10 @@ def _check_place(path: Path, kind: str) -> None:
 
 
 def create_file(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict[Any, int]:
-    """Make the file or folder for all arrays; return the offset of each, {} for zarr.
+    """Create the file or folder `partial` with room for all arrays.
 
-    `kind` is the format, such as "zarr".
+    Returns the offset of each array in the file, in bytes, by name; {} for zarr. `kind` is the
+    format, such as "zarr".
     """
     if kind == "zarr":
         formats.create_zarr(partial, arrays)
@@ -283,9 +298,10 @@ def create_file(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> 
 
 
 def commit_file(partial: Path, path: Path, name: str | None = None) -> None:
-    """Bring a complete file, or zarr folder, to the disk, and rename it to `path`.
+    """Rename the complete file or zarr folder `partial` to `path`, and flush the names to the disk.
 
-    It is compressed first where the suffix says so. `name` is the name of its first array.
+    A file with the suffix `.nii.gz` or `.npz` is first compressed or packed. `name` is the name of
+    the first array in the file.
     """
     if partial.is_dir():
         formats.sync_tree(partial)
@@ -312,12 +328,18 @@ def write_block(
 ) -> None:
     """Write this rank's block of a tensor to a file or zarr folder. Collective.
 
-    The tensor is the array from the index `start` on, or all of it.
+    Of the ranks with replicas of a block, one writes the block. Ranks that share a chunk of a zarr
+    array write in turns. Raises DataError on every rank if any rank cannot write.
 
-    Of several ranks that hold replicas of a block, one writes it. Ranks that share a chunk of a
-    zarr array write in turns. `partial` will be renamed to `path`. `name` is the tensor's name in
-    the file; None if it was saved without one. `offset` is where the array begins in the file, in
-    bytes; None for zarr.
+    Parameters
+    ----------
+    partial: the temporary file or folder.
+    path: the final name, for error messages.
+    name: the tensor's name in the file; None for a tensor without a name.
+    x: the tensor.
+    array: the array in the file, which has at least the extents of the tensor.
+    offset: the offset of the array in the file, in bytes; None for zarr.
+    start: the index of the tensor's first element in the array; by default 0 in each dimension.
     """
     grid, topology = x.grid, x.grid.topology
     shape, start = tuple(x.shape), start or (0,) * len(array.shape)
