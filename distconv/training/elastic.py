@@ -2,7 +2,7 @@
 
 Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651. This is the
 synchronous form, without a server: every worker keeps a copy of the center, and an all-reduce of
-the pulls moves all copies alike.
+the pulls changes all copies identically.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from distconv.training.requests import Client, Connection, MessageKind, holding
 from distconv.training.server import UpdateRule
 
 _WITHIN_A_SAMPLE = tuple(axis for axis in AXES if axis != "sample")
-"""The grid axes that cut a sample."""
+"""The grid axes over which a sample is partitioned."""
 
 
 def worker_grid(grid: ProcessGrid) -> ProcessGrid:
-    """Return the grid of this rank's worker: of the ranks of `grid` that share its samples.
+    """Return the grid of this rank's worker: the ranks of `grid` that share its samples.
 
     All ranks of `grid` call it together. A model parallelized on the result is trained by these
     ranks alone, on their own samples.
@@ -59,7 +59,7 @@ class ElasticAveraging:
     Buffers, such as running statistics, stay each worker's own.
 
     Raises ValueError on every rank, if the model is not parallelized on the grid of its worker, a
-    value is out of its range, or the ranks pass different ones.
+    value is out of its range, or the ranks pass different values.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class ElasticAveraging:
     def center(self) -> Iterator[None]:
         """Give the model the center's parameters in a `with` block, to evaluate or save it.
 
-        The worker's parameters come back afterwards. Nothing is sent.
+        The worker's parameters are restored afterwards. No communication.
         """
         with holding(shards_of(self._parameters), shards_of(self._center)):
             yield
@@ -213,11 +213,11 @@ class AsynchronousElastic:
             )
 
     def rule(self, *given: Any) -> ElasticRule:
-        """Return the server's part; `given` are the further arguments of `ElasticRule`."""
+        """Return the server's part of the algorithm; `given` are arguments of `ElasticRule`."""
         return ElasticRule(self, *given)
 
     def client(self, *given: Any) -> ElasticClient:
-        """Return a client's part; `given` are the further attributes of `Client`, in order."""
+        """Return a client's part of the algorithm; `given` are further attributes of `Client`."""
         return ElasticClient(self, *given)
 
 
@@ -256,7 +256,7 @@ class ElasticClient(Client):
 class ElasticRule(UpdateRule):
     """The server's part of `AsynchronousElastic`: it moves the center when a worker pulls.
 
-    As a client of another server, it ties its center to the other server's.
+    If this server is a client of another server, its center is pulled towards the other server's.
     """
 
     kinds = (MessageKind.PULL,)
@@ -275,9 +275,10 @@ class ElasticRule(UpdateRule):
             self.client = method.client(parameters, buffers, None, above, 0)
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Move the center towards a client's parameters; return the move.
+        """Move the center towards a client's parameters, and return the change of the center.
 
-        The client subtracts the move from its parameters.
+        `brought` has one entry, as each pull is an update. The client subtracts the change from its
+        parameters.
         """
         [(theirs, samples)] = brought
         pull: list[Tensor | None] = []

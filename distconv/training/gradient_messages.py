@@ -1,4 +1,4 @@
-"""Gradients outside of the backward pass: sent at once, with a lag, or by several models."""
+"""Reductions of gradients outside the backward pass: of several models at once, or with a lag."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from distconv.transport.interface import Request
 class ConcurrentReductions:
     """A context in which the gradients of several models are reduced at the same time.
 
-    The reductions of each model have communicators of their own, like the thread teams of the Cray
-    PE ML plug-in, so each rank may call the backward passes in an order of its own:
+    Each model has its own communicators for reductions, like the thread teams of the Cray PE ML
+    plug-in, so ranks may call the backward passes in different orders:
 
         both = ConcurrentReductions(generator, critic)
         with both:
@@ -37,7 +37,8 @@ class ConcurrentReductions:
     backward passes of models with partitioned samples, must come in one order on all ranks, as
     always.
 
-    Raises ValueError if a model is not parallelized, or two are parts of one.
+    Raises ValueError if a model is not parallelized, or two models are submodules of one
+    parallelized module.
 
     Parameters
     ----------
@@ -72,8 +73,8 @@ class ConcurrentReductions:
         for purpose, reduction in zip(self._purposes, self._reductions, strict=True):
             grid = reduction.grid
             for comm in reduction.make_communicators(purpose):
-                # A carrier may connect a communicator's ranks at its first use, where they wait
-                # for each other. First uses in different orders would wait for ever.
+                # A transport may connect a communicator's ranks at its first use, where the ranks
+                # wait for each other. First uses in different orders would deadlock.
                 grid.transport.all_reduce(torch.zeros(1, device=grid.device), comm).wait()
 
     def __enter__(self) -> None:
@@ -84,7 +85,7 @@ class ConcurrentReductions:
             reduction.grid.journal.any_order += 1
 
     def _leave_packed(self, number: int, bucket: Bucket) -> None:
-        """Start to sum a bucket of model `number`, if it need not start at the end of the context.
+        """Start to sum a bucket of model `number`, unless sums start at the end of the context.
 
         This is the `ReduceHook` of the model.
         """
@@ -115,7 +116,7 @@ class ConcurrentReductions:
 
 
 _LAGGED = "lagged gradients"
-"""The purpose of the communicators for late gradients, whose sums overlap those of others."""
+"""The purpose of the communicators for late gradients, whose sums overlap other sums."""
 
 _Sums: TypeAlias = Callable[[], list[Tensor | None]]
 
@@ -135,7 +136,7 @@ class GradientLag:
     lag: the number of steps by which gradients are late.
     warmup_steps: the number of first steps without lag, in which gradients change most.
     cooldown_steps: the number of last steps without lag, of `total_steps`. Late gradients that are
-        left over when they begin are dropped.
+        left over when the cool-down begins are dropped.
 
     Examples
     --------
@@ -177,7 +178,7 @@ class GradientLag:
         reduction.make_communicators(_LAGGED)
         self._steps = 0
         self._late: deque[_Sums] = deque()
-        """Functions that return the gradients of the last steps, the oldest first."""
+        """Functions that wait for the sums of the last steps and return them, the oldest first."""
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients, in place of `loss.backward()`, and put late ones into `grad`.

@@ -35,7 +35,7 @@ _DECOUPLED = ("AdamW", "Adafactor", "Muon")
 
 
 class LARC(Optimizer):
-    """Wrap an optimizer so that the step of a layer is small beside the size of its weights.
+    """Wrap an optimizer so that the step of a layer is small compared with its weights.
 
     Use it in place of the optimizer, whose parameter groups and state it shares: schedulers,
     gradient scalers and checkpoints work with it, and a checkpoint may come from the optimizer
@@ -206,7 +206,7 @@ def _decay(group: Group) -> float:
 
 
 def _one_where_zero(ratio: Tensor, *norms: Tensor) -> Tensor:
-    """Return `ratio`, or 1 if one of the norms is 0; it does not wait for the device."""
+    """Return `ratio`, or 1 if one of the norms is 0, without waiting for the device."""
     zero = torch.stack(norms).eq(0).any()
     return torch.where(zero, torch.ones_like(ratio), ratio)
 

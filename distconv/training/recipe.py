@@ -36,15 +36,16 @@ class Decay(ABC):
 
     @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor in `step`, from 0; if `needs_end`, it is constant from `steps` on.
+        """Return the factor of the learning rate in `step`, counted from 0 after the warm-up.
 
-        Other decays ignore `steps`, the number of steps after the warm-up.
+        `steps` is the number of steps after the warm-up. If `needs_end`, the factor is constant
+        from `steps` on; other decays ignore `steps`.
         """
 
 
 @dataclass(frozen=True)
 class Constant(Decay):
-    """Keep the learning rate.
+    """Keep the learning rate constant.
 
     Examples
     --------
@@ -209,9 +210,9 @@ def _check_shrinking(owner: str, gamma: float) -> None:
 
 # The learning rate of a large batch: scaled up, reached by a warm-up, and decaying.
 #
-# For B samples in a batch in place of the B0 for which a rate was found, k = B / B0, the rate is
-# multiplied by k (Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677) or by its square
-# root. It grows from the rate found to the scaled one over some steps, and decays from there. On a
+# If a rate was found for batches of B0 samples, and a batch has B samples, the rate is multiplied
+# by k = B / B0 (Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677) or by sqrt(k). The
+# rate grows from the rate found to the scaled rate over some steps, and decays from there. On a
 # grid B counts the samples of all replicas; the number of ranks that share a sample does not
 # matter.
 
