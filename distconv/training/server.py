@@ -419,7 +419,7 @@ class ServerCheckpoints:
             copy_sent(self.server.tensors, self.server.above.ask(MessageKind.HELLO).tensors)
 
     def _check_new(self) -> None:
-        """Raise `FileExistsError` if the folder holds checkpoints: another run has written them."""
+        """Raise `FileExistsError` if the folder holds checkpoints, which belong to another run."""
         saved = [] if self.folder is None else checkpoints_in(self.folder)
         if saved and step_of(saved[0]) > 0:
             raise FileExistsError(
