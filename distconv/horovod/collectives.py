@@ -237,7 +237,7 @@ def join(device: int = -1) -> int:
     return last
 
 
-# Each kind of collective: how it starts, and what its gradient is
+# Each kind of collective: its start, and its gradient
 
 
 class _Collective(NamedTuple):

@@ -1,4 +1,4 @@
-"""Compressions of messages, and the handles of messages that are under way."""
+"""Compressions of messages, and the handles of collectives in flight."""
 
 from __future__ import annotations
 

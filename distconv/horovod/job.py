@@ -87,7 +87,7 @@ JOINED, _WAITING = Announcement("join"), Announcement("synchronize")
 
 
 class Pending:
-    """A collective that this rank has announced; it starts when all ranks have.
+    """A collective that this rank has announced, and that starts when all ranks have announced it.
 
     `start` gets the announcements of all ranks, None for a rank that has joined; it starts the
     collective and returns a function that waits for the result and returns it.

@@ -385,7 +385,7 @@ class _DistributedOptimizer(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let steps in a `with` block use the gradients as they are, after `synchronize`."""
+        """Step without a reduction of gradients in a `with` block, after `synchronize`."""
         self._reduction.synchronizes = False
         try:
             yield

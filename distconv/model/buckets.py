@@ -184,14 +184,14 @@ class ReducedParameter:
     def call_deferred_hooks(self) -> None:
         """Call the program's post-accumulate-gradient hooks, now that the sum is set."""
         if len(torch_private.accumulation_hooks_of(self.leaf)) == 1:
-            return  # distconv's own
+            return  # only distconv's own hook
         self.defer_hooks(True)  # this rank may have had no part of the gradient
         with torch.no_grad():
             for _, after in self._deferred():
                 after.hook(self.leaf)
 
     def _deferred(self) -> list[tuple[int, _AfterSum]]:
-        """Return the hooks that wait for the sum, each with its number."""
+        """Return the program's deferred hooks, each with its number among the parameter's hooks."""
         hooks = torch_private.accumulation_hooks_of(self.leaf) or {}
         return [(number, hook) for number, hook in hooks.items() if isinstance(hook, _AfterSum)]
 

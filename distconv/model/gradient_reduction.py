@@ -411,10 +411,11 @@ class GradientReduction:
     def _warn(self, bucket: Bucket) -> None:
         """Warn once per module that a parameter has received a gradient on some ranks only.
 
-        One rank of the bucket warns; on GPUs the ranks without a gradient do, as only they know.
+        One rank of the bucket warns; on GPUs the ranks without a gradient warn, as only these ranks
+        read the counts.
         """
         ranks, kind = bucket.comm.size, self._wire or bucket.members[0].leaf.dtype
-        # Counts are sent with the gradients, and large ones are rounded as these are.
+        # Counts are sent with the gradients in their type, in which large counts are rounded.
         exact = ranks <= 2 / torch.finfo(kind).eps
         if not exact or (bucket.comm.rank and not self.grid.computes_on_gpu):
             return

@@ -239,7 +239,7 @@ class ModuleGuard:
             return
         call = innermost_call()
         if call is None or call.of is not self or call.failed:
-            # After an error torch calls this hook, too, maybe before the other one.
+            # After an error torch calls this hook as well, even if `_before_forward` has not run.
             return
         call.leave()
         results = tensors_in(result)

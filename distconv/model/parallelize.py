@@ -77,8 +77,8 @@ def parallelize(
 
     Parameters and buffers become those of rank 0, on the grid's device, and keep their memory
     format. From then on, when `backward()` returns, the gradients of the parameters are the serial
-    program's on every rank. A parameter that takes no part in a backward pass keeps the gradient it
-    had, or None. Hooks on parameters that are registered before the forward pass get these
+    program's on every rank. A parameter that takes no part in a backward pass keeps its earlier
+    gradient, or None. Hooks on parameters that are registered before the forward pass get these
     gradients, too. The state_dict stays that of the plain module.
 
     All ranks of the grid call it together, and run the same forward and backward passes.
@@ -199,9 +199,9 @@ def unparallelize(module: Module) -> Module:
     """Make a parallelized module, or a copy of one, an ordinary module again, and return it.
 
     The program may then change its structure, and `parallelize` it again, on any grid. Parameters
-    stay the same objects with the same values and gradients. Sharded parameters become whole, while
-    their optimizer state stays sharded. All ranks of the grid call it together, outside of
-    `no_sync`. An ordinary module is left as it is.
+    stay the same objects with the same values and gradients. Sharded parameters become plain global
+    tensors, while their optimizer state stays sharded. All ranks of the grid call it together,
+    outside of `no_sync`. An ordinary module is left unchanged.
 
     Raises
     ------

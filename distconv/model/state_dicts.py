@@ -54,7 +54,7 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in target.param_groups for p in group["params"]]
     cut = dict(state["state"])
-    # torch itself says where the numbers of parameters differ.
+    # torch itself raises if the numbers of parameters differ.
     for number, parameter in zip(numbers, parameters, strict=False):
         if isinstance(parameter, DistTensor) and number in cut:
             cut[number] = map_state(cut[number], partial(_cut, parameter=parameter))

@@ -146,9 +146,9 @@ class Worker:
     ) -> None:
         """Save the state of this worker, together with all workers and servers.
 
-        All active workers call it together, for example at the end of an epoch; the servers run
-        `serve(..., save_every=None)`. Outstanding updates are sent first. `load` and `serve(...,
-        resume=...)` continue from the state that `Team.last_saved` finds.
+        All ranks of all active workers call it together, for example at the end of an epoch; the
+        servers run `serve(..., save_every=None)`. Outstanding updates are sent first. `load` and
+        `serve(..., resume=...)` continue from the state that `Team.last_saved` finds.
 
         Raises DataError on every rank of the worker if its state cannot be saved.
 

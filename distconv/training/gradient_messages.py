@@ -32,9 +32,9 @@ class ConcurrentReductions:
         # here the gradients are the sums
 
     Within the context backward passes return before the sums are complete: do not use gradients
-    before its end, which waits for all of them. Between GPUs all reductions start at the end, in
-    the order of the models. Each model takes part in one backward pass. Forward passes, and
-    backward passes of models with partitioned samples, must come in one order on all ranks, as
+    before the end of the context, which waits for all sums. Between GPUs all reductions start at
+    the end, in the order of the models. Each model takes part in one backward pass. Forward passes,
+    and backward passes of models with partitioned samples, must come in one order on all ranks, as
     always.
 
     Raises ValueError if a model is not parallelized, or two models are submodules of one
@@ -69,7 +69,8 @@ class ConcurrentReductions:
         self._purposes = [f"gradients {number}" for number in range(len(models))]
         """For each model the purpose of its communicators, the same on all ranks."""
         self._packed: list[list[tuple[Bucket, Request | None]]] = [[] for _ in models]
-        """For each model the buckets whose gradients are packed, with sums that are under way."""
+        """For each model the buckets whose gradients are packed, each with the request of its sum,
+        if started."""
         for purpose, reduction in zip(self._purposes, self._reductions, strict=True):
             grid = reduction.grid
             for comm in reduction.make_communicators(purpose):
@@ -95,7 +96,7 @@ class ConcurrentReductions:
         self._packed[number].append((bucket, request))
 
     def __exit__(self, *_: object) -> None:
-        # After an error, too: other ranks may have started reductions that this one has not.
+        # After an error as well: other ranks may have started reductions that this rank has not.
         for number, reduction in enumerate(self._reductions):
             reduction.grid.journal.any_order -= 1
             reduction.start_rest()
@@ -181,11 +182,11 @@ class GradientLag:
         """Functions that wait for the sums of the last steps and return them, the oldest first."""
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients, in place of `loss.backward()`, and put late ones into `grad`.
+        """Compute gradients, in place of `loss.backward()`, and set `grad` to late gradients.
 
         All ranks of the grid call it together, once before each step of the optimizer. Earlier
         values of `grad` are dropped, as by `zero_grad()`. In the first steps with a lag there is no
-        late gradient yet: gradients are None, and optimizers leave the parameters as they are.
+        late gradient yet: gradients are None, and optimizers do not change the parameters.
         """
         self._model.zero_grad()
         step, self._steps = self._steps, self._steps + 1
@@ -212,7 +213,7 @@ class GradientLag:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned on this rank.
 
-        Raises ValueError if it belongs to other parameters, or another grid.
+        Raises ValueError if the state belongs to other parameters, or to another grid.
         """
         leaves = [p.leaf for p in self._reduction.parameters]
         saved: list[_Sums] = []
@@ -234,8 +235,8 @@ class GradientLag:
 def _start_sums(reduction: GradientReduction) -> _Sums:
     """Start to sum the gradients of a backward pass within `no_sync`.
 
-    Returns a function that waits for the sums, and returns one for each parameter: None for a
-    parameter of which no rank has a gradient. Collective.
+    Returns a function that waits for the sums, and returns a list with the sum of each parameter's
+    gradients, or None if no rank has a gradient. Collective.
     """
     grid = reduction.grid
     under_way: list[tuple[Bucket, PackedGradients, Request]] = []

@@ -41,7 +41,7 @@ class NoiseScale:
     Parameters
     ----------
     model: a parallelized module; the loss is a mean over samples.
-    decay: the factor by which each measured step reduces the weight of earlier ones in averages.
+    decay: the factor by which each measured step reduces the weight of earlier steps in averages.
 
     Attributes
     ----------
@@ -164,7 +164,7 @@ class NoiseScale:
         """Update the running averages with a step of `units` units. Collective.
 
         `squares` and `whole` are this rank's shares of the sum of the squared norms of the units'
-        gradients, and of the squared norm of the whole gradient.
+        gradients, and of the squared norm of the gradient of the whole batch.
         """
         # A unit's part of the mean is 1 / units of its own gradient.
         both = torch.stack((units * squares, whole))
@@ -271,7 +271,7 @@ def advise(
             f"The batch size {batch_size} is not a multiple of {replicas} replicas: replicas with "
             f"{batch_size // replicas} samples wait for replicas with one more"
         )
-    # As many replicas as the batch can feed at the present samples per replica.
+    # The number of replicas for a useful batch size, at the current number of samples per replica.
     each = max(1, batch_size // replicas)
     fewer = max(1, min(batch_size, *limits.values()) // each)
     while ranks % fewer:

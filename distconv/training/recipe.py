@@ -287,7 +287,8 @@ class Recipe:
     reference_batch_size: the batch size for which the optimizer's learning rate was found.
     scaling: the factor of the rate for the larger batch, with k = batch_size /
         reference_batch_size: "linear" (k, for SGD), "sqrt" (its root, usual for Adam) or "none".
-    warmup_steps: the steps in which the rate grows linearly from the optimizer's to the scaled one.
+    warmup_steps: the steps in which the rate grows linearly from the optimizer's rate to the scaled
+        rate.
     decay: the decay of the scaled rate after the warm-up.
     total_steps: the steps of the whole training, for decays that depend on its end; see
         `number_of_steps`.

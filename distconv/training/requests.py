@@ -27,7 +27,7 @@ _ALIGNMENT = 16
 
 
 class Packing:
-    """Packs tensors, some of which may be missing, into one message of bytes, and unpacks messages.
+    """Pack tensors, some of which may be missing, into one message of bytes, and unpack messages.
 
     `tensors` are examples of the shapes and types, in order. A message has a tensor, or None, for
     each example.
@@ -158,7 +158,8 @@ class Answer(NamedTuple):
 
     Attributes
     ----------
-    tensors: parameters and then buffers, in the order of the model; None for each one not sent.
+    tensors: parameters and then buffers, in the order of the model; None for each tensor that was
+        not sent.
     samples: the number of samples that the server has received in all.
     steps: the number of steps that the client took in earlier runs; in an answer to HELLO only.
     """

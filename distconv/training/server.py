@@ -85,7 +85,7 @@ class UpdateRule(ABC):
     optimizer, scheduler: the server's optimizer and its scheduler, or None.
     waits: whether an update waits for requests of all active clients; otherwise each request is an
         update.
-    client: this server as a client of another server; None if there is no other.
+    client: this server as a client of another server; None without another server.
     """
 
     kinds: tuple[MessageKind, ...]
@@ -104,7 +104,7 @@ class UpdateRule(ABC):
         """
 
     def flush(self) -> None:
-        """Send outstanding updates to the server of which this one is a client, if there is one."""
+        """Send outstanding updates to the other server of which this server is a client, if any."""
         if self.client is not None:
             self.client.flush()
 
@@ -112,7 +112,7 @@ class UpdateRule(ABC):
 class Server:
     """The state of one rank of a server: its tensors, and the requests that wait for an answer.
 
-    It decides when to answer a request; the caller sends the answers.
+    A server decides when to answer a request; the caller sends the answers.
 
     Parameters
     ----------

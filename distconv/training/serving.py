@@ -57,9 +57,9 @@ def serve(
 ) -> Report:
     """Serve workers until the last one has finished, and return a report of the training.
 
-    Every rank of a server calls it, while the ranks of workers train with a `Worker`. A lost worker
-    is dropped with a warning, and the others continue; under MPI, its launcher ends the whole job
-    instead. A lost server ends the job.
+    Every rank of a server calls `serve`, while the ranks of workers train with a `Worker`. A lost
+    worker is dropped with a warning, and the others continue; under MPI, its launcher ends the
+    whole job instead. A lost server ends the job.
 
     Raises AllWorkersLost if all workers are gone and none has finished; the state is saved first.
     With several groups, raises ServerLost if the first server has ended. Raises ValueError if the
@@ -69,9 +69,9 @@ def serve(
     raise ServerLost with the same message.
 
     The report has the history of losses: those that workers report by `Worker.step(loss=...)`, and
-    the results of `validate`. Rank 0 writes it to `folder` as `history.json`, at each validation,
-    at each checkpoint, and at the end. Checkpoints have it as well, so that a resumed run continues
-    it.
+    the results of `validate`. Rank 0 writes the history to `folder` as `history.json`, at each
+    validation, at each checkpoint, and at the end. Checkpoints contain the history as well, so that
+    a resumed run continues it.
 
     Parameters
     ----------

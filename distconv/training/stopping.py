@@ -24,7 +24,7 @@ class TimeToStop:
     """Decide whether the job should save its state and end, identically on all ranks after a step.
 
     A signal reaches ranks at different moments, and perhaps one rank alone. When one rank has
-    received it, or is short of time, the next call returns True on every rank.
+    received a signal, or is short of time, the next call returns True on every rank.
 
     Under a script of `python -m distconv launch --requeue`, the job is queued again after a call
     has returned True.
@@ -34,8 +34,8 @@ class TimeToStop:
     grid: the process grid.
     limit: the seconds from now after which to stop; None to stop before the end of a Slurm job.
     margin: the seconds to keep for the checkpoint, before the end that Slurm states.
-    signals: the signals that ask to stop. Handlers that were installed before are called as well.
-        In a thread other than the main one no signal is handled.
+    signals: the numbers of the signals that ask to stop. Handlers that were installed before are
+        called as well. In a thread other than the main one no signal is handled.
     every: exchange a message only in each call whose number is a multiple of `every`. Other calls
         return False until the ranks have decided to stop.
 
