@@ -148,7 +148,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 @dataclass(eq=False)
 class _Trained:
-    """A parameter of the optimizer between two steps.
+    """The state of one parameter of the optimizer between two steps.
 
     Attributes
     ----------

@@ -112,7 +112,7 @@ def _of_value(name: str, value: Any) -> Iterator[Checked]:
 
 
 def checked(name: str, tensor: Tensor) -> Checked:
-    """Return `tensor`, called `name`, for comparison among the ranks that hold the same block."""
+    """Return a record of `tensor`, called `name`, to compare between ranks with the same block."""
     if isinstance(tensor, DistTensor):
         return Checked(name, tensor.shard, cutting_axes(tensor.cuts))
     return Checked(name, tensor)

@@ -1,4 +1,4 @@
-"""Elastic averaging: workers that train apart, each tied to a common center by a spring.
+"""Elastic averaging: workers train independently, each pulled towards a common center.
 
 Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651. This is the
 synchronous form, without a server: every worker keeps a copy of the center, and an all-reduce of
@@ -47,7 +47,7 @@ def worker_grid(grid: ProcessGrid) -> ProcessGrid:
 
 
 class ElasticAveraging:
-    """Tie the models of workers to a center. All ranks of `grid` make it together.
+    """Pull the models of workers towards a common center. All ranks of `grid` create it together.
 
     In a step each worker i is pulled towards the center, and the center towards all of them:
 
@@ -120,7 +120,7 @@ class ElasticAveraging:
         self._center = [p.detach().clone() for p in self._parameters]
 
     def step(self) -> None:
-        """Count a step, and pull in every `period`-th. All ranks of the grid call it together.
+        """Count a step, and in every `period`-th pull worker and center together. Collective.
 
         A pull takes one all-reduce over the workers, of each rank's blocks of all parameters.
         """
@@ -173,7 +173,7 @@ class ElasticAveraging:
         return zip(own, shards_of(self._center), strict=True)
 
 
-# Elastic averaging with a server that holds the center, and workers that visit it at any time.
+# Elastic averaging with a server that holds the center, and workers that pull at any time.
 #
 # Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651, algorithm
 # 1. `ElasticAveraging` is the synchronous form, without a server.
@@ -181,7 +181,7 @@ class ElasticAveraging:
 
 @dataclass(frozen=True)
 class AsynchronousElastic:
-    """Train workers apart, each tied by a spring to a center that a server holds.
+    """Train workers independently, each pulled towards a center that a server holds.
 
     In every `period`-th step of a worker with parameters x there is a pull: the server moves the
     center by d = alpha (x - center), and the worker moves x by -d, before its optimizer's step. The
@@ -222,7 +222,7 @@ class AsynchronousElastic:
 
 
 class ElasticClient(Client):
-    """The client's part of `AsynchronousElastic`, tied to the server's center."""
+    """The client's part of `AsynchronousElastic`: a worker pulled towards the server's center."""
 
     _pulled = True
     """Whether no step has been taken since the last pull."""

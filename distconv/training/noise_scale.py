@@ -92,7 +92,7 @@ class NoiseScale:
         self.signal, self.noise = float(state["signal"]), float(state["noise"])
 
     def backward(self, losses: Tensor | Iterable[Tensor], samples: int) -> None:
-        """Compute the gradients of a step and measure, in place of `loss.backward()`.
+        """Compute gradients, in place of `loss.backward()`, and update the noise scale.
 
         All ranks of the grid call it together. For each micro-batch, gradients are summed among the
         ranks that share a sample, after its backward pass, and then over the replicas. The sums do

@@ -161,7 +161,7 @@ class Cosine(Decay):
 
 @dataclass(frozen=True)
 class CosineRestarts(Decay):
-    """Let the learning rate fall to a fraction `floor` along half a cosine, again and again.
+    """Let the learning rate fall to a fraction `floor` along half a cosine, with restarts.
 
     The first period has `period` steps, and each period `growth` times the steps of the previous
     (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is from 0 to 1.

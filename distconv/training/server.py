@@ -225,7 +225,10 @@ class Server:
         return self._due_answers()
 
     def _due_answers(self) -> Due:
-        """Run updates and meetings whose clients have all sent requests; return the answers."""
+        """Run updates and meetings whose clients have all sent requests; return the answers.
+
+        A meeting is a barrier of all active clients, for requests of MEET or SAVE.
+        """
         due: Due = []
         working = self.active.difference(self._met)
         if self._pending and (not self._rule.waits or working <= self._pending.keys()):

@@ -108,7 +108,7 @@ class TeamArrangement:
 
 
 class Team:
-    """The ranks of a job as servers and workers. All ranks of the job make it together.
+    """The ranks of a job as servers and workers. All ranks of the job create it together.
 
     A worker is one replica, or several synchronous replicas, on a grid of its own. Workers are not
     synchronized with each other: each trains with the parameters of its server (`serve`, `Worker`).
