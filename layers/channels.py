@@ -10,7 +10,7 @@ from distconv.ops.conv.channel_algorithms import ALGORITHMS, parallel
 
 
 class _ChannelParallel(nn.Module):
-    """A layer whose input may be partitioned over channels; see `Conv2d`."""
+    """The base class of layers with a choice, `parallel`, for partitioned channels."""
 
     def __init__(self, *args: Any, parallel: str = "auto", **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Batch and group normalisation with a choice of the ranks over which statistics are taken."""
+"""Batch and group normalisation with a choice of the ranks over which statistics are computed."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class BatchNorm3d(_DistributedBatchNorm, nn.BatchNorm3d):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group normalisation over (sample, channel, *spatial); see torch.nn.GroupNorm.
+    """torch.nn.GroupNorm with a choice of the elements that enter the statistics.
 
     Parameters
     ----------

@@ -9,11 +9,11 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class Redistribute(nn.Module):
-    """Changes the layout of its input; plain tensors are returned unchanged. All ranks call it.
+    """Redistribute the input to `layout`; return plain tensors unchanged. Collective.
 
     Parameters
     ----------
-    layout: the layout of the output, by the names of the input's dimensions.
+    layout: the layout of the output, with the tensor dimensions by name.
 
     Examples
     --------

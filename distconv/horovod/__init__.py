@@ -1,7 +1,7 @@
 """Horovod's torch interface, on the ranks of mpiexec or torchrun.
 
 A script written for `import horovod.torch as hvd` runs with `import distconv.horovod as hvd`. Every
-rank has a whole model and its own samples. For a model that is cut over ranks use
+rank has a whole model and its own samples. For a model that is partitioned over ranks use
 `distconv.parallelize`, which does not need this module.
 """
 

@@ -1,7 +1,7 @@
 """Collectives on tensors in Horovod's forms: blocking, in place, and with a handle.
 
-All ranks of a process set call each function. A collective starts when all of them have called it:
-calls with a `name` are matched by it, in any order.
+Each function is collective over a process set, and starts when all ranks of the set have called it.
+Calls with a `name` are matched by the name, in any order.
 """
 
 from __future__ import annotations
@@ -69,26 +69,27 @@ Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 
 
 GRADIENTS = "horovod gradients"
-"""The kind of announcement, and the purpose of the communicators, of optimizers' gradients, which
-overlap other collectives."""
+"""The kind of announcement, and the purpose of the communicators, for gradients of optimizers,
+whose sums overlap other collectives."""
 
 _OF_ALL: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
     Min: lambda stacked: stacked.amin(0),
     Max: lambda stacked: stacked.amax(0),
     Product: lambda stacked: stacked.prod(0, dtype=stacked.dtype),
 }
-"""Ops that are computed from the stacked tensors of all ranks."""
+"""For each operation that is not a sum, the function that computes it from the tensors of all
+ranks, stacked along a new first dimension."""
 
 _HALVES = (torch.float16, torch.bfloat16)
-"""Types of numbers that are added up in float32."""
+"""16-bit types, whose sums are computed in float32."""
 
 
 def chosen_op(caller: str, op: ReduceOp | None, average: Any = None) -> ReduceOp:
-    """Return `op`, or the operation that Horovod's older argument `average` stands for.
+    """Return the operation chosen by `op`, or by Horovod's older argument `average`.
 
-    As in Horovod, any true `average` stands for Average. `caller` is the name of the calling
-    function, for error messages. Raises ValueError if both are given or `op` is unknown, and
-    NotImplementedError for Adasum.
+    As in Horovod, `average` means Average if true, else Sum; Average is the default. `caller` is
+    the name of the calling function, for error messages. Raises ValueError if both are given or
+    `op` is unknown, and NotImplementedError for Adasum.
     """
     if op is not None and average is not None:
         raise ValueError(
@@ -111,7 +112,7 @@ def chosen_op(caller: str, op: ReduceOp | None, average: Any = None) -> ReduceOp
 
 
 def sum_or_average(caller: str, op: ReduceOp | None) -> ReduceOp:
-    """Return `chosen_op(caller, op)`; raise ValueError unless it is Sum or Average."""
+    """Return `op`, by default Average; raise ValueError unless it is Sum or Average."""
     chosen = chosen_op(caller, op)
     if chosen not in (Average, Sum):
         raise ValueError(
@@ -126,10 +127,10 @@ def sum_or_average(caller: str, op: ReduceOp | None) -> ReduceOp:
 def start_flat_sum(
     flat: Tensor, part: Part, grid: ProcessGrid, purpose: str = PURPOSE
 ) -> Request | None:
-    """Start to sum the vector `flat` over the ranks, in place. All ranks call it together.
+    """Start to sum the vector `flat` over the ranks, in place. Collective.
 
-    `part` says in which type it is sent. Returns the running all-reduce; None if the vector is sent
-    in 16 bits, as the sum is complete then. `purpose` names the communicator.
+    `part` has the type in which `flat` is sent. Returns the request of the all-reduce; None if
+    `flat` is sent in 16 bits, as the sum is complete then. `purpose` names the communicator.
     """
     if part.wire:
         HalfSum(flat, grid, AXES, getattr(torch, part.wire), purpose).wait()
@@ -138,7 +139,10 @@ def start_flat_sum(
 
 
 def part_of(elements: int, like: Tensor, wire: torch.dtype | None) -> Part:
-    """Return the `Part` of an announcement for a vector like `like`, sent in the type `wire`."""
+    """Return the `Part` for a vector of `elements` elements with the type and device of `like`.
+
+    `wire` is the type in which the vector is sent; None for its own type.
+    """
     names = [str(kind or "").removeprefix("torch.") for kind in (like.dtype, wire)]
     return Part(elements, names[0], like.device.type, names[1])
 
@@ -148,8 +152,8 @@ def _sums(
 ) -> WaitForResults:
     """Start to sum tensors over a process set; return a function that waits for the sums.
 
-    Tensors of one type and device are sent together, in their own type. Numbers of 16 bits are
-    added up in float32. `kind`, `name` and `detail` are announced to the other ranks; see
+    Tensors of one type and device are sent together, in their own type. Sums of 16-bit types are
+    computed in float32. `kind`, `name` and `detail` are announced to the other ranks; see
     `Announcement`.
     """
     groups: dict[tuple[torch.dtype, str], list[int]] = defaultdict(list)
@@ -187,12 +191,12 @@ def _sums(
 
 
 def join(device: int = -1) -> int:
-    """Add zeros to other ranks' sums until all ranks have called it. Collective.
+    """Add zeros to other ranks' sums until all ranks have called `join`. Collective.
 
-    Returns the number of the rank that called it last. A rank calls it when it has no samples left.
-    As in Horovod, an average divides by the number of all ranks, including ranks that have joined:
-    to weight by samples, sum sums and counts. A rank that has joined keeps the parameters of its
-    last step; broadcast those of the returned rank.
+    Returns the number of the rank that called `join` last. A rank calls `join` when it has no
+    samples left. As in Horovod, an average divides by the number of all ranks, including ranks that
+    have joined: to weight by samples, sum sums and counts. A rank that has joined keeps the
+    parameters of its last step; broadcast those of the returned rank.
 
     Examples
     --------
@@ -215,7 +219,8 @@ def join(device: int = -1) -> int:
     def add_zeros(announced: Announcement) -> None:
         purpose = GRADIENTS if announced.kind == GRADIENTS else PURPOSE
         if purpose == GRADIENTS:
-            # These may end after the next announced collective; but not after the next gradients.
+            # Sums of gradients may end after the next collective, but not after the next sums of
+            # gradients.
             wait()
         for part in announced.parts:
             grid = job.on(torch.device(part.device))
@@ -232,7 +237,7 @@ def join(device: int = -1) -> int:
     return last
 
 
-# Each kind of collective: how it starts, and what its gradient is
+# Each kind of collective: its start, and its gradient
 
 
 class _Collective(NamedTuple):
@@ -240,9 +245,10 @@ class _Collective(NamedTuple):
 
     Attributes
     ----------
-    start: takes the job, tensors and options; returns a function that waits for the results.
-    gradients: takes the job, gradients of the results, options and the shapes of the tensors;
-        returns gradients of the tensors.
+    start: starts the collective, given the job, tensors and options; returns a function that waits
+        for the results.
+    gradients: returns the gradients of the tensors, given the job, the gradients of the results,
+        options and the shapes of the tensors.
     """
 
     start: Callable[[Job, Sequence[Tensor], dict[str, Any]], WaitForResults]
@@ -258,7 +264,7 @@ def _scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def _mean(x: Tensor, ranks: int) -> Tensor:
-    """Return a sum over `ranks` ranks divided by their number; integers are truncated."""
+    """Return `x`, a sum over `ranks` ranks, divided by `ranks`; integers are truncated."""
     whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
     return x.div(ranks, rounding_mode="trunc" if whole else None).to(x.dtype)
 
@@ -438,7 +444,7 @@ def _exchange_gradients(
 
 
 def _scatter(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> WaitForResults:
-    """Start a reduction whose results are cut by rows; return a function that waits for them.
+    """Start a reduction with results partitioned by rows; return a function that waits for them.
 
     Each rank gets its block of the rows of each result; if they do not divide evenly, the first
     ranks get one row more.
@@ -481,7 +487,7 @@ class _Differentiable(Function):
 def _apply(
     kind: _Collective, job: Job, tensors: Sequence[Tensor], options: dict[str, Any]
 ) -> list[Tensor]:
-    """Run a collective as a function of autograd, and return its results."""
+    """Run the collective `kind` as a function of autograd, and return its results."""
     return list(_Differentiable.apply(kind, job, options, *tensors))
 
 
@@ -492,7 +498,7 @@ _EXCHANGE = _Collective(_exchange, _exchange_gradients)
 _SCATTER = _Collective(_scatter, _scatter_gradients)
 
 
-# Horovod's functions: a collective at once, in place, with a handle, and of several tensors
+# Horovod's functions: blocking, in place, with a handle, and for several tensors
 
 _DEFAULTS: dict[str, Any] = {
     "average": None,
@@ -571,7 +577,7 @@ def _family(
     family: the name of the blocking function, such as "grouped_allreduce".
     options: the names of its options in order; those without a default are required.
     about: the beginning of the functions' docstrings.
-    example: an example of all of them, for the docstring of the blocking function.
+    example: an example of all these functions, for the docstring of the blocking function.
     """
     several = family.startswith("grouped")
     own = "tensors" if several else "tensor"

@@ -1,4 +1,4 @@
-"""Compressions of messages, and the handles of messages that are under way."""
+"""Compressions of messages, and the handles of collectives in flight."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from torch import Tensor
 
 
 class NoneCompressor:
-    """No compression: tensors are sent as they are."""
+    """No compression: send tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor, and None, which `decompress` expects."""
+        """Return `tensor` unchanged, and None as the `ctx` of `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor."""
+        """Return `tensor` unchanged."""
         return tensor
 
 
 class FP16Compressor:
-    """Floating-point tensors are sent in float16, and added up in float32."""
+    """Compress floating-point tensors to float16 for messages; compute sums in float32."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Return a floating-point tensor in float16, any other as it is, and the tensor's type."""
+        """Return `tensor`, in float16 if it is floating-point, and its original type."""
         smaller = tensor.half() if tensor.is_floating_point() else tensor
         return smaller, tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
-        """Return the tensor in the type `ctx` that `compress` has returned."""
+        """Return `tensor` converted to its original type `ctx`, as `compress` returned it."""
         return tensor.to(ctx)
 
 
@@ -73,7 +73,7 @@ def check_compression(caller: str, compression: Any) -> None:
 
 _handles = count(1)
 _under_way: dict[int, Callable[[], Any]] = {}
-"""By handle, the function that waits for the result and returns it."""
+"""For each handle, the function that waits for the result of the collective and returns it."""
 
 
 def give_handle(result: Callable[[], Any]) -> int:
@@ -108,9 +108,9 @@ def synchronize(handle: int) -> Any:
 
 
 def poll(handle: int) -> bool:
-    """Wait for a started collective and return True: `synchronize` will not wait any more.
+    """Wait for a started collective and return True, so that `synchronize` does not wait.
 
-    Horovod's returns False while messages are under way; here it waits for them instead.
+    Horovod's `poll` returns False while messages are in flight; this one waits instead.
 
     Examples
     --------

@@ -2,9 +2,9 @@
 
 Before a collective each rank sends its announcement to all others: kind, name and size. An exchange
 of announcements is a round, and a collective starts in the round in which the last rank announces
-it. So ranks may start named collectives in different orders; ranks with different collectives
-raise, instead of summing unrelated tensors; and a rank without further samples can add zeros to
-sums.
+it. Ranks may therefore start named collectives in different orders. Ranks with different
+collectives raise an error instead of summing unrelated tensors. A rank without further samples can
+add zeros to sums.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Part(NamedTuple):
 
     Attributes
     ----------
-    dtype, device: the names of its type and of its kind of device.
-    wire: the type in which it is sent, if it is another.
+    dtype, device: the names of the vector's type and of its device type.
+    wire: the name of the type in which the vector is sent; "" if it is `dtype`.
     """
 
     elements: int
@@ -64,11 +64,11 @@ class Announcement(NamedTuple):
     Attributes
     ----------
     kind: Horovod's name of the function.
-    name: the `name` argument, by which calls are matched; None or "" to match the next one of its
-        kind.
+    name: the `name` argument, by which calls are matched; None or "" to match unnamed calls of one
+        kind in order.
     detail: everything else that must be the same on every rank.
     parts: the vectors to sum; empty if a rank without samples cannot take part.
-    own: values of this rank for the others, such as its number of rows.
+    own: values that this rank sends to the others, such as its number of rows.
     """
 
     kind: str
@@ -87,7 +87,7 @@ JOINED, _WAITING = Announcement("join"), Announcement("synchronize")
 
 
 class Pending:
-    """A collective that this rank has announced; it starts when all ranks have.
+    """A collective that this rank has announced, and that starts when all ranks have announced it.
 
     `start` gets the announcements of all ranks, None for a rank that has joined; it starts the
     collective and returns a function that waits for the result and returns it.
@@ -102,16 +102,16 @@ class Pending:
         self._wait = self._start(everyone)
 
     def wait(self) -> Any:
-        """Return the result; exchange announcements with the other ranks until it has started."""
+        """Exchange announcements until the collective starts; wait for its result and return it."""
         while self._wait is None:
             self._job.round(_WAITING)
         return self._wait()
 
 
 class Job:
-    """The ranks of a process set, and the collectives that they have announced to each other.
+    """The ranks of a process set, and the collectives that the ranks have announced.
 
-    All ranks of the set make it together. `comm` says which ranks these are, as for `ProcessGrid`.
+    All ranks of the set create it together. `comm` selects the ranks, as in `ProcessGrid`.
     """
 
     def __init__(self, comm: Any = None):
@@ -125,18 +125,18 @@ class Job:
     def _forget(self) -> None:
         """Drop all announcements, after an error or when all ranks have joined."""
         self._announced: dict[tuple[str, str | int], dict[int, Announcement]] = {}
-        """By name, the ranks that have named a collective which has not started."""
+        """By kind and name of each collective that has not started, the announcements by rank."""
         self._pending: dict[tuple[str, str | int], Pending] = {}
-        """The collectives among these that this rank has named."""
+        """By kind and name, the collectives in `_announced` that this rank has announced."""
         self._unnamed: list[Counter[str]] = [Counter() for _ in range(self.size)]
         """For each rank, the number of unnamed collectives of each kind so far."""
         self.joined: frozenset[int] = frozenset()
         """The ranks that had no samples left in the last round."""
 
     def on(self, device: torch.device, root: int = 0) -> ProcessGrid:
-        """Return a grid of these ranks whose tensors lie on `device`; rank `root` is its first.
+        """Return a grid of the job's ranks for tensors on `device`, with rank `root` as its first.
 
-        All ranks call it together the first time.
+        The first call for a type of device and a root is collective.
         """
         key = device.type, root
         if key not in self._grids:
@@ -148,7 +148,7 @@ class Job:
     def start(
         self, mine: Announcement, start: Callable[[list[Announcement | None]], Callable[[], Any]]
     ) -> Pending:
-        """Announce a collective, which starts now or in the round in which the last rank does.
+        """Announce a collective, which starts in the round in which the last rank announces it.
 
         All ranks call it, except ranks that have joined. `mine` is this rank's announcement.
         `start` gets the announcements of all ranks, None for a rank that has joined, starts the
@@ -167,14 +167,15 @@ class Job:
         pending: Pending | None = None,
         absent: Callable[[Announcement], None] | None = None,
     ) -> list[Announcement]:
-        """Exchange announcements with all ranks, and start the collectives that all have announced.
+        """Exchange announcements; start collectives that all ranks have announced. Collective.
 
-        All ranks call it. Returns the announcements of all.
+        Returns the announcements of all ranks in this round.
 
         Parameters
         ----------
-        pending: the collective that this rank's announcement, `mine`, is for.
-        absent: on a rank that has joined, takes part in a collective that the others announced.
+        pending: the collective that this rank announces by `mine`; None if `mine` announces none.
+        absent: on a rank that has joined, a function that takes part in a collective of the other
+            ranks, given an announcement of it.
         """
         if pending is not None:
             key = mine.kind, mine.name or self._unnamed[self.rank][mine.kind]
@@ -204,7 +205,7 @@ class Job:
         idle = all(theirs in (JOINED, _WAITING) for theirs in everyone)
         if not ready and _WAITING in everyone and idle:
             self._refuse({r: a for ones in self._announced.values() for r, a in ones.items()})
-        # In one order on all ranks, whichever rank named them first.
+        # In one order on all ranks, independent of the order of the announcements.
         for key in sorted(ready, key=str):
             by_rank = self._announced.pop(key)
             first = self._checked(by_rank, joined)
@@ -218,7 +219,7 @@ class Job:
         return everyone
 
     def _checked(self, by_rank: dict[int, Announcement], joined: frozenset[int]) -> Announcement:
-        """Return one of the announcements of a collective, after a check that they are equal.
+        """Check that the announcements of a collective are equal, and return one of them.
 
         `by_rank` has the announcements by rank, and `joined` the ranks without further samples.
         Raises HorovodInternalError as `start` does.
@@ -262,7 +263,7 @@ def check_environment() -> None:
 
 
 def refuse_dist_tensors(caller: str, *tensors: Tensor) -> None:
-    """Raise `TypeError` unless all arguments are plain tensors; `caller` begins the message."""
+    """Raise `TypeError` unless all of `tensors` are plain; `caller` begins the message."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or isinstance(tensor, DistTensor):
             raise TypeError(
@@ -280,12 +281,12 @@ class ProcessSet:
 
     Parameters
     ----------
-    ranks_or_comm: their numbers in the job. Communicators are not supported.
+    ranks_or_comm: the numbers of the ranks in the job. Communicators are not supported.
 
     Attributes
     ----------
     process_set_id: the number of the set; None before it is added, and after it is removed.
-    ranks: the numbers in increasing order.
+    ranks: the numbers of the ranks in the job, in increasing order.
 
     Examples
     --------
@@ -316,7 +317,7 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
     def rank(self) -> int:
-        """Return this rank's position in the set; raise ValueError if it is not in it."""
+        """Return this rank's position in the set; raise ValueError if the set does not have it."""
         return self.job.rank
 
     def size(self) -> int:
@@ -329,7 +330,7 @@ class ProcessSet:
 
     @property
     def job(self) -> Job:
-        """Return the `Job` of the ranks of the set; raise ValueError if this rank is not in it."""
+        """Return the `Job` of the set's ranks; raise ValueError if this rank is not in the set."""
         if self._job is None:
             raise ValueError(
                 "distconv.horovod: distconv.horovod is not initialized; call init() first"
@@ -340,9 +341,9 @@ class ProcessSet:
         return self._job
 
     def assign(self, number: int | None, job: Job | None) -> None:
-        """Give the set its `number`, and the `job` of its ranks: None on a rank outside the set.
+        """Set the `number` of the set, and the `job` of its ranks: None on a rank outside the set.
 
-        None takes either from the set.
+        Both are None once the set is removed.
         """
         self.process_set_id, self._job = number, job
 
@@ -355,11 +356,11 @@ _sets: dict[int, ProcessSet] = {}
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Connect the ranks. All of them call it together; a second call does nothing.
+    """Connect the ranks. All ranks call `init` together; a second call does nothing.
 
     Parameters
     ----------
-    comm: the ranks: a communicator of mpi4py or numbers of ranks; all of the job when not given.
+    comm: the ranks: a communicator of mpi4py, or numbers of ranks; by default all ranks of the job.
     process_sets: the sets to add, in this order. "dynamic" is accepted and has no effect: sets may
         be added later in any case.
 
@@ -478,12 +479,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this node among the nodes that have a rank with this local rank."""
+    """Return this node's number among the nodes that have a rank with the same local rank."""
     return _nodes_before(current().rank)
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a rank with this local rank."""
+    """Return the number of nodes that have a rank with the same local rank as this rank."""
     return _nodes_before(current().size)
 
 
@@ -510,19 +511,20 @@ def gloo_enabled() -> bool:
 
 
 def gloo_built() -> bool:
-    """Return whether torch has gloo, which carries messages without MPI."""
+    """Return whether torch is built with gloo, which sends messages without MPI."""
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """Return 1 if torch has NCCL, else 0."""
+    """Return 1 if torch is built with NCCL, else 0."""
     return int(torch.distributed.is_available() and torch.distributed.is_nccl_available())
 
 
 def mpi_threads_supported() -> bool:
     """Return False: only one thread of a rank may send messages.
 
-    It is also Horovod's `ddl_built` and `ccl_built`, which are False for this library.
+    The names `ddl_built` and `ccl_built` refer to this function, as both are False for this
+    library.
 
     Examples
     --------

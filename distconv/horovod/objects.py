@@ -19,11 +19,12 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Overwrite parameters and buffers by those of one rank. All ranks call it together.
+    """Overwrite parameters and buffers with the values of rank `root_rank`. Collective.
 
     Parameters
     ----------
-    params: a state_dict, or the result of `named_parameters`.
+    params: a state_dict, or the result of `named_parameters`; values that are not tensors are
+        ignored.
 
     Examples
     --------
@@ -55,7 +56,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the `obj` of one rank on all ranks, which call it together.
+    """Return the `obj` of rank `root_rank` on all ranks. Collective.
 
     Calls with the same `name` belong together; without names, calls in the same order.
     Tensors in the result are on the CPU, except on rank `root_rank`, which gets its own `obj`.
@@ -86,7 +87,7 @@ def broadcast_optimizer_state(
     model: Any = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Load one rank's state and settings into an optimizer. All ranks call it together.
+    """Overwrite an optimizer's state and settings with rank `root_rank`'s. Collective.
 
     Parameters
     ----------
@@ -118,7 +119,7 @@ def broadcast_optimizer_state(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in rank order; all ranks call it together.
+    """Return the objects of all ranks, in rank order. Collective.
 
     Calls with the same `name` belong together; without names, calls in the same order.
 
@@ -136,7 +137,7 @@ def allgather_object(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of the process set have called it.
+    """Wait until all ranks of the process set have called `barrier`.
 
     Examples
     --------

@@ -34,7 +34,7 @@ from distconv.transport.interface import ChainedRequest, Request
 _OWNER = "DistributedOptimizer"
 
 _WIRES: dict[Any, torch.dtype | None] = {Compression.none: None, Compression.fp16: torch.float16}
-"""For each compression the type in which gradients are sent, None for their own."""
+"""For each compression, the type in which gradients are sent; None for an unchanged type."""
 
 
 def DistributedOptimizer(
@@ -53,9 +53,9 @@ def DistributedOptimizer(
 ) -> Any:
     """Return a copy of the optimizer that reduces gradients over all ranks before its steps.
 
-    Its class is derived from the optimizer's. Gradients are sent in buckets during the backward
-    pass; with a compression, after it. The copy shares groups and state with `optimizer`. All ranks
-    make it together.
+    The class of the copy is derived from the optimizer's class. Gradients are sent in buckets
+    during the backward pass, or with a compression after the pass. The copy shares groups and state
+    with `optimizer`. Collective.
 
     Parameters
     ----------
@@ -148,12 +148,13 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 @dataclass(eq=False)
 class _Trained:
-    """A parameter of the optimizer between two steps.
+    """The state of one parameter of the optimizer between two steps.
 
     Attributes
     ----------
     passes_left: the number of backward passes left before the gradient is sent.
-    reduced: the parameter in its bucket; None before the first pass, and if it is not trained.
+    reduced: the `ReducedParameter` in a bucket; None before the first pass, and if the parameter is
+        not trained.
     seen: the identity and version of the gradient after the last pass; None if the gradient may
         have changed since.
     """
@@ -166,16 +167,17 @@ class _Trained:
 class _Reduction:
     """The gradient reduction of a `DistributedOptimizer`: hooks on parameters start the sums.
 
-    A step begins with the first gradient of a backward pass. When the last pass of the step has
-    made a gradient, it goes to its bucket; full buckets are sent. `synchronize` ends the step.
+    A step begins with the first gradient of a backward pass. A gradient enters its bucket once the
+    last pass of the step has computed the gradient; full buckets are sent. `synchronize` ends the
+    step.
 
     Attributes
     ----------
     passes: the number of backward passes in a step.
-    synchronizes: whether a step of the optimizer synchronizes by itself.
+    synchronizes: whether a step of the optimizer calls `synchronize`.
     synchronized: whether `synchronize` was called since the last backward pass.
     size: the number of ranks.
-    begun: whether there are gradients that are not reduced yet.
+    begun: whether a backward pass has computed gradients that are not reduced yet.
     """
 
     def __init__(
@@ -210,15 +212,18 @@ class _Reduction:
         return self._job
 
     def connect(self) -> None:
-        """Make the grid and communicators for the sums. All ranks call it together.
+        """Make the grid and communicators for the sums. Collective.
 
-        It is called before training: at the first backward pass some ranks may have joined already.
+        Called before training, since some ranks may have joined before the first backward pass.
         """
         if self.size > 1:
             self._grid().communicator(AXES, GRADIENTS)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Put hooks on those parameters of an optimizer that have none yet."""
+        """Register hooks on the parameters of an optimizer that have no hook yet.
+
+        Raises ValueError for parameters of a parallelized module.
+        """
         hook = WeakMethod(self._after_accumulation)
 
         def call(p: Tensor) -> None:
@@ -239,13 +244,13 @@ class _Reduction:
                 p.register_post_accumulate_grad_hook(call)
 
     def accumulate(self, passes: int) -> None:
-        """Send gradients after `passes` backward passes from now on. Call it between steps."""
+        """Send gradients after every `passes` backward passes. Called between steps only."""
         self.passes = passes
         for trained in self._parameters.values():
             trained.passes_left = passes
 
     def synchronize(self) -> None:
-        """Wait for the sums of all gradients. All ranks call it together.
+        """Start the sums of the remaining gradients, and wait for all sums. Collective.
 
         Raises HorovodInternalError if the program changed a gradient while it was being reduced.
         """
@@ -272,7 +277,7 @@ class _Reduction:
         self.synchronized = True
 
     def _look(self) -> None:
-        """Note whether the program has changed a gradient since the backward pass."""
+        """Record whether the program has changed a gradient since the backward pass."""
         for p, trained in self._parameters.items():
             if trained.seen is not None and trained.seen != _state(p):
                 self._changed = True
@@ -299,7 +304,7 @@ class _Reduction:
             self._buckets.start_full(self._start_sum)
 
     def _begin_step(self) -> None:
-        """Arrange the parameters in buckets, before the first gradient of a step."""
+        """Begin a step before its first gradient; make new buckets if parameters have changed."""
         if self.begun:
             return
         self.begun, self.synchronized = True, False
@@ -375,12 +380,12 @@ class _DistributedOptimizer(Optimizer):
     _reduction: _Reduction
 
     def synchronize(self) -> None:
-        """Reduce all gradients now, for example to clip them. All ranks call it."""
+        """Reduce all gradients now, for example before clipping. Collective."""
         self._reduction.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let steps in a `with` block use the gradients as they are, after `synchronize`."""
+        """Step without a reduction of gradients in a `with` block, after `synchronize`."""
         self._reduction.synchronizes = False
         try:
             yield
@@ -388,7 +393,7 @@ class _DistributedOptimizer(Optimizer):
             self._reduction.synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accumulate `passes` backward passes before gradients are sent. All ranks call it.
+        """Accumulate `passes` backward passes before gradients are sent, equally on all ranks.
 
         Raises AssertionError between a backward pass and its step.
         """
@@ -408,7 +413,7 @@ class _DistributedOptimizer(Optimizer):
             self._reduction.watch(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take a step on the reduced gradients. All ranks call it together.
+        """Take a step on the reduced gradients. Collective.
 
         Parameters
         ----------
@@ -431,7 +436,10 @@ class _DistributedOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to None, or to zero."""
+        """Set all gradients to None, or to zero.
+
+        Raises AssertionError between a backward pass and its step.
+        """
         if self._reduction.begun:
             raise AssertionError(
                 f"{_OWNER}: zero_grad() between backward() and step() would discard gradients "

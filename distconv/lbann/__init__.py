@@ -1,7 +1,8 @@
 """The classes of LBANN's PyTorch package DistConv, as thin layers over DistTensors.
 
 A program written for `from distconv import DCTensor, DistConvDDP, ParallelStrategy` runs with `from
-distconv.lbann import ...`. Its numbers are those of the program with one rank for a replica.
+distconv.lbann import ...`. The results equal those of the same program with one rank for each
+replica.
 """
 
 from distconv.lbann.dc_tensor import DCTensor as DCTensor

@@ -24,11 +24,11 @@ from distconv.tensor.conversion import check_plain, global_shape
 from distconv.tensor.dispatch import innermost_call, refuse
 from distconv.tensor.dist_tensor import DistTensor, local_box
 
-# `ParallelStrategy`: how many ranks share a sample, and which dimensions they cut.
+# `ParallelStrategy`: how many ranks share a sample, and which dimensions are partitioned.
 
 
 _AXES = ("depth", "height", "width")
-"""The grid axes for the entries of `num_shards`, whatever dimensions they cut."""
+"""The grid axes of the entries of `num_shards`, whichever tensor dimensions they partition."""
 
 
 class ReplicaGrid(ProcessGrid):
@@ -36,7 +36,7 @@ class ReplicaGrid(ProcessGrid):
 
     Attributes
     ----------
-    strategy: the strategy to which it belongs.
+    strategy: the strategy that created the grid.
     """
 
     strategy: ParallelStrategy
@@ -45,9 +45,9 @@ class ReplicaGrid(ProcessGrid):
 class StrategyMesh(DeviceMesh):
     """A device mesh whose dimensions "dc0" and "dc1" have further names.
 
-    If tensors are cut along one dimension, "dc" is "dc0", as in earlier versions of LBANN's
-    package. If they are cut along one or two, "dc2", "dc3" and "dc4" name the mesh dimension that
-    cuts tensor dimension 2, 3 or 4, by the present `shard_dim`.
+    If tensors are partitioned along one dimension, "dc" is "dc0", as in earlier versions of LBANN's
+    package. If tensors are partitioned along one or two dimensions, "dc2", "dc3" and "dc4" name the
+    mesh dimension that partitions tensor dimension 2, 3 or 4, by the current `shard_dim`.
     """
 
     strategy: ParallelStrategy
@@ -62,35 +62,35 @@ class StrategyMesh(DeviceMesh):
         return super().get_group(self._own(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim)
 
     def _own(self, name: str) -> str:
-        """Return the name that the mesh itself knows."""
+        """Return the mesh's own name, such as "dc0", of the dimension that is called `name`."""
         own = self.strategy.distconv_dim_names
-        # Of three dimensions the last is called "dc2", whichever it cuts.
+        # With three dimensions "dc2" is the last, whichever tensor dimension it partitions.
         by_number = {f"dc{d}": n for d, n in zip(self.strategy.shard_dim, own, strict=True)}
         further = {1: {"dc": own[0]} | by_number, 2: by_number}.get(len(own), {})
         return further.get(name, name)
 
 
 class ParallelStrategy:
-    """All ranks of the job as replicas of the model; `num_shards` parts of a sample are a replica.
+    """All ranks of the job as replicas of the model; the ranks of a replica share its samples.
 
-    All ranks of the job make it together. Consecutive ranks share samples.
+    All ranks of the job create it together. Consecutive ranks share samples.
 
     Parameters
     ----------
     num_shards: the number of parts of each partitioned dimension, at most three.
-    shard_dim: the numbers of these dimensions, from 2 on, one for each of `num_shards`. The
-        attribute may be assigned again later.
+    shard_dim: the indices of the partitioned tensor dimensions, from 2 on, one for each of
+        `num_shards`. The attribute may be assigned again later.
     device_type: "cuda" or "cpu".
 
     Attributes
     ----------
     total_num_shards: the ranks of a replica.
     ddp_ranks, ddp_ind: the number of replicas, and the index of this rank's replica.
-    shard_ind: the index of this rank's part along each partitioned dimension.
-    device_mesh: all ranks as a mesh of torch.distributed, by the names "ddp" and
+    shard_ind: the index of this rank's shard along each partitioned dimension.
+    device_mesh: all ranks as a mesh of torch.distributed, with dimensions named "ddp" and
         `distconv_dim_names`, which are "dc0", "dc1", ...
-    grid: the ranks of this replica, on which its tensors live.
-    job: all ranks.
+    grid: the process grid of this replica's ranks, and of the replica's DCTensors.
+    job: the process grid of all ranks.
 
     Raises
     ------
@@ -135,7 +135,7 @@ class ParallelStrategy:
 
     @property
     def shard_dim(self) -> tuple[int, ...]:
-        """Return the dimensions that are cut, one for each number in `num_shards`."""
+        """Return the partitioned tensor dimensions, one for each number in `num_shards`."""
         return self._shard_dim
 
     @shard_dim.setter
@@ -150,9 +150,9 @@ class ParallelStrategy:
         self._shard_dim = dims
 
     def shard_to_rank(self, shard_ind: int | Sequence[int]) -> int:
-        """Return the number, in the job, of this replica's rank that holds the part `shard_ind`.
+        """Return the number in the job of this replica's rank that holds the shard `shard_ind`.
 
-        `shard_ind` has a part for each dimension that is cut, from 0; part -1 is the last one.
+        `shard_ind` has an index for each partitioned dimension, from 0; index -1 is the last shard.
         """
         parts = whole_numbers(shard_ind, "ParallelStrategy.shard_to_rank: shard_ind")
         place = 0
@@ -187,11 +187,12 @@ def check_strategy(given: object, where: str) -> None:
         )
 
 
-# Sums of DCTensors that an LBANN program adds up over ranks once more, which must change nothing.
+# Sums of DCTensors that an LBANN program all-reduces once more, which must not change the sums.
 #
 # With LBANN's class, a reduction covers the rank's block only, and the program extends it to the
-# sample by `torch.distributed.all_reduce`. Here it covers the sample from the start. So `add_up`
-# leaves a sum as it is. A mean divided by the number of ranks after adding up would be too small.
+# sample by `torch.distributed.all_reduce`. Here a reduction covers the sample from the start, so
+# `add_up` leaves a sum unchanged. A mean that the program divides by the number of ranks after the
+# all-reduce would be too small.
 
 
 _SUMS = frozenset((torch.sum, Tensor.sum, torch.nansum, Tensor.nansum, torch.count_nonzero))
@@ -222,8 +223,8 @@ def summands_of(
     """Return the grid axes over which a program for LBANN's DistConv would all-reduce `result`.
 
     `result` is `func(*args, **kwargs)`. LBANN's DCTensor sums the rank's block only, so the program
-    adds up the ranks' sums itself; here `result` is the whole sum already. Empty if `result` is no
-    sum over ranks, or not known to be one.
+    all-reduces the sums itself; here `result` is the global sum already. Returns no axes if
+    `result` is not known to be a sum over ranks.
     """
     tensors = tensors_in(args, kwargs)
     operands = [x for x in tensors if isinstance(x, DistTensorBase)]
@@ -248,11 +249,11 @@ def _summands(x: Any) -> frozenset[str]:
 
 
 def add_up(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    """Return a tensor that is already the sum over the ranks of `group`, without adding it up.
+    """Replace `torch.distributed.all_reduce` for a tensor that is already the sum over `group`.
 
-    It stands in for `torch.distributed.all_reduce`, whose arguments it has. All ranks of the group
-    call it, and exchange one number to stay in step. Raises UnsupportedOperation if the tensor is
-    no such sum.
+    The arguments are those of `all_reduce`. `tensor` is left unchanged. All ranks of the group call
+    it, and all-reduce one zero to stay synchronized; returns the result of this call: None, or a
+    work handle if `async_op` is true. Raises UnsupportedOperation if the tensor is not such a sum.
     """
     grid, ranks = tensor.grid, distributed.get_process_group_ranks(group)
     outside = sorted(set(ranks) - set(grid.ranks))
@@ -276,13 +277,13 @@ def add_up(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: boo
 class DCTensor(DistTensor):
     """A DistTensor that is partitioned over the ranks of one replica, with LBANN's methods.
 
-    `.shape` is the global shape, and functions compute on the whole tensor: sums, means, norms and
-    losses, too. Their results are DCTensors.
+    `.shape` is the global shape, and functions, also sums, means, norms and losses, compute on the
+    global tensor. The results are DCTensors.
 
     Attributes
     ----------
     summands: the grid axes over which LBANN's program would sum the tensor by
-        `torch.distributed.all_reduce`; here that call leaves it as it is.
+        `torch.distributed.all_reduce`; here that call leaves the tensor unchanged.
 
     Examples
     --------
@@ -306,7 +307,7 @@ class DCTensor(DistTensor):
         """Make a DCTensor whose block on this rank is `tensor`; all ranks of a replica call it.
 
         Like `from_shard`. If `tensor` is a leaf of autograd that requires gradients, the result's
-        `grad` is filled, too. The operators of this library pass the arguments of `DistTensor`.
+        `grad` is filled, too. Operators of this library instead pass all arguments of `DistTensor`.
         """
         if parts:
             return super().__new__(cls, tensor, parallel_strategy, *parts)
@@ -322,7 +323,7 @@ class DCTensor(DistTensor):
 
     @property
     def _parallel_strategy(self) -> ParallelStrategy:
-        """Return the strategy by which the ranks of the replica are arranged."""
+        """Return the `ParallelStrategy` of the tensor's grid."""
         grid: Any = self.grid
         return grid.strategy  # type: ignore[no-any-return]
 
@@ -330,8 +331,9 @@ class DCTensor(DistTensor):
     def from_shard(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:
         """Make a DCTensor whose block on this rank is `tensor`; all ranks of a replica call it.
 
-        Of n elements over p parts the first n mod p must have one more. Gradients reach `tensor`.
-        Raises `ValueError` on all ranks of the replica if a block has another shape.
+        Of n elements over p ranks, the first n mod p ranks must have one element more. Gradients
+        reach `tensor`. Raises `ValueError` on all ranks of the replica if a block has another
+        shape.
         """
         _check(tensor, parallel_strategy, "from_shard")
         ps = parallel_strategy
@@ -339,7 +341,7 @@ class DCTensor(DistTensor):
 
     @classmethod
     def distribute(cls, tensor: Tensor, parallel_strategy: ParallelStrategy) -> DistTensor:
-        """Partition the tensor of a replica's first rank; all ranks of the replica call it.
+        """Partition the tensor of a replica's first rank. Collective over the replica.
 
         The result is a leaf of autograd, with the `requires_grad` and memory format of `tensor`.
         Raises `ValueError` on all ranks of the replica if their tensors differ in shape or type.
@@ -359,19 +361,19 @@ class DCTensor(DistTensor):
         return x.requires_grad_() if tensor.requires_grad else x
 
     def to_replicate(self) -> Tensor:
-        """Return the whole tensor on every rank of the replica, which call it together.
+        """Return the global tensor on every rank of the replica. Collective over the replica.
 
-        The result is a plain tensor. In the backward pass the gradients of all ranks are summed
-        and divided by the number of ranks, so a loss that every rank computes counts once. Within a
-        module of `DistConvDDP` the result is a DCTensor, whole on every rank, so that gradients of
-        parameters which it is multiplied by count once, too.
+        The result is a plain tensor. In the backward pass the gradients of all ranks are summed and
+        divided by the number of ranks, so a loss that every rank computes counts once. Within a
+        module of `DistConvDDP` the result is a DCTensor, replicated on every rank, so that
+        gradients of parameters multiplied by the result count once, too.
         """
         if innermost_call() is not None:
             return self.redistribute(Layout())
         return mark_handed_out(self.full_tensor())
 
     def to_ddp(self) -> Tensor:
-        """Return this rank's share of whole samples; the ranks of the replica call it together.
+        """Return this rank's share of the samples, unpartitioned. Collective over the replica.
 
         The result is a plain tensor, and within a module of `DistConvDDP` a DCTensor. Raises
         `ValueError` on all ranks of the replica if torch's `Shard(0)` would give ranks other
@@ -413,14 +415,14 @@ ReplicaGrid.tensor_type = DCTensor
 def _check(tensor: Tensor, parallel_strategy: ParallelStrategy, method: str) -> None:
     """Raise TypeError unless a method got a plain tensor and a ParallelStrategy.
 
-    `method` is its name, for the error message.
+    `method` is the name of the method, for the error message.
     """
     check_plain(tensor, f"DCTensor.{method}: tensor")
     check_strategy(parallel_strategy, f"DCTensor.{method}")
 
 
 def _chunks(n: int, *parts: int) -> list[int]:
-    """Return the numbers of samples into which `Shard(0)` divides `n` over a mesh of `parts`."""
+    """Return each rank's number of samples when `Shard(0)` divides `n` over a mesh of `parts`."""
     if not parts:
         return [n]
     most = -(-n // parts[0])
@@ -428,12 +430,12 @@ def _chunks(n: int, *parts: int) -> list[int]:
     return [m for k in kept for m in _chunks(k, *parts[1:])]
 
 
-# Halo exchanges of plain blocks, for kernels that programs for LBANN's package bring along.
+# Halo exchanges of plain blocks, for kernels that programs for LBANN's package define.
 
 
 @dataclass(frozen=True)
 class _Halos:
-    """An index map by which each block needs itself and `size` positions on either side of it."""
+    """An index map by which each block needs a halo of `size` elements on either side."""
 
     size: int
     mode: str
@@ -462,15 +464,16 @@ def forward_halo_exchange(
 ) -> Tensor:
     """Return this rank's block with the neighbours' halos on both sides of one dimension.
 
-    All ranks of a replica call it together. Differentiable: gradients of halos are summed where
-    their elements come from. To exchange along several dimensions, corners included, call it for
-    one dimension after the other.
+    All ranks of a replica call it together. Differentiable: gradients of halos are added on the
+    ranks that own the elements. To exchange along several dimensions, corners included, call the
+    function for one dimension after the other.
 
     Parameters
     ----------
-    tensor: this rank's block, a plain tensor. Of n elements over p parts the first n mod p have one
-        more.
-    halo_size: the elements on either side. Beyond the ends of the whole tensor they are zeros.
+    tensor: this rank's block, a plain tensor. Of n elements over p ranks, the first n mod p ranks
+        have one element more.
+    halo_size: the number of elements on either side. Halos beyond the ends of the global tensor are
+        zeros.
     dim_index: the position of the dimension in `parallel_strategy.shard_dim`.
     is_periodic: whether the elements beyond one end are those at the other end.
 
@@ -503,10 +506,11 @@ def backward_halo_exchange(
     dim_index: int = 0,
     is_periodic: bool = False,
 ) -> Tensor:
-    """Return this rank's block, with the halos of `tensor` added where their elements come from.
+    """Add halos to the blocks of the ranks that own the elements, and return this rank's block.
 
-    It is the adjoint of `forward_halo_exchange`, with its parameters and errors; `tensor` has its
-    result's shape. All ranks of a replica call it together. Differentiable.
+    This is the adjoint of `forward_halo_exchange`, with the same parameters and errors. `tensor` is
+    a block with halos, in the shape that `forward_halo_exchange` returns. Collective over the
+    replica. Differentiable.
 
     Examples
     --------
@@ -530,7 +534,7 @@ def _halo_plan(
     is_periodic: bool,
     with_halos: bool,
 ) -> Plan:
-    """Return this rank's plan for a halo exchange by `caller`.
+    """Return this rank's plan for a halo exchange by the function `caller`. Collective.
 
     `with_halos` says whether `tensor` has the halos already. The other parameters, and errors, are
     those of `forward_halo_exchange`.

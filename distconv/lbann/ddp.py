@@ -21,20 +21,20 @@ _OPTIONS = frozenset(
         *("gradient_as_bucket_view", "skip_all_reduce_unused_params"),
     )
 )
-"""Options of DistributedDataParallel that change no numbers, and nothing here."""
+"""Options of DistributedDataParallel that do not change results, and have no effect here."""
 
 
 class DistConvDDP(nn.Module):
     """A module on DCTensors whose gradients are averaged over the replicas.
 
     When `backward()` returns, each parameter has the sum of its gradients on all ranks, divided by
-    `grad_reduction_factor`. Before each forward pass buffers become those of rank 0. All ranks make
-    and call it together.
+    `grad_reduction_factor`. Before each forward pass buffers become those of rank 0. All ranks
+    create and call it together.
 
     Parameters
     ----------
     module: any module; it becomes `.module`, so keys of the state_dict begin with "module.".
-    grad_reduction_factor: the number of replicas when not given.
+    grad_reduction_factor: the divisor of the summed gradients; by default the number of replicas.
     parallel_strategy: how the ranks are arranged.
     device_ids, output_device, options: options of DistributedDataParallel without effect on
         numbers; they are not used.
@@ -92,7 +92,7 @@ class DistConvDDP(nn.Module):
         required_reduction("DistConvDDP", module).divisor = factor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Copy rank 0's buffers to all ranks, and return the result of the module."""
+        """Copy rank 0's buffers to all ranks, and return the result of the module. Collective."""
         for buffer in self.module.buffers():
             broadcast(buffer, self._job)
         return self.module(*args, **kwargs)
@@ -100,6 +100,6 @@ class DistConvDDP(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes keep gradients on their ranks, without a sum.
 
-        The next backward pass outside of it adds up all gradients that were kept.
+        The next backward pass outside the context sums all gradients that were kept.
         """
         return no_sync(self.module)

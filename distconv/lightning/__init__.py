@@ -1,7 +1,7 @@
 """A strategy of PyTorch Lightning for modules that are parallelized on a process grid.
 
-Lightning then counts the ranks of the grid: rank 0 alone writes checkpoints and logs and shows the
-progress bar, and all ranks agree on decisions. `parallelize` exchanges gradients, as everywhere.
+Lightning then uses the rank numbers of the grid: rank 0 alone writes checkpoints and logs and shows
+the progress bar, and all ranks agree on decisions. Gradients are summed by `parallelize`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class GridStrategy(_OneDevice):  # type: ignore[misc]
         super().__init__(grid.device, **options)
         self._grid = grid
         self.global_rank, self.world_size = grid.rank, grid.size
-        # Loggers, bars and messages ask this number.
+        # Loggers, progress bars and messages of Lightning read this number.
         _fabric.utilities.rank_zero.rank_zero_only.rank = grid.rank
 
     @property
     def is_global_zero(self) -> bool:
-        """Return whether this is rank 0, which writes."""
+        """Return whether this is rank 0, which writes checkpoints and logs."""
         return bool(self._grid.rank == 0)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -56,16 +56,16 @@ class GridStrategy(_OneDevice):  # type: ignore[misc]
         return self._grid.all_gather_object(obj)[src]
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the mean over the ranks of a number that each has for itself. Collective.
+        """Return the mean over the ranks of a plain tensor of one number. Collective.
 
-        A DistTensor is that of all ranks already.
+        Other values are returned unchanged: a DistTensor covers all ranks already.
         """
         if isinstance(tensor, DistTensor) or not isinstance(tensor, Tensor) or tensor.numel() != 1:
             return tensor
         return torch.tensor(self._grid.mean(tensor), device=tensor.device, dtype=tensor.dtype)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or any, decide for it. Collective."""
+        """Return whether `decision` is true on all ranks, or with all=False on any. Collective."""
         share = self._grid.mean(float(decision))
         return share == 1 if all else share > 0
 

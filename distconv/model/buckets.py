@@ -31,9 +31,10 @@ from distconv.transport.interface import Request
 
 
 class _AfterSum:
-    """A post-accumulate-gradient hook of the program, which waits for the sum over the ranks.
+    """A placeholder for the program's post-accumulate-gradient hook, deferred until the sum is set.
 
-    It stands in its place among the hooks of the parameter, so that its handle removes it.
+    The placeholder has the number of `hook` among the parameter's hooks, so that the program's
+    handle removes the placeholder.
     """
 
     __slots__ = ("hook",)
@@ -42,7 +43,7 @@ class _AfterSum:
         self.hook = hook
 
     def __call__(self, p: Tensor) -> None:
-        """Do nothing when this rank's part has been accumulated."""
+        """Do nothing: autograd calls this method before the gradient is summed over the ranks."""
 
 
 class ReducedParameter:
@@ -53,15 +54,16 @@ class ReducedParameter:
 
     Attributes
     ----------
-    tensor: the parameter as the module has it.
-    leaf: the parameter as autograd knows it; for a sharded one, this rank's block.
+    tensor: the parameter of the module; a DistTensor if it is sharded.
+    leaf: the leaf of autograd: `tensor`, or this rank's block if `tensor` is sharded.
     number: the position among the parameters of the module.
     axes: the grid axes over which the gradient is summed.
-    comm: the communicator of the ranks along these axes.
+    comm: the communicator of the ranks along `axes`.
     bucket: the position of the parameter's bucket in its `BucketSequence`.
     is_part: whether the gradient is this rank's part only, not yet the sum.
-    is_new: whether autograd has made the gradient in the current backward pass. Otherwise it has
-        added the part to an earlier gradient, which the program may hold.
+    is_new: whether autograd has created `leaf.grad` in the current backward pass. Otherwise
+        autograd has added the part to an earlier gradient, to which the program may hold a
+        reference.
     node: the autograd node with this parameter's hook; None if it has no hook yet.
     """
 
@@ -75,14 +77,16 @@ class ReducedParameter:
         self.is_part = self.is_new = False
         self.node: Node | None = None
         self._handles: list[Any] = []
-        """The handles of the hook on the parameter, and of those on its nodes after it."""
+        """The handle of the hook on the parameter, and then the handles of hooks on its autograd
+        nodes."""
         self._sum_handle: RemovableHandle | None = None
-        """The handle of the hook that sums for the program's own hooks."""
+        """The handle of the hook that sums before the program's own hooks; None without hooks."""
 
     def expect_part(self) -> None:
-        """Note that autograd is about to add this rank's part to the gradient.
+        """Mark the gradient as this rank's part, before autograd accumulates into the gradient.
 
-        A sum of an earlier backward pass becomes a part again, the whole of it on the first rank.
+        A gradient that an earlier backward pass has summed is kept on the first rank and set to
+        zero on the others, so that the next sum counts the gradient once.
         """
         gradient = self.leaf.grad
         self.is_new = gradient is None
@@ -91,16 +95,17 @@ class ReducedParameter:
         self.is_part = True
 
     def set_sum(self, gradient: Tensor | None) -> None:
-        """Set the gradient to a sum over the ranks, or to None."""
+        """Set the gradient to `gradient`, which is summed over the ranks, or to None."""
         self.leaf.grad = gradient
         self.is_part = self.is_new = False
 
     def hook(self, node: Node, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        """Let autograd call `before` and `after` when it accumulates the gradient.
+        """Register hooks that autograd calls before and after it accumulates the gradient.
 
-        `node` accumulates the gradient. torch makes a new node when the type of the parameter or
-        the stream changes, and `before` is a hook of the node: hooks of the tensor would run in
-        autograd.grad as well. `after` is a hook of the parameter, which stays.
+        `node` is the autograd node that accumulates the gradient; torch makes a new node when the
+        type of the parameter or the stream changes. `before` is a hook of the node, as hooks of the
+        tensor would also run in autograd.grad. `after` is a hook of the parameter, and is
+        registered once.
         """
         if not self._handles:
             self._handles.append(self.leaf.register_post_accumulate_grad_hook(after))
@@ -108,9 +113,10 @@ class ReducedParameter:
         self.node = node
 
     def sum_for_hooks(self) -> None:
-        """Let the program's own hooks on the parameter get the gradient summed over the ranks.
+        """Pass the gradient summed over the ranks to the program's own hooks on the parameter.
 
-        A hook that sums comes before them, and is removed when the program has none any more.
+        A hook that sums is registered before the program's hooks, and is removed once the program
+        has no hooks.
         """
         hooks = torch_private.hooks_of(self.leaf)
         if isinstance(self.tensor, DistTensor) or self._grid.size == 1:
@@ -141,9 +147,10 @@ class ReducedParameter:
         return total[:-1].view(own.shape)
 
     def holds_sum_of_hooks(self) -> bool:
-        """Return whether the program's hooks have got the sum, and not this rank's part.
+        """Return whether the gradient is the result of the program's hooks on the sum.
 
-        The program has such hooks. Raises RuntimeError if they have got this rank's part.
+        Called only if the program has hooks. Returns False for a DistTensor, whose hooks sum by
+        themselves. Raises RuntimeError if the hooks have received this rank's part.
         """
         if isinstance(self.tensor, DistTensor):
             return False
@@ -177,19 +184,19 @@ class ReducedParameter:
     def call_deferred_hooks(self) -> None:
         """Call the program's post-accumulate-gradient hooks, now that the sum is set."""
         if len(torch_private.accumulation_hooks_of(self.leaf)) == 1:
-            return  # distconv's own
+            return  # only distconv's own hook
         self.defer_hooks(True)  # this rank may have had no part of the gradient
         with torch.no_grad():
             for _, after in self._deferred():
                 after.hook(self.leaf)
 
     def _deferred(self) -> list[tuple[int, _AfterSum]]:
-        """Return the hooks that wait for the sum, each with its number."""
+        """Return the program's deferred hooks, each with its number among the parameter's hooks."""
         hooks = torch_private.accumulation_hooks_of(self.leaf) or {}
         return [(number, hook) for number, hook in hooks.items() if isinstance(hook, _AfterSum)]
 
     def remove_hooks(self) -> None:
-        """Remove all hooks, and let those of the program run as torch calls them."""
+        """Remove all hooks of this class, and restore the program's deferred hooks."""
         for handle in self._handles:
             handle.remove()
         if self._sum_handle is not None:
@@ -203,7 +210,7 @@ _Owner = TypeVar("_Owner")
 
 
 def alive(reference: ref[_Owner]) -> _Owner:
-    """Return the object of a weak reference; raise RuntimeError if its module was deleted.
+    """Return the object that `reference` refers to; raise RuntimeError if its module was deleted.
 
     Parameters and autograd's nodes hold hooks, unseen by Python's garbage collector. A hook that
     held its object would keep the module alive for ever.
@@ -227,9 +234,9 @@ class _Edges(ShardFunction):
 
 
 def accumulating_nodes(leaves: Sequence[Tensor]) -> list[Node]:
-    """Return the autograd node of each parameter, which accumulates its gradient.
+    """Return, for each of `leaves`, the autograd node that accumulates its gradient.
 
-    One call finds all of them; torch takes several times as long to return them one by one.
+    One call of an autograd function finds all nodes, several times as fast as one call for each.
     """
     if not leaves:
         return []
@@ -249,8 +256,8 @@ class PackedGradients(NamedTuple):
 
     Attributes
     ----------
-    flat: a vector of all elements. Behind them is a number for each gradient: 1 if this rank has a
-        part of the gradient, else 0; after the sum, the number of ranks that have one.
+    flat: a vector of all elements, followed by one number for each gradient: 1 if this rank has a
+        part of the gradient, else 0; after the sum, the number of ranks that have a part.
     views: for each gradient its elements in `flat`, in the shape of the parameter.
     used: for each gradient, whether this rank has a part of it.
     """
@@ -269,16 +276,17 @@ class Bucket:
 
     Attributes
     ----------
-    members: the parameters. Their axes and types are equal.
+    members: the parameters, all with the same axes and type.
     axes: the grid axes over which the gradients are summed.
-    comm: the communicator of the ranks along these axes.
+    comm: the communicator of the ranks along `axes`.
     elements: the number of elements in the message.
     missing: the number of gradients that the current backward pass has not made yet.
-    packed: the gradients from `start` to the end of `wait`, else None.
-    request: the sum under way; None if no sum is.
+    packed: the packed gradients between `start` and the end of `wait`, else None.
+    request: the request of the sum in flight, else None.
     feedback: the rounding errors of the last sum, if they are kept.
-    uneven: the indices of members to whose last sum some ranks added nothing, each with the number
-        of ranks that did. On a GPU only where this rank had to read the counts.
+    uneven: for each member of which only some ranks had a part in the last sum, by index, the
+        number of ranks that had a part. On a GPU it is known only if this rank had to read the
+        counts.
     """
 
     def __init__(self, members: Sequence[ReducedParameter]):
@@ -294,12 +302,12 @@ class Bucket:
         self.uneven: dict[int, int] = {}
 
     def start(self, reduce_hook: ReduceHook) -> None:
-        """Pack the gradients, and start their sum. All ranks of the bucket call it together."""
+        """Pack the gradients, and start their sum by `reduce_hook`. Collective over `comm`."""
         self.packed = self.pack()
         self.request = reduce_hook(self)
 
     def wait(self) -> list[ReducedParameter]:
-        """Wait for the sum, if one is under way, and return the members whose gradients it sets."""
+        """Wait for the sum if it is in flight, set the gradients, and return their parameters."""
         if self.request is None or self.packed is None:
             return []
         request, packed = self.request, self.packed
@@ -309,14 +317,15 @@ class Bucket:
 
     @property
     def buffer(self) -> Tensor:
-        """Return the vector of the packed gradients, for a `ReduceHook`."""
+        """Return the vector of the packed gradients, which a `ReduceHook` sums in place."""
         assert self.packed is not None
         return self.packed.flat
 
     def pack(self) -> PackedGradients:
-        """Copy the gradients side by side. Where autograd has made them, their memory is freed.
+        """Copy the gradients into one vector, and free gradients that autograd made in this pass.
 
-        A gradient that is the sum already, equal on all ranks, counts on the first rank only.
+        A gradient that is summed already, and so equal on all ranks, is zero on all but the first
+        rank.
         """
         first = self.members[0].leaf
         flat = torch.empty(self.elements, dtype=first.dtype, device=first.device)
@@ -336,9 +345,9 @@ class Bucket:
         return PackedGradients(flat, views, tuple(used))
 
     def unpack(self, packed: PackedGradients) -> list[ReducedParameter]:
-        """Set summed gradients, and return their parameters.
+        """Set the gradients to the sums in `packed`, and return their parameters.
 
-        Gradients of which no rank has a part stay as they are.
+        A gradient of which no rank has a part is left unchanged.
         """
         summed = []
         counts = self.counts(packed) if packed.flat.is_cpu else []
@@ -374,24 +383,24 @@ class Bucket:
 ReduceHook: TypeAlias = Callable[[Bucket], Request | None]
 """A function `reduce_hook(bucket)` that starts to sum `bucket.buffer` over ranks, in place.
 
-It is like a communication hook of DistributedDataParallel: it is called for each bucket in the same
-order on all ranks, within the backward pass or at its end, and returns a request. After
+Like a communication hook of DistributedDataParallel, the function is called for each bucket in the
+same order on all ranks, within the backward pass or at its end, and returns a request. After
 `request.wait()` the buffer has the sums over the ranks of `bucket.comm`, which the bucket then sets
-as gradients. None leaves the gradients packed: whoever gave the hook assigns a request to
-`bucket.request` later.
+as gradients. If the function returns None, the gradients stay packed until a request is assigned to
+`bucket.request`.
 """
 
 
 class BucketSequence:
-    """The buckets of some parameters, which start in one order on all ranks.
+    """The buckets of a list of parameters, whose sums start in the same order on all ranks.
 
-    A bucket starts as soon as this bucket and all before it are full. The last parameters fill the
-    first buckets, as backward passes reach them first.
+    A bucket starts as soon as it and all earlier buckets are full. The last parameters are in the
+    first buckets, as backward passes compute their gradients first.
 
     Parameters
     ----------
-    parameters: the parameters; each gets the position of its bucket.
-    bucket_bytes: the bytes of gradients with which a bucket is full.
+    parameters: the parameters in the order of the module; the attribute `bucket` of each is set.
+    bucket_bytes: the bytes of gradients from which on a bucket gets no further parameters.
     """
 
     def __init__(self, parameters: Sequence[ReducedParameter], bucket_bytes: int):
@@ -416,24 +425,24 @@ class BucketSequence:
         return len(self._buckets)
 
     def begin(self) -> None:
-        """Begin a backward pass: all gradients are missing, and no bucket has started."""
+        """Begin a backward pass: mark all gradients as missing, and all buckets as not started."""
         self._started = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.members)
 
     def note(self, p: ReducedParameter) -> bool:
-        """Note that the gradient of `p` is there, and return whether its bucket is now full."""
+        """Record that the gradient of `p` is computed; return whether its bucket is now full."""
         bucket = self._buckets[p.bucket]
         bucket.missing -= 1
         return not bucket.missing
 
     def start_full(self, reduce_hook: ReduceHook) -> None:
-        """Start the buckets that are full, up to the first one that is not."""
+        """Start the sums of full buckets in order, up to the first bucket that is not full."""
         while self._started < len(self._buckets) and not self._buckets[self._started].missing:
             self.start_next(reduce_hook)
 
     def start_next(self, reduce_hook: ReduceHook) -> Bucket | None:
-        """Start the first bucket that has not started, and return it; None if all have."""
+        """Start the next bucket in order, full or not, and return it; None if all have started."""
         if self._started == len(self._buckets):
             return None
         bucket = self._buckets[self._started]
@@ -443,7 +452,7 @@ class BucketSequence:
 
 
 def _strides(p: Tensor) -> tuple[int, ...]:
-    """Return strides for a gradient: the parameter's own if these have no gaps, else row-major."""
+    """Return strides for the gradient of `p`: the same if `p` is dense, else row-major."""
     own = p.stride()
     dense: Tensor = torch.empty_like(p, device="meta")
     return own if dense.stride() == own else torch.empty(p.shape, device="meta").stride()

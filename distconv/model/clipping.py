@@ -17,10 +17,10 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
-    """Return the norm of each tensor, as plain scalar tensors without gradient.
+    """Return the norm of order `order` of each tensor, as plain scalar tensors without gradient.
 
-    The norm of a DistTensor is that of the whole tensor. All ranks call it together; one message
-    serves all tensors cut over the same axes of a grid. For plain tensors nothing is sent.
+    The norm of a DistTensor is the norm of the global tensor. Collective: one all-gather serves all
+    tensors partitioned over the same axes of a grid. Plain tensors need no message.
     """
     with torch.no_grad():
         norms = [_norm(shard_of(x), order) for x in tensors]
@@ -37,7 +37,7 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
 
 
 def _norm(block: Tensor, order: float) -> Tensor:
-    # Blocks may be empty, and torch has no maximum of those.
+    # A block may be empty, and torch raises for the maximum of an empty tensor.
     if not block.numel():
         return block.new_zeros((), dtype=block.dtype.to_real())
     return torch.linalg.vector_norm(block, order)
@@ -53,7 +53,7 @@ def clip_grad_norm_(
 
     This is torch.nn.utils.clip_grad_norm_ for models with sharded parameters. All ranks of the grid
     call it together, after `backward()`. One message carries the norms of all parameters sharded
-    over the same axes; torch's own function sends one for each, and returns a
+    over the same axes; torch's own function sends a message for each parameter, and returns a
     DistTensor.
 
     Parameters

@@ -16,16 +16,17 @@ from distconv.tensor.base import tensors_in
 from distconv.tensor.dist_tensor import DistTensor
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
-"""Types of settings that are equal on all ranks if their texts are."""
+"""Types of optimizer settings that ranks compare by their `repr`."""
 
 
 def assert_in_sync(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Raise, on every rank, if the models of the ranks differ.
 
-    All ranks of the grid call it together, between steps, every so often. Each computes a checksum
-    of every element and sends a few bytes, and more only if one differs. Sharded parameters are
-    compared among the ranks that hold the same block. Differences of the size of rounding are
-    accepted, as processors of different kinds round differently.
+    Collective: all ranks of the grid call this function together between steps, for example once an
+    epoch. Each rank computes checksums over all elements and sends a few bytes, and sends more only
+    if a checksum differs. Sharded parameters are compared among the ranks that hold the same block.
+    Differences of the size of rounding are accepted, as processors of different kinds round
+    differently.
 
     Raises RuntimeError naming the first tensor or setting that differs, and the ranks. Raises
     ValueError if the model is not parallelized.
@@ -70,7 +71,7 @@ def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, fu
 def not_finite(model: nn.Module, optimizer: Optimizer | None) -> Iterator[str]:
     """Yield the names of parameters with infinities or NaN, and of buffers and state with NaN.
 
-    Each rank looks at its own blocks; no communication. Buffers may be infinite, as masks are.
+    Each rank checks its own blocks; no communication. Buffers may be infinite, as masks are.
     """
     parameters = {name for name, _ in model.named_parameters()}
     for name, tensor, _ in (*checked_state(model), *_of_optimizer(optimizer, model)):
@@ -99,9 +100,9 @@ def _of_optimizer(optimizer: Optimizer | None, model: nn.Module) -> Iterator[Che
 
 
 def _of_value(name: str, value: Any) -> Iterator[Checked]:
-    """Yield for comparison the tensors in a value, called `name`, of an optimizer's state.
+    """Yield the tensors in `value`, the entry `name` of an optimizer's state, for comparison.
 
-    A plain value, such as a number, is compared by its `repr`, which becomes part of the name.
+    A value without tensors, such as a number, is compared by its `repr`, as part of the name.
     """
     tensors = tensors_in(value)
     for tensor in tensors:
@@ -111,7 +112,7 @@ def _of_value(name: str, value: Any) -> Iterator[Checked]:
 
 
 def checked(name: str, tensor: Tensor) -> Checked:
-    """Return `tensor`, called `name`, for comparison among the ranks that hold the same block."""
+    """Return a record of `tensor`, called `name`, to compare between ranks with the same block."""
     if isinstance(tensor, DistTensor):
         return Checked(name, tensor.shard, cutting_axes(tensor.cuts))
     return Checked(name, tensor)

@@ -1,26 +1,28 @@
 """The gradients of a parallelized module: summed over ranks during the backward pass.
 
-They are sent in buckets. Each bucket is one all-reduce, which starts as soon as the bucket and all
-before it are full, in an order that all ranks share (Li et al., "PyTorch Distributed: Experiences
-on Accelerating Data Parallel Training", VLDB 2020).
+Gradients are sent in buckets. Each bucket is one all-reduce, which starts as soon as the bucket and
+all earlier buckets are full, in the same order on all ranks (Li et al., "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training", VLDB 2020).
 
-The life of a backward pass:
+The steps of a backward pass:
 
-1. Before the forward pass `GradientReduction.prepare` puts hooks on the parameters that are
-   trained, and fills buckets with them, if others were trained in the pass before.
-2. Autograd has this rank's part of a parameter's gradient, and is about to add it to `p.grad`. It
-   calls `GradientReduction._before_accumulation`. The first such call of a pass runs `_begin_pass`:
-   all gradients are missing, no bucket has started, and autograd shall call `_end_pass` at the end.
-   Each call marks the gradient as a part: a sum of an earlier pass stays on one rank alone.
-3. Autograd has added the part, and calls `GradientReduction._after_accumulation`. If the bucket is
-   full by it, `Bucket.start` packs the gradients, and `reduce_hook(bucket)` starts their sum, while
-   the backward pass goes on.
-4. Autograd is through, and calls `GradientReduction._end_pass`. Buckets start that are not full, as
-   some of their parameters have no gradient on this rank.
+1. Before the forward pass `GradientReduction.prepare` registers hooks on the trained parameters. It
+   makes new buckets if other parameters were trained in the previous pass.
+2. Before autograd adds this rank's part of a gradient to `p.grad`, it calls
+   `GradientReduction._before_accumulation`. The first such call of a pass runs `_begin_pass`, which
+   marks all gradients as missing and all buckets as not started, and registers `_end_pass` for the
+   end of the pass. Each call marks the gradient as a part: a sum of an earlier pass is kept on one
+   rank and set to zero on the others.
+3. After autograd has added the part, it calls `GradientReduction._after_accumulation`. If the
+   bucket is now full, `Bucket.start` packs the gradients, and `reduce_hook(bucket)` starts their
+   sum, while the backward pass continues.
+4. At the end of the pass autograd calls `GradientReduction._end_pass`. It starts the buckets that
+   are not full, because some of their parameters have no gradient on this rank.
 5. `GradientReduction.wait` waits for the sum of each bucket, which `Bucket.unpack` sets as
    gradients. It calls the program's own post-accumulate-gradient hooks, and `backward()` returns.
 
-Within `no_sync` steps 1 and 2 are all there is. The parts stay where they are until a pass outside.
+Within `no_sync` only steps 1 and 2 run. Each rank keeps its part until a backward pass outside
+`no_sync` sums the parts.
 """
 
 from __future__ import annotations
@@ -59,13 +61,13 @@ REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 """The attribute of a module, and of each of its submodules, that holds its `GradientReduction`."""
 
 _PURPOSE = "gradients"
-"""The purpose of the communicators for sums."""
+"""The purpose, as in `ProcessGrid.communicator`, of the communicators that sum gradients."""
 
 
 def reduction_of(module: nn.Module) -> GradientReduction | None:
-    """Return the `GradientReduction` of a module or its submodule; None if it has none.
+    """Return the `GradientReduction` of a parallelized module or its submodule, else None.
 
-    A copy of a parallelized module has none.
+    A copy of a parallelized module is not parallelized.
     """
     reduction: GradientReduction | None = module.__dict__.get(REDUCTION_ATTRIBUTE)
     return reduction if reduction is not None and reduction.covers(module) else None
@@ -73,9 +75,10 @@ def reduction_of(module: nn.Module) -> GradientReduction | None:
 
 @contextmanager
 def reductions_used() -> Iterator[list[GradientReduction]]:
-    """Return a list that has, after the context, the reductions of modules called in it, once each.
+    """Collect the `GradientReduction` of each module that is called within a `with` block.
 
-    A copy of a parallelized module refers to the reduction of the original.
+    The block's list is filled when the block ends, and has each reduction once. A copy of a
+    parallelized module counts as the original.
     """
     found: dict[nn.Module, None] = {}
     used: list[GradientReduction] = []
@@ -110,12 +113,12 @@ class GradientReduction:
     whole: a weak reference to the parallelized module.
     parameters: the parameters of the module, in its order.
     buckets: the buckets of the parameters that are trained.
-    reduce_hook: starts the sum of each bucket; None for `start_sum`.
+    reduce_hook: a function that starts the sum of a bucket; None to use `start_sum`.
     enabled: False within `no_sync`, where gradients are not summed.
     apart: True once a backward pass has run within `no_sync`.
     divisor: a number by which each rank's part of a gradient is divided, for `DistConvDDP`. Inputs
-        may then live on smaller grids of some of the ranks, each with samples of its own. None for
-        sums.
+        may then be on smaller grids of some of the ranks, each with its own samples. None to sum
+        without a division.
     layout: a checksum of the parameters' types, strides and trainability, from which the buckets
         follow; it must be equal on all ranks.
     """
@@ -146,7 +149,8 @@ class GradientReduction:
         own((*tensors, *(p.leaf for p in self.parameters), *module.buffers()), grid.size)
         self.buckets = BucketSequence((), bucket_bytes)
         self._laid_out: list[Any] = []
-        """The parameters of the buckets, with all that the buckets follow from."""
+        """The number, type, shape and strides of each trained parameter, from which the buckets
+        follow."""
         self._stream: int | None = None
         """The number of the stream on which the parameters' nodes were made."""
         self._pass = -1
@@ -168,7 +172,8 @@ class GradientReduction:
     def covers(self, module: nn.Module) -> bool:
         """Return whether `module` is the module of this reduction or one of its submodules.
 
-        A compiled module shares the dictionary of its module, and counts as the same one.
+        A module compiled by torch shares the `__dict__` of the original, and counts as the
+        original.
         """
         whole = self.whole()
         return whole is not None and any(vars(x) is vars(module) for x in whole.modules())
@@ -184,10 +189,10 @@ class GradientReduction:
                 notes[REDUCTION_ATTRIBUTE] = self
 
     def make_communicators(self, purpose: str) -> list[Any]:
-        """Return communicators for `purpose`, for the sums of a `reduce_hook`. Collective.
+        """Return communicators for `purpose`, by which a `reduce_hook` sums. Collective.
 
-        There is one for the axes of each parameter. If ranks first used them in a backward pass,
-        they might do so in different orders.
+        There is one communicator for each set of axes over which gradients are summed. If
+        communicators were first used in a backward pass, ranks might use them in different orders.
         """
         axes = dict.fromkeys(p.axes for p in self.parameters)
         return [self.grid.communicator(each, purpose) for each in axes]
@@ -208,10 +213,10 @@ class GradientReduction:
     # Before the forward pass
 
     def prepare(self) -> None:
-        """Put hooks on trained parameters, and fill buckets anew if other parameters are trained.
+        """Register hooks on trained parameters; make new buckets if other parameters are trained.
 
-        Raises RuntimeError if a parameter is trained no more whose gradient has not been summed
-        over the ranks yet, after `no_sync`.
+        Raises RuntimeError if a frozen parameter has a gradient from `no_sync` that is not yet
+        summed over the ranks.
         """
         trained = [p for p in self.parameters if p.leaf.requires_grad]
         self._put_hooks(trained)
@@ -225,16 +230,18 @@ class GradientReduction:
         self.buckets = BucketSequence(trained, self._bucket_bytes)
 
     def _put_hooks(self, trained: list[ReducedParameter]) -> None:
-        """Put hooks on parameters that have none, or whose autograd node torch has replaced.
+        """Register hooks on parameters of `trained` without hooks, or whose autograd node is new.
 
-        One rank has nothing to sum, so its parameters have hooks only if gradients are divided.
+        On a grid of one rank there is no sum, so hooks are registered only if gradients are
+        divided.
         """
         if self.grid.size == 1 and self.divisor is None:
             return
         stream = number_of_stream(self.grid.device)
         if stream != self._stream:
-            # A node that is held here accumulates on the stream on which it was made. A capture on
-            # another stream may not wait for that one: let torch make the node anew.
+            # A held node accumulates on the stream on which it was made, and a capture on another
+            # stream may not wait for that stream. Without references to its nodes, torch makes new
+            # ones.
             self._stream = stream
             for p in self.parameters:
                 p.node = None
@@ -248,7 +255,7 @@ class GradientReduction:
                 p.sum_for_hooks()
 
     def _check_sums(self, event: str, parameters: Iterable[ReducedParameter]) -> None:
-        """Raise RuntimeError if a gradient that has to be summed over the ranks by now is not.
+        """Raise RuntimeError if a gradient of `parameters` is not yet summed over the ranks.
 
         `event` begins the message.
         """
@@ -260,7 +267,7 @@ class GradientReduction:
 
     @property
     def why_apart(self) -> str:
-        """Return a hint at `no_sync` for errors about differing parameters, or an empty text."""
+        """Return a sentence about `no_sync` for errors about differing parameters, or ""."""
         return (
             "A backward pass has run within no_sync. Its gradients differ between ranks until a "
             "backward pass outside no_sync sums them; the optimizer must not step before. "
@@ -270,7 +277,7 @@ class GradientReduction:
 
     @property
     def is_of_shards(self) -> bool:
-        """Return whether parameters are sharded."""
+        """Return whether any parameter is sharded."""
         return any(isinstance(p.tensor, DistTensor) for p in self.parameters)
 
     @staticmethod
@@ -285,7 +292,11 @@ class GradientReduction:
     def _before_accumulation(
         reference: ref[GradientReduction], number: int, gradients: tuple[Tensor | None]
     ) -> tuple[Tensor] | None:
-        """Note that autograd adds a part to a gradient; return the part, if it is another one."""
+        """Mark the gradient of parameter `number` as this rank's part, before autograd adds it.
+
+        Returns the part to add if it differs from the given part: divided by `divisor`, or zero.
+        Otherwise returns None.
+        """
         self = reference() or alive(reference)
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -315,7 +326,7 @@ class GradientReduction:
 
     @staticmethod
     def _after_accumulation(reference: ref[GradientReduction], number: int, _: Tensor) -> None:
-        """Note that the gradient of a parameter is there, and start the buckets that are full."""
+        """Record that the gradient of parameter `number` is accumulated, and start full buckets."""
         self = reference() or alive(reference)  # and with it the node with the other hook
         if self.grid.size == 1 or not self.enabled:
             return
@@ -354,8 +365,9 @@ class GradientReduction:
     def starts_at_the_end(self) -> bool:
         """Return whether all sums start after the backward pass, in one order on all ranks.
 
-        A rank without a gradient for a parameter starts the parameter's bucket at the end. If
-        exchanges need one order, other ranks must not start it earlier, within the pass.
+        A rank without a gradient for a parameter starts the parameter's bucket at the end. If the
+        transport needs messages in one order, other ranks must not start that bucket during the
+        pass.
         """
         return self.grid.transport.ordered or self._wire is not None
 
@@ -366,10 +378,10 @@ class GradientReduction:
             pass
 
     def start_sum(self, bucket: Bucket, purpose: str = _PURPOSE) -> Request:
-        """Start to sum a bucket over its ranks, in the type `wire` if one was chosen.
+        """Start to sum a bucket over its ranks, sent in the 16-bit type `wire` if that was chosen.
 
-        This is the `reduce_hook` of a module that has no other. `purpose` is the purpose of the
-        communicator, see `make_communicators`.
+        This is the default `reduce_hook`. `purpose` is the purpose of the communicator, as in
+        `make_communicators`. Collective over the ranks of the bucket.
         """
         grid, flat = self.grid, bucket.buffer
         if self._wire is None or flat.dtype not in WIDE or bucket.comm.size == 1:
@@ -380,7 +392,7 @@ class GradientReduction:
         return HalfSum(flat, grid, bucket.axes, self._wire, purpose, bucket.feedback)
 
     def wait(self, hooks: bool = True) -> None:
-        """Wait for all sums under way, and set them as gradients.
+        """Wait for all sums in flight, and set gradients to the sums.
 
         Then call the program's post-accumulate-gradient hooks, unless `hooks` is false.
         """
@@ -397,12 +409,13 @@ class GradientReduction:
                 p.call_deferred_hooks()
 
     def _warn(self, bucket: Bucket) -> None:
-        """Warn, once for a module, of a parameter that has got a gradient on some ranks only.
+        """Warn once per module that a parameter has received a gradient on some ranks only.
 
-        One rank of the bucket warns; on GPUs the ranks without a gradient do, as only they know.
+        One rank of the bucket warns; on GPUs the ranks without a gradient warn, as only these ranks
+        read the counts.
         """
         ranks, kind = bucket.comm.size, self._wire or bucket.members[0].leaf.dtype
-        # Counts are sent with the gradients, and large ones are rounded as these are.
+        # Counts are sent with the gradients in their type, in which large counts are rounded.
         exact = ranks <= 2 / torch.finfo(kind).eps
         if not exact or (bucket.comm.rank and not self.grid.computes_on_gpu):
             return
@@ -444,5 +457,5 @@ class _EndOfBackward:
 
 
 def _axes_of_sum(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
-    """Return the grid axes over which the gradient of `p` is summed: those that do not cut `p`."""
+    """Return the grid axes along which `p` is replicated, over which its gradient is summed."""
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)

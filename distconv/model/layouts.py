@@ -1,4 +1,4 @@
-"""Layouts of a module's inputs and parameters: converting inputs, and sharding weights."""
+"""Layouts of a module's inputs and parameters: redistribute inputs, and shard weights."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from distconv.torch_private import run_eagerly
 
 # Sharded parameters: every rank keeps only its block of a weight.
 #
-# A sharded parameter is a DistTensor: operators, optimizers and load_state_dict see the whole
-# tensor, and tensors made from it, such as an optimizer's state, are cut in the same way.
+# A sharded parameter is a DistTensor: operators, optimizers and load_state_dict see the global
+# tensor, and tensors made from the parameter, such as an optimizer's state, are partitioned in the
+# same way.
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -33,14 +34,14 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -> None:
-    """Make the weights of layers sharded parameters if the layout of the layer cuts channels.
+    """Shard the weights of convolutions and linear layers with inputs partitioned over channels.
 
-    These are weights of convolutions and fully connected layers, almost all parameters. A weight
-    that is computed from other parameters, as by a parametrization, stays whole. Every rank passes
-    the same module; no communication.
+    Each such weight becomes a sharded parameter in place. A weight that is computed from other
+    parameters, as by a parametrization, is not sharded. Every rank passes the same module; no
+    communication.
 
-    `layouts` has the layouts of modules' inputs by name, which also apply to their submodules. The
-    inputs of other modules have the grid's default layout.
+    `layouts` maps module names to the layouts of the modules' inputs. A module without a layout has
+    the layout of the nearest enclosing module, or else the grid's default layout.
     """
     for name, part in module.named_modules():
         weight = dict(part.named_parameters(recurse=False)).get("weight")
@@ -56,7 +57,7 @@ def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: Proces
 
 
 def make_whole(weight: DistTensor) -> None:
-    """Turn a sharded parameter and its gradient into plain ones. All ranks call it together."""
+    """Replace a sharded parameter and its gradient by plain global tensors. Collective."""
     with torch.no_grad():
         whole = nn.Parameter(weight.full_tensor().clone(), weight.requires_grad)
         if isinstance(weight.grad, DistTensor):
@@ -65,7 +66,7 @@ def make_whole(weight: DistTensor) -> None:
 
 
 def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> Layout:
-    """Return the layout of the module `name`, or of the nearest enclosing module that has one."""
+    """Return the layout of module `name`, of the nearest enclosing module, or the default."""
     while name not in layouts:
         if not name:
             return default_layout(grid, 2)
@@ -74,11 +75,13 @@ def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> L
 
 
 def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) -> Cuts:
-    """Return the cuts of a layer's weight over the axes that cut the channels of its input.
+    """Return, for each dimension of a layer's weight, the grid axes that partition the dimension.
 
-    The layer's `parallel` chooses channels, filters or both (see `ops.conv.channel_algorithms`).
-    "auto", the default, cuts channels if outputs have fewer elements than inputs, else filters.
-    Layers with groups cut the dimension that holds all groups.
+    The axes are those that partition the channels of the layer's input, by `layout`. The layer's
+    `parallel` says whether they partition the channels ("x") or filters ("y") of the weight, or
+    both ("w"); see `ops.conv.channel_algorithms`. "auto", the default, partitions channels if
+    outputs have fewer elements than inputs, else filters. In layers with groups, the dimension that
+    holds all groups is partitioned.
     """
     (axes,) = effective_cuts((layout.axes("channel"),), topology)
     if not axes:
@@ -105,7 +108,10 @@ def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) 
 
 
 def sharded(weight: Tensor, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
-    """Return this rank's block of a weight as a sharded parameter, cut by `cuts`."""
+    """Return a sharded parameter with this rank's block of the plain tensor `weight`.
+
+    `cuts` has the grid axes that partition each dimension. No communication.
+    """
     box = rank_box(tuple(weight.shape), cuts, grid.topology, grid.rank)
     block = weight.detach()[box.slices].clone().requires_grad_(weight.requires_grad)
     return as_parameter(DistTensor(block, weight.shape, cuts, grid))
@@ -118,8 +124,8 @@ def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str,
     """Return the layout of each module whose name matches a key of `layouts`, by module name.
 
     Keys are shell patterns as in Python's `fnmatch`; the last one that matches decides. Raises
-    ValueError for a pattern that matches nothing. Raises TypeError for a pattern that is no string,
-    or a value that is no layout.
+    ValueError for a pattern that matches nothing. Raises TypeError for a pattern that is not a
+    string, or a value that is not a `Layout`.
     """
     if not isinstance(layouts, Mapping):
         raise TypeError(
@@ -150,7 +156,7 @@ def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str,
 
 
 def redistribute_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
-    """Let each submodule named in `layouts` redistribute its input tensors to that layout."""
+    """Register hooks by which the modules named in `layouts` redistribute their inputs."""
     for name, part in module.named_modules():
         if name in layouts:
             part.register_forward_pre_hook(InputLayout(name, layouts[name]), with_kwargs=True)
@@ -158,11 +164,14 @@ def redistribute_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> Non
 
 _hook_numbers = count()
 _LAYOUTS: WeakValueDictionary[int, InputLayout] = WeakValueDictionary()
-"""All hooks of this module by number, as functions of a traced graph refer to them."""
+"""The `InputLayout` hooks by number, with which the nodes of traced graphs name them."""
 
 
 def redistributed_node(number: int, x: Tensor) -> Tensor:
-    """Return `x` as the hook `number` redistributes it; a graph of `compile` has it as a node."""
+    """Return `x` redistributed by the `InputLayout` hook `number`; copy a plain tensor.
+
+    In a graph of `compile` the call is one node. Collective for a DistTensor.
+    """
     hook = _LAYOUTS.get(number)
     return hook.redistributed(x) if hook and isinstance(x, DistTensor) else x.clone()
 
@@ -182,7 +191,7 @@ class InputLayout:
         return self._redistribute(args, kwargs)
 
     def redistributed(self, x: DistTensor) -> DistTensor:
-        """Return `x` in the hook's layout. Collective."""
+        """Return `x` redistributed to the layout of this hook. Collective."""
         return redistribute_once(x, cuts_of_layout(self._layout, x.grid, x.dim()), self._operator)
 
     @run_eagerly

@@ -1,4 +1,4 @@
-"""Checks around calls of a parallelized module: inputs are distributed, and ranks agree."""
+"""Checks of each call of a parallelized module: inputs are DistTensors, and the ranks agree."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from distconv.torch_private import (
     run_eagerly,
 )
 
-# Refusal of torch's wrappers that average or shard gradients, around parallelized modules.
+# Errors for torch's wrappers that average or shard gradients, around parallelized modules.
 #
-# Such a wrapper divides the summed gradients by its number of ranks, or cuts the parameters: the
-# gradients would no longer be the serial ones.
+# Such a wrapper divides the summed gradients by its number of ranks, or partitions the parameters:
+# the gradients would no longer be the serial ones.
 
 
 _WRAPPERS = frozenset(
@@ -42,7 +42,8 @@ _WRAPPERS = frozenset(
     "ReplicateModule".split()
 )
 _SHARDED = frozenset(("DTensor",))
-"""Names of torch's wrappers, so that these need not be imported. `replicate` makes the last two."""
+"""Names of torch's classes, which need not be imported then: of wrappers of modules, of which
+`replicate` makes the last two, and of sharded parameters."""
 
 _WAY_OUT = (
     "parallelize sums the gradients over all ranks itself: call parallelize(module, grid) with "
@@ -52,7 +53,7 @@ _WAY_OUT = (
 
 
 def check_unwrapped(module: nn.Module) -> None:
-    """Raise TypeError if torch's data parallelism or sharding wraps a part of `module`."""
+    """Raise TypeError if torch's data parallelism or sharding wraps `module` or a submodule."""
     for name, part in module.named_modules():
         wrapper = _among(type(part), _WRAPPERS)
         if wrapper:
@@ -61,7 +62,7 @@ def check_unwrapped(module: nn.Module) -> None:
                 f"{wrapper}, which would reduce the gradients again. {_WAY_OUT}"
             )
     for name, p in module.named_parameters():
-        # FSDP marks its parameters, and makes Parameters of them.
+        # A flat parameter of FSDP is a plain Parameter with a mark.
         kind = _among(type(p), _SHARDED) or ("FlatParameter" if is_flat_parameter(p) else "")
         if kind:
             raise TypeError(
@@ -81,10 +82,10 @@ def check_no_active_wrapper() -> None:
 
 @cache
 def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
-    """Let torch's wrappers raise TypeError if they get a module with a parallelized submodule.
+    """Make torch's wrappers raise TypeError for a module with a parallelized submodule.
 
-    A module that only holds parameters of a parallelized one, as `replicate` makes it, is refused
-    as well. `parallelized(module)` is true for a parallelized module.
+    The wrappers also raise for a module that only holds parameters of a parallelized module, as
+    `replicate` makes one. `parallelized(module)` is true for a parallelized module.
     """
 
     def check(wrapper: nn.Module, _: str, module: nn.Module | None) -> None:
@@ -102,10 +103,11 @@ def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
 
 
 def refuse_fully_shard(parallelized: Callable[[nn.Module], object]) -> None:
-    """Let `fully_shard` raise TypeError for a module with a parallelized submodule.
+    """Make `fully_shard` raise TypeError for a module with a parallelized submodule.
 
-    This holds for a program that has imported it by now. For others, the module itself raises the
-    error when it is called. `parallelized(module)` is true for a parallelized module.
+    This works in a program that has imported `fully_shard` by now. In other programs, the
+    parallelized module raises the error when the module is called. `parallelized(module)` is true
+    for a parallelized module.
     """
 
     def check(module: nn.Module) -> None:
@@ -135,11 +137,11 @@ class ModuleGuard:
         self._tables: list[dict[str, Any]] = []
         """The dictionaries of parameters and submodules of the module and its submodules."""
         self._entries: list[Any] = []
-        """The parameters and submodules that were in these dictionaries."""
+        """The values in the dictionaries of `_tables` when the structure was last checked."""
         self._parts: list[nn.Module] = []
-        """The submodules at that time."""
+        """The submodules when the structure was last checked."""
         self._calls = object()
-        """A placeholder for the calls of the module, which the grid counts."""
+        """The key under which the grid's journal counts the calls of the module."""
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
 
@@ -190,17 +192,17 @@ class ModuleGuard:
             self._check_agreement(module, self._parts)
 
     def _fits(self, grid: Any) -> bool:
-        """Return whether inputs of the module may live on `grid`."""
+        """Return whether the module accepts inputs on `grid`."""
         if grid is self._grid or grid == self._grid:
             return True
-        # Averages are over grids of some of the ranks, each with samples of its own.
+        # With `DistConvDDP`, inputs are on grids of some of the ranks, each with its own samples.
         averages = self._reduction.divisor is not None
         return averages and set(grid.ranks) <= set(self._grid.ranks)
 
     def _together(self, inputs: Iterable[Tensor]) -> bool:
-        """Return whether all ranks of the grid must make this call, as an input is cut over them.
+        """Return whether all ranks of the grid must call the module, as an input is partitioned.
 
-        With inputs that are whole on every rank, one rank may call the module alone.
+        With inputs that are replicated on every rank, one rank may call the module alone.
         """
         distributed = (x for x in inputs if isinstance(x, DistTensor))
         return any(any(x.cuts) and x.grid == self._grid for x in distributed)
@@ -237,14 +239,14 @@ class ModuleGuard:
             return
         call = innermost_call()
         if call is None or call.of is not self or call.failed:
-            # After an error torch calls this hook, too, maybe before the other one.
+            # After an error torch calls this hook as well, even if `_before_forward` has not run.
             return
         call.leave()
         results = tensors_in(result)
         for x in results:
             if isinstance(x, DistTensor):
-                # Outputs get their blocks here: a rank that later looks at one alone waits for
-                # nobody.
+                # Reading `shard` completes the outputs here, so that a rank may later read an
+                # output alone.
                 self._reduction.keep_for((x.shard, x.held))
             elif x.requires_grad:
                 raise TypeError(
@@ -254,9 +256,10 @@ class ModuleGuard:
                 )
 
     def _check_equal(self, module: nn.Module) -> None:
-        """Raise on every rank if parameters or buffers differ between ranks.
+        """Raise RuntimeError on every rank if parameters or buffers differ. Collective.
 
-        They are compared in the first 16 calls of the module, and in every 64th later.
+        Parameters and buffers are compared in the first 16 calls of the module, and then in every
+        64th.
         """
         if not self._grid.journal.is_due(self._calls, self._grid.device):
             return
@@ -270,10 +273,11 @@ class ModuleGuard:
             )
 
     def _check_agreement(self, module: nn.Module, parts: Iterable[nn.Module]) -> None:
-        """Raise on every rank if ranks call the module, or train its parameters, differently.
+        """Raise DivergenceError on every rank if ranks call the module in different states.
 
-        It waits for all ranks before the module sends any message, as modules in training and in
-        evaluation send different ones. `parts` are the submodules. Collective.
+        Ranks compare training modes, trained parameters, and whether gradients are recorded and
+        summed, before the module sends any message: training and evaluation send different
+        messages. `parts` are the submodules. Collective.
         """
         records, reduction = torch.is_grad_enabled(), self._reduction
         modes = bytes(map(truth, map(attrgetter("training"), (module, *parts))))

@@ -77,8 +77,8 @@ def parallelize(
 
     Parameters and buffers become those of rank 0, on the grid's device, and keep their memory
     format. From then on, when `backward()` returns, the gradients of the parameters are the serial
-    program's on every rank. A parameter that takes no part in a backward pass keeps the gradient it
-    had, or None. Hooks on parameters that are registered before the forward pass get these
+    program's on every rank. A parameter that takes no part in a backward pass keeps its earlier
+    gradient, or None. Hooks on parameters that are registered before the forward pass get these
     gradients, too. The state_dict stays that of the plain module.
 
     All ranks of the grid call it together, and run the same forward and backward passes.
@@ -89,22 +89,23 @@ def parallelize(
     layouts: for shell patterns of module names, such as "block5.*" ("" is the module itself), the
         layout of these modules' inputs; the last pattern that matches decides. A tensor with
         another layout is redistributed, once for all modules that take it in the same layout. Other
-        modules take their inputs as they come.
+        modules do not change the layout of their inputs.
     shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
         fully connected layers whose layout partitions channels. They become DistTensors; an
         optimizer made before this call stays valid if it has no state yet. Weights that are
-        parametrized stay whole.
+        parametrized are not sharded.
     shard: "zero3" or "zero2" to shard all other weights over the samples, with their gradients and
-        their optimizer state. A module gathers its weights while it is called. With "zero3" it
-        gathers them again in the backward pass; with "zero2" they stay whole until then. All ranks
-        must call each module together, also without gradients.
+        their optimizer state. A module gathers its weights while it is called. With "zero3" the
+        backward pass gathers the weights again; with "zero2" the gathered weights are kept until
+        the backward pass. All ranks must call each module together, also without gradients.
     bucket_bytes: the bytes of gradients in one message.
-    wire: "bfloat16" or "float16" to send gradients in half precision, and sum them in float32. They
-        are then the serial ones within two roundings to this type, and are sent after the backward
-        pass. float16 has more bits of mantissa, and is infinite beyond 65504. Weights of `shard`
-        are summed over the samples in their own type.
-    error_feedback: whether a rank keeps the rounding errors of `wire`, and adds them in the next
-        step. This takes the memory of one gradient, which is not part of any checkpoint.
+    wire: "bfloat16" or "float16" to send gradients in half precision, and sum them in float32.
+        Gradients then equal the serial ones within two roundings to this type, and are sent after
+        the backward pass. float16 has more bits of mantissa, and is infinite beyond 65504. Weights
+        of `shard` are summed over the samples in their own type.
+    error_feedback: whether a rank keeps the rounding errors of `wire`, and adds the errors to the
+        gradients of the next step. This takes the memory of one gradient, which is not part of any
+        checkpoint.
 
     Raises
     ------
@@ -166,9 +167,9 @@ def parallelize(
 
 
 def _check_module(module: Module, grid: ProcessGrid) -> None:
-    """Raise for a module that cannot be parallelized on `grid`, or is already; see `parallelize`.
+    """Raise TypeError or ValueError if `module` cannot be parallelized on `grid`, or is already.
 
-    Removes the rest of an earlier `parallelize` whose sums of gradients the module has lost.
+    Removes the hooks of an earlier `parallelize` from a copy of a parallelized module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
@@ -198,9 +199,9 @@ def unparallelize(module: Module) -> Module:
     """Make a parallelized module, or a copy of one, an ordinary module again, and return it.
 
     The program may then change its structure, and `parallelize` it again, on any grid. Parameters
-    stay the same objects with the same values and gradients. Sharded parameters become whole, while
-    their optimizer state stays sharded. All ranks of the grid call it together, outside of
-    `no_sync`. An ordinary module is left as it is.
+    stay the same objects with the same values and gradients. Sharded parameters become plain global
+    tensors, while their optimizer state stays sharded. All ranks of the grid call it together,
+    outside of `no_sync`. An ordinary module is left unchanged.
 
     Raises
     ------

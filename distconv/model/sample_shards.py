@@ -1,10 +1,10 @@
-"""Weights sharded over the samples: each is whole only while its module computes with it.
+"""Weights sharded over the grid's sample axis, and gathered only while their module computes.
 
-A weight is then a DistTensor partitioned over the grid's sample axis, so a rank of P_N replicas
-keeps 1/P_N of it, of its gradient and of its optimizer state (Rajbhandari et al., "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models", SC 2020). A module gathers its weights
-when it is called. The adjoint of the gathering sums their gradients over the samples onto the rank
-that keeps the block, and `gradient_reduction` sums over the other axes.
+A sharded weight is a DistTensor partitioned over the grid's sample axis, so each rank of P_N
+replicas keeps 1/P_N of the weight, of its gradient and of its optimizer state (Rajbhandari et al.,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020). A module gathers
+its weights when it is called. The adjoint of the gathering sums the gradients over the sample axis,
+and leaves each rank the gradient of its block. `gradient_reduction` sums over the other axes.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from distconv.torch_private import (
 )
 
 SHARDS = ("zero2", "zero3")
-"""The choices of `parallelize(shard=...)`: weights stay whole from the forward pass to the backward
-pass, or are gathered again for the backward pass."""
+"""The values of `shard` in `parallelize`. With "zero2", gathered weights are kept from the forward
+pass to the backward pass; with "zero3", the backward pass gathers the weights again."""
 
 _AXIS = "sample"
 
 
 def shard_over_samples(module: nn.Module, grid: ProcessGrid) -> set[Tensor]:
-    """Make the weights of a module DistTensors partitioned over the samples, and return them.
+    """Partition a module's weights over the grid's sample axis in place, and return the weights.
 
-    Each is partitioned along its longest dimension. Vectors, such as biases, stay whole: they have
-    few elements, and would need as many messages. So do weights that are sharded already, and those
-    of recurrent layers, which do not read them by their names. No communication.
+    Each weight becomes a DistTensor partitioned along its longest dimension. Left unchanged are
+    vectors, such as biases, which have few elements but would need as many messages; weights that
+    are DistTensors already; and weights of recurrent layers, which do not read their weights by
+    name. No communication.
     """
     found: set[Tensor] = set()
     if grid.shape[_AXIS] == 1:
@@ -62,9 +63,10 @@ def shard_over_samples(module: nn.Module, grid: ProcessGrid) -> set[Tensor]:
 
 
 def gather_in_calls(module: nn.Module, weights: set[Tensor], again: bool) -> None:
-    """Let each module gather its weights in its calls: those that `shard_over_samples` returned.
+    """Register hooks by which `module` and its submodules gather their weights when called.
 
-    With `again` the backward pass gathers them again, as in "zero3".
+    `weights` is the result of `shard_over_samples`. If `again` is true, the backward pass gathers
+    the weights again, as in "zero3".
     """
     for part in module.modules():
         # Attention computes with the weights of its output layer, which it does not call.
@@ -80,7 +82,7 @@ def gather_in_calls(module: nn.Module, weights: set[Tensor], again: bool) -> Non
 
 
 class _Whole:
-    """A gathered weight, and how to gather it again. All ranks of the grid make it."""
+    """A gathered weight, with its block and the transfer to gather the weight again. Collective."""
 
     def __init__(self, weight: Tensor, p: DistTensor):
         self.weight, self.block, self.version = weight, p.shard, p.shard._version
@@ -91,9 +93,9 @@ class _Whole:
         self.transfer = Transfer(plan, p.grid)
 
     def holds(self, x: Tensor) -> bool:
-        """Return whether `x` is a view of the weight, or its copy in another type.
+        """Return whether `x` is a view of the gathered weight, or its copy in another type.
 
-        False for a view of other elements, such as the real parts of complex ones.
+        False for a view with other values or another type, such as the conjugate or the real part.
         """
         if address_of_memory(x) == address_of_memory(self.weight):
             return x.dtype == self.weight.dtype and not (x.is_conj() or x.is_neg())
@@ -104,18 +106,19 @@ class _Whole:
 
 
 class _Saved(NamedTuple):
-    """A gathered weight that autograd has saved, without its memory."""
+    """The record that autograd saves instead of a gathered weight, to gather the weight again."""
 
     block: Tensor
     version: int
-    """The version of the block, which each write to it raises."""
+    """The version counter of `block` in the forward pass; each in-place write increments the
+    counter."""
     transfer: Transfer
     view: tuple[Any, Any, Any]
-    """The shape, strides and offset of the saved tensor in the whole weight."""
+    """The shape, strides and offset of the saved tensor in the gathered weight."""
     dtype: torch.dtype
 
     def gathered(self) -> Tensor:
-        """Return the saved tensor, gathered again. All ranks call it."""
+        """Gather the weight again, and return the saved view of the weight. Collective."""
         if self.block._version != self.version:
             raise RuntimeError(
                 f"backward: a weight of shape {tuple(self.transfer.plan.buffer_shape)} has been "
@@ -129,7 +132,7 @@ class _Saved(NamedTuple):
 
 
 class _OpenCall(NamedTuple):
-    """A call under way: its gathered weights, their states, and the hooks for saved tensors."""
+    """A module call in progress: gathered weights, their states, and hooks for saved tensors."""
 
     weights: list[Tensor]
     states: list[Any]
@@ -138,11 +141,11 @@ class _OpenCall(NamedTuple):
 
 
 class GatheredWeights:
-    """The forward hooks of a module that gather its sharded weights for each of its calls.
+    """The forward hooks of a module that gather its sharded weights for each call.
 
-    Within the call an attribute of the module, such as `weight`, is the whole weight in place of
-    the parameter. With `again`, autograd saves no whole weight: the backward pass gathers the
-    weight again where it is used.
+    During a call each attribute in `names`, such as (module, "weight"), is the gathered weight
+    instead of the parameter. If `again` is true, autograd saves no gathered weight: the backward
+    pass gathers a weight again where the weight is used.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[tuple[nn.Module, str]], again: bool):
@@ -187,19 +190,20 @@ class GatheredWeights:
 
 
 def _state(weight: Tensor) -> Any:
-    """Return memory and version of a weight; a write to it, or to its `data`, changes them."""
+    """Return address and version of `weight`, which differ after a write to it or its `data`."""
     return address_of_memory(weight), None if weight.is_inference() else weight._version
 
 
 def _gathered(p: DistTensor) -> Tensor:
-    """Return a sharded weight as a whole. All ranks of the grid call it."""
+    """Return the global tensor of the sharded weight `p`, differentiably. Collective."""
     return gather_inputs(p, (Same(),) * p.dim(), ((),) * p.dim(), "shard")
 
 
 def _hooks(found: Sequence[_Whole]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Return hooks for saved tensors that leave gathered weights out.
+    """Return pack and unpack hooks by which autograd does not save the gathered weights `found`.
 
-    Other tensors go to the hooks around, such as those of `save_on_cpu` or of a checkpoint.
+    Other tensors are passed to the enclosing hooks, such as the hooks of `save_on_cpu` or of a
+    checkpoint.
     """
     pack, unpack = innermost_saved_hooks() or (lambda x: x, lambda x: x)
 

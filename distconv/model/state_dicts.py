@@ -1,4 +1,4 @@
-"""States of modules and optimizers in torch's plain format, which no grid changes."""
+"""State_dicts of modules and optimizers in the serial program's format, the same for any grid."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from distconv.tensor.redistribution import redistribute
 
 
 def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
-    """Return the state_dict of the serial program, with whole tensors, on every rank.
+    """Return the state_dict of the serial program, with global tensors, on every rank.
 
-    All ranks of the grid call it together. Load it serially with `load_state_dict`, or on any grid
-    with `load_full_state_dict`. As in a state_dict, tensors that are not sharded are not copied.
+    Collective. Load the result serially with `load_state_dict`, or on any grid with
+    `load_full_state_dict`. As in a state_dict, tensors that are not sharded are not copied.
 
     Examples
     --------
@@ -35,7 +35,7 @@ def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
 
 
 def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state_dict of the serial program, with whole tensors, into a module or an optimizer.
+    """Load a state_dict of the serial program, with global tensors, into a module or an optimizer.
 
     Every rank passes the same state and keeps its blocks; no communication. A DistTensor in the
     state must have the target's layout. Names and shapes that do not fit raise the errors of
@@ -54,7 +54,7 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in target.param_groups for p in group["params"]]
     cut = dict(state["state"])
-    # torch itself says where the numbers of parameters differ.
+    # torch itself raises if the numbers of parameters differ.
     for number, parameter in zip(numbers, parameters, strict=False):
         if isinstance(parameter, DistTensor) and number in cut:
             cut[number] = map_state(cut[number], partial(_cut, parameter=parameter))
@@ -62,16 +62,17 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]
 
 
 def whole(x: Any) -> Any:
-    """Return the whole tensor of a DistTensor, and other values as they are. Collective."""
+    """Return the global tensor of a DistTensor, and other values unchanged. Collective."""
     if not isinstance(x, DistTensor):
         return x
     return redistribute(x, ((),) * x.dim(), "full_state_dict").shard.detach()
 
 
 def _cut(x: Any, parameter: DistTensor) -> Any:
-    """Return this rank's block of a tensor in an optimizer's state; other values as they are.
+    """Return a plain tensor of an optimizer's state as a DistTensor partitioned like `parameter`.
 
-    It is cut as `parameter` is; a dimension of another size stays whole.
+    A dimension of another size than the parameter's is replicated. Other values, and tensors with
+    another number of dimensions, are returned unchanged. No communication.
     """
     if not isinstance(x, Tensor) or isinstance(x, DistTensor) or x.dim() != parameter.dim():
         return x
@@ -82,9 +83,10 @@ def _cut(x: Any, parameter: DistTensor) -> Any:
 
 
 def plain(x: Any) -> Any:
-    """Return a `torch.Tensor` over the memory of a tensor of a subclass such as Parameter.
+    """Return a `torch.Tensor` that shares the memory of `x`, of a subclass such as Parameter.
 
-    Other values, and subclasses that have no memory of torch's kind, are returned as they are.
+    Other values, and tensors of subclasses with their own `__torch_dispatch__`, are returned
+    unchanged.
     """
     if not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return x

@@ -17,7 +17,10 @@ def check_count(owner: str, name: str, value: object, least: int) -> None:
 
 
 def check_wrappable(owner: str, optimizer: object, wrapper: type[Optimizer]) -> None:
-    """Raise TypeError unless `owner` can wrap an optimizer, which must be no `wrapper` itself."""
+    """Raise TypeError if `optimizer` cannot be wrapped: if it is LBFGS or a `wrapper` already.
+
+    `owner` is the name of the wrapping class, for the message.
+    """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, (LBFGS, wrapper)):
         raise TypeError(
             f"{owner}: {type(optimizer).__name__} cannot be wrapped; pass an optimizer of torch "

@@ -34,7 +34,7 @@ from distconv.transport.link import Link, LinkMessage
 
 
 class Worker:
-    """Train a model with the parameters of a server. All ranks of the worker make it together.
+    """Train a model with the parameters of a server. All ranks of the worker create it together.
 
     Training begins with the server's parameters and buffers. At the end of a `with` block the
     worker informs the server that it has finished, or has failed. Workers may take different
@@ -48,8 +48,8 @@ class Worker:
     team: the team, in which this rank belongs to a worker.
     model: a module, parallelized on `team.grid`.
     method: the training algorithm, a `Downpour` or `AsynchronousElastic` equal to the server's.
-    optimizer: steps with this worker's own gradients: with Downpour between two fetches, with
-        elastic averaging in every step.
+    optimizer: the optimizer that steps with this worker's own gradients: with Downpour between two
+        fetches, with elastic averaging in every step.
 
     Attributes
     ----------
@@ -110,14 +110,14 @@ class Worker:
 
     @property
     def stopped(self) -> bool:
-        """Return whether the server has ended the training, by its last answer."""
+        """Return whether the server has ended the training, according to its last answer."""
         return self._server.stopped
 
     def step(self, samples: int = 1, loss: float | Tensor | None = None) -> None:
         """Take a step of the training algorithm, after `backward()`, and set gradients to None.
 
         All ranks of the worker call it together. Raises ValueError on every rank of the worker if
-        `loss` is no number.
+        `loss` is not a number.
 
         Parameters
         ----------
@@ -130,7 +130,7 @@ class Worker:
         self.samples = self._server.samples
 
     def meet(self) -> None:
-        """Wait until all active workers call it, for example at the end of an epoch."""
+        """Wait until all active workers call `meet`, for example after an epoch. Collective."""
         self._server.ask(MessageKind.MEET)
         self.samples = self._server.samples
 
@@ -146,15 +146,15 @@ class Worker:
     ) -> None:
         """Save the state of this worker, together with all workers and servers.
 
-        All active workers call it together, for example at the end of an epoch; the servers run
-        `serve(..., save_every=None)`. Outstanding updates are sent first. `load` and `serve(...,
-        resume=...)` continue from the state that `Team.last_saved` finds.
+        All ranks of all active workers call it together, for example at the end of an epoch; the
+        servers run `serve(..., save_every=None)`. Outstanding updates are sent first. `load` and
+        `serve(..., resume=...)` continue from the state that `Team.last_saved` finds.
 
         Raises DataError on every rank of the worker if its state cannot be saved.
 
         Parameters
         ----------
-        within: a folder, in which each worker has one of its own.
+        within: a folder; each worker saves in a subfolder of it.
         number: a number that grows from one call to the next, the same on all workers.
         scheduler, loader, extra, keep: see `save_checkpoint`; they belong to this worker.
         """
@@ -217,15 +217,16 @@ class Worker:
 
     @contextmanager
     def center(self) -> Iterator[None]:
-        """Give the model the server's parameters and buffers in a `with` block.
+        """Give the model the server's parameters and buffers in a `with` block. Collective.
 
-        The worker's own come back afterwards. With elastic averaging the server's are the center.
+        The worker's own values are restored afterwards. With elastic averaging the server's
+        parameters are the center. All ranks of the worker enter the block together.
         """
         with holding(self._tensors, self._server.ask(MessageKind.STATE).tensors):
             yield
 
     def finish(self) -> None:
-        """Send outstanding updates, and tell the server that this worker has finished."""
+        """Send outstanding updates, and inform the server of the worker's end. Collective."""
         if not self._done:
             self._client.flush()
             self._server.ask(MessageKind.DONE)
@@ -243,9 +244,11 @@ class Worker:
 
 
 class _Together(Connection):
-    """The connection of a worker's ranks to the server: rank 0 sends and receives for all.
+    """The connection of a worker's ranks to the server: rank 0 sends and receives for all ranks.
 
-    All ranks call it: blocks are gathered to whole tensors, and the answer is cut into blocks.
+    All ranks of the worker call its methods together. Blocks of sharded parameters are gathered to
+    global tensors before they are sent, and each rank takes its blocks of the answer. `like` has
+    the worker's parameters and buffers, in the order of the model.
     """
 
     def __init__(
@@ -281,7 +284,7 @@ class _Together(Connection):
             except ServerLost as error:
                 self._lost = str(error)
         if kind == MessageKind.PUSH:
-            return self.joined([])  # the next answer says where it was lost
+            return self.joined([])  # if the server was lost, the next answer raises
         heads = [(answer.numbers, len(answer.payload)) for answer in found]
         # A server may let workers wait for long, which must not look like a stall of the grid.
         self._lost, heads = self._comm.bcast((self._lost, heads))

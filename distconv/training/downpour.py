@@ -32,13 +32,13 @@ class Downpour:
 
     Parameters
     ----------
-    optimizer: makes the server's optimizer of its parameters, such as `partial(torch.optim.SGD,
-        lr=0.1)`.
+    optimizer: a function that makes the server's optimizer from its parameters, such as
+        `partial(torch.optim.SGD, lr=0.1)`.
     push: the steps of a worker between two sends of its summed gradients.
     fetch: the steps of a worker between two fetches of the server's parameters.
     synchronous: whether the server waits for all active workers, and steps with the mean of their
         gradients, weighted by their samples. `push` and `fetch` must be equal then.
-    schedule: makes a scheduler of the server's optimizer, which steps with it.
+    schedule: a function that makes a scheduler from the server's optimizer, to step with it.
 
     Examples
     --------
@@ -65,11 +65,11 @@ class Downpour:
             )
 
     def rule(self, *given: Any) -> DownpourRule:
-        """Return the server's part; `given` are the further arguments of `DownpourRule`."""
+        """Return the server's part of the algorithm; `given` are arguments of `DownpourRule`."""
         return DownpourRule(self, *given)
 
     def client(self, *given: Any) -> DownpourClient:
-        """Return a client's part; `given` are the further attributes of `Client`, in order."""
+        """Return a client's part of the algorithm; `given` are further attributes of `Client`."""
         return DownpourClient(self, *given)
 
 
@@ -81,7 +81,11 @@ class DownpourClient(Client):
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
 
     def step(self, samples: int) -> None:
-        """Add the gradients of `samples` samples to the sums to send, and set them to None."""
+        """Sum gradients for the next push, push and fetch if due, and set gradients to None.
+
+        In steps without a fetch, the optimizer, if any, steps with the gradients as well. `samples`
+        is the number of samples behind the gradients.
+        """
         self.steps += 1
         self.samples += samples
         pushes = self.steps % self.method.push == 0
@@ -91,7 +95,7 @@ class DownpourClient(Client):
             if p.grad is not None and before is not None:
                 before.add_(p.grad)
             elif p.grad is not None:
-                # Reductions will overwrite their memory in the next backward pass.
+                # The next backward pass would overwrite the memory of the gradient.
                 self._sums[i] = p.grad if pushes else p.grad.detach().clone()
         if fetches:
             self._fetch(MessageKind.PUSH_AND_FETCH if pushes else MessageKind.FETCH)
@@ -123,8 +127,8 @@ class DownpourClient(Client):
 class DownpourRule(UpdateRule):
     """The server's part of `Downpour`: it takes the optimizer's steps with workers' gradients.
 
-    A server that is itself a client of another server sends the gradients on, and fetches
-    parameters from it.
+    If this server is a client of another server, it forwards the gradients to that server, and
+    fetches parameters from there.
     """
 
     kinds = (MessageKind.PUSH, MessageKind.PUSH_AND_FETCH)
@@ -140,7 +144,7 @@ class DownpourRule(UpdateRule):
         self.waits = method.synchronous
         self._parameters = parameters
         self.optimizer = method.optimizer(parameters)
-        # Under a server from which it fetches in every step, it takes no steps of its own.
+        # A server that fetches from another server in every step takes no steps of its own.
         steps = above is None or method.fetch > 1
         self.scheduler = method.schedule(self.optimizer) if method.schedule and steps else None
         if above is not None:
@@ -163,7 +167,7 @@ class DownpourRule(UpdateRule):
 
 
 def _mean(gradients: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
-    """Return the mean of gradients, each weighted by its samples; a missing one is zero."""
+    """Return the mean of gradients, each weighted by its samples; None counts as zero."""
     if len(gradients) == 1:
         return gradients[0][0]
     there = [(g, n) for g, n in gradients if g is not None]

@@ -1,8 +1,8 @@
-"""Elastic averaging: workers that train apart, each tied to a common center by a spring.
+"""Elastic averaging: workers train independently, each pulled towards a common center.
 
 Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651. This is the
 synchronous form, without a server: every worker keeps a copy of the center, and an all-reduce of
-the pulls moves all copies alike.
+the pulls changes all copies identically.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from distconv.training.requests import Client, Connection, MessageKind, holding
 from distconv.training.server import UpdateRule
 
 _WITHIN_A_SAMPLE = tuple(axis for axis in AXES if axis != "sample")
-"""The grid axes that cut a sample."""
+"""The grid axes over which a sample is partitioned."""
 
 
 def worker_grid(grid: ProcessGrid) -> ProcessGrid:
-    """Return the grid of this rank's worker: of the ranks of `grid` that share its samples.
+    """Return the grid of this rank's worker: the ranks of `grid` that share its samples.
 
     All ranks of `grid` call it together. A model parallelized on the result is trained by these
     ranks alone, on their own samples.
@@ -47,7 +47,7 @@ def worker_grid(grid: ProcessGrid) -> ProcessGrid:
 
 
 class ElasticAveraging:
-    """Tie the models of workers to a center. All ranks of `grid` make it together.
+    """Pull the models of workers towards a common center. All ranks of `grid` create it together.
 
     In a step each worker i is pulled towards the center, and the center towards all of them:
 
@@ -59,7 +59,7 @@ class ElasticAveraging:
     Buffers, such as running statistics, stay each worker's own.
 
     Raises ValueError on every rank, if the model is not parallelized on the grid of its worker, a
-    value is out of its range, or the ranks pass different ones.
+    value is out of its range, or the ranks pass different values.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class ElasticAveraging:
         self._center = [p.detach().clone() for p in self._parameters]
 
     def step(self) -> None:
-        """Count a step, and pull in every `period`-th. All ranks of the grid call it together.
+        """Count a step, and in every `period`-th pull worker and center together. Collective.
 
         A pull takes one all-reduce over the workers, of each rank's blocks of all parameters.
         """
@@ -139,7 +139,7 @@ class ElasticAveraging:
     def center(self) -> Iterator[None]:
         """Give the model the center's parameters in a `with` block, to evaluate or save it.
 
-        The worker's parameters come back afterwards. Nothing is sent.
+        The worker's parameters are restored afterwards. No communication.
         """
         with holding(shards_of(self._parameters), shards_of(self._center)):
             yield
@@ -173,7 +173,7 @@ class ElasticAveraging:
         return zip(own, shards_of(self._center), strict=True)
 
 
-# Elastic averaging with a server that holds the center, and workers that visit it at any time.
+# Elastic averaging with a server that holds the center, and workers that pull at any time.
 #
 # Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651, algorithm
 # 1. `ElasticAveraging` is the synchronous form, without a server.
@@ -181,7 +181,7 @@ class ElasticAveraging:
 
 @dataclass(frozen=True)
 class AsynchronousElastic:
-    """Train workers apart, each tied by a spring to a center that a server holds.
+    """Train workers independently, each pulled towards a center that a server holds.
 
     In every `period`-th step of a worker with parameters x there is a pull: the server moves the
     center by d = alpha (x - center), and the worker moves x by -d, before its optimizer's step. The
@@ -213,16 +213,16 @@ class AsynchronousElastic:
             )
 
     def rule(self, *given: Any) -> ElasticRule:
-        """Return the server's part; `given` are the further arguments of `ElasticRule`."""
+        """Return the server's part of the algorithm; `given` are arguments of `ElasticRule`."""
         return ElasticRule(self, *given)
 
     def client(self, *given: Any) -> ElasticClient:
-        """Return a client's part; `given` are the further attributes of `Client`, in order."""
+        """Return a client's part of the algorithm; `given` are further attributes of `Client`."""
         return ElasticClient(self, *given)
 
 
 class ElasticClient(Client):
-    """The client's part of `AsynchronousElastic`, tied to the server's center."""
+    """The client's part of `AsynchronousElastic`: a worker pulled towards the server's center."""
 
     _pulled = True
     """Whether no step has been taken since the last pull."""
@@ -256,7 +256,7 @@ class ElasticClient(Client):
 class ElasticRule(UpdateRule):
     """The server's part of `AsynchronousElastic`: it moves the center when a worker pulls.
 
-    As a client of another server, it ties its center to the other server's.
+    If this server is a client of another server, its center is pulled towards the other server's.
     """
 
     kinds = (MessageKind.PULL,)
@@ -275,9 +275,10 @@ class ElasticRule(UpdateRule):
             self.client = method.client(parameters, buffers, None, above, 0)
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Move the center towards a client's parameters; return the move.
+        """Move the center towards a client's parameters, and return the change of the center.
 
-        The client subtracts the move from its parameters.
+        `brought` has one entry, as each pull is an update. The client subtracts the change from its
+        parameters.
         """
         [(theirs, samples)] = brought
         pull: list[Tensor | None] = []

@@ -1,4 +1,4 @@
-"""Gradients outside of the backward pass: sent at once, with a lag, or by several models."""
+"""Reductions of gradients outside the backward pass: of several models at once, or with a lag."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from distconv.transport.interface import Request
 class ConcurrentReductions:
     """A context in which the gradients of several models are reduced at the same time.
 
-    The reductions of each model have communicators of their own, like the thread teams of the Cray
-    PE ML plug-in, so each rank may call the backward passes in an order of its own:
+    Each model has its own communicators for reductions, like the thread teams of the Cray PE ML
+    plug-in, so ranks may call the backward passes in different orders:
 
         both = ConcurrentReductions(generator, critic)
         with both:
@@ -32,12 +32,13 @@ class ConcurrentReductions:
         # here the gradients are the sums
 
     Within the context backward passes return before the sums are complete: do not use gradients
-    before its end, which waits for all of them. Between GPUs all reductions start at the end, in
-    the order of the models. Each model takes part in one backward pass. Forward passes, and
-    backward passes of models with partitioned samples, must come in one order on all ranks, as
+    before the end of the context, which waits for all sums. Between GPUs all reductions start at
+    the end, in the order of the models. Each model takes part in one backward pass. Forward passes,
+    and backward passes of models with partitioned samples, must come in one order on all ranks, as
     always.
 
-    Raises ValueError if a model is not parallelized, or two are parts of one.
+    Raises ValueError if a model is not parallelized, or two models are submodules of one
+    parallelized module.
 
     Parameters
     ----------
@@ -68,12 +69,13 @@ class ConcurrentReductions:
         self._purposes = [f"gradients {number}" for number in range(len(models))]
         """For each model the purpose of its communicators, the same on all ranks."""
         self._packed: list[list[tuple[Bucket, Request | None]]] = [[] for _ in models]
-        """For each model the buckets whose gradients are packed, with sums that are under way."""
+        """For each model the buckets whose gradients are packed, each with the request of its sum,
+        if started."""
         for purpose, reduction in zip(self._purposes, self._reductions, strict=True):
             grid = reduction.grid
             for comm in reduction.make_communicators(purpose):
-                # A carrier may connect a communicator's ranks at its first use, where they wait
-                # for each other. First uses in different orders would wait for ever.
+                # A transport may connect a communicator's ranks at its first use, where the ranks
+                # wait for each other. First uses in different orders would deadlock.
                 grid.transport.all_reduce(torch.zeros(1, device=grid.device), comm).wait()
 
     def __enter__(self) -> None:
@@ -84,7 +86,7 @@ class ConcurrentReductions:
             reduction.grid.journal.any_order += 1
 
     def _leave_packed(self, number: int, bucket: Bucket) -> None:
-        """Start to sum a bucket of model `number`, if it need not start at the end of the context.
+        """Start to sum a bucket of model `number`, unless sums start at the end of the context.
 
         This is the `ReduceHook` of the model.
         """
@@ -94,7 +96,7 @@ class ConcurrentReductions:
         self._packed[number].append((bucket, request))
 
     def __exit__(self, *_: object) -> None:
-        # After an error, too: other ranks may have started reductions that this one has not.
+        # After an error as well: other ranks may have started reductions that this rank has not.
         for number, reduction in enumerate(self._reductions):
             reduction.grid.journal.any_order -= 1
             reduction.start_rest()
@@ -115,7 +117,7 @@ class ConcurrentReductions:
 
 
 _LAGGED = "lagged gradients"
-"""The purpose of the communicators for late gradients, whose sums overlap those of others."""
+"""The purpose of the communicators for late gradients, whose sums overlap other sums."""
 
 _Sums: TypeAlias = Callable[[], list[Tensor | None]]
 
@@ -135,7 +137,7 @@ class GradientLag:
     lag: the number of steps by which gradients are late.
     warmup_steps: the number of first steps without lag, in which gradients change most.
     cooldown_steps: the number of last steps without lag, of `total_steps`. Late gradients that are
-        left over when they begin are dropped.
+        left over when the cool-down begins are dropped.
 
     Examples
     --------
@@ -177,14 +179,14 @@ class GradientLag:
         reduction.make_communicators(_LAGGED)
         self._steps = 0
         self._late: deque[_Sums] = deque()
-        """Functions that return the gradients of the last steps, the oldest first."""
+        """Functions that wait for the sums of the last steps and return them, the oldest first."""
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients, in place of `loss.backward()`, and put late ones into `grad`.
+        """Compute gradients, in place of `loss.backward()`, and set `grad` to late gradients.
 
         All ranks of the grid call it together, once before each step of the optimizer. Earlier
         values of `grad` are dropped, as by `zero_grad()`. In the first steps with a lag there is no
-        late gradient yet: gradients are None, and optimizers leave the parameters as they are.
+        late gradient yet: gradients are None, and optimizers do not change the parameters.
         """
         self._model.zero_grad()
         step, self._steps = self._steps, self._steps + 1
@@ -211,7 +213,7 @@ class GradientLag:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned on this rank.
 
-        Raises ValueError if it belongs to other parameters, or another grid.
+        Raises ValueError if the state belongs to other parameters, or to another grid.
         """
         leaves = [p.leaf for p in self._reduction.parameters]
         saved: list[_Sums] = []
@@ -233,8 +235,8 @@ class GradientLag:
 def _start_sums(reduction: GradientReduction) -> _Sums:
     """Start to sum the gradients of a backward pass within `no_sync`.
 
-    Returns a function that waits for the sums, and returns one for each parameter: None for a
-    parameter of which no rank has a gradient. Collective.
+    Returns a function that waits for the sums, and returns a list with the sum of each parameter's
+    gradients, or None if no rank has a gradient. Collective.
     """
     grid = reduction.grid
     under_way: list[tuple[Bucket, PackedGradients, Request]] = []

@@ -26,7 +26,7 @@ class Loss:
     ----------
     update: the number of updates that the server had made.
     samples: the number of samples behind these updates.
-    seconds: the time that the server had served for, in earlier runs too.
+    seconds: the time in seconds that the server had served, including earlier runs.
     loss: the value.
     """
 
@@ -78,16 +78,17 @@ class History:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the losses and the time that `state_dict` returned, in place of those here."""
+        """Replace the losses and the time by values that `state_dict` returned."""
         self._begun = time.monotonic() - state["seconds"]
         self.training = [TrainingLoss(*row) for row in _rows(state["training"])]
         self.validation = [Loss(*row) for row in _rows(state["validation"])]
 
     def write(self, path: Path, stopped: str | None) -> None:
-        """Write the losses as JSON into a file that is whole at any moment.
+        """Write the losses as JSON to a file, which is replaced atomically.
 
-        A loss that is not finite becomes null, as JSON has no such numbers. Raises OSError if the
-        file cannot be written.
+        `stopped` is the reason for which validation has ended the training, or None. A loss that is
+        not finite becomes null, as JSON has no such numbers. Raises OSError if the file cannot be
+        written.
         """
         state = self.state_dict() | {"stopped": stopped}
         for part in ("training", "validation"):
@@ -126,7 +127,7 @@ class Validation:
         self._tensors, self._history = tensors, history
 
     def is_due(self, updates: int) -> bool:
-        """Return whether a multiple of `every` updates was made since the last validation."""
+        """Return whether `updates` has passed a multiple of `every` since the last validation."""
         return updates // self._every > self._last // self._every
 
     def run(self, updates: int, samples: int) -> None:
@@ -146,7 +147,7 @@ class Validation:
         losses.append(Loss(updates, samples, self._history.seconds, number))
 
     def reason_to_stop(self) -> str | None:
-        """Return the reason for ending the training by the results so far, None if there is none.
+        """Return the reason for which the results so far end the training; None to continue.
 
         A loss that is NaN is no improvement.
         """
@@ -166,12 +167,12 @@ class Validation:
 
     @property
     def _last(self) -> int:
-        """Return the number of updates before the last validation, 0 if there was none."""
+        """Return the number of updates made before the last validation, 0 without a validation."""
         return self._history.validation[-1].update if self._history.validation else 0
 
 
 def check_validation(validate: object, every: object, patience: object, target: object) -> None:
-    """Raise ValueError unless these arguments of `serve` make sense together."""
+    """Raise ValueError unless the arguments of `serve` for validation are valid together."""
     if validate is None:
         others = {"every": every, "patience": patience, "target": target}
         for name, value in others.items():

@@ -1,7 +1,7 @@
 """Layer-wise learning rates: LARS and LARC around any optimizer of torch.
 
 A layer's step is kept in proportion to its weights. Without this, a large learning rate destroys
-layers whose gradients are large beside their weights, which limits the batch size.
+layers whose gradients are large compared with their weights, which limits the batch size.
 
 - LARS: You et al., "Large Batch Training of Convolutional Networks", arXiv:1708.03888.
 - LARC limits the rate where LARS sets it: Kurth et al., "Exascale Deep Learning for Climate
@@ -35,7 +35,7 @@ _DECOUPLED = ("AdamW", "Adafactor", "Muon")
 
 
 class LARC(Optimizer):
-    """Wrap an optimizer so that the step of a layer is small beside the size of its weights.
+    """Wrap an optimizer so that the step of a layer is small compared with its weights.
 
     Use it in place of the optimizer, whose parameter groups and state it shares: schedulers,
     gradient scalers and checkpoints work with it, and a checkpoint may come from the optimizer
@@ -47,7 +47,7 @@ class LARC(Optimizer):
       t = trust |w| / (|g| + wd |w|) and r is t to scale, min(t / lr, 1) to clip. Gradients are
       overwritten, as by `clip_grad_norm_`. As published, for SGD.
     - on="update": r D, where t = trust |w| / |D| and r is lr t to scale, min(t, 1) to clip.
-      For Adam and its kin, whose updates hardly depend on the size of gradients.
+      For Adam and similar optimizers, whose updates hardly depend on the size of gradients.
 
     If a norm is 0, r is 1.
 
@@ -56,7 +56,7 @@ class LARC(Optimizer):
 
     Parameters
     ----------
-    optimizer: any of torch's, except those that compute gradients again within a step (LBFGS).
+    optimizer: any optimizer of torch except LBFGS, which computes gradients again within a step.
     trust: the norm of a layer's step over the norm of its weights: to clip, the upper limit; to
         scale, the value at a learning rate of 1. With on="gradient" this holds for plain SGD.
     clip: True to clip, that is to limit the step; False to scale it, that is to set it.
@@ -206,7 +206,7 @@ def _decay(group: Group) -> float:
 
 
 def _one_where_zero(ratio: Tensor, *norms: Tensor) -> Tensor:
-    """Return `ratio`, or 1 if one of the norms is 0; it does not wait for the device."""
+    """Return `ratio`, or 1 if one of the norms is 0, without waiting for the device."""
     zero = torch.stack(norms).eq(0).any()
     return torch.where(zero, torch.ones_like(ratio), ratio)
 

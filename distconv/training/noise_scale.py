@@ -41,7 +41,7 @@ class NoiseScale:
     Parameters
     ----------
     model: a parallelized module; the loss is a mean over samples.
-    decay: the factor by which each measured step reduces the weight of earlier ones in averages.
+    decay: the factor by which each measured step reduces the weight of earlier steps in averages.
 
     Attributes
     ----------
@@ -92,13 +92,13 @@ class NoiseScale:
         self.signal, self.noise = float(state["signal"]), float(state["noise"])
 
     def backward(self, losses: Tensor | Iterable[Tensor], samples: int) -> None:
-        """Compute the gradients of a step and measure, in place of `loss.backward()`.
+        """Compute gradients, in place of `loss.backward()`, and update the noise scale.
 
         All ranks of the grid call it together. For each micro-batch, gradients are summed among the
-        ranks that share a sample, after its backward pass, and then over the replicas: nothing is
-        hidden, so use it every so often. Gradients of earlier passes are dropped, as by
-        `zero_grad()`. A step with a single unit, or with `samples` that is no multiple of the
-        number of units, is not measured.
+        ranks that share a sample, after its backward pass, and then over the replicas. The sums do
+        not overlap computation, so measure in some steps only. Gradients of earlier passes are
+        dropped, as by `zero_grad()`. A step with a single unit, or with `samples` that is no
+        multiple of the number of units, is not measured.
 
         Parameters
         ----------
@@ -135,9 +135,9 @@ class NoiseScale:
         self._learn(squares, whole, samples, count * self._grid.shape["sample"])
 
     def _of_replica(self, bucket: Bucket, flat: Tensor) -> Tensor:
-        """Return packed gradients summed over the ranks that share a sample.
+        """Return packed gradients, summed over the ranks that share a sample. Collective.
 
-        Gradients of 16 bits become float32.
+        `flat` is the vector of the packed gradients of `bucket`. 16-bit types become float32.
         """
         wide = flat.to(SUM_TYPES.get(flat.dtype, flat.dtype))
         self._all_reduce(wide, _within(bucket))
@@ -148,7 +148,11 @@ class NoiseScale:
             all_reduce_(flat, self._grid, axes)
 
     def _squared(self, flats: list[Tensor]) -> Tensor:
-        """Return this rank's share of the squared norm of a replica's gradients, in float64."""
+        """Return this rank's share of the squared norm of the gradients `flats`, in float64.
+
+        `flats` has the packed gradients of each bucket. The shares of the ranks that share a sample
+        sum to the squared norm.
+        """
         total = self._zero()
         for bucket, flat in zip(self._reduction.buckets, flats, strict=True):
             gradients = bucket.elements_of(flat)
@@ -157,10 +161,10 @@ class NoiseScale:
         return total
 
     def _learn(self, squares: Tensor, whole: Tensor, samples: int, units: int) -> None:
-        """Update the running averages with a step of `units` units. All ranks call it.
+        """Update the running averages with a step of `units` units. Collective.
 
         `squares` and `whole` are this rank's shares of the sum of the squared norms of the units'
-        gradients, and of the squared norm of the whole gradient.
+        gradients, and of the squared norm of the gradient of the whole batch.
         """
         # A unit's part of the mean is 1 / units of its own gradient.
         both = torch.stack((units * squares, whole))
@@ -218,7 +222,7 @@ def advise(
     *,
     noise_scale: float | None = None,
 ) -> list[str]:
-    """Return warnings about a grid and a batch size, a sentence each. None is an error.
+    """Return warnings, one sentence each, about a grid and a batch size that use ranks badly.
 
     No communication. The grid need not exist yet.
 
@@ -267,7 +271,7 @@ def advise(
             f"The batch size {batch_size} is not a multiple of {replicas} replicas: replicas with "
             f"{batch_size // replicas} samples wait for replicas with one more"
         )
-    # As many replicas as the batch can feed at the present samples per replica.
+    # The number of replicas for a useful batch size, at the current number of samples per replica.
     each = max(1, batch_size // replicas)
     fewer = max(1, min(batch_size, *limits.values()) // each)
     while ranks % fewer:

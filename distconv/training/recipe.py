@@ -36,15 +36,16 @@ class Decay(ABC):
 
     @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor in `step`, from 0; if `needs_end`, it is constant from `steps` on.
+        """Return the factor of the learning rate in `step`, counted from 0 after the warm-up.
 
-        Other decays ignore `steps`, the number of steps after the warm-up.
+        `steps` is the number of steps after the warm-up. If `needs_end`, the factor is constant
+        from `steps` on; other decays ignore `steps`.
         """
 
 
 @dataclass(frozen=True)
 class Constant(Decay):
-    """Keep the learning rate.
+    """Keep the learning rate constant.
 
     Examples
     --------
@@ -160,7 +161,7 @@ class Cosine(Decay):
 
 @dataclass(frozen=True)
 class CosineRestarts(Decay):
-    """Let the learning rate fall to a fraction `floor` along half a cosine, again and again.
+    """Let the learning rate fall to a fraction `floor` along half a cosine, with restarts.
 
     The first period has `period` steps, and each period `growth` times the steps of the previous
     (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is from 0 to 1.
@@ -209,9 +210,9 @@ def _check_shrinking(owner: str, gamma: float) -> None:
 
 # The learning rate of a large batch: scaled up, reached by a warm-up, and decaying.
 #
-# For B samples in a batch in place of the B0 for which a rate was found, k = B / B0, the rate is
-# multiplied by k (Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677) or by its square
-# root. It grows from the rate found to the scaled one over some steps, and decays from there. On a
+# If a rate was found for batches of B0 samples, and a batch has B samples, the rate is multiplied
+# by k = B / B0 (Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677) or by sqrt(k). The
+# rate grows from the rate found to the scaled rate over some steps, and decays from there. On a
 # grid B counts the samples of all replicas; the number of ranks that share a sample does not
 # matter.
 
@@ -286,7 +287,8 @@ class Recipe:
     reference_batch_size: the batch size for which the optimizer's learning rate was found.
     scaling: the factor of the rate for the larger batch, with k = batch_size /
         reference_batch_size: "linear" (k, for SGD), "sqrt" (its root, usual for Adam) or "none".
-    warmup_steps: the steps in which the rate grows linearly from the optimizer's to the scaled one.
+    warmup_steps: the steps in which the rate grows linearly from the optimizer's rate to the scaled
+        rate.
     decay: the decay of the scaled rate after the warm-up.
     total_steps: the steps of the whole training, for decays that depend on its end; see
         `number_of_steps`.

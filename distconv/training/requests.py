@@ -27,10 +27,10 @@ _ALIGNMENT = 16
 
 
 class Packing:
-    """Packs tensors into one message of bytes, some of which may be missing, and unpacks them.
+    """Pack tensors, some of which may be missing, into one message of bytes, and unpack messages.
 
-    `tensors` are examples of the shapes and types, in order; each message has a tensor, or None,
-    for each of them.
+    `tensors` are examples of the shapes and types, in order. A message has a tensor, or None, for
+    each example.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -76,9 +76,10 @@ def _aligned(size: int) -> int:
 
 
 def dealt_out(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide items among parts of about equal sizes; return the indices of each part's items.
+    """Divide items among parts of about equal size, and return the indices of each part's items.
 
-    Each item, the largest first, goes to the smallest part so far, the first of equals.
+    `sizes` has the size of each item, `parts` is the number of parts. Each item, the largest first,
+    is assigned to the part with the smallest total so far; among equal parts, to the first.
     """
     totals = [(0, part) for part in range(parts)]
     items: list[list[int]] = [[] for _ in range(parts)]
@@ -92,39 +93,39 @@ def dealt_out(sizes: Sequence[int], parts: int) -> list[list[int]]:
 class MessageKind(IntEnum):
     """The kind of a message between client and server, the first number in the message.
 
-    Further numbers of a request: the version of the client's parameters, the samples since its last
-    update, its number of steps, and for an update with a training loss the bits of that float64,
-    and 1. Of an answer: the version of the parameters sent, the samples that the server has
-    received in all, for HELLO the steps of this client in earlier runs, and 1 if validation has
-    ended the training.
+    The further numbers of a request are the version of the client's parameters, the samples since
+    its last update, and its number of steps. An update with a training loss also has the bits of
+    this float64, and 1. The further numbers of an answer are the version of the parameters sent,
+    the samples that the server has received in all, the steps of this client in earlier runs (for
+    HELLO), and 1 if validation has ended the training.
     """
 
     HELLO = 1
-    """Ask for parameters and buffers, and send the description that both must share."""
+    """Ask for parameters and buffers, and send the description that must equal the server's."""
     PUSH = 2
     """Send gradients and buffers; not answered."""
     FETCH = 3
     """Ask for parameters."""
     PUSH_AND_FETCH = 4
     PULL = 5
-    """Send parameters and buffers, and ask for the pull on the parameters."""
+    """Send parameters and buffers, and ask for the tensors to subtract from the parameters."""
     STATE = 6
-    """Ask for parameters and buffers, but not to train with them."""
+    """Ask for parameters and buffers to evaluate or save, not to train with."""
     MEET = 7
     """Ask for an answer once all active clients have sent MEET."""
     DONE = 8
-    """Say that this client has finished; answered once the server has handled its updates."""
+    """Report that this client has finished; answered once the server has handled its updates."""
     LEAVE = 9
-    """Say that this client has failed; not answered."""
+    """Report that this client has failed; not answered."""
     ANSWER = 10
     FAILED = 11
-    """Say, in place of an answer, that the server has failed, and why."""
+    """Report, instead of an answer, that the server has failed, and why."""
     SAVE = 12
-    """Ask as by MEET, and for the server to save its state under the number for the steps."""
+    """As MEET, and ask the server to save its state, under the number sent as `steps`."""
 
 
 _RENEWING = (MessageKind.HELLO, MessageKind.FETCH, MessageKind.PUSH_AND_FETCH, MessageKind.PULL)
-"""The requests after which a client has parameters of the version in the answer."""
+"""The requests whose answer has new parameters, so that the client records their version."""
 
 _AWAITED = {
     MessageKind.HELLO: "the parameters to begin with",
@@ -137,7 +138,7 @@ _AWAITED = {
     MessageKind.SAVE: "all workers to arrive, and the server to save its state",
     MessageKind.DONE: "the server to take note of its end",
 }
-"""For each request, the thing that a client waits for, in words."""
+"""For each kind of request, the event for which a client waits, in words for messages."""
 
 _LOSS, _BITS = struct.Struct("<d"), struct.Struct("<q")
 
@@ -157,7 +158,8 @@ class Answer(NamedTuple):
 
     Attributes
     ----------
-    tensors: parameters and then buffers, in the order of the model; None for each one not sent.
+    tensors: parameters and then buffers, in the order of the model; None for each tensor that was
+        not sent.
     samples: the number of samples that the server has received in all.
     steps: the number of steps that the client took in earlier runs; in an answer to HELLO only.
     """
@@ -170,9 +172,9 @@ class Answer(NamedTuple):
 class ServerParts:
     """The division of a model's tensors over the ranks of a server, the same on every rank.
 
-    Each parameter and each buffer is held whole by one rank, so that optimizers find the norms of
-    layers. Ranks hold about equal numbers of bytes. Raises ValueError if there are fewer parameters
-    than ranks.
+    One rank holds all elements of a parameter or buffer, so that optimizers can compute the norms
+    of layers. Ranks hold about equal numbers of bytes. Raises ValueError if there are fewer
+    parameters than ranks.
     """
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], ranks: int):
@@ -211,7 +213,7 @@ class Connection:
     Parameters
     ----------
     links: a link to each rank of the server.
-    server_parts: the tensors that each of these ranks holds.
+    server_parts: the tensors that each rank of the server holds.
     agreed: a text about model and method, from `described`, which the server compares with its own.
     """
 
@@ -226,7 +228,7 @@ class Connection:
         """For each rank of the server, the version of the parameters that this client has."""
 
     def note(self, loss: float | None, samples: int) -> None:
-        """Note the training loss of a mini-batch, if there is one, to send with the next update."""
+        """Record a mini-batch's training loss, if not None, to send with the next update."""
         if loss is not None and samples:
             self._loss += loss * samples
             self._weight += samples
@@ -285,9 +287,10 @@ class Connection:
         return found
 
     def joined(self, found: Sequence[LinkMessage]) -> Answer:
-        """Return the answers of all ranks of the server as one, with the smallest of their counts.
+        """Join the answers of the server's ranks to one `Answer`, with the smallest counts.
 
-        `found` is empty, or has an answer of each rank.
+        `found` has an answer of each rank of the server, or is empty for a request without an
+        answer.
         """
         if not found:
             return Answer([None] * self._parts.tensors, 0, 0)
@@ -297,7 +300,10 @@ class Connection:
         return Answer(self._parts.joined([answer.payload for answer in found]), samples, steps)
 
     def _mean_loss(self) -> tuple[int, ...]:
-        """Return the numbers of a request for the mean of the losses noted, and forget these."""
+        """Return the mean of the recorded losses as numbers of a request, and clear the record.
+
+        Returns () if no loss is recorded.
+        """
         loss, weight = self._loss, self._weight
         self._loss, self._weight = 0.0, 0
         if not weight:
@@ -344,7 +350,7 @@ class Client(ABC):
     server: Connection
     steps: int
     samples: int = 0
-    """The samples since the last update."""
+    """The number of samples since the last update that was sent."""
 
     @abstractmethod
     def step(self, samples: int) -> None:
@@ -356,7 +362,7 @@ class Client(ABC):
 
 
 def copy_sent(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
-    """Overwrite tensors by values from a message; None, which was not sent, changes nothing."""
+    """Copy values from a message into tensors, except values that were not sent and are None."""
     with torch.no_grad():
         for tensor, value in zip(tensors, values, strict=True):
             if value is not None:
@@ -365,7 +371,7 @@ def copy_sent(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> Non
 
 @contextmanager
 def holding(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> Iterator[None]:
-    """Give tensors other values in a `with` block; their own come back afterwards."""
+    """Set `tensors` to `values` in a `with` block, and restore their own values afterwards."""
     own = [tensor.detach().clone() for tensor in tensors]
     copy_sent(tensors, values)
     try:
@@ -375,9 +381,9 @@ def holding(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> Itera
 
 
 def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
-    """Tell servers `above` that their client has failed, clients `below` that their server has.
+    """Report to servers `above` and clients `below` that this rank has failed; close all links.
 
-    `why` is the reason. All links are closed.
+    `why` is the reason, which is sent to the clients.
     """
     until = time.monotonic() + _FAREWELL
     for links, last in ((above, message((MessageKind.LEAVE,))), (below, failed(why))):
@@ -389,7 +395,7 @@ def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
 
 
 def loss_in(request: LinkMessage) -> float | None:
-    """Return the training loss in an update; None if there is none."""
+    """Return the training loss in the message of an update; None if it has no loss."""
     bits, there = request.numbers[4:6]
     loss: float = _LOSS.unpack(_BITS.pack(bits))[0]
     return loss if there else None

@@ -1,6 +1,7 @@
-"""A server: it holds parameters, handles requests of clients, and decides when to answer them.
+"""A server: it holds parameters, handles requests of clients, and decides when to answer.
 
-It knows nothing of links and ranks: each call gets a request and returns the answers to send.
+`Server` does not communicate with its clients: each call gets a request and returns the answers to
+send.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from distconv.training.team import SERVER_FOLDER
 from distconv.transport.link import LinkMessage, message
 
 Due = list[tuple[int, LinkMessage]]
-"""Clients, each with the answer to send now."""
+"""Pairs of a client's number and the answer to send to this client now."""
 
 
 class MalformedRequest(ValueError):
-    """A client has sent bytes that are no request; nothing was changed by them."""
+    """A client has sent bytes that are not a request. The state of the server is unchanged."""
 
 
 @dataclass
@@ -47,8 +48,8 @@ class Report:
     ----------
     updates: the number of changes of the parameters.
     samples: the number of samples behind these updates.
-    staleness: a histogram of the age of updates: how many were computed with parameters that n
-        other updates had changed since, by n.
+    staleness: a histogram of the age of updates: for each n, the number of updates that were
+        computed with parameters which n other updates had changed since.
     requests: the number of updates that each client has sent, by the client's number.
     lost: the reason for dropping a client, by the client's number.
     history: the losses in the course of the training.
@@ -80,11 +81,11 @@ class UpdateRule(ABC):
 
     Attributes
     ----------
-    kinds: the requests that carry updates.
-    optimizer, scheduler: the server's optimizer and the scheduler of it, or None.
+    kinds: the kinds of requests that carry updates.
+    optimizer, scheduler: the server's optimizer and its scheduler, or None.
     waits: whether an update waits for requests of all active clients; otherwise each request is an
         update.
-    client: this server as a client of another server; None if there is no other.
+    client: this server as a client of another server; None without another server.
     """
 
     kinds: tuple[MessageKind, ...]
@@ -97,13 +98,13 @@ class UpdateRule(ABC):
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
         """Change the parameters by updates from one or more clients.
 
-        `brought` has for each client its tensors, parameters or gradients and then buffers, and the
-        number of samples behind them. Returns the tensors to send to a client that asked for a
-        PULL, in place of the parameters.
+        `brought` has, for each client, its parameters or gradients and the number of samples behind
+        them. Returns the tensors to send, instead of the parameters, to a client whose request was
+        a PULL.
         """
 
     def flush(self) -> None:
-        """Send outstanding updates to the server of which this one is a client, if there is one."""
+        """Send outstanding updates to the other server of which this server is a client, if any."""
         if self.client is not None:
             self.client.flush()
 
@@ -111,7 +112,7 @@ class UpdateRule(ABC):
 class Server:
     """The state of one rank of a server: its tensors, and the requests that wait for an answer.
 
-    It decides when to answer a request; the caller sends the answers.
+    A server decides when to answer a request; the caller sends the answers.
 
     Parameters
     ----------
@@ -124,7 +125,7 @@ class Server:
     Attributes
     ----------
     tensors: the parameters, and then the buffers.
-    save: saves the state of this rank under a number that the clients choose.
+    save: a function that saves the state of this rank under a number that the clients choose.
     active: the active clients.
     steps: the number of steps of each client whose updates were handled.
     report: the course of the training so far.
@@ -163,9 +164,9 @@ class Server:
     def handle(self, client: int, request: LinkMessage) -> Due:
         """Handle a client's request. Return the answers to send now, each with its client's number.
 
-        An answer may be for a client that has waited for this one. Raises MalformedRequest for a
-        message that is no request, and ValueError if clients train another model, or save under
-        different numbers.
+        Some answers may be for clients that have waited for this client. Raises MalformedRequest
+        for a message that is not a request, and ValueError if clients train another model, or save
+        under different numbers.
         """
         kind = self._kind(request)
         if kind in self._rule.kinds:
@@ -183,12 +184,13 @@ class Server:
                 self._numbers.add(request.numbers[3])
             return self._due_answers()
         if kind == MessageKind.DONE:
+            # A worker that has ended: no rank waits for it from now on.
             self.active.discard(client)
             return [(client, self._answer()), *self._due_answers()]
         raise MalformedRequest(f"a {kind.name}, which this method does not support")
 
     def _kind(self, request: LinkMessage) -> MessageKind:
-        """Return the kind of a request; raise MalformedRequest if its numbers make no sense."""
+        """Return the kind of a request; raise MalformedRequest if its numbers are out of range."""
         number, version, samples, steps, *_ = request.numbers
         known = number in set(MessageKind)
         if not known or not 0 <= version <= self.report.updates or samples < 0 or steps < 0:
@@ -196,7 +198,7 @@ class Server:
         return MessageKind(number)
 
     def drop(self, client: int, why: str) -> Due:
-        """Go on without a client that was lost, and return the answers that waited for it alone.
+        """Remove a lost client, and return the answers that had waited only for this client.
 
         `why` is the reason, for the report.
         """
@@ -223,7 +225,10 @@ class Server:
         return self._due_answers()
 
     def _due_answers(self) -> Due:
-        """Do the updates and meetings for which all clients are ready, and return their answers."""
+        """Run updates and meetings whose clients have all sent requests; return the answers.
+
+        A meeting is a barrier of all active clients, for requests of MEET or SAVE.
+        """
         due: Due = []
         working = self.active.difference(self._met)
         if self._pending and (not self._rule.waits or working <= self._pending.keys()):
@@ -235,7 +240,10 @@ class Server:
         return due
 
     def _meet(self) -> None:
-        """Wait for clients of the other servers to meet, and save the state if clients asked to."""
+        """Save the state if clients asked for it, and wait until clients of other servers meet.
+
+        Raises ValueError if clients asked to save under different numbers.
+        """
         if len(self._numbers) > 1:
             numbers = ", ".join(map(str, sorted(self._numbers)))
             raise ValueError(
@@ -272,7 +280,7 @@ class Server:
     def _replies(
         self, asked: Sequence[tuple[int, MessageKind]], pull: Sequence[Tensor | None]
     ) -> Due:
-        """Return answers to clients that asked for parameters, or for the pull on theirs."""
+        """Return the answers to clients that asked for parameters, or by PULL for `pull`."""
         due = []
         for client, kind in asked:
             if kind == MessageKind.PULL:
@@ -282,9 +290,9 @@ class Server:
         return due
 
     def _average_buffers(self, theirs: Sequence[Tensor | None]) -> None:
-        """Move the server's buffers towards those of a client by 1 / (number of active clients).
+        """Interpolate the server's buffers towards a client's by 1 / (number of active clients).
 
-        Of integers, the larger one of each pair is kept.
+        Buffers of integers become the elementwise maximum of both.
         """
         for own, other in zip(self._buffers, theirs, strict=True):
             if other is None:
@@ -324,8 +332,8 @@ class Server:
 class ServerCheckpoints:
     """The checkpoints of one rank of a server: of its tensors, its optimizer, and its counts.
 
-    They lie in `folder`; None to save nothing. The state is saved every `save_every` updates, or if
-    `save_every` is None, when workers ask for it.
+    Checkpoints are saved in `folder`; None to save nothing. The state is saved every `save_every`
+    updates, or if `save_every` is None, when workers ask for it.
     """
 
     part: nn.Module
@@ -348,7 +356,7 @@ class ServerCheckpoints:
             self.save()
 
     def save(self) -> None:
-        """Save the state under the number of updates made, unless it is saved already."""
+        """Save the state under the number of updates unless saved already; write the history."""
         if self.folder is not None and self.save_every and self._counts() != self._saved:
             self._save(self.folder, self.server.report.updates)
         self.write_history()
@@ -397,10 +405,11 @@ class ServerCheckpoints:
         return report.updates, len(report.history.validation)
 
     def begin(self, resume: bool | str | os.PathLike[str]) -> None:
-        """Load the last state, if this run is to `resume` one, else check that there is none.
+        """Load the saved state to `resume`, or else raise FileExistsError if there is one.
 
-        The history of a run that this one does not continue, which left no checkpoint, is renamed.
-        The tensors become those of the server of which this one is a client.
+        `resume` is True for the last state in the folder, or the path of a checkpoint. The history
+        file of another run, which left no checkpoint, is renamed. If this server is a client of
+        another server, its tensors become the other server's.
         """
         if resume:
             self._load(None if resume is True else Path(resume))
@@ -413,7 +422,7 @@ class ServerCheckpoints:
             copy_sent(self.server.tensors, self.server.above.ask(MessageKind.HELLO).tensors)
 
     def _check_new(self) -> None:
-        """Raise `FileExistsError` if the folder holds checkpoints: another run has written them."""
+        """Raise `FileExistsError` if the folder holds checkpoints, which belong to another run."""
         saved = [] if self.folder is None else checkpoints_in(self.folder)
         if saved and step_of(saved[0]) > 0:
             raise FileExistsError(
@@ -422,9 +431,10 @@ class ServerCheckpoints:
             )
 
     def _load(self, chosen: Path | None) -> None:
-        """Load the checkpoint `chosen`; if it is None, the last one in the folder, if there is one.
+        """Load the checkpoint at the path `chosen`, or else the last one in the folder, if any.
 
-        Raises DataError if it cannot be read, or is of another model or optimizer.
+        Raises ValueError if there is no folder, and DataError if the checkpoint cannot be read, or
+        is of another model or optimizer.
         """
         path = chosen or self.folder
         if path is None:

@@ -57,9 +57,9 @@ def serve(
 ) -> Report:
     """Serve workers until the last one has finished, and return a report of the training.
 
-    Every rank of a server calls it, while the ranks of workers train with a `Worker`. A lost worker
-    is dropped with a warning, and the others continue; under MPI, its launcher ends the whole job
-    instead. A lost server ends the job.
+    Every rank of a server calls `serve`, while the ranks of workers train with a `Worker`. A lost
+    worker is dropped with a warning, and the others continue; under MPI, its launcher ends the
+    whole job instead. A lost server ends the job.
 
     Raises AllWorkersLost if all workers are gone and none has finished; the state is saved first.
     With several groups, raises ServerLost if the first server has ended. Raises ValueError if the
@@ -69,9 +69,9 @@ def serve(
     raise ServerLost with the same message.
 
     The report has the history of losses: those that workers report by `Worker.step(loss=...)`, and
-    the results of `validate`. Rank 0 writes it to `folder` as `history.json`, at each validation,
-    at each checkpoint, and at the end. Checkpoints have it as well, so that a resumed run continues
-    it.
+    the results of `validate`. Rank 0 writes the history to `folder` as `history.json`, at each
+    validation, at each checkpoint, and at the end. Checkpoints contain the history as well, so that
+    a resumed run continues it.
 
     Parameters
     ----------
@@ -147,7 +147,10 @@ def serve(
 
 
 def _give_up(team: Team, state: ServerCheckpoints, error: BaseException) -> None:
-    """Save the state after an error that has left it whole, and leave the team."""
+    """Save the state after an error that allows it, and report the error to servers and clients.
+
+    The state is saved after AllWorkersLost, KeyboardInterrupt and ServerLost.
+    """
     try:
         if isinstance(error, (AllWorkersLost, KeyboardInterrupt, ServerLost)):
             state.save()  # an interrupt may have come within an update
@@ -183,7 +186,10 @@ def _set_up(
     save_every: int | None,
     keep: int,
 ) -> ServerCheckpoints:
-    """Return the checkpoints of this rank, with its server and rule. See `serve` for arguments."""
+    """Create this rank's server and update rule, and return its `ServerCheckpoints`.
+
+    The arguments are those of `serve`. No communication.
+    """
     parts = server_parts_of(model, team).parts
     own = _only(model, parts[team.rank % len(parts)])
     part = parallelize(own, ProcessGrid([team.rank], device="cpu"))
@@ -202,7 +208,7 @@ def _set_up(
 
 def server_parts_of(model: nn.Module, team: Team) -> ServerParts:
     """Divide the tensors of a model, parallelized or not, over the ranks of a server."""
-    # Tensors without elements stand for whole ones, also of sharded parameters.
+    # Meta tensors have the global shapes, also of sharded parameters, and need no memory.
     like = [
         [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in some]
         for some in (model.parameters(), model.buffers())
@@ -253,10 +259,10 @@ class _Service:
         self._validate()
 
     def _hear(self, client: int) -> bool:
-        """Handle a client's next request, and return whether there was one.
+        """Handle the next request of `client`, if any, and return whether there was one.
 
-        A client that is lost counts as a request, since the update of others may have waited for
-        it.
+        The loss of a client counts as a request, since updates of other clients may have waited for
+        this client.
         """
         try:
             request = self._links[client].poll()
@@ -276,7 +282,7 @@ class _Service:
         return True
 
     def _answers(self, client: int, request: LinkMessage) -> Due:
-        """Return the answers that are due after a request."""
+        """Let the server handle a request, and return the answers to send; drop a failed client."""
         if request.numbers[0] == MessageKind.LEAVE:
             return self._lose(client, "its program has failed")
         try:
@@ -320,7 +326,7 @@ class _Service:
 def _only(model: nn.Module, part: Sequence[int]) -> nn.Module:
     """Return a copy of a model on the CPU, with only the parameters and buffers in `part`.
 
-    `part` has their indices, which count all parameters first and then all buffers.
+    `part` has the indices of the kept tensors, counting all parameters first and then all buffers.
     """
     kept = {
         name

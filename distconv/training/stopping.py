@@ -24,7 +24,7 @@ class TimeToStop:
     """Decide whether the job should save its state and end, identically on all ranks after a step.
 
     A signal reaches ranks at different moments, and perhaps one rank alone. When one rank has
-    received it, or is short of time, the next call returns True on every rank.
+    received a signal, or is short of time, the next call returns True on every rank.
 
     Under a script of `python -m distconv launch --requeue`, the job is queued again after a call
     has returned True.
@@ -32,10 +32,10 @@ class TimeToStop:
     Parameters
     ----------
     grid: the process grid.
-    limit: the seconds from now after which to stop; None for the end that Slurm states, if it does.
+    limit: the seconds from now after which to stop; None to stop before the end of a Slurm job.
     margin: the seconds to keep for the checkpoint, before the end that Slurm states.
-    signals: the signals that ask to stop. Handlers that were there are called as well. In a
-        thread other than the main one no signal is handled.
+    signals: the numbers of the signals that ask to stop. Handlers that were installed before are
+        called as well. In a thread other than the main one no signal is handled.
     every: exchange a message only in each call whose number is a multiple of `every`. Other calls
         return False until the ranks have decided to stop.
 
@@ -93,9 +93,10 @@ class TimeToStop:
 
 
 def _mark_to_continue() -> None:
-    """Create the file that the job's script looks for.
+    """Create the file that the environment variable DISTCONV_CONTINUE names, if it is set.
 
-    If that fails, only warn, so that the program still saves its state.
+    The script of a job looks for the file to queue the job again. If the file cannot be written,
+    only warn, so that the program still saves its state.
     """
     file = os.environ.get(CONTINUE)
     if file:
@@ -110,7 +111,7 @@ def _mark_to_continue() -> None:
 
 
 class EarlyStopping:
-    """Decide whether a value, such as a validation loss, has ceased to fall, alike on all ranks.
+    """Decide, identically on all ranks, whether a value such as a validation loss no longer falls.
 
     Parameters
     ----------
@@ -147,8 +148,8 @@ class EarlyStopping:
     def __call__(self, value: Any, weight: float = 1.0) -> bool:
         """Return whether to stop. Collective.
 
-        The value is the weighted mean of all ranks' values, as of `ProcessGrid.mean`, so that ranks
-        decide alike where each has a number of its own samples. NaN is no improvement.
+        The value that decides is the mean of all ranks' values, weighted by `weight`, such as a
+        rank's number of samples; see `ProcessGrid.mean`. NaN is no improvement.
         """
         mean = self._grid.mean(value, weight)
         self.improved = mean < self.best - self._least * abs(self.best) or (

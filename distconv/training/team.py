@@ -28,7 +28,7 @@ from distconv.transport.link import Link, open_links
 _teams = count()
 
 SERVER_FOLDER = "server-{rank}"
-"""The name of the folder of a rank of a server."""
+"""The name of a server rank's folder, to be formatted with its `rank`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TeamArrangement:
         return worker * self.groups // self.workers
 
     def ranks_of(self, worker: int) -> list[int]:
-        """Return the ranks of a worker, the first of which talks to the server."""
+        """Return the ranks of a worker, the first of which is connected to the server."""
         first = self.servers + worker * self.of_worker
         return list(range(first, first + self.of_worker))
 
@@ -91,7 +91,7 @@ class TeamArrangement:
         return (rank - self.servers) // self.of_worker
 
     def above(self, rank: int) -> list[int]:
-        """Return the ranks of the server of which `rank` is a client; [] if it is no client."""
+        """Return the ranks of the server of which `rank` is a client, [] for a rank without one."""
         if rank >= self.servers:
             worker = self.worker_of(rank)
             first = rank == self.ranks_of(worker)[0]
@@ -108,18 +108,18 @@ class TeamArrangement:
 
 
 class Team:
-    """The ranks of a job as servers and workers. All ranks of the job make it together.
+    """The ranks of a job as servers and workers. All ranks of the job create it together.
 
-    A worker is a replica, or several that run in step, on a grid of its own. Workers do not run in
-    step with each other: each trains with the parameters of its server (`serve`, `Worker`).
+    A worker is one replica, or several synchronous replicas, on a grid of its own. Workers are not
+    synchronized with each other: each trains with the parameters of its server (`serve`, `Worker`).
 
     Raises ValueError on every rank, if the number of ranks does not fit, or the ranks pass
     different arguments.
 
     Parameters
     ----------
-    servers: the number of ranks of a server. Each holds some of the parameters, so that no link
-        carries all.
+    servers: the number of ranks of a server. Each rank holds some of the parameters, so that no
+        link carries all parameters.
     groups: the number of groups of workers. With several, each has a server of its own, which in
         turn is a client of the first server.
     device: the device of the workers' ranks, as for `ProcessGrid`.
@@ -176,7 +176,7 @@ class Team:
         above, below = self.arrangement.above(self.rank), self.arrangement.below(self.rank)
         links = open_links(comm, above, below, time_limit())
         self.above: Sequence[Link] = [links[rank] for rank in above]
-        """The links to the shards of the server that this rank is a client of."""
+        """The links to the ranks of the server of which this rank is a client."""
         self.below: Sequence[Link] = [links[rank] for rank in below]
         """The links to the clients of this rank."""
         self._leave = finalize(self, leave, self.above, self.below, "its program has ended")
@@ -187,7 +187,7 @@ class Team:
             self.grid = ProcessGrid(members, device=device, **shape)
 
     def folder(self, within: str | os.PathLike[str]) -> Path:
-        """Return the folder of this rank's server or worker in the folder `within`."""
+        """Return the subfolder of `within` for this rank of a server, or for this rank's worker."""
         own = f"worker-{self.worker}" if self.grid else SERVER_FOLDER.format(rank=self.rank)
         return Path(within) / own
 
@@ -207,9 +207,9 @@ class Team:
             return last_in_common(self.folder(within), self._comm, looks=looks)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Close all links, once; after an error, first tell servers and clients about it.
+        """Close all links, once; after an `error`, first report it to servers and clients.
 
-        A program that ends without calling it does the same.
+        If the program ends without this call, its end is reported as an error.
         """
         if error is not None and self._leave.detach():
             leave(self.above, self.below, f"{type(error).__name__}: {error}")
