@@ -28,8 +28,8 @@ SMALLEST_VISITOR = 2**16
 class Positions(NamedTuple):
     """The positions of a block of queries or keys in the global sequence.
 
-    The sequence may be a merged dimension of several factors, of sizes `sizes`; `box` is the block
-    in the factors.
+    The sequence may combine several dimensions, called factors, of sizes `sizes`. `box` is the
+    block in the factors.
     """
 
     box: Box
