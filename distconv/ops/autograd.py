@@ -152,8 +152,8 @@ def _part_of_leaf(
     """Return `part`, this rank's gradient of `leaf`, or zeros if torch left it out.
 
     A `part` of None is replaced by zeros if the graph of the outputs, whose blocks are `shards`,
-    reaches `leaf`. Otherwise None is returned with `allow_unused`, and RuntimeError is raised
-    without.
+    reaches `leaf`. If the graph does not, return None with `allow_unused`, and raise RuntimeError
+    without `allow_unused`.
     """
     if part is not None:
         return part
@@ -173,8 +173,8 @@ def _recorded_alike(
 ) -> list[Tensor | None]:
     """Return the gradients `parts` of `leaves`, each with a graph on all ranks or none. Collective.
 
-    With `create_graph` a rank whose block has no elements, or was overwritten in full, has a
-    constant gradient even if other ranks have one that can be differentiated again. Such a rank
+    With `create_graph`, a rank whose block has no elements, or was overwritten in full, has a
+    constant gradient even if the gradient of another rank can be differentiated again. Such a rank
     adds the sum of no elements of the leaf, which is 0 and has a graph.
     """
     recorded = [part is not None and part.requires_grad for part in parts]
@@ -209,10 +209,10 @@ def register_hook(
 def _hook_block(
     self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
-    """Register `hook` for the gradient of `self`, the tensor `x.stored` of a DistTensor `x`.
+    """Register `hook` for the gradient of `self`, whose blocks the ranks hold.
 
-    The hook gets the gradient summed over replicas. All ranks call it together in the backward
-    pass.
+    The hook gets the gradient summed over replicas. All ranks call the hook together in the
+    backward pass.
     """
     # No reference to the tensor itself: its graph would keep it alive.
     shape, cuts, grid, replicas = self.shape, self.cuts, self.grid, self.replicas

@@ -55,7 +55,7 @@ class _BlockPlace(NamedTuple):
         return cls(tuple(x.shape), cuts, grid, distributed)
 
     def tensor(self, shard: Tensor) -> Tensor:
-        """Return the tensor whose shard on this rank is `shard`."""
+        """Return the DistTensor whose shard on this rank is `shard`, or a plain `shard` itself."""
         return DistTensor(shard, self.shape, self.cuts, self.grid) if self.distributed else shard
 
     def gradient(self, part: Tensor) -> Tensor:
@@ -142,7 +142,10 @@ class _FunctionCall:
         return tuple(map(shard_of, outputs))
 
     def _distributed(self, output: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return an output; a plain argument to which forward has written becomes a DistTensor."""
+        """Return `output` of the user's forward; a plain argument that was written is distributed.
+
+        An output that is one of the plain `arguments` becomes a DistTensor.
+        """
         if isinstance(output, Tensor) and any(output is x for x in arguments):
             return as_distributed(output, self._grid)
         return output
@@ -216,9 +219,9 @@ class _FunctionCall:
 class _ModuleHooks(_FunctionCall):
     """A call of torch's Function that runs full backward hooks of a module.
 
-    torch applies this Function to the module's inputs or outputs, and it returns them unchanged.
-    The hooks get and return serial gradients. Gradients of unused outputs are zeros, although
-    serial torch has None.
+    torch applies this Function to the module's inputs or outputs. The Function returns its inputs
+    unchanged. The hooks get and return serial gradients. Gradients of unused outputs are zeros,
+    although serial torch has None.
     """
 
     def _distributed(self, output: Any, arguments: tuple[Any, ...]) -> Any:
@@ -243,7 +246,7 @@ class _ModuleHooks(_FunctionCall):
 
 
 class _OnShards(Function):
-    """The torch Function of a user's call: one node of the autograd graph that connects shards."""
+    """The torch Function that makes a user's Function a single node of the graph of the shards."""
 
     @staticmethod
     def forward(node: Any, call: _FunctionCall, arguments: tuple[Any, ...], *shards: Tensor) -> Any:

@@ -37,9 +37,9 @@ def elementwise(function: Function) -> Function:
 
     On DistTensors the function is called with this rank's blocks, contiguous. Operands are
     broadcast against each other as in torch; plain tensors among them have the global shape. On
-    plain tensors alone the function is called unchanged. All ranks call it together. Nothing is
-    sent, unless operands have different layouts. A rank on which the function returns a block of
-    another shape raises `ValueError`.
+    plain tensors alone the function is called unchanged. Collective. Nothing is sent, unless
+    operands have different layouts. A rank on which the function returns a block of another shape
+    raises `ValueError`.
 
     Parameters
     ----------
@@ -119,9 +119,8 @@ def windowed(
     The decorated function gets its first argument, (sample, channel, *spatial), contiguous and
     padded. It returns one output for every window that lies within this argument, as a convolution
     without padding does. On plain tensors it is called in the same way. Autograd computes its
-    gradients. Further tensors are gathered on every rank. Collective: all ranks of the grid call it
-    together. A result of another shape, or windows that do not fit the plane, raise `ValueError` on
-    every rank.
+    gradients. Further tensors are gathered on every rank. Collective. A result of another shape, or
+    windows that do not fit the plane, raise `ValueError` on every rank.
 
     Parameters
     ----------

@@ -204,7 +204,7 @@ def _of_buffer(
     align_corners: bool | None,
     antialias: bool,
 ) -> Tensor:
-    """Return this rank's outputs, those in `box`, from `buffer`, the inputs that they need.
+    """Return this rank's outputs, which are those in `box`, from a buffer of their inputs.
 
     A dimension that is not partitioned, or for which torch's kernel computes the same from the
     buffer as from the global plane (`Resampled.alone`), is left to torch's kernel. Other dimensions

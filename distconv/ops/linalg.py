@@ -25,8 +25,8 @@ def _batchwise(function: Callable[..., Any], names: Sequence[str], inner: Sequen
 
     Parameters
     ----------
-    names: torch's names of these arguments.
-    inner: for each argument 2 if it holds matrices, 1 if it holds vectors.
+    names: torch's names of the first arguments.
+    inner: for each name 2 if the argument holds matrices, 1 if it holds vectors.
     """
     label = function.__name__.removeprefix("linalg_")
 

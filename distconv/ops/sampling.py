@@ -74,7 +74,10 @@ def poisson(input: DistTensor, generator: Any = None) -> Tensor:
 
 
 def _poisson_quantile(rate: Tensor, u: Tensor) -> Tensor:
-    """Return the least counts whose cumulative Poisson probability is above `u` in [0, 1)."""
+    """Return, for each rate, the least count whose cumulative Poisson probability is above `u`.
+
+    `u` is in [0, 1).
+    """
     below = torch.full_like(rate, -1)
     # The probability beyond ten standard deviations rounds to 0.
     count = (rate + 10 * rate.sqrt() + 40).ceil()

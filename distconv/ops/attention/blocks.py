@@ -140,7 +140,7 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor) -> None:
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pair: Pair
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the summands of a pair of blocks in the gradients of q, k, v and an added mask.
+    """Return the contributions of a pair of blocks to the gradients of q, k, v and an added mask.
 
     The last result is None without an added mask. All results have the type in which many elements
     are summed, float32 for half types.

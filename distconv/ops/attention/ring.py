@@ -69,8 +69,8 @@ class Spec(NamedTuple):
     ) -> Pair:
         """Return the settings of the attention of the queries at `rows` to the keys at `columns`.
 
-        `mask` is (..., R or 1, C or 1), or None. With `tour`, only its samples and heads are
-        included.
+        `mask` is (..., R or 1, C or 1), or None. With `tour`, only the samples and heads of the
+        tour are included.
         """
         schedule, dropout = self.schedule, None
         if self.key is not None:
@@ -209,7 +209,7 @@ class _Pass:
 
     @abstractmethod
     def travellers(self, queries: bool) -> list[Tensor]:
-        """Return the tensors to send with this rank's queries, or with its keys.
+        """Return the tensors to send to other ranks with this rank's queries, or with its keys.
 
         `queries` selects the queries.
         """
@@ -222,7 +222,7 @@ class _Pass:
     def meet(
         self, pair: Pair, visitors: Sequence[Tensor] | None, queries: bool = False
     ) -> list[Tensor]:
-        """Compute with `visitors`, which are blocks of another rank; return the results for it.
+        """Compute with `visitors`, blocks received from another rank; return the results for it.
 
         `queries` states that the visitors are queries. With None for `visitors`, compute with this
         rank's own queries and keys.
@@ -340,8 +340,8 @@ class BlockwiseAttention(ShardFunction):
 
     Blocks are (..., R, E), (..., C, E) and (..., C, V). A mask is (..., R or 1, *columns): if there
     is a ring, with the columns of all keys, otherwise with those of this rank's keys. `twice` is a
-    function of q, k, v and mask with the same value, for second derivatives: autograd records its
-    every step.
+    function of q, k, v and mask with the same value, and with every step recorded by autograd, for
+    second derivatives.
     """
 
     @staticmethod

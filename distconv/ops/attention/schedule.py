@@ -37,7 +37,7 @@ class Positions(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of positions."""
+        """Return the number of positions in the block."""
         return self.box.size
 
     @property
@@ -95,7 +95,9 @@ def stretches(rows: Positions, columns: Positions, causal: bool) -> list[tuple[s
 
 
 class Tour(NamedTuple):
-    """A tour of the keys of some samples or heads, given by a range of one of their dimensions.
+    """A tour, on which the ranks of a ring send the keys of some samples or heads to each other.
+
+    The samples or heads are a range of one of their dimensions.
 
     Attributes
     ----------

@@ -51,7 +51,7 @@ def as_sizes(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def takes_sequence(name: str) -> Callable[[Rule], Rule]:
-    """Return a decorator by which a rule also takes its members as one sequence, passed by name.
+    """Return a decorator: a rule of `x, *members` also takes `members` as one keyword argument.
 
     For example, a rule for `x.view(2, 3)` then supports `x.view(size=(2, 3))`, with "size" as
     `name`.
@@ -137,7 +137,7 @@ def accepts_unbatched(name: str, spatial: int) -> Callable[[Rule], Rule]:
 
 
 class TensorMeta(NamedTuple):
-    """The global shape and the type of a tensor; the type is None where any type will fit."""
+    """The global shape and the type of a tensor without elements; None for any type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None

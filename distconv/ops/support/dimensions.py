@@ -90,7 +90,7 @@ def works_elementwise(
 ) -> Callable[[Rule], Rule]:
     """Return a decorator by which an element-wise rule computes on the unmerged operands.
 
-    This requires that all operands split into common factors.
+    For merged tensors see `merged.py`. All operands must split into common factors.
 
     Parameters
     ----------
@@ -130,7 +130,8 @@ def works_elementwise(
 def keeps_shape(rule: Rule) -> Rule:
     """Let an element-wise rule of one tensor compute on merged tensors, unless it is in place.
 
-    The result may have further dimensions after those of the tensor.
+    For merged tensors see `merged.py`. The result may have further dimensions after those of the
+    tensor.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,8 +151,8 @@ def keeps_shape(rule: Rule) -> Rule:
 def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
     """Return a decorator by which a rule of the last dimensions computes on merged tensors.
 
-    The last dimensions must not be merged. `count` takes the rule's arguments after the input, and
-    returns the number of last dimensions.
+    The last dimensions must not be merged (`merged.py`). `count` takes the rule's arguments after
+    the input, and returns the number of last dimensions.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,9 +168,9 @@ def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
 def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
     """Return a decorator for rules of (sample, channel, *space) that treat all positions equally.
 
-    The decorated rule computes on merged spatial dimensions. Samples may be merged, too, unless the
-    rule computes each sample separately (`of_each_sample`). The inner factors of samples become
-    spatial dimensions.
+    The decorated rule computes on merged spatial dimensions (`merged.py`). Samples may be merged,
+    too, unless the rule computes each sample separately (`of_each_sample`). The inner factors of
+    samples become spatial dimensions.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,9 +189,10 @@ def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
 def convolves(function: Callable[..., Tensor], n: int, transposed: bool) -> Callable[[Rule], Rule]:
     """Return a decorator by which the rule of a convolution computes on merged tensors.
 
-    `function` is torch's convolution of `n` spatial dimensions. Merged samples are supported if no
-    other dimension is partitioned: each rank calls `function` on its own samples. Merged spatial
-    dimensions are supported if the kernel has one element, and the convolution is not `transposed`.
+    `function` is torch's convolution of `n` spatial dimensions. Merged samples (`merged.py`) are
+    supported if no other dimension is partitioned: each rank calls `function` on its own samples.
+    Merged spatial dimensions are supported if the kernel has one element, and the convolution is
+    not `transposed`.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +211,7 @@ def convolves(function: Callable[..., Tensor], n: int, transposed: bool) -> Call
 
 
 def works_on_samples(function: Callable[..., Tensor], n: int) -> Callable[[Rule], Rule]:
-    """Return a decorator by which the rule of a pooling computes on merged samples.
+    """Return a decorator by which the rule of a pooling computes on merged samples (`merged.py`).
 
     `function` is torch's pooling of `n` spatial dimensions. If only samples are partitioned, each
     rank calls `function` on its own samples.
@@ -288,7 +290,8 @@ def _convolve_points(
 def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule]:
     """Return a decorator by which a rule with an argument `dim` computes on the unmerged tensor.
 
-    Dimensions in `dim` may be merged only if the rule accepts several dimensions, or None for all.
+    For merged tensors see `merged.py`. Dimensions in `dim` may be merged only if the rule accepts
+    several dimensions, or None for all.
 
     Parameters
     ----------
@@ -333,7 +336,8 @@ def _dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
 def joins_along(rule: Rule) -> Rule:
     """Let a rule of (tensors, d, ...) that joins along dimension `d` compute on merged tensors.
 
-    No tensor may be merged along `d`, and the other dimensions must split into common factors.
+    No tensor may be merged (`merged.py`) along `d`, and the other dimensions must split into common
+    factors.
     """
 
     def special(rule: Rule, pieces: Sequence[DistTensor], d: int, *_: Any) -> Any:
@@ -353,7 +357,7 @@ def divides_along(rule: Rule) -> Rule:
     """Let a rule of (input, d, ...) that divides along dimension `d` compute on merged tensors.
 
     The rule returns a tuple of tensors, all with dimension `d` or all without. `d` itself must not
-    be merged.
+    be merged (`merged.py`).
     """
 
     def special(rule: Rule, input: Any, d: int, *args: Any) -> Any:
@@ -374,8 +378,8 @@ def divides_along(rule: Rule) -> Rule:
 def gathers_along(rule: Rule) -> Rule:
     """Let a rule of (input, index, d), for torch.gather, compute on merged tensors.
 
-    Neither tensor may be merged along `d`. All other dimensions need equal sizes and common
-    factors.
+    Neither tensor may be merged (`merged.py`) along `d`. All other dimensions need equal sizes and
+    common factors.
     """
 
     def special(rule: Rule, input: Tensor, index: Tensor, d: int) -> Any:
@@ -393,7 +397,7 @@ def gathers_along(rule: Rule) -> Rule:
 
 
 def picks_in_order(rule: Rule) -> Rule:
-    """Let a rule of (input, mask, ...) that selects rows compute on merged tensors.
+    """Let a rule of (input, mask, ...) that selects rows compute on merged tensors (`merged.py`).
 
     The rule returns the rows of `input` at which `mask`, a tensor over the leading dimensions, is
     true, in row-major order.
@@ -416,7 +420,7 @@ def takes_slices(rule: Rule) -> Rule:
     """Let a rule of (input, index), which returns `input[index]`, compute on merged tensors.
 
     `index` has an integer or slice for each dimension, and None for each new dimension. Merged
-    dimensions must be selected in full.
+    dimensions (`merged.py`) must be selected in full.
     """
 
     def special(rule: Rule, input: Any, index: Sequence[Any]) -> Any:
@@ -433,8 +437,8 @@ def assigns_slices(rule: Rule) -> Rule:
     """Let a rule of (input, index, value), for `input[index] = value`, compute on merged tensors.
 
     `index` has an integer or slice for each dimension, and None for each new dimension. Merged
-    dimensions must be selected in full. The elements of `input` must not have been redistributed
-    yet.
+    dimensions (`merged.py`) must be selected in full. The elements of `input` must not have been
+    redistributed yet.
     """
 
     def special(rule: Rule, input: Any, index: Sequence[Any], value: Any) -> Any:

@@ -10,12 +10,11 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def before_expansion(x: DistTensor) -> DistTensor:
-    """Return the tensor of which `x` is an expansion, with equally many dimensions, or `x` itself.
+    """Return `y` for `x = y.expand(...)` if both have equally many dimensions, otherwise `x`.
 
-    Repeated dimensions of `x` have size 1 in the result. Redistributing the result and expanding
-    its blocks sends fewer elements than redistributing `x`. `x` may also be an alias or a reshape,
-    merged or not, of an expanded tensor. If `x` or its base requires gradients, the result is `x`,
-    because the program may ask for the gradient of `x`.
+    Redistributing `y` and expanding its blocks sends fewer elements than redistributing `x`. `x`
+    may also be an alias or a reshape of an expanded tensor. If `x` or `y` requires gradients, the
+    result is `x`, because the program may ask for the gradient of `x`.
     """
     recipe = x.recipe
     if recipe is None or x.requires_grad or recipe.base.requires_grad:

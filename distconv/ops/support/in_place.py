@@ -95,14 +95,15 @@ def become_distributed(
     """Turn a plain tensor into a DistTensor, and let `write` write to it. Collective.
 
     Returns the result of `write`, with the plain tensor in place of its argument. If `write`
-    raises, the plain tensor does not change. If it is a view, `base[...]` of integers and slices,
-    it becomes a view of its base, which becomes distributed even if `write` raises.
+    raises, the plain tensor does not change. A plain view, `base[...]` of integers and slices,
+    becomes a view of `base`, and `base` becomes distributed even if `write` raises.
 
     Parameters
     ----------
     operator: the called function, for errors.
     plain: the tensor to change, equal on all ranks.
     operands: the written values, and their positions; some of them are distributed.
+    write: takes the DistTensor, and writes to it.
     cuts: the grid axes that partition each dimension; by default the partition of the operands, the
         largest first.
 
@@ -161,8 +162,8 @@ def become_distributed(
 def _block_of(plain: Tensor, cuts: Cuts, grid: Grid) -> DistTensor:
     """Return a copy of a plain tensor as a DistTensor partitioned by `cuts`.
 
-    If `plain` depends on a leaf outside of parallelized modules, its gradient is summed over the
-    ranks.
+    If `plain` depends on a leaf outside of parallelized modules, the gradient of `plain` is summed
+    over the ranks.
     """
     whole = plain
     if plain.requires_grad and grid.size > 1 and "free" in origins([plain.grad_fn], remember=True):

@@ -66,8 +66,8 @@ def fitting_factors(
 def unmerge(x: Tensor, factors: Sequence[Shape]) -> Tensor:
     """Return `x` with each dimension split into its `factors`.
 
-    `factors` are for the last dimensions if there are more than `x` has. A dimension of size 1 that
-    is broadcast is split into ones.
+    If `factors` has more items than `x` has dimensions, the last items count. A dimension of size 1
+    that is broadcast is split into ones.
     """
     own = factors[len(factors) - x.dim() :]
     sizes = zip(x.shape, own, strict=True)
@@ -83,7 +83,7 @@ def unmerged(x: Tensor) -> DistTensor:
 
 
 def in_blocks(x: Tensor) -> Tensor:
-    """Return `x`; if it is merged, a DistTensor with the same elements that is not. Collective."""
+    """Return `x`; a merged tensor is redistributed to blocks of its own shape. Collective."""
     if isinstance(x, DistTensor) and x.unmerged is not None:
         return DistTensor(x.shard, x.shape, x.cuts, x.grid)
     return x

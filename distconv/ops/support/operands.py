@@ -226,7 +226,7 @@ def to_accumulation_type(x: Tensor) -> Tensor:
 
 
 def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in type `dtype`; a tensor of this type is returned without the call of `x.to`."""
+    """Return `x` in type `dtype`; a tensor of this type is returned without calling `x.to`."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -273,8 +273,8 @@ def global_indices(x: DistTensor) -> list[Tensor]:
 def global_numbers(x: DistTensor, dims: int) -> Tensor:
     """Return the row-major numbers, in the global tensor, of this rank's positions.
 
-    Only the first `dims` dimensions of `x` are numbered; the result has the shape of this rank's
-    block in them.
+    A row-major number is an index into the flattened tensor. Only the first `dims` dimensions of
+    `x` count, and the result has the shape of this rank's block in them.
     """
     box = Box(x.box.start[:dims], x.box.stop[:dims])
     return numbers_in_box(box, tuple(x.shape[:dims]), x.device)

@@ -88,11 +88,11 @@ def _waves(
 
 
 def _to_modes(y: Tensor, d: int, length: int, frequencies: tuple[int, ...], start: int) -> Tensor:
-    """Return this rank's summands of the modes of `frequencies` along dimension `d`.
+    """Return this rank's contribution to the modes of `frequencies` along dimension `d`.
 
-    `y` is this rank's block, whose first position along `d` is `start`; `length` is the number of
-    positions to transform. Positions beyond `length` do not count. The sum over the ranks along `d`
-    gives the modes.
+    `y` is this rank's block of the field, whose first position along `d` is `start`; `length` is
+    the number of positions to transform. Positions beyond `length` do not count. The sum of the
+    contributions of the ranks along `d` gives the modes.
     """
     y = y.narrow(d, 0, min(max(length - start, 0), y.shape[d])).movedim(d, -1)
     stop, dtype = start + y.shape[-1], y.dtype.to_complex()
@@ -106,10 +106,10 @@ def _to_modes(y: Tensor, d: int, length: int, frequencies: tuple[int, ...], star
 def _to_space(
     y: Tensor, d: int, length: int, frequencies: tuple[int, ...], start: int, stop: int, real: bool
 ) -> Tensor:
-    """Return the inverse transform along dimension `d`, at positions `start` to `stop` - 1.
+    """Return the inverse transform of the modes `y` along `d`, at positions `start` to `stop` - 1.
 
-    `y` has the modes of `frequencies` along `d`; `length` is the number of positions. If `real`,
-    the result is real, and the conjugate modes at negative frequencies are not in `y`.
+    `y` has the modes of `frequencies` along dimension `d`; `length` is the number of positions. If
+    `real`, the result is real, and the conjugate modes at negative frequencies are not in `y`.
     """
     waves = _waves(y.device, length, frequencies, start, stop, 1, y.dtype)
     y = y.movedim(d, -1)
@@ -145,7 +145,10 @@ def _are_few(
 
 
 class Spectrum(PendingElements):
-    """The pending modes of a partitioned field; a slice of few modes is computed on its own."""
+    """The Fourier transform of a partitioned field, computed when it is read.
+
+    A slice of few modes is computed without the other modes.
+    """
 
     def __init__(
         self,
@@ -211,7 +214,7 @@ class Spectrum(PendingElements):
         return kept if all(pick == slice(None) for pick in rest) else kept[tuple(rest)]
 
     def rolled(self, x: DistTensor, shifts: Mapping[int, int]) -> Any:
-        """Return the spectrum `x` rolled by `shifts`, by dimension, and still pending.
+        """Return the spectrum `x` rolled by `shifts`, by dimension, without computing it.
 
         Returns None if `shifts` has a dimension that is not transformed.
         """
@@ -224,7 +227,7 @@ class Spectrum(PendingElements):
         return other.tensor(x.shape, x.cuts, x.example)
 
     def tensor(self, shape: Sequence[int], cuts: Cuts, example: Tensor) -> DistTensor:
-        """Return a DistTensor of global `shape` whose pending elements are these modes.
+        """Return a DistTensor of global `shape` whose elements, the modes, are computed when read.
 
         `cuts` are the grid axes that partition each dimension; `example` is a plain tensor of the
         type and device of the modes.
@@ -252,7 +255,7 @@ class Spectrum(PendingElements):
         return field
 
     def _project(self, field: DistTensorBase, frequencies: dict[int, tuple[int, ...]]) -> Tensor:
-        """Return this rank's summands of the modes at `frequencies`, given by dimension."""
+        """Return this rank's contribution to the modes at `frequencies`, given by dimension."""
         y, start = field.shard, field.box.start
         # The last dimension in torch's order comes first, as its input may be real.
         for place, d in enumerate(reversed(frequencies)):
@@ -275,7 +278,7 @@ class _Kept(NamedTuple):
 
 
 class Modes(PendingElements):
-    """A pending spectrum that is zero except in slices that the program has assigned."""
+    """A spectrum, computed when read, that is zero except in slices that the program assigned."""
 
     def __init__(self, shape: Sequence[int], cuts: Cuts, grid: Grid, example: Tensor) -> None:
         self._shape, self._cuts, self._grid = tuple(shape), cuts, grid
@@ -327,13 +330,13 @@ class Modes(PendingElements):
         return True
 
     def rolled(self, x: DistTensor, shifts: Mapping[int, int]) -> Any:
-        """Return the spectrum rolled by `shifts`, by dimension, and still pending."""
+        """Return the spectrum rolled by `shifts`, by dimension, without computing it."""
         other = Modes(self._shape, self._cuts, self._grid, self._example)
         other._kept, other._shifts = [*self._kept], _summed(self._shifts, shifts)
         return other.tensor()
 
     def tensor(self) -> DistTensor:
-        """Return a DistTensor whose pending elements are this spectrum."""
+        """Return a DistTensor whose elements, this spectrum, are computed when they are read."""
         return DistTensor.with_pending(self, self._shape, self._cuts, self._grid, self._example)
 
     def to_space(self, transform: FourierTransform, cuts: Cuts) -> DistTensor | None:
@@ -387,7 +390,7 @@ class Modes(PendingElements):
 def zeros(shape: Sequence[int], cuts: Cuts, grid: Grid, example: Tensor) -> DistTensor:
     """Return zeros of the type of `example`, partitioned by `cuts`.
 
-    A partitioned complex tensor is a pending spectrum, which takes no memory until it is read.
+    A partitioned complex tensor is a spectrum that takes no memory until it is read.
     """
     if example.dtype in _TYPES and example.is_complex() and cutting_axes(cuts):
         return Modes(shape, cuts, grid, example.new_empty(0)).tensor()
@@ -413,9 +416,9 @@ def is_fresh_spectrum(plain: Tensor) -> bool:
 
 
 def can_be_partial(x: DistTensor, transform: FourierTransform) -> bool:
-    """Return whether the result of `transform` of `x` may be a pending spectrum.
+    """Return whether the result of `transform` of `x` may be computed when it is read.
 
-    A forward transform can be pending if a transformed dimension is partitioned.
+    This requires a forward transform along a partitioned dimension.
     """
     return (
         transform.kind in ("fft", "rfft")

@@ -76,7 +76,7 @@ class PlannedWindows(NamedTuple):
     left: tuple[int, ...]
 
     def outputs(self, made: Tensor) -> Tensor:
-        """Return `made`, computed from `gather_windows`, as this rank's block of the result.
+        """Return `made`, computed from the gathered inputs, as this rank's block of the result.
 
         A rank without outputs has computed the output of one window, which is dropped.
         """

@@ -64,7 +64,10 @@ class Sampling(NamedTuple):
         return self.padding if self.mode == "bicubic" else "zeros"
 
     def pixels(self, x: Tensor, size: int) -> Tensor:
-        """Return the pixels of the coordinates `x` across `size` pixels, as torch's kernel does."""
+        """Return the fractional pixel positions of the coordinates `x` across `size` pixels.
+
+        The positions equal those of torch's kernel to the last bit.
+        """
         if x.dtype in HALVES:
             if not self.accelerated:  # whose kernels compute in float32
                 y = (x + 1).mul_(x.new_tensor(self.slope(size)))
@@ -78,15 +81,15 @@ class Sampling(NamedTuple):
         return y.mul_(size).sub_(1).mul_(0.5)
 
     def slope(self, size: int) -> float:
-        """Return the derivative of a pixel by its coordinate, across `size` pixels."""
+        """Return the derivative of a pixel position by its coordinate, across `size` pixels."""
         return (size - 1) / 2 if self.corners else size / 2
 
     def edges(self, size: int) -> tuple[float, float]:
-        """Return the pixels at which a plane of `size` pixels is reflected."""
+        """Return the pixel positions at which a plane of `size` pixels is reflected."""
         return (0.0, size - 1.0) if self.corners else (-0.5, size - 0.5)
 
     def inside(self, pixels: Tensor, size: int) -> Tensor:
-        """Return `pixels`, reflected or clipped to a plane of `size` pixels by the padding mode."""
+        """Return `pixels`, positions, reflected or clipped to `size` pixels by the padding mode."""
         if self.padding == "border":
             reach = 3 if self.mode == "bicubic" else 0
             return pixels.clamp_(-reach, size - 1 + reach)
@@ -100,9 +103,10 @@ class Sampling(NamedTuple):
         return pixels
 
     def signs(self, pixels: Tensor, size: int) -> Tensor | None:
-        """Return the derivative of `inside` by `pixels`, -1, 0 or 1; None if it is 1 everywhere.
+        """Return the derivative of the reflected or clipped positions by the positions `pixels`.
 
-        In the nearest mode, and where the bicubic mode clips, the kernel's gradient is 0 anyway.
+        The derivative is -1, 0 or 1; None means 1 everywhere. In the nearest mode, and where the
+        bicubic mode clips, the kernel's gradient is 0 anyway.
         """
         clipped = (self.padding, self.mode) == ("border", "bicubic")
         if self.padding == "zeros" or self.mode == "nearest" or clipped:
@@ -140,8 +144,8 @@ class Sampling(NamedTuple):
     def interval(self, low: float, high: float, size: int) -> Interval:
         """Return the interval, out of `size` pixels, that is read to sample from `low` to `high`.
 
-        It has `FEWEST` pixels or more, or all pixels of a narrower plane. With reflection or
-        clipping, nan and pixels beyond `WILD` need all pixels.
+        The interval has `FEWEST` pixels or more, or all pixels of a narrower plane. With reflection
+        or clipping, nan and positions beyond `WILD` need all pixels.
         """
         if not low <= high:
             return 0, min(FEWEST, size)
@@ -199,7 +203,7 @@ def extremes(sampling: Sampling, points: Tensor, plane: tuple[int, ...]) -> list
 
 
 def _pixels_of(sampling: Sampling, bounds: Tensor, plane: tuple[int, ...]) -> list[list[float]]:
-    """Return the pixels of the coordinates `bounds`, with a row for each dimension of the plane."""
+    """Return the pixel positions of coordinates, `bounds`, a row for each dimension of `plane`."""
     rows = [sampling.pixels(row, n) for row, n in zip(bounds.unbind(0), plane, strict=True)]
     return torch.stack(rows).tolist()
 
@@ -207,8 +211,7 @@ def _pixels_of(sampling: Sampling, bounds: Tensor, plane: tuple[int, ...]) -> li
 class Relocate(ShardFunction):
     """The conversion of points from coordinates across the plane to coordinates across a box.
 
-    `boxes` has the box's interval for each dimension of `plane`. The gradient is that of the
-    pixels.
+    `boxes` has the box's interval for each dimension of `plane`. Differentiable once.
     """
 
     @staticmethod
