@@ -1,9 +1,9 @@
-"""nn.LSTM, nn.GRU and nn.RNN, and their cells, of partitioned mini-batches.
+"""nn.LSTM, nn.GRU and nn.RNN, and their cells, on partitioned mini-batches.
 
-A layer computes on complete sequences and features. Grid axes that partition sequences or features
-partition the mini-batch instead during the call, if it has a sample for each rank; the result is
-redistributed back. Otherwise sequences and features are gathered. Rows of images, as sequences, are
-merged samples (`support/merged.py`).
+A layer computes on complete sequences and features. If the mini-batch has a sample for each rank,
+the grid axes that partition sequences or features partition the mini-batch during the call, and the
+result is redistributed back. Otherwise sequences and features are gathered. Rows of images, as
+sequences, are merged samples (`support/merged.py`).
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Spec(NamedTuple):
     def pair(
         self, rows: Positions, columns: Positions, mask: Tensor | None, tour: Tour | None = None
     ) -> Pair:
-        """Return the settings of the attention of the queries at `rows` to the keys at `columns`.
+        """Return the pair of blocks: the queries at `rows` and the keys at `columns`.
 
         `mask` is (..., R or 1, C or 1), or None. With `tour`, only the samples and heads of the
         tour are included.
@@ -191,7 +191,7 @@ class _Pass:
         return (schedule.rows(rank) if queries else schedule.columns(rank)).size
 
     def pair(self, rows: int, columns: int) -> Pair:
-        """Return the settings of the attention of rank `rows` to the keys of rank `columns`."""
+        """Return the pair of blocks: the queries of rank `rows` and the keys of rank `columns`."""
         schedule = self.spec.schedule
         keys, mask = schedule.columns(columns), None
         if self.mask is not None:
@@ -222,7 +222,7 @@ class _Pass:
     def meet(
         self, pair: Pair, visitors: Sequence[Tensor] | None, queries: bool = False
     ) -> list[Tensor]:
-        """Compute with `visitors`, blocks received from another rank; return the results for it.
+        """Compute with `visitors`, blocks of another rank; return the results to send back.
 
         `queries` states that the visitors are queries. With None for `visitors`, compute with this
         rank's own queries and keys.

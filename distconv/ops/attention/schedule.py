@@ -1,9 +1,9 @@
 """The schedule of ring attention: which blocks each rank sends and receives at each step.
 
-The ranks that partition queries and keys over the same grid axes form a ring. On a tour, blocks of
-keys (or, to balance causal attention, of queries) are sent to other ranks, where they are visitors
-for one step. The schedule also decides which queries attend to which keys. Index arithmetic only:
-every rank computes the same schedule.
+Along the grid axes that partition both queries and keys, ranks form a ring. On a tour, blocks of
+keys (or, to balance causal attention, of queries) are sent to the other ranks of the ring. The
+schedule also decides which queries attend to which keys. Index arithmetic only: every rank computes
+the same schedule.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def implements_in_place(
 ) -> None:
     """Register `method` as the in-place form of `rule`, which writes to the first argument.
 
-    `into_plain` writes to a plain tensor outside autograd. Without it, or if it returns
-    `NotImplemented`, all operands are gathered on every rank.
+    `into_plain` writes to a plain first argument outside autograd. Without it, or if it returns
+    `NotImplemented`, all other operands are gathered on every rank.
     """
     name = method.__name__
 
