@@ -1,9 +1,9 @@
 """torch.autograd.backward and torch.autograd.grad, hooks and deep copies for DistTensors.
 
-autograd records the shards; users see whole tensors. The gradient of a replicated value, plain
-tensors included, is the sum over its replicas. The functions here return this sum, so they
-communicate in the backward pass if a value is replicated, in the order of the graph, which is the
-same on all ranks.
+Autograd records operations on the shards, while users see global tensors. The gradient of a
+replicated value, plain tensors included, is the sum over its replicas. The functions here return
+this sum. If a value is replicated, they therefore communicate in the backward pass, in the order of
+the graph, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def _seeds(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the shards of `tensors`, and the gradient block with which backward starts at each.
 
-    The gradient block of a replicated tensor is divided by the number of replicas, as autograd sums
-    over them. `operator` is the name of the called function, for error messages. Raises
-    RuntimeError unless there is one gradient for each tensor, or none at all.
+    The gradient block of a replicated tensor is divided by the number of replicas, because autograd
+    sums over the replicas. `operator` is the name of the called function, for error messages.
+    Raises RuntimeError unless there is one gradient for each tensor, or none at all.
     """
     given: Sequence[Tensor | None]
     if gradients is None:
@@ -67,7 +67,7 @@ def backward(
     grad_variables: GradientArguments = None,
     inputs: Tensors | None = None,
 ) -> None:
-    """Add the gradients of `tensors` to the `.grad` of the leaves; all ranks call it together."""
+    """Add the gradients of `tensors` to the `.grad` of the leaves. Collective."""
     gradients = grad_variables if grad_tensors is None else grad_tensors
     roots = as_list(tensors)
     shards, seeds = _seeds(roots, gradients, "backward")
@@ -91,8 +91,8 @@ def grad(
     """Return the gradient of the outputs' sum for each input, equal to serial torch's. Collective.
 
     The gradient of a DistTensor is a DistTensor of its layout. The gradient of a plain tensor,
-    equal on all ranks, is a plain tensor; with `create_graph` it is a DistTensor that is whole on
-    every rank, so that it can be differentiated again.
+    equal on all ranks, is a plain tensor; with `create_graph` it is a replicated DistTensor, so
+    that it can be differentiated again.
     """
     roots, wanted = as_list(outputs), as_list(inputs)
     grid = common_grid("grad", [*roots, *wanted])
@@ -109,7 +109,7 @@ def grad(
             way_out="Compute the output on DistTensors, x.redistribute(Layout()) if need be",
         )
     shards, seeds = _seeds(roots, grad_outputs, "grad")
-    # Searched before the backward pass frees the graph.
+    # This searches the graph, which the backward pass frees.
     met = [create_graph and not isinstance(x, DistTensor) and meets(shards, x) for x in wanted]
     leaves = shards_of(wanted)
     gradients = torch.autograd.grad(
@@ -128,14 +128,14 @@ def grad(
             return torch.zeros_like(x) if materialize_grads else None
         if isinstance(x, DistTensor):
             y = x.stored
-            # A replicated leaf sums its gradient by itself.
+            # The hook of a replicated leaf has summed the gradient already.
             total = part if y.summed_by == "hook" else whole_gradient(part, y.cuts, grid)
             gradient = DistTensor(total, y.shape, y.cuts, grid)
             return gradient if y is x else gradient.reshape(x.shape)
-        # Others were summed where they met distributed tensors, or became one.
+        # Other gradients were summed where a plain tensor met distributed ones, or became one.
         cuts: Cuts = ((),) * x.dim()
         if owned_among([x]) is not None:
-            # Its hooks get the sum.
+            # The hooks of the parameter get the sum.
             total = part if is_summed(x) else whole_gradient(part, cuts, grid)
         elif met:
             total = replicate(part, grid, replicating_axes(cuts, grid.topology))
@@ -149,10 +149,11 @@ def grad(
 def _part_of_leaf(
     shards: Sequence[Tensor], leaf: Tensor, part: Tensor | None, allow_unused: bool
 ) -> Tensor | None:
-    """Return `part`, the gradient of `leaf`; for None return zeros if `leaf` is in the graph.
+    """Return `part`, this rank's gradient of `leaf`, or zeros if torch left it out.
 
-    If the graph of the outputs, whose blocks are `shards`, does not reach `leaf`, returns None with
-    `allow_unused`, and raises RuntimeError without.
+    A `part` of None is replaced by zeros if the graph of the outputs, whose blocks are `shards`,
+    reaches `leaf`. If the graph does not, return None with `allow_unused`, and raise RuntimeError
+    without `allow_unused`.
     """
     if part is not None:
         return part
@@ -170,11 +171,11 @@ def _part_of_leaf(
 def _recorded_alike(
     parts: Sequence[Tensor | None], leaves: Sequence[Tensor], grid: Grid
 ) -> list[Tensor | None]:
-    """Return `parts`, the gradients of `leaves`, each with a graph on all ranks or on none.
+    """Return the gradients `parts` of `leaves`, each with a graph on all ranks or none. Collective.
 
-    Collective. With `create_graph` a rank whose block has no elements, or was overwritten in full,
-    has a constant gradient even if other ranks have one that can be differentiated again. Such a
-    rank adds the sum of no elements of the leaf, which is 0 and has a graph.
+    With `create_graph`, a rank whose block has no elements, or was overwritten in full, has a
+    constant gradient even if the gradient of another rank can be differentiated again. Such a rank
+    adds the sum of no elements of the leaf, which is 0 and has a graph.
     """
     recorded = [part is not None and part.requires_grad for part in parts]
     counts = torch.tensor(recorded, dtype=torch.float64, device=grid.device)
@@ -192,7 +193,8 @@ def register_hook(
 ) -> RemovableHandle:
     """Let each backward pass call `hook` with the tensor's gradient, on all ranks together.
 
-    The hook may return a gradient in its place. The result is a handle that removes the hook.
+    The hook may return another gradient to use instead. The result is a handle that removes the
+    hook.
     """
     stored, shape = self.stored, self.shape
     handle = _hook_block(stored, hook if stored is self else _in_shape(hook, shape, stored.shape))
@@ -207,15 +209,19 @@ def register_hook(
 def _hook_block(
     self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
-    """Register `hook` for the gradient of a tensor, `x.stored` of some tensor `x`."""
+    """Register `hook` for the gradient of `self`, whose blocks the ranks hold.
+
+    The hook gets the gradient summed over replicas. All ranks call the hook together in the
+    backward pass.
+    """
     # No reference to the tensor itself: its graph would keep it alive.
     shape, cuts, grid, replicas = self.shape, self.cuts, self.grid, self.replicas
     block, dtype, device = self.shard.shape, self.dtype, self.device
-    # A replicated leaf has summed its gradient by itself before.
+    # The hook of a replicated leaf has summed the gradient already.
     leaf = self.summed_by == "hook"
 
     def on_shard(part: Tensor | None) -> Tensor | None:
-        # A rank without a part takes part in the sum, as others wait for it.
+        # A rank without a gradient takes part in the sum, for which other ranks wait.
         own = torch.zeros(block, dtype=dtype, device=device) if part is None else part
         total = own if leaf else whole_gradient(own, cuts, grid)
         changed = hook(None if part is None else DistTensor(total, shape, cuts, grid))
@@ -247,7 +253,7 @@ def _in_shape(
 
 
 def _block_with_gradient(x: DistTensor) -> Tensor:
-    """Return the leaf or the shard, whose gradient is this rank's part of the gradient."""
+    """Return the leaf or the shard of `x`, whose gradient is this rank's part of the gradient."""
     return x.shard if x.leaf is None else x.leaf
 
 
@@ -300,8 +306,8 @@ def retains_grad(self: DistTensor) -> bool:
 def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
     """Return a new leaf with the tensor's elements and gradient, in its layout and on its grid.
 
-    As in torch, the copy of a Parameter has no gradient. Nothing is sent, unless reading `shard`
-    is collective.
+    As in torch, the copy of a Parameter has no gradient. Raises RuntimeError if the tensor is not a
+    leaf. Nothing is sent, unless reading `shard` is collective.
     """
     if id(self) in memo:
         twin: DistTensor = memo[id(self)]

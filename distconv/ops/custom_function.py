@@ -1,8 +1,8 @@
 """A user's own torch.autograd.Function on DistTensors.
 
-torch would record such a Function on the DistTensors, but autograd lives on their shards. So
-`apply` records it on the shards. The user's forward and backward run as they are, on DistTensors,
-and are exact by the rules of the functions that they call.
+torch would record such a Function on the DistTensors, but distconv's autograd graph connects their
+shards. So `apply` records the Function on the shards. The user's forward and backward run on
+DistTensors, unchanged, and are exact by the rules of the functions that they call.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from distconv.torch_private import (
 
 
 class _BlockPlace(NamedTuple):
-    """Shape, cuts and grid with which a saved shard becomes its DistTensor again.
+    """The global shape, cuts and grid by which a saved shard is turned back into its DistTensor.
 
-    `distributed` is False for a plain tensor, which is its own shard.
+    `cuts` are the grid axes that partition each dimension. `distributed` is False for a plain
+    tensor, which is its own shard.
     """
 
     shape: Shape
@@ -54,18 +55,18 @@ class _BlockPlace(NamedTuple):
         return cls(tuple(x.shape), cuts, grid, distributed)
 
     def tensor(self, shard: Tensor) -> Tensor:
-        """Return the tensor whose shard on this rank is `shard`."""
+        """Return the DistTensor whose shard on this rank is `shard`, or a plain `shard` itself."""
         return DistTensor(shard, self.shape, self.cuts, self.grid) if self.distributed else shard
 
     def gradient(self, part: Tensor) -> Tensor:
-        """Return the gradient of a tensor: the sum of `part` over its replicas. Collective."""
+        """Return a tensor's gradient: the sum of `part` over the tensor's replicas. Collective."""
         return self.tensor(whole_gradient(part, self.cuts, self.grid))
 
 
 class _Context(FunctionCtx):
     """The `ctx` that a user's Function receives, with torch's methods and the user's attributes.
 
-    Gradients of unused outputs are zeros on all ranks, whatever `set_materialize_grads` says.
+    Gradients of unused outputs are zeros on all ranks, also after `set_materialize_grads(False)`.
     """
 
     to_save: tuple[Any, ...] = ()
@@ -88,7 +89,7 @@ class _Context(FunctionCtx):
 
 
 class _FunctionCall:
-    """One call of a user's Function; its node in the graph keeps it for the backward pass."""
+    """A call of a user's Function, which the autograd graph keeps for the backward pass."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], grid: Grid) -> None:
         self.function, self._arguments, self._grid = function, arguments, grid
@@ -114,7 +115,7 @@ class _FunctionCall:
         return outputs if self._several else outputs[0]
 
     def forward(self, node: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run the user's forward; return the shards of its outputs.
+        """Run the user's forward on `arguments`; return the shards of its outputs.
 
         Saved tensors and other settings of the user's `ctx` are copied to `node`, the node in the
         graph of the shards.
@@ -141,13 +142,19 @@ class _FunctionCall:
         return tuple(map(shard_of, outputs))
 
     def _distributed(self, output: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return an output, distributed if it is a plain argument to which forward has written."""
+        """Return `output` of the user's forward; a plain argument that was written is distributed.
+
+        An output that is one of the plain `arguments` becomes a DistTensor.
+        """
         if isinstance(output, Tensor) and any(output is x for x in arguments):
             return as_distributed(output, self._grid)
         return output
 
     def _check(self, outputs: tuple[Any, ...]) -> None:
-        """Refuse inputs written in place and plain outputs, whose gradients would be wrong."""
+        """Raise UnsupportedOperation for inputs written in place and for plain outputs.
+
+        The gradients would be wrong. A plain output may be marked as not differentiable.
+        """
         name, context = self.function.__name__, self._context
         if context.dirty_tensors:
             reason = "it writes to its inputs in place"
@@ -210,10 +217,11 @@ class _FunctionCall:
 
 
 class _ModuleHooks(_FunctionCall):
-    """The call by which torch puts full backward hooks of a module on its inputs or outputs.
+    """A call of torch's Function that runs full backward hooks of a module.
 
-    The Function returns its inputs. The hooks get and return serial gradients; those of unused
-    outputs are zeros, where serial torch has None.
+    torch applies this Function to the module's inputs or outputs. The Function returns its inputs
+    unchanged. The hooks get and return serial gradients. Gradients of unused outputs are zeros,
+    although serial torch has None.
     """
 
     def _distributed(self, output: Any, arguments: tuple[Any, ...]) -> Any:
@@ -238,7 +246,7 @@ class _ModuleHooks(_FunctionCall):
 
 
 class _OnShards(Function):
-    """The torch Function of a user's call: one node of the autograd graph that connects shards."""
+    """The torch Function that makes a user's Function a single node of the graph of the shards."""
 
     @staticmethod
     def forward(node: Any, call: _FunctionCall, arguments: tuple[Any, ...], *shards: Tensor) -> Any:
@@ -251,7 +259,7 @@ class _OnShards(Function):
 
 
 def _has_setup_context(function: Any) -> bool:
-    """Return whether a Function has a `setup_context`, so that its forward takes no ctx."""
+    """Return whether a Function has a `setup_context`, so that its forward does not get a ctx."""
     return function.setup_context is not Function.setup_context
 
 
@@ -260,8 +268,9 @@ def _by_position(
 ) -> tuple[Any, ...]:
     """Return the arguments of `apply` as positional arguments of the Function's forward.
 
-    Defaults are filled in for a Function with `setup_context`. Without it torch takes a keyword
-    argument only if no argument before it is missing; otherwise raises TypeError, as torch does.
+    Defaults are filled in for a Function with `setup_context`. Without `setup_context`, a keyword
+    argument is supported only if no argument before it is missing. Otherwise raises TypeError, as
+    torch does.
     """
     newer = _has_setup_context(function)
     if not keywords and not newer:
@@ -285,10 +294,10 @@ def _by_position(
 
 @run_eagerly
 def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Replace torch's `Function.apply`: a call that autograd records runs on the shards.
+    """Replace torch's `Function.apply`: run a call that autograd records on the shards. Collective.
 
-    A call without DistTensors, or outside autograd, is left to torch. All ranks call it together.
-    Gradients are exact if the Function's backward is.
+    torch runs a call without DistTensors, or outside autograd. Gradients are exact if the
+    Function's backward is. Raises UnsupportedOperation for Functions that torch itself defines.
     """
     everything = (*arguments, *keywords.values()) if keywords else arguments
     if not any(isinstance(x, DistTensor) for x in everything):
@@ -303,14 +312,17 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
         reason = "this torch.autograd.Function of torch was applied to a distributed tensor"
         refuse(name, reason, *tensors, way_out=ADVICE_FOR_FUNCTIONS)
     grid = common_grid(name, tensors)
-    # Plain arguments, such as memory to write to, are compared where they meet distributed ones.
+    # Ranks compare plain arguments where these are combined with distributed ones.
     given = recorded(name, _by_position(cls, arguments, keywords), compared=False)
     kind = _ModuleHooks if cls is BackwardHookFunction else _FunctionCall
     return kind(cls, tuple(given), grid).run()
 
 
 def _of_torch(function: Any) -> bool:
-    """Return whether a Function is torch's own; those of distributions call torch's functions."""
+    """Return whether a Function is torch's own, except those of torch.distributions.
+
+    The Functions of torch.distributions are supported, as they call torch functions.
+    """
     module = f"{function.__module__}."
     return module.startswith("torch.") and not module.startswith("torch.distributions.")
 
@@ -319,7 +331,8 @@ def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]
     """Return a checkpoint's inputs with shards in place of DistTensors, and their places.
 
     torch.utils.checkpoint saves the first list. The second has the shape and layout of each
-    DistTensor, and None for every other input.
+    DistTensor, and None for every other input. Collective if the elements of an input are not in
+    its blocks yet.
     """
     places = []
     for x in inputs:
@@ -330,7 +343,7 @@ def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]
 
 
 def _restored(shards: list[Any], places: list[_BlockPlace | None]) -> list[Any]:
-    """Return a checkpoint's inputs with DistTensors made of the saved shards and places."""
+    """Return a checkpoint's inputs, with DistTensors made of the saved shards and places."""
     pairs = zip(shards, places, strict=True)
     return [x if place is None else place.tensor(x) for x, place in pairs]
 

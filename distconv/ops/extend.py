@@ -1,7 +1,8 @@
 """Decorators that let a user's functions take DistTensors: element-wise and over windows.
 
 A Python function that only calls torch functions needs no decorator, as torch functions have rules.
-A function that needs plain tensors does: a compiled kernel, a call into another library.
+A decorator is for functions that need plain tensors, such as compiled kernels and calls into other
+libraries.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ Function = Callable[..., Tensor]
 def elementwise(function: Function) -> Function:
     """Let an element-wise function take DistTensors.
 
-    On DistTensors the function is called with this rank's blocks, contiguous; operands are
-    broadcast against each other as torch does, and plain tensors among them have the global shape.
-    On plain tensors alone it is called unchanged. All ranks call it together; nothing is sent,
-    unless operands have different layouts. A rank on which the function returns a block of another
-    shape raises `ValueError`.
+    On DistTensors the function is called with this rank's blocks, contiguous. Operands are
+    broadcast against each other as in torch; plain tensors among them have the global shape. On
+    plain tensors alone the function is called unchanged. Collective. Nothing is sent, unless
+    operands have different layouts. A rank on which the function returns a block of another shape
+    raises `ValueError`.
 
     Parameters
     ----------
@@ -68,7 +69,7 @@ def elementwise(function: Function) -> Function:
 
 
 def _on_contiguous(function: Function) -> Function:
-    """Return `function` wrapped: its blocks are made contiguous, as a compiled kernel may expect.
+    """Return a function that calls `function` with contiguous tensors, as compiled kernels expect.
 
     Raises UnsupportedOperation if the result depends on a tensor whose gradient would be lost.
     """
@@ -85,10 +86,10 @@ def _on_contiguous(function: Function) -> Function:
 
 
 def _check_closed(function: Function, result: Tensor, *arguments: Any) -> None:
-    """Refuse, on all ranks, a function whose result depends on leaves other than its arguments.
+    """Raise UnsupportedOperation if a function's result depends on leaves besides its arguments.
 
     The gradient of such a leaf would be this rank's part only. Parameters of parallelized modules
-    are allowed, as their gradients are summed over the ranks.
+    are allowed, as their gradients are summed over the ranks. All ranks raise together.
     """
     if not (isinstance(result, Tensor) and result.requires_grad):
         return
@@ -115,11 +116,11 @@ def windowed(
 ) -> Callable[[Function], Function]:
     """Let a function of sliding windows take DistTensors; halos are received from other ranks.
 
-    The decorated function gets its first argument, (sample, channel, *spatial), contiguous and with
-    the padding attached, and returns one output for every window that lies within it, as a
-    convolution without padding does. On plain tensors it is called in the same way. Autograd makes
-    its gradients. Further tensors are passed whole. All ranks of the grid call it together. A
-    result of another shape, or windows that do not fit the plane, raise `ValueError` on every rank.
+    The decorated function gets its first argument, (sample, channel, *spatial), contiguous and
+    padded. It returns one output for every window that lies within this argument, as a convolution
+    without padding does. On plain tensors it is called in the same way. Autograd computes its
+    gradients. Further tensors are gathered on every rank. Collective. A result of another shape, or
+    windows that do not fit the plane, raise `ValueError` on every rank.
 
     Parameters
     ----------
@@ -169,7 +170,7 @@ def windowed(
                 _check_shape(function, result, block)
                 _check_closed(function, result, inputs, args, kwargs)
             else:
-                # The result for a single window has the type and the graph, the same on all ranks.
+                # The result for a single window has the type and the graph of other ranks' results.
                 window = (1, max(buffer.shape[1], 1), *(w.extent for w in windows))
                 zeros = torch.cat([buffer.reshape(-1)[:0], buffer.new_zeros(prod(window))])
                 inputs = zeros.reshape(window)

@@ -1,4 +1,4 @@
-"""Functions of lists of tensors, as optimizers and averages of weights call them."""
+"""Functions of lists of tensors, such as optimizers call: torch._foreach_* and fused steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def norm(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None
 def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
     """Multiply gradients by `inverse`; set `found` to 1 on all ranks if any rank has an inf or nan.
 
-    torch.amp.GradScaler calls it; all ranks call it.
+    torch.amp.GradScaler calls this function. Collective.
     """
     shards = shards_of(gradients)
     torch_private.unscale_gradients([shard for shard in shards if shard.numel()], found, inverse)
@@ -61,13 +61,16 @@ def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
 
 
 def _of_optimizer(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the rule of a fused optimizer step, such as Adam's: each rank updates its shards."""
+    """Return the rule of a fused optimizer step, such as Adam's: each rank updates its shards.
+
+    The rule raises UnsupportedOperation if a state has another layout than its parameter.
+    """
     name = function.__name__
 
     def rule(parameters: list[Tensor], *lists: list[Tensor], **options: Any) -> None:
         columns = [parameters, *(column for column in lists if column)]
         for p, *others in zip(*columns, strict=True):
-            # The number of steps has one element.
+            # A number of steps is a scalar, and has no layout to check.
             for x in (x for x in others if x.dim() and isinstance(p, DistTensor)):
                 if not isinstance(x, DistTensor) or (x.cuts, x.grid) != (p.cuts, p.grid):
                     way_out = "Load its state by distconv.load_full_state_dict(optimizer, state)"
@@ -98,5 +101,5 @@ for _name in ("adam", "adamw", "adagrad", "sgd"):
     _function = torch_private.fused_step(_name)
     RULES[_function] = _of_optimizer(_function)
 
-# The methods check operands pair by pair; the lists may be of several grids.
+# The methods check their own operands; the tensors of a list may be on several grids.
 UNCHECKED.update(f for f in RULES if f.__name__.startswith(("_foreach_", "_fused_")))

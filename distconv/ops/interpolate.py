@@ -1,4 +1,4 @@
-"""Interpolation on cut planes: outputs are weighted sums of inputs, one dimension after another."""
+"""F.interpolate on partitioned planes: outputs are weighted sums of inputs along each dimension."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> DistTensor:
-    """Resample the spatial dimensions to a size, or by a factor, in all of torch's modes."""
+    """Resample the spatial dimensions to a size or by a factor, in torch's modes. Collective."""
     arguments: Any = (mode, align_corners, recompute_scale_factor, antialias)
     _check_input(input, mode)
     # The check fails for an empty batch.
@@ -96,7 +96,7 @@ def _check_input(input: DistTensor, mode: str) -> None:
 
 
 def _scales(scale_factor: float | Sequence[float] | None, spatial: int) -> list[float | None]:
-    """Return the scale factor of each spatial dimension; None where the sizes determine it."""
+    """Return the scale factor of each spatial dimension; None where sizes determine the scale."""
     if isinstance(scale_factor, Sequence):
         return list(scale_factor)
     return [scale_factor] * spatial
@@ -110,7 +110,10 @@ def _index_maps(
     align_corners: bool,
     antialias: bool,
 ) -> list[Resampled]:
-    """Return which inputs each output needs, for each spatial dimension of the result `shape`."""
+    """Return, for each spatial dimension of the result `shape`, the map from outputs to inputs.
+
+    A map gives the inputs that each output needs, and their weights.
+    """
     along = partial(
         Resampled,
         mode=_MODES.get(mode, mode),
@@ -126,7 +129,7 @@ def _index_maps(
 def _refuse_ambiguous(
     input: DistTensor, shape: Sequence[int], scale_factor: Any, maps: Sequence[Resampled]
 ) -> None:
-    """Refuse an interpolation for which torch's kernels disagree about what is nearest."""
+    """Raise UnsupportedOperation if torch's kernels disagree about the nearest inputs."""
     for cut, index_map, size in zip(input.cuts[2:], maps, input.shape[2:], strict=True):
         doubtful = bool(cut) if input.grid.computes_on_gpu else len(maps) != 2
         if doubtful and index_map.ambiguous(size):
@@ -140,9 +143,9 @@ def _refuse_ambiguous(
 
 
 def _refuse_one_column(input: DistTensor, shape: Sequence[int]) -> None:
-    """Refuse an antialiased plane that torch resizes by its memory format, and so by its block.
+    """Raise UnsupportedOperation for antialiasing to one column: memory formats would matter.
 
-    A block of one channel counts as contiguous where the whole tensor has channels last.
+    A block of one channel counts as contiguous even if the global tensor has channels last.
     """
     if any(input.cuts[1:]) and shape[3] == 1 and shape[2] not in (1, input.shape[2]):
         reason = "torch repeats the first row of an antialiased plane of one column"
@@ -150,7 +153,7 @@ def _refuse_one_column(input: DistTensor, shape: Sequence[int]) -> None:
 
 
 def _refuse_on_cut_plane(input: DistTensor, mode: str) -> None:
-    """Refuse types that only whole planes support."""
+    """Raise UnsupportedOperation for a type that is unsupported on a partitioned plane."""
     if not (input.is_floating_point() or mode.startswith("nearest")):
         reason = f"mode={mode!r} of {input.dtype} on a partitioned plane is not supported"
         refuse("interpolate", reason, input, way_out="Convert it, x.float(), and round the result")
@@ -159,7 +162,10 @@ def _refuse_on_cut_plane(input: DistTensor, mode: str) -> None:
 def _refuse_unlike_gradient(
     input: DistTensor, shape: Sequence[int], scales: Sequence[float | None]
 ) -> None:
-    """Refuse an antialiased dimension that torch copies, though its gradient resamples."""
+    """Raise UnsupportedOperation if torch copies a dimension, but resamples its gradient.
+
+    torch does so with antialiasing, for a scale other than 1 that keeps the size of a dimension.
+    """
     for axes, size, made, scale in zip(
         input.cuts[2:], input.shape[2:], shape[2:], scales, strict=True
     ):
@@ -174,7 +180,10 @@ def _refuse_unlike_gradient(
 
 
 def _refuse_copied_gradient(input: DistTensor, scales: Sequence[float | None]) -> None:
-    """Refuse factors of bicubic resizing that keep both sizes: torch copies the gradient."""
+    """Raise UnsupportedOperation if torch resamples a plane, but copies its gradient.
+
+    torch does so in the bicubic mode, for `scales` other than 1 that keep both sizes.
+    """
     if any(scale not in (None, 1) for scale in scales):
         refuse(
             "interpolate",
@@ -195,11 +204,12 @@ def _of_buffer(
     align_corners: bool | None,
     antialias: bool,
 ) -> Tensor:
-    """Return this rank's outputs, those in `box`, from a buffer of the inputs that they need.
+    """Return this rank's outputs, which are those in `box`, from a buffer of their inputs.
 
-    torch's kernel computes the dimensions in which it makes of the buffer what it makes of the
-    whole plane, where it may begin some outputs earlier (`Resampled.alone`). The other dimensions
-    are computed before, one after the other.
+    A dimension that is not partitioned, or for which torch's kernel computes the same from the
+    buffer as from the global plane (`Resampled.alone`), is left to torch's kernel. Other dimensions
+    are resampled before, one after the other. `maps` and `scales` have an item for each spatial
+    dimension.
     """
     scales, spatial = list(scales), len(maps)
     made, surplus, done = list(box.shape[2:]), [0] * spatial, 0
@@ -234,7 +244,7 @@ def _resample(
     """Return the outputs [start, stop) along dimension `d`, from a buffer of their inputs.
 
     `resampled` gives the inputs and weights of each output; `size` is the number of inputs along
-    `d` in the whole plane.
+    `d` in the global plane.
     """
     first = resampled.intervals(size, start, stop)[0][0]
     if not resampled.mode.startswith("nearest"):
@@ -274,8 +284,8 @@ def _taps(
     """Return a pair of vectors on `device` for each tap: positions of inputs, and their weights.
 
     Tap k has the k-th input of every output in [start, stop) along one dimension. Positions are
-    counted from input `first`, where the buffer begins; `size` is the number of inputs in the whole
-    plane.
+    counted from input `first`, the first one in the buffer; `size` is the number of inputs in the
+    global plane.
     """
     pairs = zip(*(array.T for array in resampled.taps(size, start, stop)), strict=True)
     return [

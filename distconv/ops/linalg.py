@@ -1,6 +1,7 @@
 """Functions of matrices, which are the last two dimensions, and tensordot.
 
-Matrices are made whole on every rank; the dimensions in front of them, a batch, stay cut.
+Matrices are gathered on every rank. The dimensions in front of the matrices are a batch, and stay
+partitioned.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def _batchwise(function: Callable[..., Any], names: Sequence[str], inner: Sequen
 
     Parameters
     ----------
-    names: torch's names of these arguments.
-    inner: for each argument 2 if it holds matrices, 1 if it holds vectors.
+    names: torch's names of the first arguments.
+    inner: for each name 2 if the argument holds matrices, 1 if it holds vectors.
     """
     label = function.__name__.removeprefix("linalg_")
 
@@ -79,7 +80,7 @@ for _home in (torch, torch.Tensor):
 def _aligned(A: Tensor, B: Tensor) -> tuple[Tensor, bool]:
     """Return the right-hand sides `B` as matrices, and whether `B` holds vectors.
 
-    The matrices get as many batch dimensions as `A` has.
+    The matrices have at least as many batch dimensions as `A`.
     """
     vectors = B.dim() == 1 or (A.dim() - 1 == B.dim() and A.shape[:-1] == B.shape)
     columns = B.unsqueeze(-1) if vectors else B
@@ -90,7 +91,10 @@ def _aligned(A: Tensor, B: Tensor) -> tuple[Tensor, bool]:
 
 @implements(torch.linalg.solve)
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
-    """Return the solutions X of A X = B, or of X A = B unless `left`, for matrices or vectors B."""
+    """Return the solutions X of A X = B, or of X A = B unless `left`. Collective.
+
+    `B` holds matrices or vectors.
+    """
     check_on_meta(torch.linalg.solve, A, B, left=left)
     columns, vectors = _aligned(A, B)
     found: Tensor = apply_to_batches(torch.linalg.solve, "solve", [A, columns], [2, 2], left=left)

@@ -1,4 +1,4 @@
-"""Losses: each rank adds up its own elements, and one or two numbers per rank are reduced."""
+"""Losses: each rank sums its own elements, and an all-reduce sums one or two numbers per rank."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _reducing(
     """Return a decorator that registers the rule of the loss `function`.
 
     The decorated function takes torch's arguments by name. Its `reduction` is "none", "mean", "sum"
-    or one of `others`; torch's deprecated `size_average` and `reduce` are translated to it. Another
-    name raises ValueError.
+    or one of `others`. The rule raises ValueError for another reduction, and translates torch's
+    deprecated `size_average` and `reduce`.
     """
     signature = inspect.signature(function)
 
@@ -72,7 +72,7 @@ def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
     """Return a decorator that registers the rule of the loss `function`.
 
     The decorated function takes torch's arguments by name, except the reduction, and returns the
-    loss of each element; the rule reduces them.
+    loss of each element. The rule reduces the losses.
     """
 
     def register(terms: Loss) -> Loss:
@@ -89,11 +89,11 @@ def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
 
 
 def _total(local: Tensor, divisor: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
-    """Return the sum of `local` over all blocks, divided by `divisor`: a scalar on every rank.
+    """Return the sum of `local` over all blocks, divided by `divisor`, on every rank. Collective.
 
-    `cuts` are the cuts of the tensor whose blocks are summed. If `divisor` is a tensor it is this
-    rank's part, and is summed over the blocks first. The result has the type `kind`, or the real
-    type of a complex one. All ranks call it.
+    `cuts` are the grid axes that partition each dimension of the tensor whose blocks are summed. A
+    `divisor` that is a tensor is this rank's summand, and is summed over the blocks as well. The
+    result has the type `kind`, or the real type of a complex one.
     """
     axes = cutting_axes(cuts)
     if isinstance(divisor, Tensor):
@@ -106,9 +106,9 @@ def _total(local: Tensor, divisor: Any, cuts: Cuts, grid: Grid, kind: torch.dtyp
 
 
 def _terms(reduction: str, *tensors: Any) -> list[Any]:
-    """Return the tensors in `accumulation_type`, float32 for half types, if they are to be summed.
+    """Return `tensors` in the type in which they are summed: half types are converted to float32.
 
-    If `reduction` is "none" they are returned unchanged.
+    If `reduction` is "none" the tensors are returned unchanged.
     """
     if reduction == "none":
         return list(tensors)
@@ -116,16 +116,19 @@ def _terms(reduction: str, *tensors: Any) -> list[Any]:
 
 
 def _elements(reduction: str, *tensors: Any) -> list[Any]:
-    """Return the tensors of an element-wise loss in the form in which it is computed and summed.
+    """Return the operands of an element-wise loss in the form in which it is computed and summed.
 
-    Half types become float32, and dimensions have the order of memory. If `reduction` is "none" the
-    tensors are returned unchanged.
+    Half types are converted to float32, and dimensions are permuted to the order of memory. If
+    `reduction` is "none" the tensors are returned unchanged.
     """
     return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
 
 
 def _in_block(reduction: str, cuts: Cuts) -> str:
-    """Return the reduction of a block: `reduction` itself if the block is the whole tensor."""
+    """Return the reduction that each rank applies to its block.
+
+    This is "sum" if blocks of a partitioned tensor are reduced, otherwise `reduction` itself.
+    """
     return "sum" if reduction != "none" and cutting_axes(cuts) else reduction
 
 
@@ -173,7 +176,7 @@ def _regression(function: Callable[..., Tensor]) -> None:
 
 
 def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
-    """Register the rule of F.binary_cross_entropy, or of its form for logits."""
+    """Register the rule of F.binary_cross_entropy or F.binary_cross_entropy_with_logits."""
     name = function.__name__
 
     @_reducing(function)
@@ -222,10 +225,10 @@ def _check_without_samples(
     weight: Tensor | None,
     options: dict[str, Any],
 ) -> None:
-    """Call a loss on a batch of no samples, so that torch checks types, weight and options.
+    """Call a loss on an empty mini-batch, so that torch checks types, weight and options.
 
-    `classes` is the number of classes. `probabilities` says whether the target holds probabilities
-    or class numbers.
+    `classes` is the number of classes. `probabilities` states whether the target holds
+    probabilities or class numbers. No communication.
     """
 
     def empty(like: Tensor, *shape: int) -> Tensor:
@@ -241,9 +244,10 @@ def _check_without_samples(
 
 
 def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) -> None:
-    """Warn on rank 0 if the labels `target` are redistributed in every call of the loss `name`.
+    """Warn on rank 0 if the loss `name` redistributes the labels `target` in every call.
 
-    This happens if their cuts differ from `cuts`: those of the scores `x` without the classes.
+    The labels are redistributed if their partition differs from `cuts`, the grid axes that
+    partition the scores `x` in all dimensions but the classes.
     """
     if not isinstance(target, DistTensor) or target.cuts == cuts or not any(target.cuts):
         return
@@ -258,9 +262,9 @@ def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) 
 
 
 def _classification(function: Callable[..., Tensor]) -> None:
-    """Register the rule of F.cross_entropy or F.nll_loss, which makes the classes whole.
+    """Register the rule of F.cross_entropy or F.nll_loss, which gathers the classes on every rank.
 
-    Classes are dimension 1 of the input, or its only one.
+    Classes are dimension 1 of the input, or its only dimension.
     """
     name = function.__name__
 
@@ -285,7 +289,7 @@ def _classification(function: Callable[..., Tensor]) -> None:
                 f"{name}: target has shape {tuple(target.shape)}, expected {shape} for input "
                 f"{tuple(x.shape)}"
             )
-        # torch looks at the type only where there are targets, in some versions.
+        # Some versions of torch check the type only on blocks with targets.
         kinds = (torch.int64,) if x.dim() > 2 else (torch.int64, torch.uint8)
         if not probabilities and target.dtype not in kinds:
             raise RuntimeError(
@@ -345,9 +349,9 @@ def _kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool = Fa
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6
 ) -> Tensor:
-    """Return the negative logarithm of a Gaussian density of variance `var`, clamped to `eps`.
+    """Return the negative log-density of `target` for Gaussians of mean `input`, variance `var`.
 
-    The rank that holds a negative variance raises ValueError.
+    The variance is clamped to `eps`. The rank that holds a negative variance raises ValueError.
     """
     if isinstance(var, Tensor) and var.shape != input.shape:
         if var.shape == input.shape[:-1]:

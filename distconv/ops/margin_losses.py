@@ -1,4 +1,4 @@
-"""Losses composed of functions that have rules: margins, pairs and triplets, likelihoods."""
+"""Losses composed of supported torch functions: margins, pairs and triplets, likelihoods."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def poisson_nll_loss(
 
 @terms_of(F.soft_margin_loss)
 def soft_margin_loss(input: Tensor, target: Tensor) -> Tensor:
-    """Return the logistic loss of classes 1 and -1."""
+    """Return the logistic loss, log(1 + exp(-target * input)), for classes 1 and -1."""
     return (-target * input).exp().log1p()
 
 
@@ -84,7 +84,7 @@ def soft_margin_loss(input: Tensor, target: Tensor) -> Tensor:
 def multilabel_soft_margin_loss(
     input: Tensor, target: Tensor, weight: Tensor | None = None
 ) -> Tensor:
-    """Return the mean over the classes, the last dimension, of their logistic losses."""
+    """Return the mean of the logistic losses over the classes, which are the last dimension."""
     terms = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
     if weight is not None:
         terms = terms * weight
@@ -97,7 +97,8 @@ def multi_margin_loss(
 ) -> Tensor:
     """Return the mean over classes of max(0, margin - right score + other score)^p.
 
-    The right class contributes 0. The classes, the last dimension, are made whole on every rank.
+    The right class contributes 0. The classes, the last dimension, are gathered on every rank.
+    Collective.
     """
     options: Any = dict(p=p, margin=margin, weight=gather_whole(weight, "multi_margin_loss"))
     return _of_classes(F.multi_margin_loss, input, target, 0, **options)
@@ -107,8 +108,8 @@ def multi_margin_loss(
 def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
     """Return the sum of max(0, 1 - right score + other score), divided by the number of classes.
 
-    The sum is over pairs of a right and another class. The classes, the last dimension, are made
-    whole on every rank.
+    The sum is over pairs of a right and another class. The classes, the last dimension, are
+    gathered on every rank. Collective.
     """
     return _of_classes(F.multilabel_margin_loss, input, target, 1)
 
@@ -116,7 +117,7 @@ def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
 def _of_classes(
     function: Callable[..., Tensor], input: Tensor, target: Tensor, inner: int, **options: Any
 ) -> Tensor:
-    """Return the losses of scores, (sample, class), without a reduction.
+    """Return the losses by `function` of `input`, (sample, class), without a reduction. Collective.
 
     `inner` is 0 if `target` has one label per sample, 1 if it has a vector of labels.
     """
@@ -124,8 +125,8 @@ def _of_classes(
         one = target.reshape((1,) * inner)
         return _of_classes(function, input.unsqueeze(0), one, inner, **options)
     if input.dim() == 1:
-        # torch's own checks treat the loss of a single sample as that of a batch. The label may be
-        # a vector of one.
+        # As in torch's own checks, a single sample is a batch of one. The label may be a
+        # vector with one element.
         batch = input.unsqueeze(0), target.unsqueeze(0) if inner or not target.dim() else target
         return _of_classes(function, *batch, inner, **options).squeeze(0)
     terms: Tensor = apply_to_batches(
@@ -161,7 +162,10 @@ def triplet_margin_with_distance_loss(
     margin: float = 1.0,
     swap: bool = False,
 ) -> Tensor:
-    """Return `triplet_margin_loss` with a distance of the user's."""
+    """Return max(0, distance to the positive - distance to the negative + margin).
+
+    `distance_function` computes the distances; by default F.pairwise_distance.
+    """
     name = "triplet_margin_with_distance_loss"
     _check_margin(name, margin)
     _check_dimensions(name, anchor, positive, negative)

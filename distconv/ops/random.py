@@ -1,9 +1,10 @@
-"""Random numbers that do not depend on the grid.
+"""Random numbers that do not depend on the process grid.
 
-Every element hashes its position in the global tensor with a key, so that any grid, and a single
-rank, draw the same tensor. The key of a call is drawn on rank 0 from torch's default generator for
-its device: the numbers follow `torch.manual_seed` there, and `torch.utils.checkpoint` repeats them.
-Except for sharded parameters, they are not the numbers that serial torch draws from that seed.
+Every element is a hash of its position in the global tensor and a key, so that any grid, and a
+single rank, draw the same tensor. The key of a call is drawn on rank 0 from torch's default
+generator for its device. The numbers therefore follow `torch.manual_seed` on rank 0, and
+`torch.utils.checkpoint` repeats them. They are not the numbers that serial torch draws from that
+seed, except for sharded parameters.
 
 The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014) on its Weyl sequence, entered at the position.
@@ -35,14 +36,14 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def new_key(grid: Grid) -> Tensor:
-    """Return a fresh key, the same on every rank; all ranks of the grid call it."""
+    """Return a new key for random numbers, drawn on rank 0 and equal on every rank. Collective."""
     key = torch.randint(-(2**63), 2**63 - 1, (), device=grid.device)
     broadcast(key, grid)
     return key
 
 
 def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
-    """Return uniform random numbers in [0, 1), float64, for this rank's block. All ranks call it.
+    """Return uniform random numbers in [0, 1), float64, for this rank's block of `x`. Collective.
 
     With `dims` given, elements with equal indices in the first `dims` dimensions share a number.
     """
@@ -52,15 +53,16 @@ def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
 
 
 def uniform_at(numbers: Tensor, key: Tensor) -> Tensor:
-    """Return uniform random numbers in [0, 1), float64, computed from integers and a key.
+    """Return uniform random numbers in [0, 1), float64, hashed from integers and a key.
 
-    No communication.
+    Each of the int64 `numbers`, such as the row-major number of an element, gives one random
+    number. No communication.
     """
     return _right(_bits_at(numbers, key), 11).double() * 2.0**-53
 
 
 def _bits_at(numbers: Tensor, key: Tensor) -> Tensor:
-    """Return random integers of 64 bits, computed from integers and a key."""
+    """Return a random 64-bit integer for each of the integers `numbers`, hashed with `key`."""
     # Integer arithmetic wraps around modulo 2^64, as the generator requires.
     bits = (numbers + 1) * _GOLDEN + key
     for shift, factor in _MIX:
@@ -69,19 +71,22 @@ def _bits_at(numbers: Tensor, key: Tensor) -> Tensor:
 
 
 def normal_at(numbers: Tensor, key: Tensor) -> Tensor:
-    """Return standard normal random numbers, float64, computed from integers and a key."""
+    """Return a standard normal random number, float64, for each of the integers `numbers`.
+
+    The numbers are hashed with `key`. No communication.
+    """
     return _normal(uniform_at(numbers, key))
 
 
 def _right(bits: Tensor, shift: int) -> Tensor:
-    """Return 64-bit integers shifted right, with zeros from the left."""
+    """Return 64-bit integers shifted right by `shift` bits, with zeros from the left."""
     return (bits >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def _check(function: Callable[..., Any], dtype: torch.dtype, *args: Any) -> None:
     """Draw one element by torch's `function`, so that torch checks the type and arguments.
 
-    The draw leaves torch's default generator as it is.
+    The draw does not change torch's default generator. No communication.
     """
     function(torch.zeros(1, dtype=dtype, device="cpu"), *args, generator=torch.Generator())
 
@@ -99,7 +104,8 @@ def _to_zero(x: Tensor, kept: Tensor, p: float) -> Tensor:
 def _to_saturation(x: Tensor, kept: Tensor, p: float) -> Tensor:
     """Return `x` with dropped elements at SELU's saturation, scaled to keep mean and variance.
 
-    `kept` is 0 for an element to drop, else 1. The map is from Klambauer et al., NeurIPS 2017.
+    `kept` is 0 for an element to drop, else 1; `p` is the probability of dropping. The map is from
+    Klambauer et al., NeurIPS 2017.
     """
     if p == 1:
         return x * kept
@@ -119,11 +125,11 @@ def _dropout(
     ----------
     drop: takes a block, a mask with 0 for elements to drop and 1 for others, and the probability p;
         returns the result.
-    leading: takes a number of dimensions, and returns the number of leading ones that tell planes
-        apart, such as 2 for (sample, channel).
+    leading: takes a number of dimensions, and returns the number of leading dimensions that index
+        planes, such as 2 for (sample, channel).
     """
 
-    # The elements' row-major numbers are those of any reshape.
+    # A reshape does not change the row-major number of an element.
     treats_alike = keeps_shape if leading is None else lambda rule: rule
 
     @implements(function)
@@ -164,11 +170,11 @@ def _new(
 def _drawn_like(
     function: Callable[..., Tensor], check: Callable[..., Any], values: Callable[..., Tensor]
 ) -> Callable[..., DistTensor]:
-    """Register `function`, which returns random numbers in the layout of a tensor.
+    """Register and return the rule of `function`: random numbers in the layout of a tensor.
 
     Parameters
     ----------
-    check: torch's in-place method that draws the same numbers; it is called to check the arguments.
+    check: torch's in-place method that draws the same numbers; called to check the arguments.
     values: takes uniform numbers, the type and the arguments; returns the random numbers.
     """
 
@@ -191,7 +197,7 @@ def _drawn_like(
 
 
 def _integers(u: Tensor, _: torch.dtype, *bounds: int) -> Tensor:
-    """Return random integers in [low, high), made of uniform numbers `u` in [0, 1).
+    """Return random integers in [low, high), computed from uniform numbers `u` in [0, 1).
 
     `bounds` is (high,) or (low, high).
     """
@@ -209,7 +215,7 @@ _drawn_like(torch.randint_like, torch.Tensor.random_, _integers)
 
 
 def _probabilities(p: Any, name: str) -> Any:
-    """Return `p`; a rank on which an element is outside [0, 1] raises RuntimeError.
+    """Return `p`; raise RuntimeError on a rank where an element of `p` is outside [0, 1].
 
     On a GPU the error is raised by a later call. `name` is the name of the function, for the error.
     """
@@ -224,7 +230,7 @@ def _probabilities(p: Any, name: str) -> Any:
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: DistTensor, p: float | None = None) -> DistTensor:
     _check(torch.bernoulli, input.dtype, *([] if p is None else [p]))
-    # All ranks draw before one of them may raise, so that they stay in step.
+    # All ranks draw before a rank may raise, as the draw is collective.
     drawn = _uniform(input)
     limit = _probabilities(input.shard.detach() if p is None else p, "bernoulli")
     return _new(input, drawn < limit, input.dtype)
@@ -238,10 +244,10 @@ def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
 
 
 def _serial_in_parameters(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a decorator of fill rules that fills sharded parameters as serial torch does.
+    """Return a decorator of fill rules: sharded parameters get the numbers of serial torch.
 
-    All ranks draw the whole parameter by `function`, take rank 0's values and keep their blocks;
-    this includes fills through `.data`. Other tensors are filled by the decorated rule.
+    All ranks draw the global parameter by `function`, take rank 0's values and keep their own
+    blocks. This includes fills through `.data`. The decorated rule fills other tensors. Collective.
     """
 
     def serial(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,7 +276,8 @@ _FILLS: dict[str, Callable[..., Tensor]] = {
     "cauchy_": lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(pi * (u - 0.5)),
     "log_normal_": lambda u, mean=1.0, std=2.0: _normal(u, mean, std).exp(),
 }
-"""Methods that fill a tensor with functions of uniform numbers and the method's arguments."""
+"""Methods that fill a tensor with random numbers, each as a function of uniform numbers and the
+method's arguments."""
 
 
 def _fills(name: str, values: Callable[..., Tensor]) -> None:
@@ -356,7 +363,7 @@ def random_(input: DistTensor, *bounds: Any, generator: Any = None, **named: Any
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """Return the largest integer that torch's `random_()` draws for a type."""
+    """Return the largest integer that torch's `random_()` draws for the type `dtype`."""
     if dtype == torch.bool:
         return 1
     return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -384,9 +391,9 @@ def init_kaiming_uniform_(
     nonlinearity: str = "leaky_relu",
     generator: Any = None,
 ) -> Tensor:
-    """Fill as torch.nn.init.kaiming_uniform_ (He et al., ICCV 2015).
+    """Fill `tensor` as torch.nn.init.kaiming_uniform_ does (He et al., ICCV 2015). Collective.
 
-    The fan is taken from the global shape.
+    The fan is computed from the global shape.
     """
     inward, outward = fans(tensor)
     fan = {"fan_in": inward, "fan_out": outward}[mode]
@@ -395,7 +402,7 @@ def init_kaiming_uniform_(
 
 
 def only_default(name: str, generator: Any, input: Any) -> None:
-    """Refuse a call of the function `name` on `input` with a `generator`."""
+    """Raise UnsupportedOperation if the function `name`, called on `input`, got a `generator`."""
     if generator is not None:
         reason = "a generator would need the same state on every rank"
         way_out = "Leave generator out; the numbers follow torch.manual_seed on rank 0"

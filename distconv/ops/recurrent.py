@@ -1,8 +1,9 @@
-"""Recurrent layers and cells: mini-batches stay cut.
+"""nn.LSTM, nn.GRU and nn.RNN, and their cells, on partitioned mini-batches.
 
-Layers need whole sequences and features: the axes that cut them move to the mini-batch for the
-call, if it has a sample for each rank, and back. Otherwise sequences and features are gathered.
-Rows of images, as sequences, are merged samples.
+A layer computes on complete sequences and features. If the mini-batch has a sample for each rank,
+the grid axes that partition sequences or features partition the mini-batch during the call, and the
+result is redistributed back. Otherwise sequences and features are gathered. Rows of images, as
+sequences, are merged samples (`support/merged.py`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _recurrent(function: Callable[..., Any]) -> None:
         x = as_distributed(input, grid)
         if any(len(run) > 1 for d, run in enumerate(factors_of(x)) if d != batch):
             x = as_distributed(in_blocks(x), grid)
-        # Samples that are merged, as rows of images are, lie along several dimensions.
+        # Merged samples, such as rows of images, are several dimensions of `apart`.
         factors = factors_of(x)[batch]
         n = len(factors)
         lead = slice(batch, batch + n)
@@ -82,7 +83,12 @@ def _recurrent(function: Callable[..., Any]) -> None:
         here = own.shard.shape[lead]
 
         def whole(block: Tensor, place: int, shape: Sequence[int], cuts: Cuts) -> DistTensor:
-            """Return the result of `shape` of this block; samples are along dimension `place`."""
+            """Return this rank's `block` of a result as a DistTensor.
+
+            `shape` is the global shape of the result, and `place` is its dimension of samples.
+            `cuts` are the grid axes that partition each dimension after merged samples are split
+            into their factors.
+            """
             split = *shape[:place], *factors, *shape[place + 1 :]
             return DistTensor(block.unflatten(place, here), split, cuts, grid)
 
@@ -103,7 +109,7 @@ for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
 def _gates(
     input: Any, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return a cell's linear functions of its input and of its state."""
+    """Return the linear functions of a cell's input and state from which gates are computed."""
     return F.linear(input, w_ih, b_ih), F.linear(hx, w_hh, b_hh)
 
 

@@ -1,7 +1,7 @@
-"""Draws whose distribution depends on a tensor: torch.normal, multinomial, poisson and others.
+"""Random numbers whose distribution depends on a tensor: torch.normal, multinomial, poisson, ...
 
-Their numbers follow from the positions in the result, as those of `distconv.ops.random` do, so that
-any grid draws the same. The rank that holds a parameter out of range raises.
+Any process grid draws the same numbers. They are hashes of positions in the result, as in
+`distconv.ops.random`, or are drawn on rank 0. The rank that holds a parameter out of range raises.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from distconv.torch_private import (
 
 
 def _recorded(drawn: Tensor, *parameters: Any) -> Tensor:
-    """Return numbers that were drawn; the gradient of the parameters is 0, as in torch."""
+    """Return the random numbers `drawn`, with a gradient of 0 for `parameters`, as in torch."""
     for x in parameters:
         if isinstance(x, Tensor) and x.requires_grad:
             everywhere = torch.ones((), dtype=torch.bool, device=x.device)
@@ -46,7 +46,7 @@ def _recorded(drawn: Tensor, *parameters: Any) -> Tensor:
 
 @implements(torch.normal)
 def normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
-    """Return normal numbers; the mean and the standard deviation are broadcast."""
+    """Return normal random numbers; `mean` and `std` are broadcast together. Collective."""
     only_default("normal", generator, mean if isinstance(mean, DistTensor) else std)
     check_on_meta(torch.normal, mean, std)
     if isinstance(std, Tensor):
@@ -57,13 +57,13 @@ def normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
 
 
 def _type(*parameters: Any) -> torch.dtype:
-    """Return the type of the first tensor."""
+    """Return the type of the first tensor among `parameters`."""
     return next(x.dtype for x in parameters if isinstance(x, Tensor))
 
 
 @implements(torch.poisson)
 def poisson(input: DistTensor, generator: Any = None) -> Tensor:
-    """Return Poisson numbers of the rates `input`, from the inverse of their distribution."""
+    """Return Poisson random numbers of the rates `input`, by inversion. Collective."""
     only_default("poisson", generator, input)
     check_on_meta(torch.poisson, input)
     x: Any = input.detach()
@@ -74,7 +74,10 @@ def poisson(input: DistTensor, generator: Any = None) -> Tensor:
 
 
 def _poisson_quantile(rate: Tensor, u: Tensor) -> Tensor:
-    """Return the least counts whose cumulative probability is above `u` in [0, 1)."""
+    """Return, for each rate, the least count whose cumulative Poisson probability is above `u`.
+
+    `u` is in [0, 1).
+    """
     below = torch.full_like(rate, -1)
     # The probability beyond ten standard deviations rounds to 0.
     count = (rate + 10 * rate.sqrt() + 40).ceil()
@@ -89,7 +92,10 @@ def _poisson_quantile(rate: Tensor, u: Tensor) -> Tensor:
 def multinomial(
     input: DistTensor, num_samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Tensor:
-    """Return categories drawn by weights along the last dimension, which is made whole first."""
+    """Return categories drawn by the weights along the last dimension of `input`. Collective.
+
+    The last dimension is gathered on every rank.
+    """
     only_default("multinomial", generator, input)
     # On the meta device torch checks nothing.
     one_row = torch.ones([1] * (input.dim() - 1) + list(input.shape[-1:]), dtype=input.dtype)
@@ -99,7 +105,7 @@ def multinomial(
     valid = ((weights >= 0) & (weights < torch.inf)).all() & (weights.sum(-1) > 0).all()
     assert_async(valid, message)
     if not replacement:
-        # The first of exponential waiting times with these rates.
+        # The categories with the least exponential waiting times, whose rates are the weights.
         wait = -torch.log1p(-torch.rand_like(weights))
         return (weights / wait.clamp_min(2.0**-54)).topk(num_samples).indices
     ends = weights.cumsum(-1)
@@ -108,7 +114,10 @@ def multinomial(
 
 
 def _drawn_whole(function: Callable[..., Tensor]) -> Callable[..., DistTensor]:
-    """Return a function that draws as `function` does, on rank 0, from whole parameters."""
+    """Return a function that draws as `function` does, with rank 0's numbers on all ranks.
+
+    All ranks gather the parameters. The result is partitioned as the parameters. Collective.
+    """
     name = function.__name__
 
     def draw(*parameters: Tensor, generator: Any = None) -> DistTensor:
@@ -130,13 +139,16 @@ for _derivative in (standard_gamma_grad, dirichlet_grad):
 
 @implements(torch.binomial)
 def binomial(count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
-    """Return binomial numbers, drawn on rank 0 from whole parameters."""
+    """Return binomial random numbers, drawn on rank 0 from gathered parameters. Collective."""
     return _recorded(_binomial(count, prob, generator=generator), count, prob)
 
 
 @implements(standard_gamma)
 def gamma(input: DistTensor, generator: Any = None) -> Tensor:
-    """Return gamma numbers, drawn on rank 0 from the whole tensor; the gradient stays local."""
+    """Return gamma random numbers, drawn on rank 0 from the gathered tensor. Collective.
+
+    The gradient is computed by each rank for its own block.
+    """
     drawn = _gamma(input, generator=generator)
     if not input.requires_grad:
         return drawn

@@ -1,4 +1,4 @@
-"""Values passed to Python, such as x.item(), from tensors that every rank holds in full."""
+"""Values passed to Python, such as x.item(), from replicated tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPELLED = {
     "__index__": "operator.index(x.full_tensor())",
     "__format__": "format(x.full_tensor())",
 }
-"""The user's spelling of functions that Python or numpy calls, such as `float(x)`."""
+"""The way out that errors suggest for functions that Python or numpy calls, written as users do."""
 
 
 def _spelled(name: str) -> str:
@@ -49,9 +49,9 @@ for _name in (
 
 @implements(torch.Tensor.__reduce_ex__)
 def reduce_ex(self: DistTensor, protocol: int) -> Any:
-    """Return the pickle form of a one-element tensor that every rank holds, as a plain tensor.
+    """Return the pickle form of a replicated one-element tensor, which is loaded as a plain tensor.
 
-    Other DistTensors are refused.
+    Raises UnsupportedOperation for other DistTensors.
     """
     if self.numel() != 1 or cutting_axes(self.cuts):
         reason = "a distributed tensor belongs to its job"
@@ -72,9 +72,9 @@ def stride(self: DistTensor, dim: int | None = None) -> tuple[int, ...] | int:
 def is_contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
-    """Return whether `memory_format` is torch.contiguous_format: a DistTensor is contiguous.
+    """Return whether `memory_format` is torch.contiguous_format: a DistTensor counts as contiguous.
 
-    Blocks may have other memory formats on each rank; `view` works on all of them.
+    Blocks may have another memory format on each rank; `view` supports all of them.
     """
     return memory_format == torch.contiguous_format
 
@@ -88,7 +88,7 @@ def is_nonzero(input: Any) -> bool:
 
 @implements(torch_private.assert_async)
 def assert_async(input: DistTensor, *message: str) -> None:
-    """Raise an error, on every rank, if a tensor of one element is 0."""
+    """Raise an error on every rank if `input`, a tensor of one element, is 0. Collective."""
     torch_private.assert_async(gather_whole(input, "_assert_async"), *message)
 
 

@@ -45,7 +45,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "__reversed__": lambda input: input.flip(0) if input.dim() else input,
     "__rmatmul__": lambda input, other: torch.matmul(other, input),
 }
-"""The rules of functions of torch, of torch.Tensor, or of both."""
+"""Rules by name, each for the functions of this name in torch and in torch.Tensor."""
 
 _CHECKED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.bilinear: lambda input1, input2, weight, bias=None: (
@@ -89,13 +89,13 @@ _CHECKED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.trace: lambda input: input.diagonal().sum(),
     torch.vdot: lambda input, other: torch.dot(input.conj(), other),
 }
-"""The rules of functions whose arguments torch checks first, by their global shapes and types."""
+"""Rules of functions whose arguments torch checks first, by their global shapes and types."""
 
 _OTHERS: dict[Any, Callable[..., Any]] = {
     F.normalize: lambda input, p=2.0, dim=1, eps=1e-12: (
         input / input.norm(p, dim, keepdim=True).clamp_min(eps)
     ),
-    # Samples and lengths of queries stay cut; features, keys and values are made whole.
+    # Samples and lengths of queries stay partitioned; features, keys and values are gathered.
     F.multi_head_attention_forward: composition(F.multi_head_attention_forward),
     is_all_true: lambda input: input.all(),
     is_any_true: lambda input: input.any(),
@@ -123,8 +123,7 @@ _TWINS = {
     "poisson_nll_loss": "input target log_input full eps reduction",
     "triplet_margin_loss": "anchor positive negative margin p eps swap reduction",
 }
-"""Functions of torch with a twin in torch.nn.functional, and the twin's names of their
-parameters."""
+"""Functions of torch with a namesake in torch.nn.functional, and the namesake's parameters."""
 
 
 def _twin(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
@@ -160,7 +159,7 @@ for _name, _parameters in _TWINS.items():
 RULES |= _OTHERS
 
 
-# Functions computed alike on every rank: operands are made whole first, and results are whole.
+# Functions that every rank computes in full: operands are gathered, results are replicated.
 
 
 _NAMES = """

@@ -1,1 +1,1 @@
-"""Attention of partitioned queries to partitioned keys, without gathering the keys."""
+"""Attention of partitioned queries, keys and values; partitioned keys need not be gathered."""

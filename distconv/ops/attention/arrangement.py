@@ -1,16 +1,15 @@
-"""The partition in which attention is computed: the choice between four ways of moving data.
+"""The partition in which attention is computed, chosen from four ways to communicate.
 
-Index arithmetic only, so that all ranks choose alike. Axes of the grid that partition queries and
-keys alike leave a choice, which moves the following shares of the whole tensors to each of P ranks:
+Index arithmetic only, so that all ranks make the same choice. If the same grid axes partition
+queries and keys, the four ways send the following shares of the global tensors to each of P ranks:
 
-- **gather** all keys and values: (P - 1) / P of them, which then lie whole on every rank;
-- **all-to-all** of queries, keys, values and the result to a partition over samples or heads, and
-  back: (P - 1) / P^2 of each (Jacobs et al., DeepSpeed Ulysses, 2023);
-- **ring**: keys and values visit all ranks in turn, (P - 1) / P of them, of which a rank holds two
-  blocks at a time (Liu et al., Ring Attention with Blockwise Transformers, 2023); if causal, half
-  of that in the mean, and three quarters on the busiest rank;
-- **few queries**: every rank gathers the queries and attends to its own keys, and an all-reduce
-  combines the results.
+- **gather** of all keys and values, which are then replicated: (P - 1) / P of them; -
+**all-to-all** of queries, keys, values and the result to a partition over samples or heads, and
+back: (P - 1) / P^2 of each (Jacobs et al., DeepSpeed Ulysses, 2023); - **ring**: keys and values
+are sent to all ranks in turn, (P - 1) / P of them, of which a rank holds two blocks at a time (Liu
+et al., Ring Attention with Blockwise Transformers, 2023); if causal, half of that on average, and
+three quarters on the busiest rank; - **few queries**: every rank gathers the queries and attends to
+its own keys, and an all-reduce combines the results.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ Six heads on 4 ranks have a ratio of 1.33."""
 
 
 class Arrangement(NamedTuple):
-    """The cuts of the dimensions of samples and heads, of queries, and of keys.
+    """The grid axes that partition the dimensions of samples and heads, of queries, and of keys.
 
-    An axis that cuts queries and keys is one of a ring. Along an axis that cuts keys alone, partial
-    results are combined.
+    An axis that partitions both queries and keys is an axis of a ring. Along an axis that
+    partitions keys but not queries, an all-reduce combines the results of the ranks.
     """
 
     batch: Cuts
@@ -69,14 +68,16 @@ def arrange(
     recorded: bool,
     gathered: int,
 ) -> Arrangement:
-    """Return the partition that moves the fewest elements to the busiest rank.
+    """Return the partition of attention for which the busiest rank receives the fewest elements.
 
     Parameters
     ----------
+    sizes: the global sizes of attention.
     given: the partition of the operands.
+    causal: whether a query attends only to keys whose position is not greater than its own.
     recorded: whether autograd records the attention, so that the backward pass counts as well.
-    gathered: the largest number of elements in the keys and values of a rank's samples and heads
-        that it gathers, as nothing else is as fast.
+    gathered: the most elements of keys and values, of a rank's samples and heads, that are always
+        gathered, as no other way is as fast.
     """
     axes = cutting_axes(given.columns)
     if not axes:
@@ -95,7 +96,7 @@ def arrange(
     combined = 2 * results / spread * moved(parts)
     choices = [(queries / spread * moved(topology.parts(ring)) + combined, few)]
     if ring:
-        # Backward, keys visit all ranks again, and bring home their gradients.
+        # The backward pass sends keys to all ranks again, and gradients back to the owners.
         passes = 1.5 if recorded else 1
         choices.append((keys * moved(parts) * passes * (0.75 if causal else 1), given))
         every = tuple(dict.fromkeys((*cutting_axes(given.rows), *axes)))
@@ -111,7 +112,7 @@ def arrange(
 
 @lru_cache(maxsize=4096)
 def arrange_whole_keys(topology: Topology, sizes: Sizes, given: Arrangement) -> Arrangement:
-    """Return the partition with whole keys that moves the fewest elements to the busiest rank.
+    """Return the partition with unpartitioned keys for which the busiest rank receives the least.
 
     The choice is between a gather of keys and values and an all-to-all; `given` is the partition of
     the operands.
@@ -133,9 +134,10 @@ def arrange_whole_keys(topology: Topology, sizes: Sizes, given: Arrangement) -> 
 
 
 def _elements(topology: Topology, sizes: Sizes, batch: Cuts) -> tuple[float, float, float]:
-    """Return the elements of queries, of keys and values, and of results.
+    """Return the numbers of elements of queries, of keys and values, and of results.
 
-    They are those of the samples and heads of a rank, which `batch` cuts.
+    Only the samples and heads of one rank count. `batch` has the grid axes that partition samples
+    and heads.
     """
     share = topology.parts(cutting_axes(batch))
     rows = prod(sizes.batch) * prod(sizes.rows) / share
@@ -146,18 +148,19 @@ def _elements(topology: Topology, sizes: Sizes, batch: Cuts) -> tuple[float, flo
 
 
 def without(cuts: Cuts, axes: Axes) -> Cuts:
-    """Return `cuts` without some axes."""
+    """Return `cuts`, the grid axes that partition each dimension, without those in `axes`."""
     return tuple(tuple(a for a in own if a not in axes) for own in cuts)
 
 
 def over_batch(
     topology: Topology, batch: Shape, cuts: Cuts, free: Sequence[int], axes: Axes
 ) -> tuple[Cuts, float] | None:
-    """Return cuts of samples and heads over `axes` as well, and the busiest rank's share of work.
+    """Return a partition of samples and heads that also uses `axes`, and its load imbalance.
 
-    `batch` has the sizes of the dimensions of samples and heads, which `cuts` partition. Of these
-    dimensions, `free` may be partitioned further, the last one first. The share is relative to the
-    mean. Returns None if it is more than `MOST_IDLE`.
+    `batch` has the sizes of the dimensions of samples and heads; `cuts` has the grid axes that
+    partition each of them already. Only the dimensions in `free` may be partitioned further, the
+    last one first. The load imbalance is the ratio of the busiest rank's work to the mean. Returns
+    None if the ratio is more than `MOST_IDLE`.
     """
     best: tuple[float, Cuts] | None = None
     for places in product(free[::-1], repeat=len(axes)):

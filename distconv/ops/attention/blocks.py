@@ -1,10 +1,10 @@
 """Attention of a block of queries to a block of keys, forward and backward.
 
-Each block of keys gives a result of its own, and the log-sum-exp of its scores, from which the
-results of several blocks are combined (Milakov and Gimelshein, Online normalizer calculation for
-softmax, 2018; Dao et al., FlashAttention, 2022). Torch's kernel for CPUs computes blocks without
-mask and dropout; others are computed in tiles by torch's functions, so that the memory does not
-grow with the product of queries and keys. No communication.
+Each block of keys gives a separate result and the log-sum-exp of its scores, by which the results
+of several blocks are combined (Milakov and Gimelshein, Online normalizer calculation for softmax,
+2018; Dao et al., FlashAttention, 2022). On CPUs, torch's fused kernel computes blocks without mask
+and dropout. All other blocks are computed in tiles by torch's functions, so that the memory does
+not grow with the product of queries and keys. No communication.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TILE, ACCELERATED_TILE = 2**18, 2**24
 
 
 class Dropout(NamedTuple):
-    """Dropout of weights, whose random numbers depend on global positions alone.
+    """Dropout of attention weights, with random numbers that depend on global positions alone.
 
     Attributes
     ----------
@@ -45,12 +45,12 @@ class Dropout(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A block of queries and a block of keys, and what their weights depend on besides products.
+    """A block of queries, a block of keys, and the settings of their attention.
 
     Attributes
     ----------
     rows, columns: the positions of queries and keys.
-    scale: the factor of the products.
+    scale: the factor of the products of queries and keys.
     causal: whether a query attends only to keys whose position is not greater than its own.
     mask: (..., R or 1, C or 1), of bool or added to the scores; or None.
     dropout: the dropout of weights, or None.
@@ -67,15 +67,15 @@ class Pair(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Return the number of scores that are in memory at a time."""
+        """Return the most scores that are in memory at a time."""
         return ACCELERATED_TILE if self.accelerated else TILE
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pair: Pair) -> tuple[Tensor, Tensor]:
-    """Return the attention of queries to these keys alone, and the log-sum-exp of their scores.
+    """Return the attention of queries to one block of keys, and the log-sum-exp of the scores.
 
-    Both are of the type in which sums are taken. The log-sum-exp is -inf for a query that attends
-    to none of the keys; its result is 0.
+    Both results have the type in which many elements are summed, float32 for half types. For a
+    query that attends to none of the keys, the log-sum-exp is -inf, and the attention is 0.
 
     Parameters
     ----------
@@ -117,16 +117,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pair: Pair) -> tuple[Tensor, Tensor]
 
 
 def _nothing(q: Tensor, v: Tensor, batch: Shape) -> tuple[Tensor, Tensor]:
-    """Return the attention of queries to no keys, and its log-sum-exp."""
+    """Return the attention of queries to no keys, which is 0, and its log-sum-exp, which is -inf.
+
+    `batch` has the sizes of samples and heads.
+    """
     kind = accumulation_type(q.dtype)
     out = q.new_zeros((*batch, q.shape[-2], v.shape[-1]), dtype=kind)
     return out, q.new_full((*batch, q.shape[-2], 1), -inf, dtype=kind)
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor) -> None:
-    """Add the attention to further keys, `part`, to the attention `out` to others, in place.
+    """Combine the attention `out` with `part`, the attention of the same queries to other keys.
 
-    `lse` and `sums` are the log-sum-exps of both.
+    `lse` and `sums` are the log-sum-exps of `out` and `part`. Writes to `out` and `lse`.
     """
     total = torch.logaddexp(lse, sums)
     base = total.masked_fill(total == -inf, 0)
@@ -137,13 +140,16 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor) -> None:
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pair: Pair
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the parts that a pair of blocks adds to the gradients of q, k, v and an added mask.
+    """Return the contributions of a pair of blocks to the gradients of q, k, v and an added mask.
 
-    The last is None for other masks. All are of the type in which sums are taken.
+    The last result is None without an added mask. All results have the type in which many elements
+    are summed, float32 for half types.
 
     Parameters
     ----------
-    grad: the gradient of the attention to all keys, `out`.
+    grad: the gradient of the attention to all keys.
+    q, k, v: (..., R, E), (..., C, E) and (..., C, V).
+    out: the attention to all keys.
     lse: the log-sum-exp of the scores with all keys.
     """
     batch = out.shape[:-2]
@@ -191,9 +197,10 @@ def gradients(
 
 
 def differentiable(q: Tensor, k: Tensor, v: Tensor, pair: Pair) -> Tensor:
-    """Return the attention of queries to all keys, of which autograd records every step.
+    """Return the attention of queries to all keys, with every step recorded by autograd.
 
-    It serves second derivatives, and takes memory for all scores at once.
+    The result can be differentiated twice. The scores of all queries and keys are in memory at
+    once.
     """
     kind = accumulation_type(q.dtype)
     whole = (slice(None),) * (max(q.dim(), k.dim()) - 1)
@@ -206,7 +213,7 @@ def differentiable(q: Tensor, k: Tensor, v: Tensor, pair: Pair) -> Tensor:
 
 
 def _suits_kernel(q: Tensor, k: Tensor, v: Tensor, pair: Pair) -> bool:
-    """Return whether torch's kernel for CPUs computes the attention of these blocks."""
+    """Return whether torch's fused kernel for CPUs can compute the attention of these blocks."""
     if pair.accelerated or pair.mask is not None or pair.dropout is not None:
         return False
     if pair.causal and not (pair.rows.consecutive and pair.columns.consecutive):
@@ -215,22 +222,24 @@ def _suits_kernel(q: Tensor, k: Tensor, v: Tensor, pair: Pair) -> bool:
 
 
 def as_planes(x: Tensor, batch: Shape) -> Tensor:
-    """Return (..., R, E), broadcast to the leading dimensions `batch`, with four dimensions."""
+    """Return `x`, (..., R, E), expanded to the leading dimensions `batch`, as four dimensions."""
     x = x.expand((*batch, *x.shape[-2:]))
     x = x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
     return with_rows(x)
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """Return `x` with contiguous rows, which torch's fused kernels need: blocks of planes may have
-    their channels last in memory."""
+    """Return `x` with contiguous rows, as torch's fused kernels need.
+
+    A block of a tensor with channels last does not have contiguous rows.
+    """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _tiles(shape: Sequence[int], columns: int, tile: int) -> Iterator[Slices]:
-    """Yield slices of the dimensions of samples, heads and queries, `shape`.
+    """Yield slices that divide `shape`, the dimensions of samples, heads and queries, into tiles.
 
-    Together they cover it, and each has about `tile` scores for a number `columns` of keys or less.
+    Each tile has about `tile` scores or fewer, for `columns` keys. The tiles cover `shape`.
     """
     room = max(tile // columns, 1)
     steps = []
@@ -246,23 +255,26 @@ def _tiles(shape: Sequence[int], columns: int, tile: int) -> Iterator[Slices]:
 
 
 def _tile(x: Tensor, at: Slices) -> Tensor:
-    """Return the part of (..., R or 1, anything) that is broadcast to the tile `at`."""
+    """Return the part of `x`, (..., R or 1, last dimension), that is broadcast to the tile `at`."""
     own = at[len(at) - x.dim() + 1 :]
     return x[tuple(s if n > 1 else slice(None) for s, n in zip(own, x.shape, strict=False))]
 
 
 def _batch_of(x: Tensor, at: Slices) -> Tensor:
-    """Return the keys or values, (..., C, E), of the samples and heads of the tile `at`."""
+    """Return the keys or values `x`, (..., C, E), of the samples and heads of the tile `at`."""
     return _tile(x, (*at[:-1], slice(None)))
 
 
 def _add(total: Tensor, part: Tensor) -> None:
-    """Add `part`, summed over the dimensions in which `total` is broadcast to it, in place."""
+    """Add `part` to `total` in place, summed over the dimensions in which `total` has size 1."""
     total += part.sum_to_size(total.shape)
 
 
 def _plus(total: Tensor | None, x: Tensor, rows: slice, part: Tensor) -> Tensor:
-    """Return the gradient `total` of `x`, or None for zeros, plus `part` of it in some rows."""
+    """Return `total`, a gradient of `x` or None for zeros, plus `part` in the slice `rows`.
+
+    `part` is summed over the dimensions in which `x` has size 1.
+    """
     kind = accumulation_type(x.dtype)
     if total is None and part.shape[-2] == x.shape[-2]:
         return in_type(part.sum_to_size(x.shape), kind)
@@ -287,12 +299,15 @@ def _scores(q: Tensor, k: Tensor, pair: Pair, at: Slices) -> Tensor:
 
 
 def _kept(dropout: Dropout, columns: Positions, at: Slices, kind: torch.dtype) -> Tensor:
-    """Return the factors of the weights of the tile `at`: 0 for those that are dropped."""
+    """Return the dropout factors of the weights of the tile `at`: 0 for dropped weights.
+
+    The other factors are 1 / (1 - p). `columns` are the positions of the keys; `kind` is the type.
+    """
     places = _tile(dropout.numbers, at) + numbers(columns, dropout.numbers.device)
     kept = (uniform_at(places, dropout.key) >= dropout.p).to(kind)
     return kept / (1 - dropout.p) if dropout.p < 1 else kept
 
 
 def numbers(positions: Positions, device: torch.device) -> Tensor:
-    """Return positions as a tensor, (count,)."""
+    """Return the positions as an integer tensor, (count,)."""
     return numbers_in_box(positions.box, positions.sizes, device).flatten()

@@ -1,8 +1,9 @@
 """`flex_attention` of partitioned queries, keys and values.
 
-Torch's own function computes the attention of a block of queries to all keys. Samples and heads are
-partitioned over the axes that partition the positions, by an all-to-all. If there are too few of
-them, every rank gathers the keys. `score_mod` and `mask_mod` get global numbers.
+Torch's function computes the attention of a block of queries to all keys. An all-to-all first
+partitions samples and heads over the axes that partition the positions. If there are too few
+samples and heads, every rank gathers the keys. `score_mod` and `mask_mod` are called with global
+indices.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _dispatch(*args: Any, **kwargs: Any) -> Any:
 
 
 def _either(*args: Any, **kwargs: Any) -> Any:
-    """Call the rule if an argument is a DistTensor, else torch's function."""
+    """Call distconv's rule if an argument is a DistTensor, else torch's function."""
     if any(isinstance(x, DistTensor) for x in (*args, *kwargs.values())):
         return _dispatch(*args, **kwargs)
     return flex_attention_of_torch(*args, **kwargs)
@@ -79,8 +80,8 @@ def _flex_attention(
 ) -> Any:
     """Return the attention of (B, H, L, E) queries to (B or 1, K, S, E) keys. Collective.
 
-    The arguments are those of torch's function. Results are partitioned as the query, and over
-    samples and heads also as key and value where the query is not.
+    The arguments are those of torch's function. Results are partitioned as the query. Samples and
+    heads that the query does not partition are partitioned as in key and value.
     """
     grid = common_grid(NAME, (query, key, value))
     _check(query, key, value, block_mask, enable_gqa)
@@ -114,7 +115,10 @@ def _flex_attention(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Any, grouped: bool) -> None:
-    """Raise if global shapes or types do not fit together, as torch does."""
+    """Raise if global shapes or types do not fit together, as torch's function does.
+
+    `grouped` states that heads of queries may share keys (`enable_gqa`).
+    """
     check_same_types(NAME, q, k, v)
     shapes = " ".join(str(tuple(x.shape)) for x in (q, k, v))
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -146,8 +150,8 @@ def _check_captured(
     """Raise UnsupportedOperation if `score_mod` or the mask's function reads unsupported tensors.
 
     Unsupported are distributed tensors, and plain tensors whose gradients would not be summed over
-    the ranks. Each function is called once, for the first score: its result depends on the tensors
-    that it reads, also through other functions and modules.
+    the ranks. Each function is called once, for the first score. The graph of its result shows the
+    tensors that it reads, also through other functions and modules.
     """
     if not (query.numel() and key.numel()) or grid.device.type == "meta":
         return
@@ -172,9 +176,10 @@ def _check_captured(
 def _arranged(
     q: Tensor, k: Tensor, v: Tensor, grid: Grid
 ) -> tuple[list[DistTensor], Sizes, Arrangement, Arrangement]:
-    """Return operands (B, K, G, *positions, E), their sizes and partition, and the one to make.
+    """Return the operands, their global sizes and partition, and the partition in which to compute.
 
-    The positions of a merged tensor are several dimensions, unless the queries stay partitioned.
+    The operands are (B, K, G, *positions, E). The positions of a merged tensor are several
+    dimensions, unless the queries stay partitioned. Collective.
     """
     samples = (q.shape[0], *q.shape[1:3])
     given = [_with_own_samples(as_distributed(x, grid)) for x in (q, k, v)]
@@ -195,14 +200,14 @@ def _arranged(
 
 
 def _with_own_samples(x: DistTensor) -> DistTensor:
-    """Return `x` with merged positions, but no other merged dimensions. Collective."""
+    """Return `x` with no merged dimension other than its positions, dimension 3. Collective."""
     alone = all(len(run) == 1 for d, run in enumerate(factors_of(x)) if d != 3)
     return x if alone else as_distributed(in_blocks(x), x.grid)
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Function:
-    """Return torch's function compiled, without which it holds the scores of all positions."""
+    """Return torch's function compiled; without compilation it keeps all scores in memory."""
     return torch.compile(flex_attention_of_torch)
 
 
@@ -216,22 +221,22 @@ def _without_elements(
     *given: Any,
     **named: Any,
 ) -> Any:
-    """Return results without elements, for a dry run, in which torch's function raises."""
+    """Return results of the right shapes for a dry run, in which torch's function raises."""
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
     if any(given[1:2]) or named.get("return_lse"):
         return out, out.sum(-1)
-    aux = named.get("return_aux")  # its fields are those of the result, too
+    aux = named.get("return_aux")  # the result has the same fields
     return out if aux is None else (out, aux._replace(lse=out.sum(-1), max_scores=out.sum(-1)))
 
 
 class _Block(NamedTuple):
-    """The queries of a rank, and their numbers.
+    """The queries that a rank holds, and the queries with which it computes.
 
     Attributes
     ----------
-    box: the box of this rank in (B, K, G, *positions), where G heads of queries share each of K.
-    computed: the same with all positions in one dimension. It begins with the first query of a
+    box: this rank's box in (B, K, G, *positions), where G heads of queries share each of K.
+    computed: the box with all positions in one dimension. The box begins with the first query of a
         block of the mask, and has one element along dimensions of which this rank has none.
     shape: the global shape with all positions in one dimension.
     """
@@ -242,7 +247,10 @@ class _Block(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape, box: Box, mask: Any) -> _Block:
-        """Return the block `box` of queries of global `shape`, to which a block mask applies."""
+        """Return the block of a rank that holds `box` of queries of global `shape`.
+
+        `mask` is the block mask, or None.
+        """
         start, stop, full = list(box.start[:4]), list(box.stop[:4]), list(shape[:4])
         if len(shape) > 4:  # all positions, in several dimensions
             start[3], stop[3] = 0, prod(box.shape[3:])
@@ -291,7 +299,7 @@ class _Block(NamedTuple):
         return self.computed.shape == self.shape
 
     def _mask(self, mask: Any, columns: int) -> Any:
-        """Return the part of a global block mask that is for this block; it has `columns` keys."""
+        """Return the part of the global block mask `mask` for this block and `columns` keys."""
         if self._is_whole:
             return mask
         (b, k, g, row), (_, _, groups, _) = self.computed.start, self.shape
@@ -311,7 +319,10 @@ class _Block(NamedTuple):
         return part
 
     def _globally(self, function: Function) -> Function:
-        """Return `function`, which takes (..., sample, head, query, key), with global numbers."""
+        """Return `function` of (..., sample, head, query, key), called with global indices.
+
+        The result takes indices within this block.
+        """
         if self._is_whole:
             return function
         (b, k, g, row), groups, own = self.computed.start, self.shape[2], self.computed.shape[2]
@@ -328,7 +339,7 @@ class _Block(NamedTuple):
 
 
 def _each(function: Function, x: Any) -> Any:
-    """Return `function(x)` of a tensor, or of each tensor in a tuple; others are unchanged."""
+    """Return `function(x)` of a tensor, or of each tensor in a tuple; other values unchanged."""
     if isinstance(x, tuple):
         found = [_each(function, y) for y in x]
         return type(x)(*found) if hasattr(x, "_fields") else tuple(found)

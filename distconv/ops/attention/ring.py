@@ -1,17 +1,19 @@
-"""Attention of partitioned queries to partitioned keys, which no rank gathers.
+"""Ring attention: partitioned queries attend to partitioned keys, which no rank gathers.
 
-Keys visit the ranks of a ring one block after another, and each rank updates the attention of its
-own queries (Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023). A block
-travels straight from its owner, while the rank computes with the block before it. The backward pass
-repeats the tour, and gradients return to the owners. Where keys are partitioned along axes that do
-not partition the queries, the ranks' results are combined by their log-sum-exps.
+Keys are sent to the ranks of a ring one block after another, and each rank updates the attention of
+its own queries (Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023). The
+owner sends a block directly to each rank, while the ranks compute with the previous block. The
+backward pass sends the keys again, and returns gradients to the owners. Along axes that partition
+keys but not queries, the results of the ranks are combined by their log-sum-exps.
 
 If attention is causal and the blocks are consecutive, the first rank attends to one block and the
-last one to all. So the keys visit the nearer half of the later ranks only. In place of a longer
-way, the queries visit the keys, and take results home (Li et al., DistFlashAttn, 2024). Then all
-ranks compute as much, and the bytes are half of those of a full tour in the mean.
+last rank to all blocks. To balance the work, keys are sent only to the nearer half of the later
+ranks. For the farther half, queries are sent to the keys instead, and the results are returned (Li
+et al., DistFlashAttn, 2024). All ranks then compute equally, and send half as many bytes on average
+as without causality.
 
-A tour is made for a few samples or heads at a time, so that visitors take little memory.
+A tour sends the keys of a few samples or heads at a time, so that received blocks take little
+memory. A block on another rank is called a visitor.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ class Spec(NamedTuple):
 
     Attributes
     ----------
+    schedule: the ranks to send to and receive from.
     scale: the factor of the products of queries and keys.
-    p, key: the probability of dropout, and the key of its random numbers; None without dropout.
+    p, key: the probability of dropout, and the key of its random numbers; the key is None without
+        dropout.
     accelerated: whether the blocks are on an accelerator.
     """
 
@@ -63,10 +67,10 @@ class Spec(NamedTuple):
     def pair(
         self, rows: Positions, columns: Positions, mask: Tensor | None, tour: Tour | None = None
     ) -> Pair:
-        """Return the pair of queries and keys at these positions.
+        """Return the pair of blocks: the queries at `rows` and the keys at `columns`.
 
-        `mask` is (..., R or 1, C or 1), or None. Only the samples and heads of `tour` are meant, if
-        it is given.
+        `mask` is (..., R or 1, C or 1), or None. With `tour`, only the samples and heads of the
+        tour are included.
         """
         schedule, dropout = self.schedule, None
         if self.key is not None:
@@ -82,15 +86,15 @@ class Spec(NamedTuple):
 
 
 class _Parcel:
-    """Tensors under way to one rank, and tensors that arrive from another one.
+    """A message to one rank and a message from another rank, each with several tensors.
 
-    All ranks of the grid make their parcels in the same order.
+    All ranks of the grid create their parcels in the same order.
 
     Parameters
     ----------
     leaving: the rank to send to or None, and the tensors to send, in order of falling item size.
-    arriving: the rank to receive from or None, and tensors of the types of what arrives.
-    count: the size of the dimension before the last of what arrives.
+    arriving: the rank to receive from or None, and examples of the tensors to receive.
+    count: the number of rows (the dimension before the last) of the tensors to receive.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class _Parcel:
         self._request = transport.exchange(into, out, transport.next_tag())
 
     def wait(self) -> list[Tensor]:
-        """Wait for both, and return what has arrived."""
+        """Wait for both messages, and return the received tensors."""
         self._request.wait()
         return self._views
 
@@ -128,7 +132,7 @@ class _Pass:
 
     Attributes
     ----------
-    answers: whether visitors take something home: keys (False) and queries (True).
+    answers: for keys (False) and for queries (True), whether results are returned to their owner.
     """
 
     answers: ClassVar[dict[bool, bool]]
@@ -137,7 +141,7 @@ class _Pass:
         self.spec, self.tour, self.mask = spec, tour, mask
 
     def make(self) -> None:
-        """Make the tour. All ranks of the grid call it."""
+        """Run the tour: send, receive and compute at each step. Collective."""
         spec, here = self.spec, self.spec.grid.rank
         rounds = rounds_of(spec.schedule, self.tour)
         answers = self.answers[False] or is_balanced(spec.schedule)
@@ -158,21 +162,24 @@ class _Pass:
         self._welcome(home)
 
     def _start(self, r: Round) -> _Parcel:
-        """Start to send this rank's queries or keys, and to receive those of another rank."""
+        """Start to send this rank's queries or keys to a rank, and to receive those of another."""
         leaving = r.target, self.travellers(r.queries_go)
         arriving = r.source, self.travellers(r.queries_come)
         count = 0 if r.source is None else self._count(r.source, r.queries_come)
         return _Parcel(self.spec.grid, leaving, arriving, count)
 
     def _start_back(self, r: Round, taken: Sequence[Tensor]) -> _Parcel:
-        """Start to send home what visitors take with them, and to receive what own ones bring."""
+        """Start to send the results `taken` to a visitor's owner, and to receive results."""
         source = r.source if self.answers[r.queries_come] else None
         target = r.target if self.answers[r.queries_go] else None
         count = self._count(self.spec.grid.rank, r.queries_go)
         return _Parcel(self.spec.grid, (source, taken), (target, self.results(r.queries_go)), count)
 
     def _welcome(self, home: list[tuple[bool, _Parcel]]) -> None:
-        """Wait for own queries or keys that come home, and add what they bring."""
+        """Wait for the results of this rank's queries or keys on other ranks, and add them.
+
+        `home` lists the messages, each with True for results of queries; it is emptied.
+        """
         while home:
             queries, parcel = home.pop()
             arrived = parcel.wait()
@@ -184,7 +191,7 @@ class _Pass:
         return (schedule.rows(rank) if queries else schedule.columns(rank)).size
 
     def pair(self, rows: int, columns: int) -> Pair:
-        """Return the pair of the queries and keys of two ranks."""
+        """Return the pair of blocks: the queries of rank `rows` and the keys of rank `columns`."""
         schedule = self.spec.schedule
         keys, mask = schedule.columns(columns), None
         if self.mask is not None:
@@ -202,25 +209,32 @@ class _Pass:
 
     @abstractmethod
     def travellers(self, queries: bool) -> list[Tensor]:
-        """Return the tensors that travel with this rank's queries, or with its keys."""
+        """Return the tensors to send to other ranks with this rank's queries, or with its keys.
+
+        `queries` selects the queries.
+        """
 
     @abstractmethod
     def results(self, queries: bool) -> list[Tensor]:
-        """Return tensors like those that this rank's queries, or its keys, take home."""
+        """Return examples of the results to receive for this rank's queries, or for its keys."""
 
     @abstractmethod
     def meet(
         self, pair: Pair, visitors: Sequence[Tensor] | None, queries: bool = False
     ) -> list[Tensor]:
-        """Compute with visitors, None for own queries and keys; return what visitors take home."""
+        """Compute with `visitors`, blocks of another rank; return the results to send back.
+
+        `queries` states that the visitors are queries. With None for `visitors`, compute with this
+        rank's own queries and keys.
+        """
 
     @abstractmethod
     def add_arrived(self, queries: bool, arrived: Sequence[Tensor]) -> None:
-        """Add the tensors with which the queries, or the keys, have come home."""
+        """Add `arrived`, the results of this rank's queries, or of its keys, on another rank."""
 
 
 class _Forward(_Pass):
-    """Attention and log-sum-exps: keys take nothing home."""
+    """The forward pass: attention and log-sum-exps, which are returned to the owner of queries."""
 
     answers: ClassVar = {True: True, False: False}
 
@@ -254,10 +268,10 @@ class _Forward(_Pass):
 
 
 class _Backward(_Pass):
-    """Gradients: keys take home their gradients, and queries theirs.
+    """The backward pass: gradients are returned to the owners of keys and of queries.
 
-    `own` are the log-sum-exp, the queries, the attention and its gradient; `dmask` is the gradient
-    of an added mask, which the pass adds to, or None.
+    `own` are the log-sum-exp, the queries, the attention and its gradient. The pass adds the
+    gradient of an added mask to `dmask`, which may be None.
     """
 
     answers: ClassVar = {True: True, False: True}
@@ -303,7 +317,7 @@ class _Backward(_Pass):
 
 
 def of_tour(tour: Tour, x: Tensor, trailing: int = 2) -> Tensor:
-    """Return the part of a tensor for a tour; samples and heads precede `trailing` dimensions."""
+    """Return the samples and heads of a tour in `x`; they precede `trailing` other dimensions."""
     d = x.dim() - trailing - tour.back
     if not tour.back or d < 0 or x.shape[d] == 1:
         return x
@@ -311,7 +325,10 @@ def of_tour(tour: Tour, x: Tensor, trailing: int = 2) -> Tensor:
 
 
 def _joined(tour: Tour, x: Tensor, parts: list[Tensor]) -> Tensor:
-    """Return the gradient of `x`, of which each tour, one of them `tour`, has made a part."""
+    """Return the gradient of `x`, joined from `parts`, one for each tour.
+
+    Every tour divides the same dimension; `tour` is any of them.
+    """
     if len(parts) == 1:
         return parts[0]
     d = x.dim() - 2 - tour.back
@@ -319,12 +336,12 @@ def _joined(tour: Tour, x: Tensor, parts: list[Tensor]) -> Tensor:
 
 
 class BlockwiseAttention(ShardFunction):
-    """Attention of this rank's queries to all keys, of which each rank holds a block.
+    """Attention of this rank's queries to all keys, which are partitioned over ranks. Collective.
 
-    All ranks of the grid call it. Blocks are (..., R, E), (..., C, E) and (..., C, V), and a mask
-    is (..., R or 1, *columns): the columns of all keys if there is a ring, else of this rank's.
-    `twice` is a function of q, k, v and mask with the same value, whose every step autograd
-    records; it serves second derivatives.
+    Blocks are (..., R, E), (..., C, E) and (..., C, V). A mask is (..., R or 1, *columns): if there
+    is a ring, with the columns of all keys, otherwise with those of this rank's keys. `twice` is a
+    function of q, k, v and mask with the same value, and with every step recorded by autograd, for
+    second derivatives.
     """
 
     @staticmethod
@@ -383,7 +400,11 @@ class BlockwiseAttention(ShardFunction):
 
 
 def _combined(out: Tensor, lse: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return the attention to the keys of all ranks along the axes that cut keys alone."""
+    """Return the attention to the keys of all ranks, and its log-sum-exp. Collective.
+
+    `out` and `lse` are the attention and log-sum-exp of this rank's queries for its own keys. The
+    ranks are those along the grid axes that partition keys but not queries.
+    """
     axes = spec.schedule.sums
     total = all_gather(lse, spec.grid, axes).logsumexp(0)
     out = (out * (lse - total.masked_fill(total == -inf, 0)).exp()).contiguous()
@@ -392,7 +413,10 @@ def _combined(out: Tensor, lse: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def record_tours(spec: Spec, operator: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Record in the ledger, under `operator`, what visits this rank, whose blocks are q, k, v."""
+    """Record the blocks that this rank receives in the ledger, under the function name `operator`.
+
+    q, k and v are this rank's blocks.
+    """
     schedule = spec.schedule
     sizes, cuts, visits = schedule.sizes, schedule.arrangement, list[Route]()
     for tour in tours_of(schedule):

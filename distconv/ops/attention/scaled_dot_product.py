@@ -1,7 +1,7 @@
 """`scaled_dot_product_attention` of partitioned queries, keys and values.
 
-Samples and heads are partitioned as in the largest operand, and queries as they are given. What is
-moved for partitioned keys, `arrangement.py` decides.
+Samples and heads are partitioned as in the largest operand, and queries as in the query. For
+partitioned keys, `arrangement.py` chooses which operands are sent.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def scaled_dot_product_attention(
 ) -> DistTensor:
     """Return the attention of (..., L, E) queries to (..., S, E) keys. Collective.
 
-    The result is partitioned as the query, and over samples and heads also as key and value where
-    the query is not. The random numbers of dropout depend on positions alone, not on the grid.
+    The result is partitioned as the query. Samples and heads that the query does not partition are
+    partitioned as in key and value. The random numbers of dropout depend on positions alone, not on
+    the grid.
     """
     grid = common_grid(NAME, (query, key, value, attn_mask))
     if is_causal and attn_mask is not None:
@@ -84,7 +85,7 @@ def scaled_dot_product_attention(
 
 
 def _in_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-    """Return operands in which heads of queries that share a key are a dimension of their own."""
+    """Return q, k, v and mask with a new dimension for the heads of queries that share a key."""
     heads = q.shape[-3]
     if k.shape[-3] != v.shape[-3]:
         repeated = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (k, v))
@@ -96,7 +97,10 @@ def _in_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
 
 
 def _check_mask(mask: Tensor | None, full: Shape, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if a mask is not broadcast to the scores, of shape `full`."""
+    """Raise RuntimeError if `mask` does not broadcast to scores of shape `full`, or for its type.
+
+    `dtype` is the type of the operands.
+    """
     if mask is None:
         return
     fits = broadcast_shape(NAME, (torch.empty(full, device="meta"), mask)) == full
@@ -115,11 +119,11 @@ def _attention(
     how: tuple[float, bool, float],
     dims: int,
 ) -> DistTensor:
-    """Return the attention of `given`, query, key and value. Collective.
+    """Return the attention of `given`, which are query, key and value. Collective.
 
     Parameters
     ----------
-    lead: the samples and heads, to which operands are broadcast.
+    lead: the shape of samples and heads, to which operands are broadcast.
     how: the probability of dropout, whether attention is causal, and the factor of products.
     dims: the number of dimensions of the operands in the program.
     """
@@ -164,13 +168,16 @@ def _attention(
 
 
 class _Place(NamedTuple):
-    """The global shape and the cuts of an operand."""
+    """The global shape of an operand, and the grid axes that partition each dimension."""
 
     shape: Shape
     cuts: Cuts
 
     def gathered(self, block: Tensor, dims: slice, grid: Grid) -> Tensor:
-        """Return the operand, of which this rank holds `block`, with `dims` whole. Collective."""
+        """Return the operand, gathered along `dims`. Collective.
+
+        `block` is this rank's block.
+        """
         cuts = list(self.cuts)
         cuts[dims] = [()] * len(cuts[dims])
         own = block.reshape(box_on_rank(self.shape, self.cuts, grid).shape)
@@ -179,7 +186,10 @@ class _Place(NamedTuple):
 
 
 def _placed(x: Tensor, shape: Shape, cuts: Cuts, grid: Grid) -> tuple[Tensor, _Place]:
-    """Return this rank's block of `x`, which is broadcast to `shape` cut by `cuts`. Collective."""
+    """Return this rank's block of `x`, broadcast to `shape` partitioned by `cuts`, and its place.
+
+    Collective. Dimensions of size 1 in `x` are not expanded.
+    """
     own = tuple(x.shape)
     block = local_operand(x, shape, cuts, grid, NAME)
     return block, _Place(own, operand_cuts(own, shape, cuts))
@@ -188,7 +198,11 @@ def _placed(x: Tensor, shape: Shape, cuts: Cuts, grid: Grid) -> tuple[Tensor, _P
 def partition(
     q: DistTensor, k: DistTensor, v: DistTensor, samples: Shape, rows: Shape, columns: Shape
 ) -> tuple[Sizes, Arrangement]:
-    """Return the sizes of attention, and the partition of samples, queries and keys."""
+    """Return the global sizes of attention, and the partition of samples, queries and keys.
+
+    The dimensions of `q` are `samples`, `rows` and features; those of `k` and `v` are `samples`,
+    `columns` and features. Dimensions of samples may be missing or have size 1.
+    """
     leads = [x.dim() - 1 - len(run) for x, run in ((q, rows), (k, columns), (v, columns))]
     placed = tuple((tuple(x.shape[:n]), x.cuts[:n]) for x, n in zip((q, k, v), leads, strict=True))
     batch = cuts_of_broadcast(placed, samples)
@@ -230,7 +244,7 @@ def _on_block(spec: Spec, operands: list[tuple[Tensor, _Place]], block: Shape, d
         result: Tensor = BlockwiseAttention.apply(q, k, v, mask, spec, again)
         return result
     if 0 in block:
-        # Depends on all operands in the graph, as on the ranks that have elements.
+        # The result depends on all operands in the graph, as on ranks that have elements.
         added = [] if mask is None or mask.dtype == torch.bool else [mask]
         return torch.stack([t.sum() for t in (q, k, v, *added)]).sum().expand(block)
     if mask is not None:
@@ -255,9 +269,9 @@ def _on_block(spec: Spec, operands: list[tuple[Tensor, _Place]], block: Shape, d
 def _recorded(
     spec: Spec, places: Sequence[_Place], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Return this rank's block of the attention, with all keys gathered, for second derivatives.
+    """Return this rank's block of the attention, which can be differentiated twice. Collective.
 
-    q, k, v and `mask` are this rank's blocks of the operands at `places`. Collective.
+    All keys are gathered. q, k, v and `mask` are this rank's blocks of the operands at `places`.
     """
     schedule, sizes = spec.schedule, spec.schedule.sizes
     n = len(sizes.columns)

@@ -1,6 +1,9 @@
-"""Who visits whom in a ring of ranks, and which queries attend to which keys.
+"""The schedule of ring attention: which blocks each rank sends and receives at each step.
 
-Index arithmetic only, alike on all ranks.
+Along the grid axes that partition both queries and keys, ranks form a ring. On a tour, blocks of
+keys (or, to balance causal attention, of queries) are sent to the other ranks of the ring. The
+schedule also decides which queries attend to which keys. Index arithmetic only: every rank computes
+the same schedule.
 """
 
 from __future__ import annotations
@@ -15,16 +18,18 @@ from distconv.geometry.topology import Topology
 from distconv.ops.attention.arrangement import Arrangement, Sizes
 
 MOST_TOURS = 8
-"""The most tours of the keys: visitors take an eighth of the memory of a block, if heads allow."""
+"""The most tours of the keys. With 8 tours, visitors take an eighth of the memory of a block, if
+the number of heads allows."""
 
 SMALLEST_VISITOR = 2**16
-"""The fewest elements of keys and values that are worth a tour of their own."""
+"""The fewest elements of keys and values for which a separate tour is worthwhile."""
 
 
 class Positions(NamedTuple):
-    """The positions of a block of queries or keys in the whole sequence.
+    """The positions of a block of queries or keys in the global sequence.
 
-    `box` is the block in the factors of the sequence, of sizes `sizes`.
+    The sequence may combine several dimensions, called factors, of sizes `sizes`. `box` is the
+    block in the factors.
     """
 
     box: Box
@@ -32,17 +37,17 @@ class Positions(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of positions."""
+        """Return the number of positions in the block."""
         return self.box.size
 
     @property
     def first(self) -> int:
-        """Return the first position; there must be one."""
+        """Return the first position of a block that is not empty."""
         return self._number(self.box.start)
 
     @property
     def stop(self) -> int:
-        """Return the position after the last one; there must be one."""
+        """Return the position after the last one of a block that is not empty."""
         return self._number(n - 1 for n in self.box.stop) + 1
 
     @property
@@ -58,17 +63,22 @@ class Positions(NamedTuple):
 
 
 def attends(rows: Positions, columns: Positions, causal: bool) -> bool:
-    """Return whether any of the queries at `rows` attends to any of the keys at `columns`."""
+    """Return whether any of the queries at `rows` attends to any of the keys at `columns`.
+
+    If `causal`, a query attends only to keys whose position is not greater than its own.
+    """
     if not rows.size or not columns.size:
         return False
     return not causal or rows.stop > columns.first
 
 
 def stretches(rows: Positions, columns: Positions, causal: bool) -> list[tuple[slice, slice, bool]]:
-    """Return slices of consecutive queries, and of consecutive keys to which they attend.
+    """Return which consecutive queries attend to which consecutive keys, as slices of their blocks.
 
-    With True in the third place the first query attends to the first key, the second one to the
-    first two keys, and so on. With False each query attends to all these keys.
+    Each item has a slice of the queries at `rows`, a slice of the keys at `columns`, and a flag.
+    With the flag True the first query attends to the first key, the second query to the first two
+    keys, and so on. With False each query attends to all keys of the slice. Causal positions must
+    be consecutive.
     """
     whole = slice(None)
     if not causal:
@@ -85,12 +95,15 @@ def stretches(rows: Positions, columns: Positions, causal: bool) -> list[tuple[s
 
 
 class Tour(NamedTuple):
-    """A tour of the keys of some samples or heads, a range of one of their dimensions.
+    """A tour, on which the ranks of a ring send the keys of some samples or heads to each other.
+
+    The samples or heads are a range of one of their dimensions.
 
     Attributes
     ----------
     number: the number of the tour.
-    back: the number of the dimension, counted from the last one of samples and heads, from 1.
+    back: the number of the dimension, counted from 1 backwards from the last one of samples and
+        heads; 0 for a tour of all samples and heads.
     start, stop: the range within this rank's block.
     """
 
@@ -101,12 +114,12 @@ class Tour(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The visits of one step of a tour: whose keys or queries come, and where the own ones go.
+    """The messages of one step of a tour: a block to send, and a block to receive.
 
     Attributes
     ----------
-    target, source: the ranks, or None where nobody goes or comes.
-    queries_go, queries_come: whether queries travel, in place of keys.
+    target, source: the ranks to send to and to receive from; None for no message.
+    queries_go, queries_come: whether queries, not keys, are sent, and received.
     """
 
     target: int | None
@@ -116,7 +129,7 @@ class Round(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The visits of one rank.
+    """The inputs from which all tours and messages of one rank follow.
 
     Attributes
     ----------
@@ -132,34 +145,34 @@ class Schedule(NamedTuple):
 
     @property
     def ring(self) -> Axes:
-        """Return the axes that cut queries and keys."""
+        """Return the grid axes that partition both queries and keys."""
         rows = cutting_axes(self.arrangement.rows)
         return tuple(a for a in cutting_axes(self.arrangement.columns) if a in rows)
 
     @property
     def sums(self) -> Axes:
-        """Return the axes that cut keys alone."""
+        """Return the grid axes that partition keys but not queries."""
         return tuple(a for a in cutting_axes(self.arrangement.columns) if a not in self.ring)
 
     @property
     def samples(self) -> Box:
-        """Return the box of samples and heads of this rank."""
+        """Return this rank's box of samples and heads."""
         return rank_box(self.sizes.batch, self.arrangement.batch, self.topology, self.rank)
 
     def rows(self, rank: int) -> Positions:
-        """Return the positions of the queries of a rank."""
+        """Return the positions of the queries that `rank` holds."""
         sizes = self.sizes.rows
         return Positions(rank_box(sizes, self.arrangement.rows, self.topology, rank), sizes)
 
     def columns(self, rank: int) -> Positions:
-        """Return the positions of the keys of a rank."""
+        """Return the positions of the keys that `rank` holds."""
         sizes = self.sizes.columns
         return Positions(rank_box(sizes, self.arrangement.columns, self.topology, rank), sizes)
 
 
 @lru_cache(maxsize=1024)
 def tours_of(s: Schedule) -> tuple[Tour, ...]:
-    """Return the tours that are made one after the other, as many on every rank."""
+    """Return the successive tours of a schedule. Every rank has the same number of tours."""
     cuts = s.arrangement.batch
     largest = [ceil(n / s.topology.parts(a)) for n, a in zip(s.sizes.batch, cuts, strict=True)]
     visiting = [1 if shared else n for n, shared in zip(largest, s.sizes.shared, strict=True)]
@@ -175,14 +188,17 @@ def tours_of(s: Schedule) -> tuple[Tour, ...]:
 
 @lru_cache(maxsize=1024)
 def _members(s: Schedule) -> list[int]:
-    """Return the ranks of the ring, in the order of their keys."""
+    """Return the ranks of this rank's ring, in the order of the positions of their keys."""
     peers = s.topology.peers(s.rank, s.ring)
     return sorted(peers, key=lambda rank: (s.columns(rank).box.start, rank))
 
 
 @lru_cache(maxsize=1024)
 def is_balanced(s: Schedule) -> bool:
-    """Return whether queries visit keys, too, so that all ranks of the ring compute as much."""
+    """Return whether queries are sent as well as keys, so that the ranks of a ring compute equally.
+
+    This is so for causal attention with equal, consecutive blocks of queries and keys.
+    """
     cuts, sizes = s.arrangement, s.sizes
     if not s.causal or sizes.rows != sizes.columns or cuts.rows != cuts.columns:
         return False
@@ -191,7 +207,7 @@ def is_balanced(s: Schedule) -> bool:
 
 @lru_cache(maxsize=4096)
 def rounds_of(s: Schedule, tour: Tour) -> tuple[Round, ...]:
-    """Return the steps of a tour, as many on every rank."""
+    """Return the successive steps of a tour. Every rank of a ring has the same number of steps."""
     members, balanced = _members(s), is_balanced(s)
     n, own = len(members), members.index(s.rank)
     nobody = not s.samples.size or (tour.back > 0 and tour.start == tour.stop)

@@ -1,1 +1,1 @@
-"""Operands, arguments, types and checks, for the rules of all families."""
+"""Operands, arguments, types and checks that the rules of all families of functions share."""

@@ -1,4 +1,4 @@
-"""The forms of arguments that torch accepts, and torch's own checks, made on global shapes."""
+"""Forms of arguments that torch accepts, and torch's own checks on global shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distconv.torch_private import without_modes
 
 
 def normalize_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return the dimensions `dim` as numbers from 0 to ndim - 1; all of them for None or ().
+    """Return the dimensions `dim` as numbers from 0 to ndim - 1; all dimensions for None or ().
 
     Raises `IndexError` out of range, `RuntimeError` if a dimension appears twice.
     """
@@ -39,7 +39,7 @@ def normalize_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
-    """Return one dimension as a number from 0 to ndim - 1; a scalar is treated as a vector."""
+    """Return the dimension `dim` as a number from 0 to ndim - 1; a scalar counts as a vector."""
     return next(iter(normalize_dims(dim, ndim)), 0)
 
 
@@ -51,9 +51,10 @@ def as_sizes(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def takes_sequence(name: str) -> Callable[[Rule], Rule]:
-    """Let a rule of `*members` take them as one keyword argument, too: x.view(size=(2, 3)).
+    """Return a decorator: a rule of `x, *members` also takes `members` as one keyword argument.
 
-    `name` is the name of this argument.
+    For example, a rule for `x.view(2, 3)` then supports `x.view(size=(2, 3))`, with "size" as
+    `name`.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -70,9 +71,9 @@ Sizes = int | Sequence[int]
 
 
 def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
-    """Return one number for each of `n` spatial dimensions; raise for another count.
+    """Return `value` as one number for each of `n` spatial dimensions.
 
-    `what` is the argument's name, for the error.
+    Raises RuntimeError for another number of values; `what` is the argument's name, for the error.
     """
     if type(value) is int:
         return (value,) * n
@@ -85,9 +86,9 @@ def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
 
 
 def strided_run(pick: Any, size: int, dimension: int) -> Run:
-    """Return first position, step and number of positions of `pick`, an integer or slice.
+    """Return the first position, step and number of positions of `pick`, an integer or slice.
 
-    `size` is the number of positions along `dimension`, whose number is for errors. Raises
+    `size` is the number of positions along dimension number `dimension`, which errors name. Raises
     IndexError out of range, and ValueError for a step below 1.
     """
     if isinstance(pick, int):
@@ -103,11 +104,11 @@ def strided_run(pick: Any, size: int, dimension: int) -> Run:
 
 
 def accepts_unbatched(name: str, spatial: int) -> Callable[[Rule], Rule]:
-    """Let a rule for (sample, channel, *spatial) take one sample without the first dimension.
+    """Return a decorator by which a rule for (sample, channel, *spatial) also takes one sample.
 
-    As in torch, that is a mini-batch of one; the cuts stay. Other numbers of dimensions raise
-    `RuntimeError` on every rank. `name` is the torch function, for this error; `spatial` is the
-    number of spatial dimensions.
+    As in torch, an input without the first dimension is a mini-batch of one; its partition does not
+    change. Other numbers of dimensions raise `RuntimeError` on every rank. `name` is the torch
+    function, for this error; `spatial` is the number of spatial dimensions.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -136,21 +137,23 @@ def accepts_unbatched(name: str, spatial: int) -> Callable[[Rule], Rule]:
 
 
 class TensorMeta(NamedTuple):
-    """A tensor's global shape, and its type, or None for any type."""
+    """The global shape and the type of a tensor without elements; None for any type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
 
 def any_type(x: Tensor | None) -> TensorMeta | None:
-    """Return the shape of `x` as metadata without a type, so that no type is checked."""
+    """Return the global shape of `x` as metadata without a type, so that no type is checked."""
     return None if x is None else TensorMeta(tuple(x.shape))
 
 
 def check_on_meta(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Return the shape of `function(*arguments, **keywords)`, or the shapes of its results.
+    """Check the arguments of a torch function on the meta device; return the result's shape.
 
-    Only the global shape and type of tensors are used; `any_type` leaves the type out.
+    Errors of torch are raised on every rank. Tensors in `arguments` and `keywords` are replaced by
+    empty ones of their global shape and type; `any_type` leaves the type out. Several results give
+    a tuple of shapes. No communication.
     """
     return _shapes(
         function,
@@ -202,12 +205,12 @@ def _shapes(
 def in_range(
     operator: str, numbers: Tensor, size: int, ignored: int | None = None
 ) -> Iterator[None]:
-    """Let errors of torch in this context name the number that is out of range, and the range.
+    """Replace torch's errors in this context by errors that name the number that is out of range.
 
     Parameters
     ----------
     operator: the called function, for the error.
-    numbers: the numbers on this rank, each of which should be from 0 to `size` - 1.
+    numbers: the positions or class numbers on this rank, expected to be from 0 to `size` - 1.
     ignored: a number outside the range that is allowed.
     """
     try:
@@ -222,5 +225,5 @@ def in_range(
 
 
 def out_of_range(operator: str, number: float, size: int) -> str:
-    """Return the message for a number that is not from 0 to `size` - 1."""
+    """Return the error message for a number that is not from 0 to `size` - 1."""
     return f"{operator}: {number} is out of range; expected numbers from 0 to {size - 1}, of {size}"

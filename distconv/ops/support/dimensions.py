@@ -1,9 +1,10 @@
-"""How a function treats dimensions, by which its rule also works on merged tensors as they lie.
+"""Decorators by which rules compute on merged tensors without redistributing them.
 
-A decorator here says of a rule, or of a function within one, which dimensions it treats alike. Such
-a function never meets a merged tensor that it can compute without moving blocks: the decorator
-calls it with the tensor before the reshape, `unmerged`, and returns its result as a merged tensor.
-Any other rule reads `shard`, which moves the blocks.
+A rule implements a torch function for DistTensors. A merged tensor (`merged.py`) keeps the tensor
+before a reshape, `unmerged`. A decorator here states which dimensions a rule treats equally. For a
+merged tensor it calls the rule with `unmerged`, and returns the result as a merged tensor. If that
+is not possible, or a rule has no decorator, the rule reads `shard`, which redistributes the
+elements.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from distconv.tensor.dist_tensor import WITHOUT_MERGED, DistTensor
 
 
 def _on_merged(special: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Return a decorator: a merged input calls `special(rule, input, ...)` in place of the rule.
+    """Return a decorator: for a merged input, call `special(rule, input, ...)` instead of the rule.
 
-    The rule itself is called if `special` returns `NotImplemented`.
+    If `special` returns `NotImplemented`, call the rule.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -61,9 +62,9 @@ def _on_merged(special: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
 
 def _on_any_merged(special: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Return a decorator: if any operand is merged, `special(rule, ...)` replaces the rule.
+    """Return a decorator: if any operand is merged, call `special(rule, ...)` instead of the rule.
 
-    The rule itself is called if `special` returns `NotImplemented`.
+    If `special` returns `NotImplemented`, call the rule.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -87,13 +88,15 @@ def _on_any_merged(special: Callable[..., Any]) -> Callable[[Rule], Rule]:
 def works_elementwise(
     name: str, in_place: bool = False, takes_inplace: bool = False
 ) -> Callable[[Rule], Rule]:
-    """Let an element-wise rule take merged operands if the factors of all operands fit together.
+    """Return a decorator by which an element-wise rule computes on the unmerged operands.
+
+    For merged tensors see `merged.py`. All operands must split into common factors.
 
     Parameters
     ----------
-    name: the function, for errors.
-    in_place: whether the rule writes to its first argument, and returns it.
-    takes_inplace: whether the rule does so when it is called with `inplace=True`.
+    name: the torch function, for errors.
+    in_place: whether the rule writes to its first argument, and returns this argument.
+    takes_inplace: whether the rule writes to its first argument if called with `inplace=True`.
     """
 
     def special(rule: Rule, *args: Any, **kwargs: Any) -> Any:
@@ -125,9 +128,10 @@ def works_elementwise(
 
 
 def keeps_shape(rule: Rule) -> Rule:
-    """Let an element-wise rule of one tensor take merged tensors, if it does not write to them.
+    """Let an element-wise rule of one tensor compute on merged tensors, unless it is in place.
 
-    For each element the result may have several, along further dimensions.
+    For merged tensors see `merged.py`. The result may have further dimensions after those of the
+    tensor.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,9 +149,10 @@ def keeps_shape(rule: Rule) -> Rule:
 
 
 def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
-    """Let a rule that works along the last dimensions take tensors merged in earlier dimensions.
+    """Return a decorator by which a rule of the last dimensions computes on merged tensors.
 
-    `count` takes the rule's arguments after the input, and returns the number of last dimensions.
+    The last dimensions must not be merged (`merged.py`). `count` takes the rule's arguments after
+    the input, and returns the number of last dimensions.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,10 +166,11 @@ def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
 
 
 def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
-    """Let a rule of (sample, channel, *space) that treats all positions alike take merged tensors.
+    """Return a decorator for rules of (sample, channel, *space) that treat all positions equally.
 
-    Unless the rule treats each sample alone (`of_each_sample`), samples may be merged, too: their
-    inner factors become spatial dimensions.
+    The decorated rule computes on merged spatial dimensions (`merged.py`). Samples may be merged,
+    too, unless the rule computes each sample separately (`of_each_sample`). The inner factors of
+    samples become spatial dimensions.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,10 +187,12 @@ def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
 
 
 def convolves(function: Callable[..., Tensor], n: int, transposed: bool) -> Callable[[Rule], Rule]:
-    """Let the rule of `function`, a convolution of `n` spatial dimensions, take merged tensors.
+    """Return a decorator by which the rule of a convolution computes on merged tensors.
 
-    Samples may be merged if only they are cut: each rank calls `function` on its own samples.
-    Spatial dimensions may be if the kernel has one element, unless the convolution is `transposed`.
+    `function` is torch's convolution of `n` spatial dimensions. Merged samples (`merged.py`) are
+    supported if no other dimension is partitioned: each rank calls `function` on its own samples.
+    Merged spatial dimensions are supported if the kernel has one element, and the convolution is
+    not `transposed`.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,9 +211,10 @@ def convolves(function: Callable[..., Tensor], n: int, transposed: bool) -> Call
 
 
 def works_on_samples(function: Callable[..., Tensor], n: int) -> Callable[[Rule], Rule]:
-    """Let the rule of `function`, which pools `n` spatial dimensions, take merged samples.
+    """Return a decorator by which the rule of a pooling computes on merged samples (`merged.py`).
 
-    Only samples may be cut: each rank calls `function` on its own.
+    `function` is torch's pooling of `n` spatial dimensions. If only samples are partitioned, each
+    rank calls `function` on its own samples.
     """
 
     def special(rule: Rule, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +226,11 @@ def works_on_samples(function: Callable[..., Tensor], n: int) -> Callable[[Rule]
 
 
 def _on_own_samples(function: Callable[..., Tensor], input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `function` of merged samples of which each rank has its own in full."""
+    """Return `function` of an input with merged samples, computed by each rank on its own samples.
+
+    Returns `NotImplemented` if other dimensions are merged or partitioned, if another argument is
+    distributed, or if a result has no elements. No communication.
+    """
     own, runs = unmerged(input), factors_of(input)
     lead = len(runs[0])
     if (
@@ -253,10 +266,11 @@ def _convolve_points(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """Return the convolution of merged positions by a kernel of one element.
+    """Return the convolution of an input with merged positions by a kernel of one element.
 
-    Returns `NotImplemented` for a larger kernel, a stride other than 1, padding, merged samples or
-    channels, and more than three unmerged spatial dimensions.
+    `n` is the number of spatial dimensions. Returns `NotImplemented` for a larger kernel, a stride
+    other than 1, padding, merged samples or channels, and more than three unmerged spatial
+    dimensions.
     """
     runs = factors_of(input)
     space = sum(map(len, runs[2:]))
@@ -274,14 +288,14 @@ def _convolve_points(
 
 
 def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule]:
-    """Let a rule with an argument `dim` take merged tensors, by calling it with the unmerged one.
+    """Return a decorator by which a rule with an argument `dim` computes on the unmerged tensor.
 
-    The dimensions in `dim` may themselves be merged only if the rule accepts `several` dimensions,
-    or None for all.
+    For merged tensors see `merged.py`. Dimensions in `dim` may be merged only if the rule accepts
+    several dimensions, or None for all.
 
     Parameters
     ----------
-    reduces: whether the rule reduces these dimensions to size 1.
+    reduces: whether the rule reduces the dimensions in `dim` to size 1.
     several: whether `dim` may be a sequence of dimensions.
     """
 
@@ -320,9 +334,10 @@ def _dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
 
 
 def joins_along(rule: Rule) -> Rule:
-    """Let a rule of (tensors, d, ...), which joins them along dimension `d`, take merged tensors.
+    """Let a rule of (tensors, d, ...) that joins along dimension `d` compute on merged tensors.
 
-    None may be merged along `d`, and their other dimensions need factors that fit together.
+    No tensor may be merged (`merged.py`) along `d`, and the other dimensions must split into common
+    factors.
     """
 
     def special(rule: Rule, pieces: Sequence[DistTensor], d: int, *_: Any) -> Any:
@@ -339,10 +354,10 @@ def joins_along(rule: Rule) -> Rule:
 
 
 def divides_along(rule: Rule) -> Rule:
-    """Let a rule of (input, d, ...), which divides along dimension `d`, take merged tensors.
+    """Let a rule of (input, d, ...) that divides along dimension `d` compute on merged tensors.
 
-    The rule returns a tuple of parts, all with dimension `d` or all without. `d` itself must not be
-    merged.
+    The rule returns a tuple of tensors, all with dimension `d` or all without. `d` itself must not
+    be merged (`merged.py`).
     """
 
     def special(rule: Rule, input: Any, d: int, *args: Any) -> Any:
@@ -361,9 +376,10 @@ def divides_along(rule: Rule) -> Rule:
 
 
 def gathers_along(rule: Rule) -> Rule:
-    """Let a rule of (input, index, d), which is torch.gather, take merged tensors.
+    """Let a rule of (input, index, d), for torch.gather, compute on merged tensors.
 
-    Neither may be merged along `d`, and all other dimensions need equal sizes and factors that fit.
+    Neither tensor may be merged (`merged.py`) along `d`. All other dimensions need equal sizes and
+    common factors.
     """
 
     def special(rule: Rule, input: Tensor, index: Tensor, d: int) -> Any:
@@ -381,10 +397,10 @@ def gathers_along(rule: Rule) -> Rule:
 
 
 def picks_in_order(rule: Rule) -> Rule:
-    """Let a rule of (input, mask, ...) take merged tensors.
+    """Let a rule of (input, mask, ...) that selects rows compute on merged tensors (`merged.py`).
 
-    The rule returns the rows of `input` where `mask`, over its leading dimensions, is true, in
-    row-major order.
+    The rule returns the rows of `input` at which `mask`, a tensor over the leading dimensions, is
+    true, in row-major order.
     """
 
     def special(rule: Rule, input: Tensor, mask: Tensor, *args: Any) -> Any:
@@ -401,10 +417,10 @@ def picks_in_order(rule: Rule) -> Rule:
 
 
 def takes_slices(rule: Rule) -> Rule:
-    """Let a rule of (input, index), which returns `input[index]`, take merged tensors.
+    """Let a rule of (input, index), which returns `input[index]`, compute on merged tensors.
 
-    `index` has an integer or slice for each dimension, and None for each new one. Merged dimensions
-    must be taken in full.
+    `index` has an integer or slice for each dimension, and None for each new dimension. Merged
+    dimensions (`merged.py`) must be selected in full.
     """
 
     def special(rule: Rule, input: Any, index: Sequence[Any]) -> Any:
@@ -418,9 +434,11 @@ def takes_slices(rule: Rule) -> Rule:
 
 
 def assigns_slices(rule: Rule) -> Rule:
-    """Let a rule of (input, index, value), for `input[index] = value`, take merged tensors.
+    """Let a rule of (input, index, value), for `input[index] = value`, compute on merged tensors.
 
-    `index` is as in `takes_slices`. The block of `input` must not have been moved yet.
+    `index` has an integer or slice for each dimension, and None for each new dimension. Merged
+    dimensions (`merged.py`) must be selected in full. The elements of `input` must not have been
+    redistributed yet.
     """
 
     def special(rule: Rule, input: Any, index: Sequence[Any], value: Any) -> Any:
@@ -445,9 +463,10 @@ def assigns_slices(rule: Rule) -> Rule:
 def _index_of_factors(
     input: DistTensor, index: Sequence[Any]
 ) -> tuple[tuple[Any, ...], list[Shape]] | None:
-    """Return the index into `input.unmerged`, and the factors of each dimension of the result.
+    """Return the index into `input.unmerged` for `input[index]`, and the factors of the result.
 
-    Returns None unless `index`, the index into `input`, takes merged dimensions in full.
+    The factors are listed for each dimension of the result. Returns None unless `index` selects
+    merged dimensions in full.
     """
     runs = enumerate(zip(factors_of(input), input.shape, strict=True))
     own: list[Any] = []

@@ -1,4 +1,4 @@
-"""Expanded tensors, which are moved before they are expanded; they may be merged."""
+"""Expanded tensors: the smaller tensor that a redistribution can send instead."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def before_expansion(x: DistTensor) -> DistTensor:
-    """Return the tensor that `expand` has repeated along dimensions of `x`; else `x` itself.
+    """Return `y` for `x = y.expand(...)` if both have equally many dimensions, otherwise `x`.
 
-    It has as many dimensions, and can be moved in place of `x`. Of a tensor with gradients `x` is
-    returned, as the program may ask for the gradient of `x`.
+    Redistributing `y` and expanding its blocks sends fewer elements than redistributing `x`. `x`
+    may also be an alias or a reshape of an expanded tensor. If `x` or `y` requires gradients, the
+    result is `x`, because the program may ask for the gradient of `x`.
     """
     recipe = x.recipe
     if recipe is None or x.requires_grad or recipe.base.requires_grad:

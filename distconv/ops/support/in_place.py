@@ -1,7 +1,8 @@
-"""In-place functions, made of functions that return a new tensor; they write to plain tensors, too.
+"""Rules of in-place functions, computed by functions that return a new tensor.
 
-A plain tensor to which distributed values are written under autograd becomes a distributed tensor:
-the Python object stays the same one. Outside autograd it stays plain, and gets the whole values.
+The written tensor may be plain. A plain tensor to which distributed values are written under
+autograd becomes a DistTensor: the Python object stays the same. Outside autograd it stays plain,
+and gets the global values.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def implements_in_place(
     rule: Callable[..., Any],
     into_plain: Callable[..., Any] | None = None,
 ) -> None:
-    """Register `method` as the in-place form of `rule`: it writes the result to its first argument.
+    """Register `method` as the in-place form of `rule`, which writes to the first argument.
 
-    `into_plain` writes to a plain tensor outside autograd. Without it, or if it returns
-    `NotImplemented`, all operands are made whole.
+    `into_plain` writes to a plain first argument outside autograd. Without it, or if it returns
+    `NotImplemented`, all other operands are gathered on every rank.
     """
     name = method.__name__
 
@@ -72,10 +73,10 @@ _NOTES: list[MutableMapping[Tensor, Any]] = []
 
 @contextmanager
 def noted_in(*notes: MutableMapping[Tensor, Any]) -> Iterator[None]:
-    """Let plain tensors become distributed in this context although `notes` refer to them weakly.
+    """Allow plain tensors in the mappings `notes` to become distributed within this context.
 
-    Any other weak reference to a tensor would prevent it. A tensor that becomes distributed
-    vanishes from the mappings.
+    The mappings refer to tensors weakly; any other weak reference to a tensor would prevent the
+    change. A tensor that becomes distributed is removed from the mappings.
     """
     _NOTES.extend(notes)
     try:
@@ -91,18 +92,20 @@ def become_distributed(
     write: Callable[[DistTensor], Any],
     cuts: Cuts | None = None,
 ) -> Any:
-    """Turn a plain tensor, equal on all ranks, into a distributed one, and let `write` write to it.
+    """Turn a plain tensor into a DistTensor, and let `write` write to it. Collective.
 
-    Return the result of `write`, with the plain tensor in place of its argument. If `write` raises,
-    the plain tensor stays as it is. A plain view, `base[...]` of integers and slices, becomes a
-    view of its base, which becomes distributed even if `write` raises. All ranks call it.
+    Returns the result of `write`, with the plain tensor in place of its argument. If `write`
+    raises, the plain tensor does not change. A plain view, `base[...]` of integers and slices,
+    becomes a view of `base`, and `base` becomes distributed even if `write` raises.
 
     Parameters
     ----------
     operator: the called function, for errors.
+    plain: the tensor to change, equal on all ranks.
     operands: the written values, and their positions; some of them are distributed.
-    cuts: the cuts of the distributed tensor; by default the cuts of the operands, the largest
-        first.
+    write: takes the DistTensor, and writes to it.
+    cuts: the grid axes that partition each dimension; by default the partition of the operands, the
+        largest first.
 
     Raises UnsupportedOperation on every rank, before any message, if something else refers to the
     plain tensor.
@@ -157,7 +160,11 @@ def become_distributed(
 
 
 def _block_of(plain: Tensor, cuts: Cuts, grid: Grid) -> DistTensor:
-    """Return a copy of a plain tensor as a DistTensor, whose gradient is summed if need be."""
+    """Return a copy of a plain tensor as a DistTensor partitioned by `cuts`.
+
+    If `plain` depends on a leaf outside of parallelized modules, the gradient of `plain` is summed
+    over the ranks.
+    """
     whole = plain
     if plain.requires_grad and grid.size > 1 and "free" in origins([plain.grad_fn], remember=True):
         whole = enter(plain, grid)
@@ -166,7 +173,7 @@ def _block_of(plain: Tensor, cuts: Cuts, grid: Grid) -> DistTensor:
 
 
 def _slices_of(base: Tensor, view: Tensor) -> tuple[Any, ...] | None:
-    """Return integers and slices by which a view is `base[...]`, or None for another view."""
+    """Return the integers and slices that select `view` from `base`, or None if there are none."""
     if not base.is_contiguous() or base.dtype != view.dtype or base.is_conj() != view.is_conj():
         return None
     left = int(view.storage_offset()) - int(base.storage_offset())
@@ -185,7 +192,7 @@ def _slices_of(base: Tensor, view: Tensor) -> tuple[Any, ...] | None:
 
 
 def _hindrance(x: Tensor, device: torch.device, views: int = 0) -> str | None:
-    """Return the reason why a plain tensor cannot become a distributed one, or None.
+    """Return the reason why a plain tensor cannot become a distributed one, or None if it can.
 
     `device` is the device of the grid; `views` is the number of views of `x` that may be in use.
     """

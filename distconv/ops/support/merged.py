@@ -1,10 +1,12 @@
-"""Merged tensors: reshapes whose cut dimensions have become inner factors of others.
+"""Merged tensors: reshapes that combine partitioned dimensions without sending elements.
 
-Where x, (sample, channel, height, width), is cut in height, rows of all ranks take turns in
-`x.permute(0, 2, 3, 1).flatten(0, 2)`, so canonical blocks would have to be moved. The result keeps
-the tensor before the reshape, `unmerged`. Functions that treat all rows alike work on `unmerged`,
-and their results are merged, too (`dimensions.py`); reading the `shard` of a merged tensor moves
-its blocks.
+If x, (sample, channel, height, width), is partitioned over height, the first dimension of
+`x.permute(0, 2, 3, 1).flatten(0, 2)` takes its rows from all ranks alternately, so that the blocks
+of the reshaped tensor have most of their elements on other ranks. The result of such a reshape is
+therefore a merged tensor. Its attribute `unmerged` is the tensor before the reshape. The dimensions
+of `unmerged` that a dimension combines are its factors. Functions that treat all rows equally
+compute on `unmerged`, and return merged tensors (`dimensions.py`). Reading the `shard` of a merged
+tensor redistributes its elements.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def is_merged(x: Any) -> bool:
-    """Return whether `x` is a merged DistTensor, which is not cut in blocks."""
+    """Return whether `x` is a merged DistTensor: a reshape whose own blocks are on other ranks."""
     return isinstance(x, DistTensor) and x.unmerged is not None
 
 
 def factors_of(x: Tensor) -> tuple[Shape, ...]:
-    """Return for each dimension of `x` the sizes of the unmerged dimensions that it merges.
+    """Return the factors of each dimension of `x`: sizes of the dimensions of `x.unmerged` in it.
 
     If `x` is not merged, each dimension has its own size as its only factor.
     """
@@ -36,7 +38,7 @@ def factors_of(x: Tensor) -> tuple[Shape, ...]:
 
 
 def places_of_factors(x: DistTensor) -> list[list[int]]:
-    """Return for each dimension of `x` the dimensions of `x.unmerged` that are its factors."""
+    """Return, for each dimension of `x`, the dimensions of `x.unmerged` that it combines."""
     places, i = [], 0
     for run in factors_of(x):
         places.append(list(range(i, i + len(run))))
@@ -47,10 +49,10 @@ def places_of_factors(x: DistTensor) -> list[list[int]]:
 def fitting_factors(
     operands: Sequence[Sequence[Shape]], shape: Sequence[int]
 ) -> tuple[Shape, ...] | None:
-    """Return for each dimension of `shape` the factors into which all operands can be split.
+    """Return factors, for each dimension of `shape`, into which all operands can be split.
 
-    `operands` has for each operand the factors of its dimensions; operands are broadcast to
-    `shape`. Returns None if the factors of the operands do not fit together.
+    `operands` has, for each operand, the factors of each of its dimensions. The operands are
+    broadcast to `shape`. Returns None if there are no common factors.
     """
     splits: list[list[Shape]] = [[(n,)] for n in shape]
     for runs in operands:
@@ -62,7 +64,11 @@ def fitting_factors(
 
 
 def unmerge(x: Tensor, factors: Sequence[Shape]) -> Tensor:
-    """Return `x` with each dimension split into its `factors`; size 1 is split into ones."""
+    """Return `x` with each dimension split into its `factors`.
+
+    If `factors` has more items than `x` has dimensions, the last items count. A dimension of size 1
+    that is broadcast is split into ones.
+    """
     own = factors[len(factors) - x.dim() :]
     sizes = zip(x.shape, own, strict=True)
     shape = tuple(chain.from_iterable(f if n == prod(f) else (1,) * len(f) for n, f in sizes))
@@ -77,12 +83,15 @@ def unmerged(x: Tensor) -> DistTensor:
 
 
 def in_blocks(x: Tensor) -> Tensor:
-    """Return a tensor with the same elements that is not merged. Collective."""
+    """Return `x`; a merged tensor is redistributed to blocks of its own shape. Collective."""
     if isinstance(x, DistTensor) and x.unmerged is not None:
         return DistTensor(x.shard, x.shape, x.cuts, x.grid)
     return x
 
 
 def merge_as(result: Any, shape: Sequence[int]) -> Any:
-    """Return `result`, computed on unmerged tensors, as a view of this merged shape."""
+    """Return the tensor `result`, computed on unmerged tensors, as a merged tensor of `shape`.
+
+    Other results are returned unchanged.
+    """
     return result.view(tuple(shape)) if isinstance(result, Tensor) else result

@@ -1,4 +1,4 @@
-"""Bringing the operands of an operator to layouts that fit together."""
+"""Operands of an operator, redistributed to layouts that fit together."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ from distconv.tensor.redistribution import redistribute
 def constant(
     device: torch.device, numbers: tuple[int, ...], dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Return a tensor of these integers."""
+    """Return the integers `numbers` as a cached tensor, (count,), on `device`."""
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 class Placement(NamedTuple):
-    """The shape, cuts, type and rank of a tensor, from which plans are derived and cached.
+    """The global shape, partition, type and rank of a tensor, from which plans are derived.
 
-    `on_gpu` says whether operators on the tensor run on a GPU.
+    `cuts` are the grid axes that partition each dimension. `on_gpu` states whether operators on the
+    tensor run on a GPU.
     """
 
     shape: Shape
@@ -56,16 +57,16 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, x: DistTensor) -> Placement:
-        """Return the placement of `x`."""
+        """Return the placement of the DistTensor `x` on this rank."""
         grid = x.grid
         where = grid.topology, grid.rank
         return cls(tuple(x.shape), x.cuts, *where, x.shard.dtype, grid.computes_on_gpu)
 
     def messages(self, plan: Plan) -> Plan:
-        """Return a halo exchange with messages in the memory format of most such tensors.
+        """Return the halo exchange `plan` with messages in the usual memory format of such tensors.
 
-        That is channels last for planes in float32 on CPUs (`tensor.memory_format`). Halo rows of
-        one sample are then contiguous, and are sent and received without a copy. Blocks of
+        The format is channels last for planes in float32 on CPUs (`tensor.memory_format`). Halo
+        rows of one sample are then contiguous, and are sent and received without a copy. Blocks of
         different ranks may differ in format, so the block's own format cannot decide.
         """
         last = len(self.shape) == 4 and self.dtype == torch.float32 and not self.on_gpu
@@ -73,23 +74,23 @@ class Placement(NamedTuple):
 
 
 def as_distributed(x: Tensor, grid: Grid) -> DistTensor:
-    """Return `x` as a DistTensor; a plain tensor, equal on all ranks, is whole on each of them."""
+    """Return `x` as a DistTensor; a plain tensor, equal on all ranks, becomes a replicated one."""
     if isinstance(x, DistTensor):
         return x
     return DistTensor(x, x.shape, ((),) * x.dim(), grid)
 
 
 def shard_of(x: Any) -> Any:
-    """Return the shard of a DistTensor; other values are returned unchanged."""
+    """Return the shard of a DistTensor; return any other value unchanged."""
     return x.shard if isinstance(x, DistTensor) else x
 
 
 def may_read(x: DistTensor, in_replays: bool = False) -> bool:
-    """Return whether a rule may read elements, to move only what they ask for; alike on all ranks.
+    """Return whether a rule may read elements of `x` to send less; equal on all ranks.
 
-    In a dry run there are none. While dc.compile traces a program, or a graph of the device is
-    captured, what is read once would hold in all replays. `in_replays` says that the replays of a
-    program read again (`opaque_call`).
+    In a dry run tensors have no elements. While dc.compile traces a program, or a graph of the
+    device is captured, a value that is read would be fixed for all replays. `in_replays` states
+    that replays of the program read the elements again (`opaque_call`).
     """
     device = x.shard.device
     captured = is_accelerator(device) and is_capturing(device)
@@ -97,9 +98,10 @@ def may_read(x: DistTensor, in_replays: bool = False) -> bool:
 
 
 def gather_whole(x: Any, operator: str) -> Any:
-    """Return a DistTensor in full, as a plain tensor; other values are returned unchanged.
+    """Return the global tensor of a DistTensor as a plain tensor on every rank. Collective.
 
-    All ranks call it. `operator` is the called function, for the records of redistributions.
+    Other values are returned unchanged. `operator` is the called function, for the records of
+    redistributions.
     """
     if not isinstance(x, DistTensor):
         return x
@@ -107,7 +109,7 @@ def gather_whole(x: Any, operator: str) -> Any:
 
 
 def uncut(x: DistTensor, dimensions: Iterable[int], operator: str) -> DistTensor:
-    """Return `x` with these dimensions whole on every rank; all ranks call it.
+    """Return `x` redistributed so that `dimensions` are not partitioned. Collective.
 
     `operator` is the called function, for the records of redistributions.
     """
@@ -118,10 +120,11 @@ def uncut(x: DistTensor, dimensions: Iterable[int], operator: str) -> DistTensor
 def moved_elsewhere(
     shape: Sequence[int], cuts: Cuts, dims: Collection[int], topology: Topology
 ) -> Cuts | None:
-    """Return `cuts` of a tensor of `shape` with the axes that cut `dims` moved to other dimensions.
+    """Return `cuts` with the grid axes of the dimensions `dims` moved to other dimensions.
 
-    Each axis goes to the dimension with the most elements for each of its parts. Returns None if
-    the other dimensions have too few elements.
+    `cuts` are the grid axes that partition each dimension of a tensor of `shape`. Each axis is
+    moved to the dimension with the most elements for each of its parts. Returns None if the other
+    dimensions have too few elements.
     """
     moved = [() if d in dims else axes for d, axes in enumerate(cuts)]
     for axis in sorted(cutting_axes(cuts[d] for d in dims), key=AXES.index):
@@ -134,11 +137,11 @@ def moved_elsewhere(
 
 
 def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -> Any:
-    """Return this rank's block of an operand that is broadcast to `shape` cut by `cuts`.
+    """Return this rank's block of an operand that is broadcast to `shape`, partitioned by `cuts`.
 
-    Numbers are returned unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
-    redistributed if their cuts differ, those made by `expand` before it. `operator` is the called
-    function, for the records.
+    Numbers are returned unchanged. Plain tensors, equal on all ranks, are sliced. DistTensors with
+    another partition are redistributed, which is collective; a result of `expand` is redistributed
+    before it is expanded. `operator` is the called function, for the records of redistributions.
     """
     if not isinstance(x, Tensor):
         return x
@@ -157,9 +160,10 @@ def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -
 
 
 def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
-    """Return the shape to which the tensors' global shapes broadcast; raise if they do not.
+    """Return the shape to which the global shapes of `tensors` broadcast.
 
-    `name` is the called function, for the error.
+    Raises RuntimeError if the shapes do not broadcast; `name` is the called function, for the
+    error.
     """
     try:
         return _broadcast(tuple(x.shape for x in tensors))
@@ -178,25 +182,26 @@ def _broadcast(shapes: tuple[Shape, ...]) -> Shape:
 
 
 def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
-    """Return the cuts of a result of `shape` to which operands are broadcast.
+    """Return the grid axes that partition each dimension of a result of several operands.
 
-    Each dimension is cut as in the largest operand that cuts it and is not broadcast along it, over
+    `shape` is the global shape of the result, to which the operands are broadcast. Each dimension
+    is partitioned as in the largest operand that partitions it and is not broadcast along it, over
     axes that no other dimension uses. Of operands of equal size the first decides.
     """
     return cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
 
 
 def box_on_rank(shape: Sequence[int], cuts: Cuts, grid: Grid) -> Box:
-    """Return the box that this rank holds of a tensor of global `shape` cut by `cuts`."""
+    """Return this rank's box of a tensor of global `shape` that is partitioned by `cuts`."""
     return rank_box(tuple(shape), cuts, grid.topology, grid.rank)
 
 
 def filled_block(block: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return ones in place of a block without elements, of `shape` or with sizes 0 replaced by 1.
+    """Return ones to compute with on a rank whose `block` has no elements.
 
-    They depend on `block` in the autograd graph. Ranks without elements compute with them, so that
-    all ranks have the same graph. For empty tensors torch would leave out gradients, together with
-    the exchanges that other ranks wait for.
+    The ones have the given `shape`, or that of `block` with sizes 0 replaced by 1. They depend on
+    `block` in the autograd graph, so that all ranks have the same graph. For empty tensors torch
+    would leave out gradients, together with the exchanges that other ranks wait for.
     """
     ones = block.new_ones([max(n, 1) for n in block.shape] if shape is None else tuple(shape))
     return ones + block.sum().to(block.dtype)
@@ -211,24 +216,25 @@ HALVES = torch.float16, torch.bfloat16
 
 
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which to add up many elements: float32 for half types, else `dtype`."""
+    """Return the type in which to sum many elements: float32 for half types, otherwise `dtype`."""
     return torch.float32 if dtype in HALVES else dtype
 
 
 def to_accumulation_type(x: Tensor) -> Tensor:
-    """Return `x` in the type of `accumulation_type`."""
+    """Return `x` in the type in which to sum many elements: half types are converted to float32."""
     return x.float() if x.dtype in HALVES else x
 
 
 def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in type `dtype`; `x` itself if it has the type, without a call of Tensor.to."""
+    """Return `x` in type `dtype`; a tensor of this type is returned without calling `x.to`."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def check_same_types(name: str, *tensors: Tensor | None) -> None:
-    """Raise RuntimeError on every rank if types differ; torch skips blocks without elements.
+    """Raise RuntimeError on every rank if the types of `tensors` differ. None is left out.
 
-    `name` is the called function, for the error.
+    torch does not raise on ranks whose blocks have no elements. `name` is the called function, for
+    the error.
     """
     check_equal_types(name, [t.dtype for t in tensors if t is not None])
 
@@ -243,7 +249,7 @@ def check_equal_types(name: str, types: Sequence[torch.dtype]) -> None:
 
 
 def distributed_input(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
-    """Return the input as a DistTensor on the grid of the parameters.
+    """Return `input` as a DistTensor; a plain one is replicated on the grid of the parameters.
 
     `name` is the called function, for errors.
     """
@@ -253,7 +259,10 @@ def distributed_input(name: str, input: Tensor, *parameters: Tensor | None) -> D
 
 
 def global_indices(x: DistTensor) -> list[Tensor]:
-    """Return this rank's global indices along each dimension, shaped to broadcast to its block."""
+    """Return this rank's global indices along each dimension of `x`, one integer tensor for each.
+
+    The tensors are shaped to broadcast to this rank's block.
+    """
     box = x.box
     return [
         torch.arange(start, stop, device=x.device).view(-1, *(1,) * (x.dim() - 1 - d))
@@ -262,13 +271,17 @@ def global_indices(x: DistTensor) -> list[Tensor]:
 
 
 def global_numbers(x: DistTensor, dims: int) -> Tensor:
-    """Return the row-major numbers of this rank's positions in the first `dims` dimensions."""
+    """Return the row-major numbers, in the global tensor, of this rank's positions.
+
+    A row-major number is an index into the flattened tensor. Only the first `dims` dimensions of
+    `x` count, and the result has the shape of this rank's block in them.
+    """
     box = Box(x.box.start[:dims], x.box.stop[:dims])
     return numbers_in_box(box, tuple(x.shape[:dims]), x.device)
 
 
 def numbers_in_box(box: Box, shape: Shape, device: torch.device) -> Tensor:
-    """Return the row-major numbers of the positions in a box of a tensor of global `shape`."""
+    """Return the row-major numbers, in a tensor of global `shape`, of the positions in `box`."""
     numbers = torch.zeros((), dtype=torch.int64, device=device)
     for start, stop, n in zip(box.start, box.stop, shape, strict=True):
         numbers = numbers.unsqueeze(-1) * n + torch.arange(start, stop, device=device)
@@ -276,7 +289,7 @@ def numbers_in_box(box: Box, shape: Shape, device: torch.device) -> Tensor:
 
 
 def unravel(numbers: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Return the coordinates, by dimension, of row-major numbers in a tensor of `shape`.
+    """Return the coordinates, one tensor for each dimension, of row-major `numbers` in `shape`.
 
     Negative numbers give coordinates without meaning.
     """
@@ -289,16 +302,17 @@ def unravel(numbers: Tensor, shape: Sequence[int]) -> list[Tensor]:
 
 # Functions that work along some dimensions, and treat all others element by element.
 #
-# The dimensions they work along are made whole on every rank first, which is recorded as a
-# redistribution; the others stay cut. If the values of an argument are bad, such as a singular
-# matrix, the rank that holds them raises.
+# First, the dimensions along which a function works are gathered on every rank, which is recorded
+# as a redistribution. All other dimensions stay partitioned. If the values of an argument are bad,
+# such as a singular matrix, the rank that holds them raises.
 
 
 def _distributed(result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid) -> Any:
-    """Return one block, or a tuple of blocks, as DistTensors of these global shapes.
+    """Return a block, or a tuple of blocks, as DistTensors of the global shapes `shapes`.
 
-    `cuts_of` takes the global shape of a result and returns its cuts. A rank without elements has
-    computed with substitutes, and its results are cropped to no elements.
+    `cuts_of` takes the global shape of a result, and returns the grid axes that partition each
+    dimension. A rank without elements has computed with substitutes, and its results are cropped to
+    no elements.
     """
     if not isinstance(result, Tensor):
         pairs = zip(result, shapes, strict=True)
@@ -317,10 +331,11 @@ def apply_along(
     dropped: Sequence[int] = (),
     **kwargs: Any,
 ) -> Any:
-    """Return `function(input, *args, **kwargs)`, which works along `dims`.
+    """Return `function(input, *args, **kwargs)`, which works along `dims`. Collective.
 
-    Its results have the dimensions of the input without those in `dropped`, and perhaps further
-    ones after them. `name` is the called function, for the records of redistributions.
+    `dims` are gathered on every rank; the other dimensions stay partitioned. The results have the
+    dimensions of the input except `dropped`, and perhaps further ones after them. `name` is the
+    called function, for the records of redistributions.
     """
     shapes = check_on_meta(function, input, *args, **kwargs)
     x = uncut(input, dims, name)
@@ -341,11 +356,11 @@ def apply_to_batches(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Return `function(*operands, *args, **kwargs)`, which works along the last dimensions of each.
+    """Return `function(*operands, *args, **kwargs)`, which works along last dimensions. Collective.
 
-    `inner` is the number of these dimensions for each operand. The leading dimensions are broadcast
-    against each other, and come first in the results. `name` is the called function, for errors and
-    for the records of redistributions.
+    `inner` is the number of last dimensions of each operand; they are gathered on every rank. The
+    leading dimensions stay partitioned, are broadcast against each other, and come first in the
+    results. `name` is the called function, for errors and for the records of redistributions.
     """
     grid = common_grid(name, operands)
     shapes = check_on_meta(function, *operands, *args, **kwargs)
@@ -370,10 +385,11 @@ def apply_to_batches(
 
 
 def _matrices(block: Tensor, inner: int) -> Tensor:
-    """Return `block`, or valid operands in place of a block without elements.
+    """Return `block`, or valid operands to compute with if it has no elements.
 
-    These are identity matrices if `inner`, the number of dimensions along which the function works,
-    is 2, as matrices of ones may have no inverse; zeros for labels of 64 bits; ones otherwise.
+    `inner` is the number of last dimensions along which the function works. With 2 the substitutes
+    are identity matrices, as matrices of ones may have no inverse. Otherwise they are zeros for
+    labels in int64, and ones for all other types.
     """
     if block.numel():
         return block

@@ -1,7 +1,7 @@
-"""Slices of plain parameters, which follow `p.data = value` until the backward pass.
+"""Slices of plain parameters that are updated when the program sets `p.data = value`.
 
-Autograd keeps a parameter itself, whose elements `p.data = value` replaces, also for backward
-passes to come. A slice would keep the earlier elements.
+Autograd saves a parameter itself for backward passes, so they use the elements after `p.data =
+value`. A slice of the parameter would keep the earlier elements.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from distconv.geometry.plan import Slices
 from distconv.torch_private import base_of, set_data
 
 _SLICES: dict[WeakIdRef, Slices] = {}
-"""The place of each slice of a parameter that is still in use."""
+"""The slices of parameters that are still in use, each with its index into the parameter."""
 
 
 def sliced(x: Tensor, slices: Slices) -> Tensor:
-    """Return `x[slices]` of a plain tensor; a slice of a parameter follows `x.data = value`."""
+    """Return `x[slices]` of a plain tensor `x`.
+
+    While autograd records, a slice of a parameter is registered, so that `follow` can update it.
+    """
     own = x[slices]
     if type(x) is nn.Parameter and torch.is_grad_enabled():
         _SLICES[WeakIdRef(own, _forget)] = slices
@@ -30,7 +33,7 @@ def _forget(own: WeakIdRef) -> None:
 
 
 def follow(x: Tensor) -> None:
-    """Give the slices of a parameter its elements, after `x.data` has been set."""
+    """Update the slices of the parameter `x` that `sliced` returned, after `x.data` was set."""
     for reference, slices in list(_SLICES.items()):
         own = reference()
         if own is not None and base_of(own) is x:

@@ -1,11 +1,12 @@
-"""Spectra of which few modes are kept: partial Fourier transforms by products with small matrices.
+"""Partial Fourier transforms: spectra with few modes, by products with small matrices.
 
-A Fourier neural operator transforms its fields, keeps a few of the modes, and transforms back a
-spectrum that is zero but for as many. Each rank multiplies its own block by the columns of the
-Fourier matrix of the kept modes; the sums over the ranks, which are as small as the kept modes, are
-all that moves. On the way back each rank gathers the kept modes and computes its own block.
+A Fourier neural operator transforms a field, keeps a few of its modes, and transforms back a
+spectrum that is zero in all other modes. In the forward transform each rank multiplies its own
+block by the columns of the Fourier matrix for the kept modes. Only the sums over the ranks are
+sent, which are as small as the kept modes. In the inverse transform each rank gathers the kept
+modes and computes its own block.
 
-Both spectra are pending tensors: their elements are computed in full only if something else reads
+Both spectra are pending tensors: their elements are computed in full only if other functions read
 them.
 """
 
@@ -31,12 +32,12 @@ from distconv.tensor.redistribution import redistribute, reduce_scatter
 from distconv.torch_private import autocast_is_on, count_modes
 
 FEW = 1.0
-"""The most numbers that kept modes may have, relative to a rank's block of the field. With more of
-them, a transform in full moves less."""
+"""The largest ratio of numbers in the kept modes to numbers in a rank's block of the field. Above
+this ratio, a full transform sends less."""
 
 MOST_ALONG = 48
-"""The most modes along the last dimension. With 48 of 192 modes products take as long as fast
-transforms and their messages, between two ranks on one machine (`python -m benchmarks modes`)."""
+"""The most modes along the last dimension. With 48 of 192 modes, products take as long as fast
+transforms and their messages between two ranks on one machine (`python -m benchmarks modes`)."""
 
 _TYPES = {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
@@ -59,7 +60,7 @@ class FourierTransform(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Return the factor of the normalisation."""
+        """Return the factor by which `norm` multiplies the sums of the transform."""
         count, inverse = prod(self.lengths.values()), self.kind.startswith("i")
         if self.norm == "ortho":
             return count**-0.5
@@ -76,7 +77,10 @@ def _waves(
     sign: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return exp(sign 2 pi i f j / length), for positions j from `start` to `stop` as rows."""
+    """Return exp(sign 2 pi i f j / length), with a row for each position j and a column for each f.
+
+    The positions are `start` to `stop` - 1; the numbers f are `frequencies`.
+    """
     positions = torch.arange(start, stop, device=device).unsqueeze(1)
     steps = positions * torch.tensor(frequencies, dtype=torch.int64, device=device) % length
     angles = steps.double() * (sign * 2 * torch.pi / length)
@@ -84,9 +88,11 @@ def _waves(
 
 
 def _to_modes(y: Tensor, d: int, length: int, frequencies: tuple[int, ...], start: int) -> Tensor:
-    """Return the summands of modes along dimension `d`, of this rank's positions from `start` on.
+    """Return this rank's contribution to the modes of `frequencies` along dimension `d`.
 
-    Positions beyond `length` do not count.
+    `y` is this rank's block of the field, whose first position along `d` is `start`; `length` is
+    the number of positions to transform. Positions beyond `length` do not count. The sum of the
+    contributions of the ranks along `d` gives the modes.
     """
     y = y.narrow(d, 0, min(max(length - start, 0), y.shape[d])).movedim(d, -1)
     stop, dtype = start + y.shape[-1], y.dtype.to_complex()
@@ -100,9 +106,10 @@ def _to_modes(y: Tensor, d: int, length: int, frequencies: tuple[int, ...], star
 def _to_space(
     y: Tensor, d: int, length: int, frequencies: tuple[int, ...], start: int, stop: int, real: bool
 ) -> Tensor:
-    """Return the positions from `start` to `stop` along dimension `d`, of modes `y`.
+    """Return the inverse transform of the modes `y` along `d`, at positions `start` to `stop` - 1.
 
-    `real` states that the other half of the modes are the conjugates of these.
+    `y` has the modes of `frequencies` along dimension `d`; `length` is the number of positions. If
+    `real`, the result is real, and the conjugate modes at negative frequencies are not in `y`.
     """
     waves = _waves(y.device, length, frequencies, start, stop, 1, y.dtype)
     y = y.movedim(d, -1)
@@ -117,7 +124,7 @@ def _to_space(
 
 @contextmanager
 def _in_full_precision(device: torch.device) -> Iterator[None]:
-    """Switch autocast off, which would multiply in half precision."""
+    """Switch autocast off within this context: autocast would multiply in half precision."""
     off = autocast_is_on() and device.type != "meta"
     with torch.autocast(device.type, enabled=False) if off else nullcontext():
         yield
@@ -126,9 +133,11 @@ def _in_full_precision(device: torch.device) -> Iterator[None]:
 def _are_few(
     slices: Iterable[Sequence[int]], field: Iterable[int], complex: bool, parts: int
 ) -> bool:
-    """Return whether modes are few for a field of these sizes, which is partitioned in `parts`.
+    """Return whether the kept modes are few enough to compute with matrix products.
 
-    `slices` has the numbers of modes along each transformed dimension.
+    `slices` has, for each slice of kept modes, the number of modes along each transformed
+    dimension. `field` has the sizes of these dimensions, which are partitioned in `parts`;
+    `complex` states that the field is complex.
     """
     slices = list(slices)
     count = (1 if complex else 2) * sum(map(prod, slices))
@@ -136,7 +145,10 @@ def _are_few(
 
 
 class Spectrum(PendingElements):
-    """The modes of a partitioned field; those of a slice are computed without the others."""
+    """The Fourier transform of a partitioned field, computed when it is read.
+
+    A slice of few modes is computed without the other modes.
+    """
 
     def __init__(
         self,
@@ -154,15 +166,16 @@ class Spectrum(PendingElements):
         self._memory.note_reader(self)
         self._shifts: dict[int, int] = {}
         self._along_first: dict[tuple[int, tuple[int, ...]], Tensor] = {}
-        """Modes of the first dimension that was transformed, which several slices share."""
+        """The modes along the dimension that is transformed first, the last of the field, by
+        dimension and frequencies. Several slices use them."""
 
     @property
     def requires_grad(self) -> bool:
-        """Return whether the elements will require gradients."""
+        """Return whether the modes require gradients once they are computed."""
         return self._source.recorded
 
     def block(self) -> Tensor:
-        """Return this rank's block of all elements. Collective."""
+        """Transform the field in full, and return this rank's block of the modes. Collective."""
         field = self._field()
         with _in_full_precision(field.shard.device), self._source.as_when_made():
             made: Any = self._source.make(field)
@@ -171,7 +184,11 @@ class Spectrum(PendingElements):
             return cast(Tensor, made.shard)
 
     def part(self, x: DistTensor, index: tuple[Any, ...], runs: Sequence[Run]) -> Any:
-        """Return the slice by sums of products, if its modes are few. Collective."""
+        """Return the slice `x[index]` of the spectrum `x`, computed by matrix products. Collective.
+
+        Returns None if the slice has too many modes. `runs` has the first position, step and number
+        of positions of each item of `index`.
+        """
         transform, field = self._transform, self._field()
         grid, cuts, lengths = field.grid, field.cuts, transform.lengths
         wanted = [runs[d][2] for d in lengths]
@@ -197,7 +214,10 @@ class Spectrum(PendingElements):
         return kept if all(pick == slice(None) for pick in rest) else kept[tuple(rest)]
 
     def rolled(self, x: DistTensor, shifts: Mapping[int, int]) -> Any:
-        """Return the spectrum rolled along transformed dimensions, still pending."""
+        """Return the spectrum `x` rolled by `shifts`, by dimension, without computing it.
+
+        Returns None if `shifts` has a dimension that is not transformed.
+        """
         if not self._transform.lengths.keys() >= shifts.keys():
             return None
         other = Spectrum.__new__(Spectrum)
@@ -207,11 +227,15 @@ class Spectrum(PendingElements):
         return other.tensor(x.shape, x.cuts, x.example)
 
     def tensor(self, shape: Sequence[int], cuts: Cuts, example: Tensor) -> DistTensor:
-        """Return the spectrum as a tensor."""
+        """Return a DistTensor of global `shape` whose elements, the modes, are computed when read.
+
+        `cuts` are the grid axes that partition each dimension; `example` is a plain tensor of the
+        type and device of the modes.
+        """
         return DistTensor.with_pending(self, shape, cuts, self._source.base.grid, example)
 
     def keep_source(self) -> None:
-        """Copy the block of the field. No communication."""
+        """Copy this rank's block of the field, which will be overwritten. No communication."""
         field = self._source.base
         with self._source.as_when_made():
             block = field.shard.clone()
@@ -221,7 +245,7 @@ class Spectrum(PendingElements):
         self._writes = None if block.is_inference() else block._version
 
     def _field(self) -> DistTensorBase:
-        """Return the field; raise RuntimeError if its block is no longer the transformed one."""
+        """Return the field; raise RuntimeError if its block was written to after the transform."""
         field = self._source.base
         if self._writes is not None and field.shard._version != self._writes:
             raise RuntimeError(
@@ -231,9 +255,9 @@ class Spectrum(PendingElements):
         return field
 
     def _project(self, field: DistTensorBase, frequencies: dict[int, tuple[int, ...]]) -> Tensor:
-        """Return this rank's summands of the modes of these frequencies."""
+        """Return this rank's contribution to the modes at `frequencies`, given by dimension."""
         y, start = field.shard, field.box.start
-        # The last dimension, of torch's order, first: it takes real numbers.
+        # The last dimension in torch's order comes first, as its input may be real.
         for place, d in enumerate(reversed(frequencies)):
             key = d, frequencies[d]
             if place or key not in self._along_first:
@@ -246,7 +270,7 @@ class Spectrum(PendingElements):
 
 
 class _Kept(NamedTuple):
-    """Modes that were assigned to a slice: its index, its positions along each dimension."""
+    """A slice of assigned modes: its index, its positions along each dimension, and the modes."""
 
     picks: tuple[slice, ...]
     positions: tuple[range, ...]
@@ -254,7 +278,7 @@ class _Kept(NamedTuple):
 
 
 class AssignedSpectrum(PendingElements):
-    """A spectrum that is zero but for slices that were assigned."""
+    """A spectrum, computed when read, that is zero except in slices that the program assigned."""
 
     def __init__(self, shape: Sequence[int], cuts: Cuts, grid: Grid, example: Tensor) -> None:
         self._shape, self._cuts, self._grid = tuple(shape), cuts, grid
@@ -264,11 +288,11 @@ class AssignedSpectrum(PendingElements):
 
     @property
     def requires_grad(self) -> bool:
-        """Return whether the elements will require gradients."""
+        """Return whether an assigned slice requires gradients."""
         return any(kept.value.requires_grad for kept in self._kept)
 
     def block(self) -> Tensor:
-        """Return this rank's block of all elements. Collective."""
+        """Return this rank's block of the spectrum, zeros included. Collective."""
         own = box_on_rank(self._shape, self._cuts, self._grid).shape
         with torch.inference_mode(self._inference), torch.enable_grad():
             made: Any = DistTensor(
@@ -283,7 +307,12 @@ class AssignedSpectrum(PendingElements):
     def assign(
         self, x: DistTensor, index: tuple[Any, ...], runs: Sequence[Run], value: Any
     ) -> bool:
-        """Keep modes that overlap none before; the others are zeros until then. Collective."""
+        """Keep `value` as the slice `x[index]` of the spectrum `x`, and return True. Collective.
+
+        Returns False, without effect, if the slice overlaps an earlier one, if the spectrum was
+        rolled, or if `value` is not a complex DistTensor of the slice's shape. `runs` has the first
+        position, step and number of positions of each slice in `index`.
+        """
         sliced = all(isinstance(pick, slice) for pick in index)
         sizes = tuple(n for _, _, n in runs)
         if self._shifts or not sliced or not isinstance(value, DistTensor):
@@ -301,19 +330,20 @@ class AssignedSpectrum(PendingElements):
         return True
 
     def rolled(self, x: DistTensor, shifts: Mapping[int, int]) -> Any:
-        """Return the spectrum rolled along transformed dimensions, still pending."""
+        """Return the spectrum rolled by `shifts`, by dimension, without computing it."""
         other = AssignedSpectrum(self._shape, self._cuts, self._grid, self._example)
         other._kept, other._shifts = [*self._kept], _summed(self._shifts, shifts)
         return other.tensor()
 
     def tensor(self) -> DistTensor:
-        """Return the spectrum as a tensor."""
+        """Return a DistTensor whose elements, this spectrum, are computed when they are read."""
         return DistTensor.with_pending(self, self._shape, self._cuts, self._grid, self._example)
 
     def to_space(self, transform: FourierTransform, cuts: Cuts) -> DistTensor | None:
-        """Return the field of the modes, cut by `cuts`. Collective.
+        """Return the inverse transform of the spectrum, partitioned by `cuts`. Collective.
 
-        Returns None if the modes are not few.
+        Returns None if the assigned modes are too many for matrix products, or do not extend over
+        all other dimensions.
         """
         lengths, grid = transform.lengths, self._grid
         real = transform.kind == "irfft"
@@ -358,7 +388,10 @@ class AssignedSpectrum(PendingElements):
 
 
 def zeros(shape: Sequence[int], cuts: Cuts, grid: Grid, example: Tensor) -> DistTensor:
-    """Return zeros of the type of `example`; a spectrum takes no memory until it is read."""
+    """Return zeros of the type of `example`, partitioned by `cuts`.
+
+    A partitioned complex tensor is a spectrum that takes no memory until it is read.
+    """
     if example.dtype in _TYPES and example.is_complex() and cutting_axes(cuts):
         return AssignedSpectrum(shape, cuts, grid, example.new_empty(0)).tensor()
     own = box_on_rank(shape, cuts, grid).shape
@@ -369,8 +402,9 @@ def is_fresh_spectrum(plain: Tensor) -> bool:
     """Return whether a plain tensor is complex and all zeros, as a new spectrum is.
 
     A tensor without elements, in a dry run, counts as zeros if nothing has been written to it.
-    While the program is traced to be replayed, only zeros that it makes count. False while another
-    mode of torch's dispatcher looks on, which would record that elements are read.
+    While the program is traced to be replayed, only zeros that the program makes count. Returns
+    False while another mode of torch's dispatcher is active, because such a mode would record that
+    elements are read.
     """
     if plain.dtype not in _TYPES or not plain.is_complex() or plain.requires_grad:
         return False
@@ -382,7 +416,10 @@ def is_fresh_spectrum(plain: Tensor) -> bool:
 
 
 def can_be_partial(x: DistTensor, transform: FourierTransform) -> bool:
-    """Return whether the transform of `x` may be pending: a transformed dimension is cut."""
+    """Return whether the result of `transform` of `x` may be computed when it is read.
+
+    This requires a forward transform along a partitioned dimension.
+    """
     return (
         transform.kind in ("fft", "rfft")
         and x.dtype in _TYPES

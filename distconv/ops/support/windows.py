@@ -1,4 +1,4 @@
-"""Windows applied to gathered buffers of inputs, for convolution and pooling."""
+"""Sliding windows of convolution and pooling: the inputs that a rank needs, and their gathering."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from distconv.tensor.redistribution import gather_by, plan_to_gather
 def make_windows(
     kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
 ) -> tuple[Window, ...]:
-    """Return torch's window arguments as one `Window` for each of the last `n` dimensions."""
+    """Return torch's window arguments as one `Window` for each of the last `n` dimensions.
+
+    `ceil` is torch's `ceil_mode`. Raises RuntimeError if a number is unsupported by torch.
+    """
     kernels = to_tuple(kernel, n, "kernel_size")
     strides = (
         kernels
@@ -48,21 +51,21 @@ def _windows(
 
 @lru_cache(maxsize=4096)
 def window_arguments(windows: tuple[Window, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return kernels, strides, paddings and dilations, as torch's functions take them."""
+    """Return a tuple each of the kernel sizes, strides, paddings and dilations of `windows`."""
     rows = [(w.kernel, w.stride, w.padding[0], w.dilation) for w in windows]
     return tuple(zip(*rows, strict=True))
 
 
 class PlannedWindows(NamedTuple):
-    """A plan to apply windows over the spatial dimensions of a tensor, as one rank sees it.
+    """A plan by which one rank applies windows to the spatial dimensions of a partitioned tensor.
 
     Attributes
     ----------
     windows: one window for each spatial dimension.
-    shape: the global shape of the result, which is cut like the tensor.
-    box, block: this rank's box of the result, and its shape.
-    inputs: the plan that gathers the inputs of the block; None if every rank has its own.
-    left: for each spatial dimension the padding that the local operator must add itself.
+    shape: the global shape of the result, which is partitioned as the tensor.
+    box, block: this rank's box of the result, and the shape of this box.
+    inputs: the plan that gathers the inputs of this rank's outputs; None if every rank has its own.
+    left: for each spatial dimension, the padding that the local operator must add.
     """
 
     windows: tuple[Window, ...]
@@ -73,7 +76,10 @@ class PlannedWindows(NamedTuple):
     left: tuple[int, ...]
 
     def outputs(self, made: Tensor) -> Tensor:
-        """Return this rank's block of the result, computed as `made` from `gather_windows`."""
+        """Return `made`, computed from the gathered inputs, as this rank's block of the result.
+
+        A rank without outputs has computed the output of one window, which is dropped.
+        """
         return made[:0].reshape(self.block) if 0 in self.block else made
 
 
@@ -81,9 +87,9 @@ class PlannedWindows(NamedTuple):
 def plan_windows(
     x: Placement, windows: tuple[Window, ...], channels: int | None = None
 ) -> PlannedWindows:
-    """Return the plan for windows over a tensor placed as `x`. No communication.
+    """Return this rank's plan to apply `windows` to a tensor placed as `x`. No communication.
 
-    The result has `channels` channels, by default as many as the tensor.
+    The result has `channels` channels, by default the number of channels of the tensor.
     """
     sizes = (w.output_size(n) for w, n in zip(windows, x.shape[2:], strict=True))
     shape = (x.shape[0], x.shape[1] if channels is None else channels, *sizes)
@@ -96,10 +102,10 @@ def plan_windows(
 
 
 def gather_windows(x: DistTensor, plan: PlannedWindows, operator: str, fill: float = 0.0) -> Tensor:
-    """Return the inputs of this rank's block of outputs, to which it applies the windows.
+    """Return the inputs, with halos, from which this rank computes its outputs. Collective.
 
-    All ranks call it. `fill` is the value of padding; the local operator adds `plan.left` itself. A
-    rank without outputs gets the inputs of one window, and drops its output in `plan.outputs`.
+    `fill` is the value of padding. The local operator must add the padding `plan.left` itself. A
+    rank without outputs gets the inputs of one window, and `plan.outputs` drops the output.
     `operator` is the called function, under which the exchange is recorded.
     """
     buffer = gather_by(plan.inputs, x, x.cuts, operator, fill)
@@ -109,21 +115,25 @@ def gather_windows(x: DistTensor, plan: PlannedWindows, operator: str, fill: flo
 
 
 def with_some_channel(x: Tensor) -> Tensor:
-    """Return `x`; if it has no channels, which torch refuses, return an empty batch with one."""
+    """Return `x`; if it has no channels (torch raises), an empty batch with one channel."""
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
 
 
 def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
-    """Return the index maps that gather inputs for windows over the last dimensions, cut by `cuts`.
+    """Return the index maps by which to gather the inputs of `windows` over the last dimensions.
 
-    Along a dimension that is whole on every rank and padded alike on both sides the local operator
-    pads by itself, which saves a copy.
+    `cuts` are the grid axes that partition each dimension of the tensor. A dimension that is not
+    partitioned and has equal padding on both sides gets the map `Same`: the local operator adds its
+    padding, which saves a copy.
     """
     return [Same() if by_itself else w for w, by_itself in _padding(windows, cuts)]
 
 
 def _padding(windows: Sequence[Window], cuts: Cuts) -> list[tuple[Window, bool]]:
-    """Return each window, with a flag: whether the local operator adds its padding."""
+    """Return each window, with True if the local operator adds its padding, else with False.
+
+    The windows are over the last of the dimensions that `cuts` partition.
+    """
     last = cuts[len(cuts) - len(windows) :]
     return [
         (w, not axes and w.padding[0] == w.padding[1])

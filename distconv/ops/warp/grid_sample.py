@@ -1,7 +1,7 @@
-"""`grid_sample` and `affine_grid` on partitioned planes: each rank gets the box that it samples.
+"""F.grid_sample and F.affine_grid on partitioned planes: each rank receives the box it samples.
 
-Which box that is depends on the values of the points. The ranks tell each other the bounds of their
-boxes, a few numbers, and then exchange the boxes by one plan.
+The box depends on the values of the points. The ranks all-gather the bounds of their boxes, which
+are a few integers, and then exchange the boxes by one plan.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def grid_sample(
     """Return values of the planes of `input`, (sample, channel, *plane), at the points of `grid`.
 
     The points are (sample, *outputs, coordinates). The output dimensions are partitioned as the
-    plane's dimensions are, or as the points' where the plane has no partition. A rank receives the
-    box of the plane in which it samples; planes that are small are gathered. Collective.
+    plane's dimensions, or as the points' dimensions if the plane is not partitioned. A rank
+    receives the box of the plane in which it samples; small planes are gathered. Collective.
     """
     options = mode, padding_mode, bool(align_corners)
     shape = check_on_meta(F.grid_sample, input, grid, *options)
@@ -80,9 +80,12 @@ def grid_sample(
 
 
 def _sampled(plane: Tensor, own: Tensor, block: Shape, options: tuple[str, str, bool]) -> Tensor:
-    """Return the values of whole planes at this rank's points, of shape `block`."""
+    """Return the values of `plane`, which this rank holds in full, at its points `own`.
+
+    The result has the shape `block`. No communication.
+    """
     if 0 in block:
-        # Depends on both operands in the graph, as on the ranks that have elements.
+        # The result depends on both operands in the graph, as on ranks that have elements.
         return empty_block(plane, block) + empty_block(own, block)
     return F.grid_sample(plane, own, *options)
 
@@ -94,11 +97,12 @@ def _sampled_in_box(
     shard: Tensor,
     own: Tensor,
 ) -> Tensor:
-    """Return the values, of shape `block`, of planes at this rank's points. Collective.
+    """Return the values of partitioned planes at this rank's points. Collective.
 
     Parameters
     ----------
     about: the shape, cuts and grid of the planes, of which `shard` is this rank's block.
+    block: the shape of the result.
     own: this rank's points.
     """
     x = DistTensor(shard, *about)
@@ -117,10 +121,10 @@ def _sampled_in_box(
 def _by_samples(
     input: DistTensor, points: Tensor, shape: Shape, options: tuple[str, str, bool]
 ) -> DistTensor | None:
-    """Return the values of planes of which only the samples are merged and partitioned.
+    """Return the values of planes of which only the samples are merged and partitioned. Collective.
 
-    Each rank samples its own planes, and points that are not merged alike move to them. Returns
-    None for other planes.
+    Each rank samples its own planes. Points with another partition are redistributed. Returns None
+    for other planes.
     """
     x, runs = unmerged(input), factors_of(input)
     lead = len(runs[0])
@@ -135,7 +139,7 @@ def _by_samples(
 
 
 def _result_cuts(x: DistTensor, points: Tensor) -> Cuts:
-    """Return the cuts of the values at `points` of the planes of `x`."""
+    """Return the grid axes that partition each dimension of the values of `x` at `points`."""
     if any(x.cuts[2:]) or not isinstance(points, DistTensor):
         return x.cuts
     used = cutting_axes(x.cuts)
@@ -144,11 +148,12 @@ def _result_cuts(x: DistTensor, points: Tensor) -> Cuts:
 
 
 def _gathers(x: DistTensor, padding_mode: str) -> bool:
-    """Return whether every rank gathers the planes of `x`, alike on all ranks.
+    """Return whether every rank gathers the planes of `x`. The result is equal on all ranks.
 
-    On CPUs kernels of half types round all intermediate results to these. From the largest number
-    on up to which the type has all integers, and for reflected positions, that cannot be repeated
-    in a box.
+    Planes are gathered if they are small or not partitioned, or if the points cannot be read. On
+    CPUs, kernels of half types round all intermediate results. A computation in a box cannot repeat
+    this rounding for reflected positions, and for planes too large for the type to represent all
+    pixel numbers.
     """
     if not any(x.cuts[2:]) or 0 in x.shape or not may_read(x, in_replays=True):
         return True
@@ -165,10 +170,10 @@ def _gathers(x: DistTensor, padding_mode: str) -> bool:
 
 
 def _boxes(x: DistTensor, own: Sequence[Interval]) -> Tensor:
-    """Return the box of the planes of `x` for which this rank asks, of its samples and channels.
+    """Return the box of the planes of `x` that this rank needs for its samples. Collective.
 
-    Differentiable. All ranks call it, each with an interval of pixels for each dimension of the
-    plane.
+    The box has all of this rank's samples and channels. `own` has the interval of pixels for each
+    dimension of the plane, and may differ between ranks. The result can be differentiated.
     """
     grid, axes = x.grid, cutting_axes(x.cuts[2:])
     bounds = torch.tensor(own, dtype=torch.int64, device=x.shard.device)
@@ -190,8 +195,9 @@ def affine_grid(
 ) -> DistTensor:
     """Return the points, (sample, *plane, coordinates), of a regular grid under the maps `theta`.
 
-    The samples are partitioned as in `theta`, and the dimensions of the plane over the axes of the
-    process grid of their names, as an image is by default. Nothing else moves than `theta`.
+    The samples are partitioned as in `theta`. Each dimension of the plane is partitioned over the
+    axis of the process grid with its name, as an image is by default. Only `theta` is
+    redistributed.
     """
     shape = check_on_meta(F.affine_grid, theta, tuple(size), bool(align_corners))
     maps = uncut(theta, (1, 2), "affine_grid")
@@ -211,7 +217,10 @@ def affine_grid(
 
 
 def _coordinates(size: int, align_corners: bool, like: Tensor) -> Tensor:
-    """Return the coordinates of the pixels along a dimension of the plane."""
+    """Return the coordinates, from -1 to 1, of the `size` pixels along a dimension of the plane.
+
+    The result has the type and device of `like`.
+    """
     if size == 1:
         return like.new_zeros(1)
     along = torch.linspace(-1, 1, size, dtype=like.dtype, device=like.device)

@@ -1,11 +1,12 @@
 """Arithmetic of `grid_sample`: pixels from coordinates, and coordinates in a box of the plane.
 
 Torch's kernels take coordinates from -1 to 1 across the plane that they are given. To sample a box
-of the plane, coordinates are turned into pixels as the kernel does it, to the last bit, moved into
-the image as the padding mode says, and turned into coordinates across the box. A coordinate in the
-box is rounded otherwise. So where its pixel would be rounded down to another integer than in the
-plane, it is moved by a few units in the last place: the slope of linear interpolation jumps at
-integers. Half types are too short for coordinates across a box, so these are in float32.
+of the plane, coordinates are converted to pixels exactly as the kernel does, then into the image as
+the padding mode says, and then to coordinates across the box. Rounding of a coordinate in the box
+differs. Where it would round down to another integer pixel than in the plane, the coordinate is
+shifted by a few units in the last place, because the slope of linear interpolation jumps at
+integers. Half types are too short for coordinates across a box, so these coordinates are in
+float32.
 
 No communication.
 """
@@ -28,7 +29,8 @@ CHUNK = 2**15
 """The number of points computed at a time on CPUs, so that intermediate results stay in cache."""
 
 WILD = 2.0**20
-"""Pixels from here on are not reflected or clipped: kernels disagree about them, and about nan."""
+"""The pixel number from which on pixels are not reflected or clipped: torch's kernels disagree
+about such pixels, and about nan."""
 
 FEWEST = 3
 """The least width of a box, unless the plane is narrower."""
@@ -39,9 +41,9 @@ class Sampling(NamedTuple):
 
     Attributes
     ----------
-    mode, padding, corners: mode, padding_mode and align_corners.
-    fused: whether the kernel multiplies and adds with one rounding, as all kernels do but that of
-        CPUs for volumes.
+    mode, padding, corners: torch's mode, padding_mode and align_corners.
+    fused: whether the kernel multiplies and adds with one rounding. All kernels do so except the
+        one of CPUs for volumes.
     accelerated: whether the kernel runs on an accelerator.
     """
 
@@ -55,12 +57,17 @@ class Sampling(NamedTuple):
     def padding_in_box(self) -> str:
         """Return the padding mode with which to sample a box.
 
-        Pixels of the bicubic mode are not moved into the image as far as its taps reach.
+        In the bicubic mode, pixels may remain outside the image by the reach of the taps, and the
+        padding mode still applies. Otherwise pixels are already in the image, or the padding is
+        zeros.
         """
         return self.padding if self.mode == "bicubic" else "zeros"
 
     def pixels(self, x: Tensor, size: int) -> Tensor:
-        """Return the pixels of the coordinates `x` across `size` pixels, as torch's kernel does."""
+        """Return the fractional pixel positions of the coordinates `x` across `size` pixels.
+
+        The positions equal those of torch's kernel to the last bit.
+        """
         if x.dtype in HALVES:
             if not self.accelerated:  # whose kernels compute in float32
                 y = (x + 1).mul_(x.new_tensor(self.slope(size)))
@@ -74,15 +81,15 @@ class Sampling(NamedTuple):
         return y.mul_(size).sub_(1).mul_(0.5)
 
     def slope(self, size: int) -> float:
-        """Return the derivative of a pixel by its coordinate."""
+        """Return the derivative of a pixel position by its coordinate, across `size` pixels."""
         return (size - 1) / 2 if self.corners else size / 2
 
     def edges(self, size: int) -> tuple[float, float]:
-        """Return the pixels at which the plane is reflected."""
+        """Return the pixel positions at which a plane of `size` pixels is reflected."""
         return (0.0, size - 1.0) if self.corners else (-0.5, size - 0.5)
 
     def inside(self, pixels: Tensor, size: int) -> Tensor:
-        """Return the pixels at which the plane is sampled, for its padding mode."""
+        """Return `pixels`, positions, reflected or clipped to `size` pixels by the padding mode."""
         if self.padding == "border":
             reach = 3 if self.mode == "bicubic" else 0
             return pixels.clamp_(-reach, size - 1 + reach)
@@ -96,9 +103,10 @@ class Sampling(NamedTuple):
         return pixels
 
     def signs(self, pixels: Tensor, size: int) -> Tensor | None:
-        """Return the derivative of `inside` by `pixels`, -1, 0 or 1; None if it is 1 everywhere.
+        """Return the derivative of the reflected or clipped positions by the positions `pixels`.
 
-        Where the bicubic mode clips, and for the nearest pixel, the kernel's gradient is 0 anyway.
+        The derivative is -1, 0 or 1; None means 1 everywhere. In the nearest mode, and where the
+        bicubic mode clips, the kernel's gradient is 0 anyway.
         """
         clipped = (self.padding, self.mode) == ("border", "bicubic")
         if self.padding == "zeros" or self.mode == "nearest" or clipped:
@@ -116,14 +124,14 @@ class Sampling(NamedTuple):
         return signs
 
     def in_box(self, x: Tensor, size: int, box: Interval) -> Tensor:
-        """Return the coordinates across `box`, of a plane of `size` pixels, for coordinates `x`."""
+        """Return coordinates across the interval `box` for coordinates `x` across `size` pixels."""
         rounded = x.dtype in HALVES and not self.accelerated
         if box == (0, size) and self.padding == self.padding_in_box and not rounded:
             return x
         start, width = box[0], box[1] - box[0]
         pixels = to_accumulation_type(self.inside(self.pixels(x, size), size))
         if self.mode == "nearest":
-            pixels.round_()  # to even numbers, which they would not be after the next line
+            pixels.round_()  # halves to even pixels of the plane; in the box they may be odd
         pixels.sub_(start)
         first = -1.0 if self.corners else 1 / width - 1
         unit = 1 / (self.slope(width) or 1.0)
@@ -134,10 +142,10 @@ class Sampling(NamedTuple):
         return moved
 
     def interval(self, low: float, high: float, size: int) -> Interval:
-        """Return the interval of a plane's `size` pixels from which pixels low to high are sampled.
+        """Return the interval, out of `size` pixels, that is read to sample from `low` to `high`.
 
-        It has `FEWEST` pixels, or all. With padding that moves pixels into the image, nan and wild
-        pixels need all.
+        The interval has `FEWEST` pixels or more, or all pixels of a narrower plane. With reflection
+        or clipping, nan and positions beyond `WILD` need all pixels.
         """
         if not low <= high:
             return 0, min(FEWEST, size)
@@ -148,14 +156,14 @@ class Sampling(NamedTuple):
             first, last = self.edges(size)
             if low < first or high > last:
                 low, high = _reflected(low, high, first, last)
-                margin += 1  # the kernel may round otherwise
+                margin += 1  # rounding of the kernel may differ
         start = max(min(floor(max(low, -1)) - margin, size - FEWEST), 0)
         stop = min(max(floor(min(high, size)) + 2 + margin, start + FEWEST), size)
         return start, stop
 
 
 def _reflected(low: float, high: float, first: float, last: float) -> tuple[float, float]:
-    """Return the extremes of an interval after reflections at `first` and `last`."""
+    """Return the extremes of the interval [low, high] after reflections at `first` and `last`."""
     span = last - first
     if not span:
         return first, first
@@ -171,10 +179,10 @@ def _reflected(low: float, high: float, first: float, last: float) -> tuple[floa
 
 
 def extremes(sampling: Sampling, points: Tensor, plane: tuple[int, ...]) -> list[Interval]:
-    """Return for each dimension of the plane the interval of pixels from which `points` sample.
+    """Return, for each dimension of `plane`, the interval of pixels read to sample at `points`.
 
-    `points` are (..., coordinates), the last dimension of the plane first. Without points the
-    intervals are empty.
+    `points` are (..., coordinates), with the coordinate along the last dimension of the plane
+    first. Without points the intervals are empty.
     """
     if not points.numel():
         return [(0, 0)] * len(plane)
@@ -195,13 +203,16 @@ def extremes(sampling: Sampling, points: Tensor, plane: tuple[int, ...]) -> list
 
 
 def _pixels_of(sampling: Sampling, bounds: Tensor, plane: tuple[int, ...]) -> list[list[float]]:
-    """Return pixels of coordinates, one row for each dimension of the plane."""
+    """Return the pixel positions of coordinates, `bounds`, a row for each dimension of `plane`."""
     rows = [sampling.pixels(row, n) for row, n in zip(bounds.unbind(0), plane, strict=True)]
     return torch.stack(rows).tolist()
 
 
 class Relocate(ShardFunction):
-    """Coordinates across a box, of points given by coordinates across the plane; see `Sampling`."""
+    """The conversion of points from coordinates across the plane to coordinates across a box.
+
+    `boxes` has the box's interval for each dimension of `plane`. Differentiable once.
+    """
 
     @staticmethod
     def forward(
@@ -234,9 +245,10 @@ class Relocate(ShardFunction):
 def _chunks(
     sampling: Sampling, plane: tuple[int, ...], boxes: list[Interval], *tensors: Tensor
 ) -> Iterator[Any]:
-    """Yield size and box of each dimension of the plane, with its coordinates in each tensor.
+    """Yield columns of coordinates of each tensor, with the size and box of their dimension.
 
-    `CHUNK` points at a time are passed on CPUs, and all on accelerators.
+    Every tensor is (..., coordinates). On CPUs a column has `CHUNK` points, on accelerators all
+    points.
     """
     flat = [x.reshape(-1, len(plane)) for x in tensors]
     step = max(len(flat[0]), 1) if sampling.accelerated else CHUNK
