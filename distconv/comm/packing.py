@@ -30,7 +30,7 @@ def resolved_contiguous(tensor: Tensor) -> Tensor:
 
 
 def has_channels_last(x: Tensor) -> bool:
-    """Return whether a 4-d or 5-d tensor, or a crop of such a tensor, has channels last in memory."""
+    """Return whether `x`, a 4-d or 5-d tensor or a crop of one, has channels last in memory."""
     return (
         x.dim() in CHANNELS_LAST
         and not x.is_contiguous()

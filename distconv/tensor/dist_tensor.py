@@ -1,4 +1,4 @@
-"""DistTensor: a tensor of global shape of which every rank holds one box."""
+"""DistTensor: a tensor of a global shape of which every rank holds one block."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class DistTensor(Chunked):
         )
 
     def as_subclass(self, cls: type[Any]) -> Any:
-        """Return this tensor itself where MONAI asks for a MetaTensor, whose metadata are lost.
+        """Return this tensor itself if `cls` is a class of MONAI; a MetaTensor's metadata are lost.
 
         Raises UnsupportedOperation for other classes.
         """
@@ -232,7 +232,7 @@ class DistTensor(Chunked):
         """Return a DTensor of torch as a DistTensor. All ranks of its mesh call it together.
 
         Nothing is copied between ranks if torch partitions dimensions as `Layout` does, for example
-        if the number of ranks divides the size. Any other dimension is made whole on the way.
+        if the number of ranks divides the size. Any other dimension is replicated first.
         Gradients flow back to the DTensor.
 
         Parameters
@@ -270,9 +270,9 @@ class DistTensor(Chunked):
     def to_dtensor(self) -> DTensor:
         """Return the tensor as a DTensor of torch on `grid.device_mesh`. All ranks call it.
 
-        It shares memory if torch partitions dimensions as this tensor's layout does. Any other
-        dimension is made whole on the way. Gradients flow back from the DTensor. A plain loss
-        of its `to_local()`, a piece, raises RuntimeError in the backward pass unless
+        Both tensors share memory if torch partitions dimensions as this tensor's layout does. Any
+        other dimension is replicated first. Gradients flow back from the DTensor. A plain loss of
+        the DTensor's `to_local()` raises RuntimeError in the backward pass unless
         `grad_placements` is given, as with `DistTensor.to_local`.
 
         Examples
@@ -294,9 +294,9 @@ class DistTensor(Chunked):
         values.
 
         If n ranks hold the block, each rank passes 1/n of its result's gradient on to the tensor.
-        If the tensor is partitioned, a loss computed from the block is another one on each rank.
-        Its backward pass raises RuntimeError, unless `grad` is given. What comes back by
-        `from_local` has gradients without `grad`.
+        If the tensor is partitioned, each rank computes a different loss from its block. The
+        backward pass of such a loss raises RuntimeError, unless `grad` is given. A block that
+        becomes a DistTensor again by `from_local` needs no `grad`.
 
         Parameters
         ----------
@@ -333,9 +333,9 @@ class DistTensor(Chunked):
 
     @run_eagerly
     def full_tensor(self) -> Tensor:
-        """Return the whole tensor as a plain, contiguous tensor on every rank. All ranks call it.
+        """Return the global tensor as a plain, contiguous tensor on every rank. Collective.
 
-        It may share memory with a tensor that is whole on every rank; clone it before you write to
+        The result may share memory with a replicated tensor; clone the result before you write to
         it.
 
         Examples
@@ -354,9 +354,10 @@ class DistTensor(Chunked):
             return (whole if x is self else whole.reshape(self.shape)).contiguous()
 
     def _stay_distributed(self, operator: str) -> None:
-        """Refuse to return a replicated value as a plain tensor within a parallelized module.
+        """Raise UnsupportedOperation within a parallelized module, if gradients are recorded.
 
-        `operator` is the name of the calling method, for the error message.
+        There a replicated value must not become a plain tensor. `operator` is the name of the
+        calling method, for the error message.
         """
         if torch.is_grad_enabled() and innermost_call() is not None:
             refuse(
@@ -384,7 +385,7 @@ class DistTensor(Chunked):
         with running("redistribute", self, layout):
             return redistribute(self, cuts_of_layout(layout, self.grid, self.dim()), "redistribute")
 
-    # Autograd, which lives on the shard
+    # Autograd, which records the operations on the shard
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -498,7 +499,7 @@ class DistTensor(Chunked):
         create_graph: bool = False,
         inputs: Tensors | None = None,
     ) -> None:
-        """Accumulate the gradients of the leaves. All ranks call it together.
+        """Accumulate the gradients of the leaves on which this tensor depends. Collective.
 
         Parameters
         ----------
@@ -606,10 +607,10 @@ def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) ->
 
 
 class _Alias(ShardFunction):
-    """An alias of a leaf, in the same memory.
+    """The autograd function of an alias of a leaf, in the same memory.
 
-    It is no view for autograd, which would make a new node for a view after each write to the leaf,
-    when a rank reads the view next.
+    For autograd the alias is not a view. A view would get a new node at the first read after each
+    write to the leaf, which may happen at different times on different ranks.
     """
 
     @staticmethod
@@ -623,9 +624,10 @@ class _Alias(ShardFunction):
 
 
 def _keep_journal_entry(args: Sequence[Any], copy: Any) -> Any:
-    """Give `copy` the journal entry of `args[0]`, the tensor it is a copy of, and return it.
+    """Set the journal entry of `copy` to that of `args[0]`, the copied tensor, and return `copy`.
 
-    One rank alone may copy a tensor, and later entries must still name it alike on all ranks.
+    One rank alone may copy a tensor. Later journal entries must name the copy and its source in the
+    same way, to be equal on all ranks.
     """
     if args and isinstance(copy, DistTensorBase):
         copy.made_after = getattr(args[0], "made_after", None)
@@ -646,9 +648,9 @@ _OWN_AFFAIRS = {
 
 
 WITHOUT_MERGED: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""For a rule that works on merged tensors as they lie, the rule beneath it, for all other calls.
+"""For each rule that supports merged tensors without their blocks, the rule for all other tensors.
 
-A rule without an entry reads `shard`, which moves the blocks of a merged tensor."""
+A rule without an entry reads `shard`, which gathers the blocks of a merged tensor."""
 
 
 def _run(
@@ -658,9 +660,10 @@ def _run(
     kwargs: dict[str, Any] | None,
     operands: list[Tensor],
 ) -> Any:
-    """Return the result of a rule, with checks of operands, autocast and `out=` around it.
+    """Call `rule`, the rule of the torch function `func`, and return its result.
 
-    `operands` are the tensors in `args` and `kwargs`.
+    Check the operands, convert types as autocast does, and handle `out=`. `operands` are the
+    tensors in `args` and `kwargs`. Collective if the rule is.
     """
     for x in operands:
         if isinstance(x, DistTensorBase) and x.unmerged is not None:
@@ -703,7 +706,7 @@ def _run_with(
     args: Sequence[Any],
     named: dict[str, Any],
 ) -> Any:
-    """Return the rule's result with some plain operands replaced by tensors of `entered`.
+    """Call `rule` with some plain operands replaced by tensors of `entered`; return its result.
 
     `entered` maps the id of a plain tensor to a copy whose gradient is summed over the ranks.
     """

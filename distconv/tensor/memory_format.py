@@ -1,4 +1,4 @@
-"""Memory formats in which torch computes fast: of samples, and of blocks with channels last."""
+"""Memory formats in which torch computes fast: for samples, and for blocks with channels last."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from distconv.grid.interface import Grid
 
 
 FEWEST_ELEMENTS = 2**14
-"""The smallest block, in elements, for which convolutions were measured to gain."""
+"""The smallest block, in elements, for which channels last was measured to be faster."""
 
 
 def channels_last(
     shape: Sequence[int], dtype: torch.dtype, cuts: Cuts, grid: Grid
 ) -> torch.memory_format | None:
-    """Return torch's channels-last format if samples of this global shape gain by it, else None.
+    """Return torch's channels-last format if it is faster for samples of this shape, else None.
 
-    The answer is the same on all ranks.
+    `shape` is the global shape, and `cuts` are the grid axes that partition each dimension. The
+    result is the same on all ranks.
     """
     chosen = asks_for_channels_last()
     if chosen is None:
@@ -54,9 +55,9 @@ def channels_last(
 
 
 def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid) -> Tensor:
-    """Return a block of samples of global shape `shape` in their best memory format.
+    """Return `block`, a block of samples of global shape `shape`, in its fastest memory format.
 
-    The block is copied if it is not in this format; it needs no gradient.
+    The block is copied if it has another format. `block` must not require a gradient.
     """
     form = channels_last(shape, block.dtype, cuts, grid)
     return block.contiguous(memory_format=form or torch.contiguous_format)
@@ -65,11 +66,11 @@ def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid
 def one_channel_in_sample_format(
     block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid
 ) -> Tensor:
-    """Return `block`, if it has one channel as a view with the strides of samples of this shape.
+    """Return `block`; if it has one channel, as a view with the strides of its fastest format.
 
-    One channel lies in memory alike in both formats, and torch takes it for channels first unless
-    its strides are those of channels last. Its convolution would return channels first, while
-    samples of several channels, and what follows them, have channels last.
+    `shape` is the global shape of the samples. A single channel has the same memory in both
+    formats, and torch infers channels first unless the strides are those of channels last. A
+    convolution would then return channels first, unlike that of samples with several channels.
     """
     if block.shape[1] != 1 or channels_last(shape, block.dtype, cuts, grid) is None:
         return block
@@ -90,7 +91,7 @@ def _onednn_is_there() -> bool:
 
 
 def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands of an element-wise function, all with channels last if any has it.
+    """Return the operands of an element-wise function, all in channels last if one of them is.
 
     With operands in two formats torch was measured to take ten times as long, and the result would
     have the format of the first operand.
@@ -111,8 +112,8 @@ def reduce_in_order_of_memory(
 ) -> Tensor:
     """Return `function(x, over, keepdim=True, **options)`, a reduction over dimensions `over`.
 
-    A tensor with channels last is reduced with its dimensions in the order of memory. Otherwise
-    torch was measured to take up to fifty times as long for some of a plane's dimensions.
+    A tensor with channels last is reduced as a view whose dimensions are in the order of memory.
+    Without the view torch was measured to take up to 50 times as long for some dimensions.
     """
     if not has_channels_last(x):
         return function(x, over, keepdim=True, **options)
@@ -121,7 +122,7 @@ def reduce_in_order_of_memory(
 
 
 def in_order_of_memory(blocks: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return the operands of an element-wise loss, with dimensions in the order of memory.
+    """Return the operands of an element-wise loss, with their dimensions in the order of memory.
 
     If the first operand has channels last, channels become the last dimension of all operands.
     torch's losses return gradients in the default memory format; with channels as the last
