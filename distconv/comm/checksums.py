@@ -124,11 +124,7 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
 
 
 def _odd(sums: Sequence[int], axes: Sequence[str], topology: Topology) -> list[tuple[int, int]]:
-    """Return pairs of ranks: one with an unusual checksum, one with the most frequent checksum.
-
-    Ranks are compared with the ranks of equal coordinates along `axes`. `sums` has the checksums of
-    all ranks.
-    """
+    """Return pairs of a rank with a rare checksum, and a rank of its group with the usual one."""
     if len(set(sums)) == 1:
         return []
     found = []

@@ -17,9 +17,7 @@ from distconv.torch_private import ShardFunction
 
 
 def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the sum of `local` over the ranks along `axes`; differentiable.
-
-    Collective over these ranks.
+    """Return the sum of `local` over the ranks along `axes` (collective); differentiable.
 
     Examples
     --------
@@ -61,10 +59,7 @@ def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tens
 def apply_along_axes(
     function: type[ShardFunction], local: Tensor, grid: Grid, axes: Iterable[str]
 ) -> Tensor:
-    """Apply an autograd `function` to `(local, grid, axes)`; return `local` if `axes` has one rank.
-
-    Collective over the ranks along `axes` if `function` is.
-    """
+    """Apply an autograd `function` to `local`, `grid`, `axes`; return `local` for a single rank."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local
@@ -73,20 +68,14 @@ def apply_along_axes(
 
 
 def all_reduce(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the sum of `local` over the ranks along `axes`, without gradient.
-
-    Collective over these ranks.
-    """
+    """Return the sum of `local` over the ranks along `axes` (collective), without gradient."""
     total = resolved_contiguous(local.detach()).clone(memory_format=torch.contiguous_format)
     all_reduce_(total, grid, axes)
     return total
 
 
 def all_reduce_(tensor: Tensor, grid: Grid, axes: Iterable[str]) -> None:
-    """Overwrite a contiguous tensor by its sum over the ranks along `axes`.
-
-    Collective over these ranks.
-    """
+    """Overwrite a contiguous tensor by its sum over the ranks along `axes` (collective)."""
     grid.transport.all_reduce(tensor, grid.communicator(axes)).wait()
 
 
@@ -114,17 +103,12 @@ def all_reduce_coalesced(
 
 
 def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Stack the tensors `local` of all ranks along `axes`, in rank order and without gradient.
-
-    Collective over these ranks.
-    """
+    """Stack `local` of all ranks along `axes` (collective), in rank order and without gradient."""
     return grid.transport.all_gather(resolved_contiguous(local.detach()), grid.communicator(axes))
 
 
 def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
-    """Overwrite `tensor` by the tensor of the first rank along `axes`.
-
-    Collective over the ranks along `axes`.
+    """Overwrite `tensor` by the tensor of the first of the ranks along `axes` (collective).
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A record of the data that operators move between ranks, so that users see communication."""
+"""A record of the redistributions and other communication of operators, for users to inspect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distconv.grid.words import module_path
 class Redistribution:
     """A count of the redistributions of one operator in one module, from one layout to another.
 
-    Each rank counts its own.
+    Each rank has its own counts.
 
     Examples
     --------

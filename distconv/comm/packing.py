@@ -281,10 +281,7 @@ def pack_messages(
 
 
 def _copied(tensor: Tensor, places: Places, grid: Grid, small: bool) -> Sequence[Tensor]:
-    """Return the messages of `places.order`, copied box by box from `tensor`.
-
-    `small` messages need no memory of the transport's pool.
-    """
+    """Return the messages of `places.order`, copied box by box from `tensor` into new memory."""
     if small and len(places.order) == 1:
         boxes = places.routes[places.order[0]].boxes
         if len(boxes) == 1:
@@ -309,7 +306,7 @@ def _all_messages(
     if tensor is not None:
         for i in places.direct:  # from the first route to the last
             route = places.routes[i]
-            # A replay of these calls may get a tensor at another place of its memory.
+            # The view is not cached, as `tensor` may have another address in a replay of the call.
             messages.insert(i, (route.peer, tensor[route.boxes[0]].view(-1)))
     return messages
 
@@ -351,10 +348,7 @@ class ReceiveBuffers:
         self.messages = _all_messages(places, into, buffered)
 
     def copy_to(self, tensor: Tensor) -> None:
-        """Copy the received messages from the buffer to their boxes of `tensor`.
-
-        Messages received in place are in `tensor` already.
-        """
+        """Copy the received messages in the buffer to their boxes of `tensor`."""
         places = self._places
         if places.indices and tensor.dtype in _INDEXED:
             memory = tensor.as_strided(*places.memory)

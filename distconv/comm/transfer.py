@@ -105,10 +105,7 @@ class Transfer:
         return InFlight(self, ReceiveBuffers(places, block, grid, buffer), leaving)
 
     def forward(self, block: Tensor, fill: float = 0.0) -> Tensor:
-        """Return the plan's buffer for this rank's `block`, with `fill` outside the global tensor.
-
-        Collective.
-        """
+        """Return the plan's buffer for this rank's `block`; `fill` is the padding. Collective."""
         plan = self.plan
         if plan.buffer_is_block:
             self.start_forward(block).wait()

@@ -17,10 +17,7 @@ from distconv.torch_private import DispatchMode
 
 
 class _Reached(Exception):  # noqa: N818
-    """An exception that ends a call at the dispatcher.
-
-    Its arguments are the dispatcher's function and the arguments of the call.
-    """
+    """An exception that ends a call at the dispatcher; it has the function and arguments there."""
 
 
 class _Stop(DispatchMode):

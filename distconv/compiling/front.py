@@ -215,10 +215,7 @@ class Compiled(Generic[Given, Result]):
         return result
 
     def _by_front(self, call: _Call, given: Any) -> Any:
-        """Return the result of a call by the code that Dynamo has generated.
-
-        If the guards of no graph hold, Dynamo traces the program first.
-        """
+        """Return a call's result by Dynamo's code, which is traced first if no guards hold."""
         if any(map(_differs, self._watched.values())):
             self._former, self._graphs, self._front = self._graphs, [], None
             self._watched.clear()
@@ -352,9 +349,7 @@ _AS_IT_IS, _NOTHING = -1, -2
 _RUNS = "runs uncompiled"
 
 _PURE = "einops."
-"""The prefix of modules whose cached functions depend on their arguments alone.
-
-8 of 126 networks use einops."""
+"""A library whose cached functions depend on their arguments only; 8 of 126 networks use it."""
 
 _NESTED = tuple, list, set
 
@@ -438,9 +433,9 @@ def _weakly(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
 
 
 def _front_of(program: Any, take: Callable[..., Any], watch: Callable[..., Any]) -> Any:
-    """Return a function that runs `program` under Dynamo.
+    """Return a function that runs `program` by Dynamo, which calls `take` and `watch`.
 
-    Dynamo passes each new graph to `take`, and the graph's guards to `watch`.
+    `take` is called with each new graph, and `watch` with the graph's guards.
     """
 
     enter, fill = entered, filled
@@ -527,10 +522,7 @@ class _Graph:
         return f"with {', '.join(names)}\n{self.module.code}"
 
     def checksum(self, grid: Grid) -> int:
-        """Return a checksum of the graph's code, equal on all ranks with the same code.
-
-        The names of devices, which differ between ranks, are replaced.
-        """
+        """Return a checksum of the graph's code without the name of this rank's device."""
         text = self.module.code
         for name in (repr(grid.device), str(grid.device)):
             text = text.replace(name, "device")
@@ -571,10 +563,7 @@ def _unguarded(guard: Any) -> list[Any]:
 
 
 def _names(x: Any) -> list[Any]:
-    """Return the parts of `x` to compare: items of a container, keys, or names of attributes.
-
-    For a class the values of its attributes follow.
-    """
+    """Return items or keys of a container `x`, or names of attributes, for a class with values."""
     if isinstance(x, _NESTED):
         return [len(x), *(z for y in x for z in (_names(y) if isinstance(y, _NESTED) else (y,)))]
     if isinstance(x, dict):

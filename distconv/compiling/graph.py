@@ -77,7 +77,7 @@ class _Posted:
         return filled
 
     def arrived(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors with the shapes of those that `wait` returns."""
+        """Return uninitialised tensors with the shapes of the tensors that `wait` returns."""
         more = (self._call.group[0].size,) if self._call.method == "all_gather" else ()
         return [x.new_empty((*more, *x.shape)) for x in like]
 

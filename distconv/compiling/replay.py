@@ -53,10 +53,7 @@ def _stays(x: Tensor) -> bool:
 
 
 def key_of(inputs: Sequence[Tensor]) -> Any:
-    """Return the key of the case to which a call of a graph with these `inputs` belongs.
-
-    The key has the layouts of inputs, the identities of parameters, and torch's modes.
-    """
+    """Return the key of a call's case: the inputs' layouts, the parameters, and torch's modes."""
     about = tuple(
         (x.cuts, x.grid)
         if isinstance(x, DistTensor)
@@ -159,10 +156,9 @@ class ReplayCase:
 
     @contextmanager
     def _restored(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Restore buffers and random states if a graph run in this context is unsupported.
+        """Restore buffers and random states if UnsupportedOperation is raised within the context.
 
-        The graph is unsupported if it raises UnsupportedOperation. Then the case is marked to run
-        uncompiled, and the error is raised again.
+        The case then runs uncompiled from now on.
         """
         states = random_states()
         buffers = [x for x in inputs if not (isinstance(x, (DistTensor, nn.Parameter)))]
@@ -380,7 +376,7 @@ class _Replayed:
         saved, fixed = (kept, ()) if passes is self._plain else ((), kept)
         ctx.replay = passes[-1], fixed, len(saved)
         ctx.save_for_backward(*saved, *self._constants, token)
-        # Autograd knows each result once.
+        # Autograd accepts a tensor object only once among the results.
         return [
             x.detach() if any(x is y for y in results[:i]) else x for i, x in enumerate(results)
         ], call.differentiable

@@ -312,10 +312,7 @@ class _TracedCarrier(WrappedTransport):
         self._call("broadcast", tensor, last=(group,))
 
     def _call(self, method: str, *arguments: Any, last: tuple[Any, ...] = ()) -> Any:
-        """Call `method` of the carrier with `arguments` and `last`, and record the call.
-
-        `last` has a communicator or a tag, which are no arguments of the node.
-        """
+        """Call and record `method` of the carrier; `last` is a communicator or a tag."""
         trace, run = self._trace, getattr(self.carrier, method)
         if trace.paused:  # the message is part of an opaque call
             return run(*arguments, *last)

@@ -25,7 +25,8 @@ from distconv.torch_private import set_limit, without_modes
 
 
 KINDS = ("cuda", "xpu")
-"""The kinds of accelerators that a dry run can simulate: GPUs of Nvidia and AMD, and of Intel."""
+"""The device types of accelerators that a ProcessGrid accepts on any machine: GPUs of Nvidia, AMD
+and Intel."""
 
 _HOSTS = ("cpu", "meta")
 
@@ -269,7 +270,7 @@ _WRONG_VOLUMES = range(90800, 91500)
 precision were wrong without an error (pytorch/pytorch, issues 163539 and 166643)."""
 
 FEWEST_IN_DOUBT = 2**30
-"""The most elements of a block in half precision for which all convolutions are correct."""
+"""The most elements of a block in half precision for which no wrong convolution is known."""
 
 
 def in_doubt(elements: int) -> bool:

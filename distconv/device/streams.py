@@ -191,10 +191,7 @@ class GraphedFunction:
         self._graph = None
 
     def capture(self, tensors: Sequence[Tensor]) -> None:
-        """Capture the function, with new memory for inputs like `tensors`.
-
-        Messages of the function are captured, not sent.
-        """
+        """Capture the function, messages included, with new memory for inputs like `tensors`."""
         self.begun = True
         self._addresses = [x.data_ptr() for x in self._constants]
         copied = (

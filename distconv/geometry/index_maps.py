@@ -140,10 +140,7 @@ class Rows(Ascending):
         return ((start * self.after // self.before, -(-stop * self.after // self.before)),)
 
     def offset(self, start: int) -> int:
-        """Return the number of elements in the buffer before the first element of row `start`.
-
-        `start` is the number of the first output row that is computed from the buffer.
-        """
+        """Return the offset in elements of output row `start`, the first row of the buffer."""
         return start * self.after % self.before
 
 
@@ -314,10 +311,7 @@ class AdaptiveWindow(Ascending):
 
 
 def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:
-    """Return whether `outputs` outputs from `start` on have the same windows, pooled separately.
-
-    The dimension has `size` inputs.
-    """
+    """Return whether `outputs` outputs from `start` on have the same windows, pooled separately."""
     ((first, last),) = window.intervals(size, start, start + outputs)
     alone = AdaptiveWindow(outputs)
     return all(
@@ -412,10 +406,7 @@ class Pad:
 
 
 def _source(mode: str, inputs: Interval, position: int) -> int:
-    """Return the input that padding repeats at `position`, counted from the first input.
-
-    `inputs` is the interval of inputs that padding may repeat.
-    """
+    """Return the input, of the interval `inputs`, that padding repeats at `position`."""
     start, stop = inputs
     if mode == "circular":
         return start + (position - start) % (stop - start)
@@ -425,10 +416,7 @@ def _source(mode: str, inputs: Interval, position: int) -> int:
 
 
 def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
-    """Return the interval of inputs that padding repeats at positions [start, stop).
-
-    The positions are all before the first input, or all after the last.
-    """
+    """Return the inputs that padding repeats at the positions [start, stop), all on one side."""
     if start >= stop:
         return (0, 0)
     ends = _source(mode, inputs, start), _source(mode, inputs, stop - 1)

@@ -301,10 +301,7 @@ class Layout:
 
 
 def default_cuts(ndim: int, topology: Topology) -> Cuts:
-    """Return the default cuts: each dimension over the grid axis of its own name, if any.
-
-    Axes of one rank are left out.
-    """
+    """Return the cuts of each dimension over the axis of its own name, if it has several ranks."""
     return tuple(
         (name,) if name in AXES and topology.extent(name) > 1 else ()
         for name in dimension_names(ndim)

@@ -47,10 +47,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class _Stretch:
-    """`length` elements from position `source` of a source part, at `target` of the buffer.
-
-    Positions are along one dimension.
-    """
+    """`length` elements at `source` of a source part, and at `target` of the buffer."""
 
     source: int
     target: int

@@ -17,9 +17,7 @@ from distconv.geometry.index_maps import Ascending, Interval, cached
 _CUBIC = -0.75
 _CUBIC_ANTIALIAS = -0.5
 _LONGEST_PERIOD = 32
-"""The most inputs by which a buffer may begin early, to align the positions of its outputs.
-
-Also the largest denominator of `Resampled.ratio`."""
+"""The largest denominator of `Resampled.ratio`; a buffer begins early by fewer inputs than this."""
 
 
 @dataclass(frozen=True)

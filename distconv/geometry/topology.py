@@ -72,10 +72,7 @@ class Topology:
         return sum(coordinates[axis] * self._stride[axis] for axis in AXES)
 
     def part(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
-        """Return the number of the part of a partitioned dimension on the ranks at `coordinates`.
-
-        The dimension is partitioned over `axes`, of which the first is the slowest.
-        """
+        """Return the row-major number over `axes` of the part on the ranks at `coordinates`."""
         index = 0
         for axis in axes:
             index = index * self.extent(axis) + coordinates[axis]

@@ -1,4 +1,4 @@
-"""Views of DistTensors, and in-place writes through views whose elements lie on other ranks.
+"""Views of DistTensors, and in-place writes through views whose elements are on other ranks.
 
 Such a view has a `ViewRecipe`: its base, and a function that recomputes the view from the base. A
 write to the view also updates the base at once, and the base's own base. Other views of that base

@@ -85,10 +85,7 @@ _KNOWN: dict[Any, _Types | None] = {}
 def _types(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> _Types | None:
-    """Return the types to which autocast on `device` converts a call of `func`; cached.
-
-    Return None if the types cannot be observed.
-    """
+    """Return the types of a call of `func` under autocast on `device`, cached; None if unknown."""
     key = func, device, torch.get_autocast_dtype(device), _kind(args), _kind(kwargs)
     try:
         return _KNOWN[key]
@@ -100,11 +97,7 @@ def _types(
 
 
 def _kind(x: Any) -> Any:
-    """Return a cache key of a nested argument.
-
-    For a tensor the key is its element type and number of dimensions; for a value of few types the
-    value; else the type of the value.
-    """
+    """Return a cache key of an argument: a tensor's type and number of dimensions, or a value."""
     if isinstance(x, Tensor):
         return x.dtype, x.dim()
     if isinstance(x, (list, tuple)):

@@ -230,10 +230,7 @@ class PendingElements:
         raise NotImplementedError
 
     def keep_source(self) -> None:
-        """Copy the block from which the elements will be computed, before a write to that block.
-
-        No communication.
-        """
+        """Copy the block that determines the elements, before a write to it. No communication."""
 
     def part(self, x: Any, index: tuple[Any, ...], runs: Sequence[Run]) -> Any:
         """Return `x[index]`, computed without the other elements of `x`. Collective.
@@ -294,8 +291,8 @@ class DistTensorBase(torch.Tensor):
     """The leaf of the autograd graph if its hooks send messages, else None.
 
     `shard` is then an alias of the leaf, which all operators read. Ranks may build an operator from
-    different autograd nodes. If these read the leaf directly, its hooks would run at different
-    times on each rank."""
+    different autograd nodes. If such nodes read the leaf directly, the hooks would run at different
+    times on different ranks."""
     summed_by = ""
     """The place where the gradient of a leaf is summed over its replicas: "hook" for a hook of the
     leaf; "module" for a parallelized module, which sums the gradients accumulated in a backward
@@ -434,10 +431,7 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def example(self) -> Tensor:
-        """Return a plain tensor of the same element type and device, of any shape and elements.
-
-        No communication.
-        """
+        """Return any plain tensor of the same element type and device. No communication."""
         if self.pending is not None:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         return self.held
@@ -448,7 +442,7 @@ class DistTensorBase(torch.Tensor):
         return "shard" in self.__dict__
 
     def materialize(self) -> None:
-        """Give a merged or pending tensor a block and an autograd node of its own, as others have.
+        """Compute the block of a merged or pending tensor, with an autograd node of its own.
 
         Collective for merged and pending tensors; no effect on any other tensor.
         """

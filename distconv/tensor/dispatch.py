@@ -56,9 +56,9 @@ def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
 
 class UnsupportedOperation(NotImplementedError):
-    """An operator, or an argument of it, that is not supported on these layouts.
+    """The error for an operator, or an argument, that is unsupported for the operands' layouts.
 
-    It is raised on every rank before any message is sent. The message names the operator, the
+    The error is raised on every rank before any message is sent. Its text names the operator, the
     layouts, and the way out.
     """
 

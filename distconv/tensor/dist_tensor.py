@@ -81,7 +81,7 @@ class DistTensor(Chunked):
 
     Made by `distribute_tensor`, `DistTensor.from_local` and by operators on DistTensors. Operators
     without a rule raise `UnsupportedOperation`. Autograd records the operations on the shards.
-    Attributes are those of the base.
+    The attributes are described at the base class.
 
     Examples
     --------
@@ -121,7 +121,7 @@ class DistTensor(Chunked):
                 if func in _OWN_AFFAIRS:
                     return _keep_journal_entry(args, _run(rule, func, args, kwargs, operands))
                 for x in operands:
-                    # One rank may print a tensor alone that is whole on every rank.
+                    # One rank alone may print a tensor that is replicated on every rank.
                     if isinstance(x, DistTensorBase) and any(x.cuts):
                         x.grid.journal.enter_call(func)
                         break
@@ -181,13 +181,13 @@ class DistTensor(Chunked):
         """Return the global tensor of which every rank passes its own block.
 
         All ranks of the grid call it together; their shapes are compared, unless `shape` is given.
-        The gradient of `local` is the gradient of the global tensor's box, also where several ranks
-        hold the same box.
+        The gradient of `local` is this rank's block of the global tensor's gradient, also if
+        several ranks hold the same block.
 
         Parameters
         ----------
         local: this rank's block, of the shape of its canonical box, on the CPU or the grid's
-            device, to which it moves. To avoid a wait for the GPU, move it before by
+            device, to which it is copied. To avoid a wait for the GPU, copy it before by
             `local.to(grid.device, non_blocking=True)` from pinned memory.
         layout: the layout of the global tensor; every dimension over the grid axis of its own name
             when not given.
@@ -534,13 +534,13 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     """Partition a tensor that every rank holds in full; each rank keeps its own block.
 
     All ranks of the grid call it together, with equal tensors; their shapes are compared. The
-    gradient of `x` is that of the whole tensor, on every rank. On CPUs, blocks of planes get
-    channels last in memory where convolutions gain by it; DISTCONV_CHANNELS_LAST=1 or 0 decides for
-    planes and volumes on any device. Warns without a layout if no axis partitions a sample.
+    gradient of `x` is the serial gradient, on every rank. On CPUs, blocks of planes have channels
+    last in memory if convolutions are then faster; DISTCONV_CHANNELS_LAST=1 or 0 decides for planes
+    and volumes on any device. Warns without a layout if no axis partitions a sample.
 
     Parameters
     ----------
-    x: the global tensor, on the CPU or the grid's device, to which each rank's block moves.
+    x: the global tensor, on the CPU or the grid's device, to which each rank's block is copied.
     layout: the layout; every dimension over the grid axis of its own name when not given.
 
     Raises

@@ -1,9 +1,9 @@
-"""The parameters that a parallelized module owns: the module sums their gradients over ranks.
+"""Ownership of parameters by parallelized modules, which sum the gradients over ranks.
 
-A parameter of a parallelized module gets this rank's part of its gradient from every operator on
-distributed tensors, and the module sums the parts. Any other leaf gets the serial gradient: an
-operand that depends on it has its gradient summed when it enters an operator on distributed
-tensors.
+Operators on distributed tensors compute this rank's summand of the gradient of a parameter, and the
+parallelized module sums these gradients over ranks. A leaf outside of such modules must get the
+serial gradient from autograd. So the gradient of a plain operand that depends on such a leaf is
+summed over ranks by an autograd node before the operator (`enter`).
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def _check_plain(
     x = next(iter(distributed), None)
     if x is None or x.grid.size == 1:
         return
-    # One rank alone may compute with a tensor that it has in full, to print it, say.
+    # One rank alone may compute with a replicated tensor, for example to print it.
     if not (any(x.cuts) or x.held.requires_grad):
         return
     if not x.grid.journal.is_due((operator, x.shape), x.grid.device):

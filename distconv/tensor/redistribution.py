@@ -93,10 +93,7 @@ def reduce_scatter(
 
 
 def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> None:
-    """Record in the ledger that `operator` has gathered elements of `x` by `plan`.
-
-    `cuts` partitions the output of `operator`.
-    """
+    """Record in the ledger that `operator`, with an output of `cuts`, gathered `x` by `plan`."""
     if cuts != x.cuts or current_trace() is not None:
         itemsize = x.shard.element_size()
         target = Layout.of(cuts, weight=is_marked_parameter(x))
