@@ -327,7 +327,7 @@ def _divided(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:
 
 
 class ReceiveBuffers:
-    """Memory into which messages are received: a buffer, and a tensor where they are contiguous.
+    """Memory to receive messages: a tensor for messages that are contiguous there, else a buffer.
 
     Parameters
     ----------

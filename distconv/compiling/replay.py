@@ -177,8 +177,8 @@ class ReplayCase:
 class _Apart(ShardFunction):
     """The autograd function of one call of a graph, traced or replayed.
 
-    Its differentiable inputs are the blocks and leaves that require gradients. The argument
-    `passes` computes both passes.
+    Its differentiable inputs are the blocks and leaves that require gradients. The object `passes`
+    computes the forward and the backward pass.
     """
 
     @staticmethod

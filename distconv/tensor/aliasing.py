@@ -78,7 +78,7 @@ def is_of_parameter(x: DistTensorBase) -> bool:
 
 
 def mark_of_parameter(x: DistTensorBase) -> None:
-    """Mark a tensor, and all its views, so that `is_of_parameter` is true for them."""
+    """Mark `x` and all its views as a sharded parameter, for `is_of_parameter`."""
     x._memory.of_parameter = True
 
 

@@ -46,7 +46,7 @@ def own(tensors: Iterable[Tensor], ranks: int) -> None:
 
 
 def disown(tensors: Iterable[Tensor]) -> None:
-    """Remove the marks of `own` and `mark_summed`."""
+    """Remove the marks of a module's parameters and buffers, set by `own` and `mark_summed`."""
     for x in tensors:
         x.__dict__.pop(OWNED, None)
         x.__dict__.pop(_SUMMED, None)
