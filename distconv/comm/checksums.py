@@ -1,9 +1,10 @@
 """Checks, by checksums, that tensors which should be equal on several ranks are equal.
 
-A batch cut from tensors that differ would be a mixture of both, and the network would compute a
-wrong result without any sign. The first 16 uses of each kind are checked, then every 64th; with
-DISTCONV_DEBUG=1 all of them, in full. Differences of the size of rounding are accepted, as
-processors of different kinds round differently.
+If ranks passed different tensors for one batch, their blocks would form a mixture, and the network
+would silently compute a wrong result. The first 16 calls with the same key (such as operator and
+shape) are checked, then every 64th; with DISTCONV_DEBUG=1 every call is checked, on all elements.
+Differences of the size of rounding are accepted, as processors of different kinds round
+differently.
 """
 
 from __future__ import annotations
@@ -28,21 +29,23 @@ CURE = (
 )
 
 _WHOLE, _BLOCK, _BLOCKS = 2**18, 2**11, 128
-"""The most bytes of a tensor that are read in full, and the size and number of blocks of larger
-ones."""
+"""The most bytes of a tensor that are read in full; and, for a larger tensor, the size in bytes
+and the number of the samples that are read."""
 
 _JUMP = 2**31 - 1
-"""A prime; blocks are shifted by its multiples, as samples often begin alike."""
+"""A prime. Its multiples shift the bytes that are read, as the samples of a batch often begin with
+equal values."""
 
 _ELEMENTS = 1024
-"""The number of elements whose values are compared, and on GPUs make the checksum."""
+"""The number of elements whose values are compared between ranks, and which make the checksum of a
+tensor on a GPU."""
 
 _ROUNDING = 64
 """Units in the last place of the largest element by which rounding may make tensors differ."""
 
 
 class Checked(NamedTuple):
-    """A tensor, and its name, to compare among the ranks with equal coordinates along `axes`."""
+    """A tensor to compare between ranks with equal coordinates along `axes`, and its name."""
 
     name: str
     tensor: Tensor
@@ -52,8 +55,8 @@ class Checked(NamedTuple):
 def checksum(x: Tensor, full: bool = False) -> int:
     """Return a number that, very probably, changes if any element or their order changes.
 
-    Of a large tensor only blocks at distances and its end are read, on GPUs single elements, unless
-    `full`. The number is 0 for sparse tensors and on the meta device.
+    Unless `full`, only samples of a large tensor are read: 128 runs of bytes and the end on a CPU,
+    about 1024 elements on a GPU. The number is 0 for sparse tensors and on the meta device.
     """
     if x.layout != torch.strided or x.is_meta:
         return 0
@@ -72,10 +75,10 @@ def checksum(x: Tensor, full: bool = False) -> int:
 
 
 def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Grid) -> str:
-    """Return a text that names the ranks whose tensor `local` differs; "" if there is none.
+    """Return a text that names the ranks on which the tensor `local` differs; "" if all are equal.
 
     Ranks with equal coordinates along `axes` should hold equal tensors; `sums` has the checksums of
-    all ranks. All ranks of the grid call it.
+    all ranks. Collective.
     """
     if not _odd(sums, axes, grid.topology):
         return ""
@@ -93,10 +96,10 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
 
 
 def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple[str, str] | None:
-    """Return the name of the first tensor that differs between ranks, and a text that names them.
+    """Return the name of the first tensor that differs between ranks, and a text about the ranks.
 
-    None if all are equal. All ranks of the grid call it, with tensors of the same names in the same
-    order. With `full` every element of large tensors is read.
+    Return None if all tensors are equal. All ranks should pass tensors of the same names in the
+    same order. With `full` every element of large tensors is read. Collective.
     """
     checked = list(tensors)
     full = full or grid.journal.debug
@@ -121,7 +124,7 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
 
 
 def _odd(sums: Sequence[int], axes: Sequence[str], topology: Topology) -> list[tuple[int, int]]:
-    """Return pairs of ranks that should agree: one with a rare checksum, one with the usual one."""
+    """Return pairs of a rank with a rare checksum, and a rank of its group with the usual one."""
     if len(set(sums)) == 1:
         return []
     found = []
@@ -147,7 +150,7 @@ def _spread(flat: Tensor) -> Tensor:
 
 
 def _bytes(flat: Tensor) -> Any:
-    """Return the bytes of a vector on the CPU as an array of numpy."""
+    """Return the bytes of a vector on the CPU as a numpy array."""
     if flat.stride(0) != 1:  # also of a single element, for which contiguous() does nothing
         flat = flat.clone(memory_format=torch.contiguous_format)
     # Once numpy() has lent out the memory of a tensor, torch regards it as lent for ever.
@@ -155,9 +158,9 @@ def _bytes(flat: Tensor) -> Any:
 
 
 def _values(x: Tensor) -> tuple[float, Any]:
-    """Return the tolerance for rounding, and about 1024 elements of `x` as an array of numpy.
+    """Return the tolerance for rounding, and about 1024 elements of `x` as a numpy array.
 
-    The tolerance is 0 unless `x` is float32 or float64; elements of other types come as bytes.
+    If `x` is neither float32 nor float64, the tolerance is 0 and the array has bytes.
     """
     some = _spread(x.detach().resolve_conj().reshape(-1)).cpu()
     if some.dtype not in (torch.float32, torch.float64):
@@ -167,7 +170,7 @@ def _values(x: Tensor) -> tuple[float, Any]:
 
 
 def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
-    """Return whether the elements of one tensor on two ranks differ, but by rounding only.
+    """Return whether the elements of a tensor differ between two ranks by no more than rounding.
 
     `mine` and `other` hold a tolerance and an array of elements each. The result is False if the
     arrays are equal, and if they differ by more than the tolerance of `mine`.
@@ -179,6 +182,6 @@ def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
 
 
 def names_of(tensors: Iterable[Tensor]) -> Iterator[Checked]:
-    """Yield plain tensors for comparison on all ranks, each with shape and type as its name."""
+    """Yield plain tensors to compare between all ranks, each named by its shape and type."""
     for x in tensors:
         yield Checked(f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')}", x)

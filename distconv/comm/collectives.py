@@ -1,4 +1,4 @@
-"""Sums and copies among the ranks along grid axes; some can be differentiated."""
+"""All-reduce, all-gather and broadcast over the ranks along grid axes; some are differentiable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distconv.torch_private import ShardFunction
 
 
 def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the sum of `local` over the ranks along `axes`, which all call it; differentiable.
+    """Return the sum of `local` over the ranks along `axes` (collective); differentiable.
 
     Examples
     --------
@@ -31,10 +31,10 @@ def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tens
 
 
 def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Stack `local` of all ranks along `axes`, which all call it; differentiable.
+    """Stack the tensors `local` of all ranks along `axes`; differentiable.
 
     The ranks are in the order of the blocks of a dimension partitioned over `axes`: the first axis
-    is the slowest.
+    is the slowest. Collective over these ranks.
 
     Examples
     --------
@@ -59,7 +59,7 @@ def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tens
 def apply_along_axes(
     function: type[ShardFunction], local: Tensor, grid: Grid, axes: Iterable[str]
 ) -> Tensor:
-    """Return `function.apply(local, grid, axes)`, or `local` if there is one rank along `axes`."""
+    """Apply an autograd `function` to `local`, `grid`, `axes`; return `local` for a single rank."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local
@@ -68,14 +68,14 @@ def apply_along_axes(
 
 
 def all_reduce(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the sum of `local` over the ranks along `axes`, which all call it; no gradient."""
+    """Return the sum of `local` over the ranks along `axes` (collective), without gradient."""
     total = resolved_contiguous(local.detach()).clone(memory_format=torch.contiguous_format)
     all_reduce_(total, grid, axes)
     return total
 
 
 def all_reduce_(tensor: Tensor, grid: Grid, axes: Iterable[str]) -> None:
-    """Sum a contiguous tensor in place over the ranks along `axes`, which all call it."""
+    """Overwrite a contiguous tensor by its sum over the ranks along `axes` (collective)."""
     grid.transport.all_reduce(tensor, grid.communicator(axes)).wait()
 
 
@@ -84,8 +84,8 @@ def all_reduce_coalesced(
 ) -> list[Tensor]:
     """Return the sum of each tensor over the ranks along `axes`, without gradient.
 
-    These ranks all call it. One message carries all tensors of a type. With one rank along `axes`
-    the tensors themselves are returned.
+    One all-reduce sums all tensors of an element type. With one rank along `axes` the tensors
+    themselves are returned. Collective over these ranks.
     """
     sums, axes = list(tensors), tuple(axes)
     if grid.topology.parts(axes) == 1:
@@ -103,12 +103,12 @@ def all_reduce_coalesced(
 
 
 def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Stack `local` of all ranks along `axes`, which all call it, in rank order; no gradient."""
+    """Stack `local` of all ranks along `axes` (collective), in rank order and without gradient."""
     return grid.transport.all_gather(resolved_contiguous(local.detach()), grid.communicator(axes))
 
 
 def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
-    """Overwrite `tensor` by the first rank's along `axes`; all ranks along these axes call it.
+    """Overwrite `tensor` by the tensor of the first of the ranks along `axes` (collective).
 
     Examples
     --------
@@ -151,14 +151,14 @@ class _AllGather(ShardFunction):
         return _AllReduce.apply(grads[0], grid, axes)[grid.communicator(axes).rank], None, None
 
 
-# Values equal on several ranks, as they enter and leave the distributed program.
+# Replicated values, as they enter and leave the distributed program.
 #
 # The gradient of a replicated value is the sum over its replicas.
 
 
 HANDED_OUT, REPLICATED, OPERAND = "distconv_out", "distconv_replicated", "distconv_operand"
-"""Marks in the metadata of autograd nodes: of plain tensors that leave the distributed program, of
-results of `replicate`, and of plain operands of an operator."""
+"""Marks in the metadata of autograd nodes: of plain tensors that `to_local` or `full_tensor`
+returns, of results of `replicate`, and of plain operands of operators on DistTensors."""
 
 
 def _marked(x: Tensor, mark: str) -> Tensor:
@@ -171,7 +171,7 @@ def _marked(x: Tensor, mark: str) -> Tensor:
 def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """Return a value replicated along `axes` as a plain tensor.
 
-    In the backward pass each of n ranks along `axes` passes on 1/n of the gradient that it gets.
+    In the backward pass each of the n ranks along `axes` divides its gradient by n.
 
     Examples
     --------
@@ -188,9 +188,10 @@ def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 
 def mark_handed_out(plain: Tensor) -> Tensor:
-    """Return `plain`, a result of `to_local` or its like, with a mark on its autograd node.
+    """Mark the autograd node of `plain`, a result of `to_local` or `full_tensor`; return `plain`.
 
-    By the mark operators refuse it as a plain operand (see `ownership.origins`).
+    Operators on DistTensors raise if a plain operand depends on a marked node (see
+    `ownership.origins`).
     """
     return _marked(plain, HANDED_OUT)
 
@@ -246,7 +247,7 @@ class _Replicate(ShardFunction):
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor; unlike view_as() this always keeps its strides."""
+    """Return an alias of a tensor with the same strides, which view_as() may change."""
     alias: Tensor = torch.ops.aten.alias(tensor)
     return alias
 
@@ -258,10 +259,10 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The types of messages, by name."""
+"""The element types of messages in half precision, by name."""
 
 WIDE = (torch.float32, torch.float64)
-"""The types of vectors that half precision makes smaller."""
+"""The element types of vectors that are sent in half precision."""
 
 
 def wire_type(owner: str, wire: str) -> torch.dtype:
@@ -298,12 +299,13 @@ class ErrorFeedback:
 
 
 class HalfSum:
-    """A running all-reduce of the vector `flat` in place, over the ranks along `axes`.
+    """A started all-reduce of the vector `flat` in place, by messages in half precision.
 
-    These ranks make it, and wait for it, together and in the order of all exchanges. All get the
-    same sum. Each rank sums one piece of the vector, so for each element of the vector it sends and
-    receives two numbers of half precision, of type `wire`. `feedback` carries rounding errors from
-    one sum to the next. Sums that run at the same time need different purposes.
+    Collective over the ranks along `axes`, both the construction and `wait`, in the same order as
+    their other exchanges. All ranks get the same sum. Each rank sums one section of the vector, so
+    a rank sends and receives two numbers of type `wire` for each element. `feedback` carries
+    rounding errors from one sum to the next. Sums in flight at the same time need different names
+    `purpose`, one for each communicator.
     """
 
     def __init__(

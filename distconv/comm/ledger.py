@@ -1,4 +1,4 @@
-"""A record of the data that operators move between ranks, so that users see communication."""
+"""A record of the redistributions and other communication of operators, for users to inspect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distconv.grid.words import module_path
 class Redistribution:
     """A count of the redistributions of one operator in one module, from one layout to another.
 
-    Each rank counts its own.
+    Each rank has its own counts.
 
     Examples
     --------
@@ -33,7 +33,7 @@ class Redistribution:
     source: Layout
     target: Layout
     module: str
-    """The name of the module that was called, as in `named_modules`; "" outside of any."""
+    """The name of the module that was called, as in `named_modules`; "" outside of modules."""
     times: int = 0
     bytes: int = 0
     """Bytes received from other ranks."""
@@ -49,7 +49,7 @@ class Movement:
     plan: Plan
     itemsize: int
     adjoint: bool = False
-    """Whether the plan is run backwards, so that sums are scattered."""
+    """Whether the adjoint of the plan is run, which is a reduce-scatter."""
 
     @property
     def redistributes(self) -> bool:
@@ -69,11 +69,11 @@ _COUNTING: ContextVar[bool] = ContextVar("distconv_counting", default=True)
 
 
 current_trace: Callable[[], list[Movement] | None] = _TRACE.get
-"""Return the list of the active `trace_movements`, which has halo exchanges, too; None outside."""
+"""Return the list to which the active `trace_movements` appends; None outside of such a context."""
 
 
 def record(movement: Movement) -> None:
-    """Record a movement in the current trace, and count it if it is a redistribution."""
+    """Append a movement to the active `trace_movements`, and count it if it is a redistribution."""
     trace = current_trace()
     if trace is not None:
         trace.append(movement)
@@ -90,7 +90,7 @@ def record(movement: Movement) -> None:
 
 @contextmanager
 def without_counting() -> Iterator[None]:
-    """Keep redistributions within the context out of the result of `redistributions`."""
+    """Exclude redistributions within the context from the counts of `redistributions`."""
     token = _COUNTING.set(False)
     try:
         yield
@@ -100,9 +100,9 @@ def without_counting() -> Iterator[None]:
 
 @contextmanager
 def trace_movements(movements: list[Movement] | None = None) -> Iterator[list[Movement]]:
-    """Yield a list to which all movements of forward passes within the context are appended.
+    """Yield a list to which forward passes within the context append all movements of data.
 
-    The list is `movements` if given.
+    Halo exchanges and sums are included. The list is `movements` if given.
     """
     movements = [] if movements is None else movements
     token = _TRACE.set(movements)
@@ -113,10 +113,10 @@ def trace_movements(movements: list[Movement] | None = None) -> Iterator[list[Mo
 
 
 def redistributions(*, reset: bool = False) -> list[Redistribution]:
-    """Return the redistributions so far, explicit and by operators, in order of first appearance.
+    """Return the counts of redistributions so far, in order of first appearance.
 
-    Each rank counts the bytes that it received in forward passes. `reset` empties the record. No
-    communication.
+    Both calls of `redistribute` and redistributions by operators count. Each rank counts the bytes
+    that it received in forward passes. `reset` empties the record. No communication.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Memory of messages: boxes of a tensor packed into one buffer, and buffers to receive into.
+"""Packing of messages: boxes of a tensor are packed into one buffer, and unpacked from another.
 
 A kernel on an accelerator takes longer to launch than to copy a halo, and so does a small copy on a
 CPU. So one indexed copy packs all messages of an exchange, and another one unpacks them.
@@ -22,7 +22,7 @@ from distconv.transport.interface import SMALL_BYTES, Message
 
 
 def resolved_contiguous(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor of the same values, without lazy conjugation or negation."""
+    """Return `tensor`, or a contiguous copy with lazy conjugation and negation resolved."""
     lazy = tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor)
     if tensor.is_contiguous() and not lazy:
         return tensor
@@ -30,7 +30,7 @@ def resolved_contiguous(tensor: Tensor) -> Tensor:
 
 
 def has_channels_last(x: Tensor) -> bool:
-    """Return whether a 4-d or 5-d tensor, or a crop of one, has its channels last in memory."""
+    """Return whether `x`, a 4-d or 5-d tensor or a crop of one, has channels last in memory."""
     return (
         x.dim() in CHANNELS_LAST
         and not x.is_contiguous()
@@ -50,9 +50,9 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def empty_in_format(shape: tuple[int, ...], like: Tensor, last: bool | None = None) -> Tensor:
-    """Return uninitialised memory of this shape, in channels last if `like` is in channels last.
+    """Return an uninitialised tensor of `shape`, with channels last if `like` has channels last.
 
-    `last` says whether it is; by default it is found out.
+    `last` states whether `like` has channels last; by default its strides decide.
     """
     last = has_channels_last(like) if last is None else last
     form = CHANNELS_LAST[like.dim()] if last else torch.contiguous_format
@@ -63,37 +63,39 @@ def empty_in_format(shape: tuple[int, ...], like: Tensor, last: bool | None = No
 def filled(
     device: torch.device, shape: tuple[int, ...], value: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return a tensor of one value, which must not change."""
+    """Return a tensor filled with `value`, which is cached and must not be written to."""
     return torch.full(shape, value, dtype=dtype, device=device)
 
 
 class Places(NamedTuple):
-    """The memory of the messages of a plan, for tensors of one shape and memory format.
+    """The memory from which a plan's messages are sent, or into which they are received.
 
-    A message whose elements lie together in the tensor's memory, in order, is sent from there, or
-    received there. All others lie behind one another in one buffer.
+    A message whose elements are contiguous in the tensor's memory is sent or received in place. All
+    other messages are concatenated in one buffer. The object serves all tensors of one shape and
+    memory format.
     """
 
     routes: Sequence[Route]
     direct: tuple[int, ...]
-    """The numbers of the routes whose messages lie in the tensor's memory."""
+    """The numbers of the routes whose messages are in the tensor's memory."""
     order: tuple[int, ...]
-    """The numbers of the routes whose messages lie in the buffer, in their order there."""
+    """The numbers of the routes whose messages are in the buffer, in the order of the buffer."""
     peers: tuple[int, ...]
-    """The ranks of these routes."""
+    """The rank at the other end of each route in `order`."""
     sizes: list[int]
-    """The numbers of elements of these messages."""
+    """The number of elements of each message in the buffer."""
     total: int
     """The number of elements of the buffer."""
     indices: tuple[Tensor, ...] = ()
-    """For each unit of the buffer its place in the tensor's memory, as indices of one kernel after
-    the other. Empty if boxes are moved one by one."""
+    """For each unit of the buffer, its index among the units of the tensor's memory. A unit is a
+    run of consecutive elements. Each tensor of indices is for one kernel. Empty if boxes are copied
+    one by one."""
     units: list[int] = []
-    """The numbers of units of the messages in the buffer."""
+    """The number of units of each message in the buffer."""
     counts: list[int] = []
-    """The lengths of `indices`."""
+    """The number of indices for each kernel."""
     shape: tuple[int, ...] = ()
-    """The shape of the buffer as an array of units, which are runs of consecutive elements."""
+    """The shape of the buffer as an array of units."""
     memory: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """The shape and the strides of the tensor's memory as an array of units."""
 
@@ -105,9 +107,9 @@ def places_in(
 
     Parameters
     ----------
-    tensor: the rank's block if `of_block`, which has the boxes of the routes `sends`; else its
-        buffer, which has those of `receives`.
-    sums: whether messages are added to the tensor. Then all of them lie in the buffer.
+    tensor: the rank's block if `of_block`, which has the boxes of the routes `plan.sends`; else its
+        buffer, which has the boxes of `plan.receives`.
+    sums: whether messages are added to the tensor. Then all messages are in the buffer.
     """
     accelerator = grid.computes_on_gpu
     key = tensor.stride(), tensor.device, accelerator, of_block, sums
@@ -125,7 +127,10 @@ def places_in(
 
 
 def places_apart(plan: Plan, grid: Grid, *, of_block: bool, sums: bool) -> Places:
-    """Return `places_in`, without indices, for messages that all lie in the buffer."""
+    """Return the memory of a plan's messages if all of them are in a buffer; cached in the plan.
+
+    `of_block` and `sums` are as in `places_in`. The result has no indices.
+    """
     accelerator = grid.computes_on_gpu
     key = accelerator, of_block, sums
     found: Places | None = plan.kept.get(key)
@@ -136,12 +141,13 @@ def places_apart(plan: Plan, grid: Grid, *, of_block: bool, sums: bool) -> Place
 
 
 def _arranged(routes: Sequence[Route], stride: Sequence[int] | None, apart: bool) -> Places:
-    """Return the memory of messages, without indices.
+    """Return the memory of the messages of `routes`, without indices.
 
     Parameters
     ----------
-    stride: the strides of the tensor in whose memory messages may lie; None if they must not.
-    apart: whether messages for different elements of the tensor lie behind one another.
+    stride: the strides of the tensor from or into which messages may be sent in place; None if all
+        messages must be in the buffer.
+    apart: whether to order the buffer so that messages without common elements are adjacent.
     """
     direct = [
         i
@@ -155,10 +161,10 @@ def _arranged(routes: Sequence[Route], stride: Sequence[int] | None, apart: bool
 
 
 def _in_rounds(routes: Sequence[Route]) -> list[int]:
-    """Return the numbers of all routes in an order in which few kernels can add their messages.
+    """Return the numbers of all routes, ordered so that few kernels can add the routes' messages.
 
-    One kernel must not add to an element twice, as accelerators add in any order. Routes are put
-    into rounds, in each of which no two have elements in common.
+    One kernel must not add to an element twice, as the order of additions on an accelerator varies.
+    So routes are put into rounds; no two routes of a round have elements in common.
     """
     rounds: list[list[int]] = []
     for i, route in enumerate(routes):
@@ -172,7 +178,7 @@ def _in_rounds(routes: Sequence[Route]) -> list[int]:
 
 
 def _meet(some: Sequence[Slices], others: Sequence[Slices]) -> bool:
-    """Return whether some box of one list has elements in common with a box of the other."""
+    """Return whether a box of `some` has elements in common with a box of `others`."""
     return any(
         all(s.start < t.stop and t.start < s.stop for s, t in zip(a, b, strict=True))
         for a in some
@@ -181,9 +187,9 @@ def _meet(some: Sequence[Slices], others: Sequence[Slices]) -> bool:
 
 
 def _indexed(places: Places, tensor: Tensor, most: int, apart: bool) -> Places:
-    """Return `places` with indices, if these are faster than a copy of each box.
+    """Return `places` with indices if one indexed copy is faster than a copy of each box.
 
-    `tensor` is the block or buffer that holds the places, `most` the largest number of indices, and
+    `tensor` is the block or buffer that has the boxes, and `most` the largest number of indices.
     `apart` is true if no kernel may use an element twice.
     """
     boxes = [box for i in places.order for box in places.routes[i].boxes]
@@ -211,12 +217,12 @@ def _indexed(places: Places, tensor: Tensor, most: int, apart: bool) -> Places:
 
 
 class _Span(NamedTuple):
-    """The elements of a box in memory: runs of consecutive ones, at regular distances."""
+    """The elements of a box in memory: runs of consecutive elements at regular distances."""
 
     start: int
     run: int
     steps: tuple[tuple[int, int], ...]
-    """The number of runs, or of rows of them, and their distance, along each dimension."""
+    """For each dimension of the array of runs, its length and its stride in elements."""
 
     @classmethod
     def of(cls, box: Slices, stride: Sequence[int]) -> _Span:
@@ -228,7 +234,7 @@ class _Span(NamedTuple):
         return cls(sum(s.start * n for s, n in zip(box, stride, strict=True)), run, tuple(steps))
 
     def units(self, unit: int) -> Tensor:
-        """Return the numbers of the units of `unit` elements, in the order of the box."""
+        """Return the indices in memory of the box's units of `unit` elements, in box order."""
         numbers = torch.tensor([self.start // unit], device="cpu")
         for n, distance in (*self.steps, (self.run // unit, unit)):
             along = torch.arange(n, device="cpu") * (distance // unit)
@@ -243,16 +249,16 @@ _INDEXED = frozenset(
         *(torch.complex128, torch.complex64),
     }
 )
-"""The types for which torch has indexed copies and sums."""
+"""The element types for which torch has indexed copies and sums."""
 
 
 def pack_messages(
     tensor: Tensor, plan: Plan, grid: Grid, *, of_block: bool = True
 ) -> list[Message]:
-    """Return the messages that a rank sends: for each route, its rank and a contiguous tensor.
+    """Return the messages that a rank sends: for each route, the peer and a contiguous tensor.
 
     `tensor` is the rank's block if `of_block`, else its buffer, from which gradients are sent. A
-    message whose elements lie together in memory is not copied.
+    message whose elements are contiguous in memory is not copied.
     """
     if not (plan.sends if of_block else plan.receives):
         return []
@@ -275,7 +281,7 @@ def pack_messages(
 
 
 def _copied(tensor: Tensor, places: Places, grid: Grid, small: bool) -> Sequence[Tensor]:
-    """Return the messages that belong in the buffer, copied box by box."""
+    """Return the messages of `places.order`, copied box by box from `tensor` into new memory."""
     if small and len(places.order) == 1:
         boxes = places.routes[places.order[0]].boxes
         if len(boxes) == 1:
@@ -292,15 +298,15 @@ def _copied(tensor: Tensor, places: Places, grid: Grid, small: bool) -> Sequence
 def _all_messages(
     places: Places, tensor: Tensor | None, buffered: Sequence[Tensor]
 ) -> list[Message]:
-    """Return the messages of all routes: those in the memory of `tensor`, and those `buffered`.
+    """Return pairs of peer and message for all routes, in the order of `places.routes`.
 
-    Each message is with the rank to which it goes, or from which it comes.
+    The messages of `places.direct` are views of `tensor`, if given; all others are `buffered`.
     """
     messages = list(zip(places.peers, buffered, strict=True))
     if tensor is not None:
         for i in places.direct:  # from the first route to the last
             route = places.routes[i]
-            # A replay of these calls may get a tensor at another place of its memory.
+            # The view is not cached, as `tensor` may have another address in a replay of the call.
             messages.insert(i, (route.peer, tensor[route.boxes[0]].view(-1)))
     return messages
 
@@ -308,7 +314,7 @@ def _all_messages(
 def _boxes(
     tensor: Tensor, places: Places, buffered: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each box of the messages in the buffer: its place in `tensor`, and in its message."""
+    """Yield, for each box of the messages `buffered`, its view of `tensor` and of its message."""
     for i, message in zip(places.order, buffered, strict=True):
         own = [tensor[box] for box in places.routes[i].boxes]
         for place, part in zip(own, _divided(message, [x.numel() for x in own]), strict=True):
@@ -316,18 +322,19 @@ def _boxes(
 
 
 def _divided(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    """Return views of consecutive parts of `flat` of these sizes, along its first dimension."""
+    """Return views of consecutive sections of `flat`, of `sizes` along its first dimension."""
     return (flat,) if len(sizes) == 1 else torch.split_with_sizes(flat, sizes)
 
 
 class ReceiveBuffers:
-    """Memory into which messages arrive: in a tensor where they lie together there, or a buffer.
+    """Memory to receive messages: a tensor for messages that are contiguous there, else a buffer.
 
     Parameters
     ----------
     places: the memory of the messages of a plan.
-    like: a tensor of the type and device of the messages.
-    into: the tensor in which messages may arrive, to which `places` belongs; or None.
+    like: a tensor of the element type and device of the messages.
+    into: the tensor into which messages may be received in place, for which `places` was made; or
+        None.
     """
 
     __slots__ = ("_buffer", "_places", "messages")
@@ -341,7 +348,7 @@ class ReceiveBuffers:
         self.messages = _all_messages(places, into, buffered)
 
     def copy_to(self, tensor: Tensor) -> None:
-        """Copy the buffer to its places in `tensor`, in which the other messages have arrived."""
+        """Copy the received messages in the buffer to their boxes of `tensor`."""
         places = self._places
         if places.indices and tensor.dtype in _INDEXED:
             memory = tensor.as_strided(*places.memory)
@@ -352,7 +359,7 @@ class ReceiveBuffers:
                 place.copy_(part)
 
     def add_to(self, tensor: Tensor, places: Places) -> None:
-        """Add the buffer to `tensor`, to which `places` belongs."""
+        """Add the received messages in the buffer to their boxes of `tensor`, given by `places`."""
         if places.indices and tensor.dtype in _INDEXED:
             memory, summands = tensor.as_strided(*places.memory), self._buffer.view(places.shape)
             parts = _divided(summands, places.counts)

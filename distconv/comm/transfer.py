@@ -1,4 +1,4 @@
-"""`Transfer`: a plan in motion, which moves data between ranks, and its adjoint.
+"""`Transfer`: the communication of a plan, which sends blocks between ranks, and its adjoint.
 
 The gradient of a replicated value is the sum over its replicas, so the adjoint of a copy to several
 ranks is the sum over these ranks.
@@ -30,10 +30,10 @@ from distconv.transport.interface import Message
 
 
 class InFlight:
-    """The messages of a started `Transfer`, and the memory into which they arrive.
+    """The messages of a started `Transfer`, and the memory into which they are received.
 
-    If it is dropped without a `wait`, as after an exception, the transport keeps the memory until
-    the messages have arrived.
+    If the object is deleted without a `wait`, as after an exception, the transport keeps the memory
+    until the messages have arrived.
     """
 
     __slots__ = ("_buffers", "_request", "_transfer")
@@ -44,7 +44,7 @@ class InFlight:
         self._request = exchange(buffers.messages, leaving, transfer.tag)
 
     def wait(self) -> list[Tensor]:
-        """Wait for the messages, and return each of them in the shape of its route, in order."""
+        """Wait for the messages, and return each message in the shape of its route, in order."""
         self._request.wait()
         plan = self._transfer.plan
         halos, last = [], plan.channels_last
@@ -54,13 +54,13 @@ class InFlight:
         return halos
 
     def wait_into(self, buffer: Tensor) -> None:
-        """Wait for the messages, and copy them to their boxes of `buffer`."""
+        """Wait for the messages, and copy each message to its boxes of `buffer`."""
         self._request.wait()
         transfer = self._transfer
         self._buffers.copy_to(buffer.movedim(1, -1) if transfer.plan.channels_last else buffer)
 
     def wait_and_add_to(self, block: Tensor) -> None:
-        """Wait for the messages, and add them to their boxes of `block`."""
+        """Wait for the messages, and add each message to its boxes of `block`."""
         self._request.wait()
         plan, grid = self._transfer.plan.packed, self._transfer.grid
         if plan.sends:
@@ -69,12 +69,12 @@ class InFlight:
 
 
 class Transfer:
-    """One plan on one grid, under one tag.
+    """The communication of one plan on one grid, whose messages have one tag.
 
-    `forward` fills a buffer from this rank's block and its halos on other ranks. `backward` is the
-    adjoint: it sends each piece of a buffer to its owner, who sums the pieces. Each can also be
-    started, and finished after other computation. All ranks of the grid make the same transfers and
-    start them in the same order, each with its own plan.
+    `forward` fills a buffer with this rank's block and its halos from other ranks. `backward` is
+    the adjoint: it sends each box of a buffer to the rank that owns the box, which sums what it
+    receives. Each pass can also be started, and waited for after other computation. All ranks of
+    the grid create the same transfers and start them in the same order, each with its own plan.
     """
 
     __slots__ = ("grid", "plan", "tag")
@@ -84,14 +84,14 @@ class Transfer:
         self.tag = grid.transport.next_tag()
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """Return a view of a block or buffer with its dimensions in the order of the messages."""
+        """Return a view of a block or buffer with its dimensions in the order of a message's."""
         return tensor.movedim(1, -1) if self.plan.channels_last else tensor
 
     def start_forward(self, block: Tensor, buffer: Tensor | None = None) -> InFlight:
         """Start to send the boxes of `block` that other ranks need, and to receive the halos.
 
-        Halos arrive in `buffer` itself where they are contiguous there, else in memory of their
-        own.
+        Halos that are contiguous in `buffer` are received in place, all others in separate
+        memory. Collective.
         """
         plan, grid = self.plan.packed, self.grid
         if self.plan.channels_last:
@@ -105,7 +105,7 @@ class Transfer:
         return InFlight(self, ReceiveBuffers(places, block, grid, buffer), leaving)
 
     def forward(self, block: Tensor, fill: float = 0.0) -> Tensor:
-        """Return the plan's buffer for this rank's `block`, with `fill` outside the tensor."""
+        """Return the plan's buffer for this rank's `block`; `fill` is the padding. Collective."""
         plan = self.plan
         if plan.buffer_is_block:
             self.start_forward(block).wait()
@@ -126,9 +126,9 @@ class Transfer:
     def _joined(
         self, block: Tensor, fill: float, along: int, pieces: Sequence[int | tuple[int, ...]]
     ) -> Tensor:
-        """Return the plan's buffer for `block`: `pieces`, concatenated along dimension `along`.
+        """Return the plan's buffer for `block`, concatenated from `pieces` along dimension `along`.
 
-        `Plan.pieces` gives both; `fill` is the value of padding.
+        `Plan.pieces` returns `along` and `pieces`; `fill` is the value of padding. Collective.
         """
         arrived = self.start_forward(block).wait()
         source = self.plan.own[0][0]
@@ -142,10 +142,10 @@ class Transfer:
         return torch.cat(parts, along)
 
     def start_backward(self, gradients: Sequence[Tensor], like: Tensor) -> InFlight:
-        """Start to send gradients of halos to their owners, and receive gradients of the own block.
+        """Start to send gradients of halos to the owners, and to receive those of the own block.
 
-        `gradients` has for each route of `plan.receives` the gradient of its halo. Messages arrive
-        in memory of the type and device of `like`.
+        `gradients` has the gradient of the halo of each route of `plan.receives`. Messages are
+        received in memory of the element type and device of `like`. Collective.
         """
         pairs = zip(self.plan.receives, gradients, strict=True)
         leaving = [(r.peer, resolved_contiguous(self.packed(d))) for r, d in pairs]
@@ -157,9 +157,10 @@ class Transfer:
         return InFlight(self, ReceiveBuffers(places, like, grid), leaving)
 
     def backward(self, buffer: Tensor, in_place: bool = False) -> Tensor:
-        """Return this rank's block: the sum of its elements in all ranks' buffers.
+        """Return this rank's block of the sum of all ranks' buffers. Collective.
 
-        With `in_place`, `buffer` may be changed, and the block may be a view of it, without gaps.
+        With `in_place`, `buffer` may be overwritten, and the block may be a view of `buffer` that
+        is contiguous in one of torch's memory formats.
         """
         plan = self.plan
         leaving = pack_messages(self.packed(buffer), plan.packed, self.grid, of_block=False)
@@ -184,12 +185,12 @@ class Transfer:
 def gather(
     local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0, owns_gradient: bool = False
 ) -> Tensor:
-    """Return the plan's buffer for this rank's block `local`, with `fill` outside the tensor.
+    """Return the plan's buffer for this rank's block `local`; padding has the value `fill`.
 
-    Differentiable. All ranks of the grid call it, each with its own plan. If every rank's buffer is
-    its own block, that block is returned. Otherwise all ranks record the movement, so that their
-    backward passes communicate in one order. `owns_gradient` says that the buffer's gradient is a
-    tensor of its own, which nothing else reads: it is then changed in place of a copy.
+    Differentiable. Collective; each rank passes its own plan. If every rank's buffer is its own
+    block, `local` is returned. Otherwise all ranks record the exchange in autograd, so that their
+    backward passes communicate in one order. `owns_gradient` states that nothing else reads the
+    gradient of the buffer, which is then overwritten instead of copied.
 
     Examples
     --------
@@ -211,9 +212,9 @@ def gather(
 
 
 def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
-    """Return this rank's block: the sum of its elements in all ranks' buffers.
+    """Return this rank's block of the sum of all ranks' buffers: the adjoint of `gather`.
 
-    Differentiable, the adjoint of `gather`. All ranks of the grid call it, each with its own plan.
+    Differentiable. Collective; each rank passes its own plan.
 
     Examples
     --------
@@ -235,9 +236,9 @@ def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
 
 
 def reorder(local: Tensor, plan: Plan, inverse: Plan, grid: Grid) -> Tensor:
-    """Return `gather(local, plan, grid)` where each element belongs to the buffer of one rank.
+    """Return `gather(local, plan, grid)` for a plan that sends each element to exactly one rank.
 
-    Differentiable. The gradient moves by the plan `inverse`, without sums. Collective.
+    Differentiable. The backward pass gathers by the plan `inverse`, without sums. Collective.
     """
     there, back = Transfer(plan, grid), Transfer(inverse, grid)
     if plan.identity:
@@ -247,7 +248,7 @@ def reorder(local: Tensor, plan: Plan, inverse: Plan, grid: Grid) -> Tensor:
 
 
 class _Reorder(ShardFunction):
-    """A transfer whose adjoint is another transfer, as a function of autograd."""
+    """The autograd function of a transfer whose adjoint is the forward pass of another transfer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Transfer, back: Transfer) -> Tensor:
@@ -260,7 +261,7 @@ class _Reorder(ShardFunction):
 
 
 class _Move(ShardFunction):
-    """A transfer, or its adjoint, as a function of autograd."""
+    """The autograd function of a transfer, or of its adjoint."""
 
     @staticmethod
     def forward(

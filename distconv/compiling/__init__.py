@@ -1,1 +1,1 @@
-"""Compiled steps: traced once, messages included, and replayed without Python around the work."""
+"""Compiled programs: kernels and messages are traced once, and replayed without the Python code."""

@@ -1,4 +1,4 @@
-"""torch's Python functions in place of functions of its dispatcher.
+"""Faster calls of torch's dispatcher: the functions in `torch` that call functions in `torch.ops`.
 
 On small tensors `torch.mul(x, y)` takes half of the time of `torch.ops.aten.mul.Tensor(x, y)`, and
 `torch.convolution` two fifths: functions of `torch.ops` compare their arguments with a schema.
@@ -17,21 +17,21 @@ from distconv.torch_private import DispatchMode
 
 
 class _Reached(Exception):  # noqa: N818
-    """Ends a call at the dispatcher; its arguments are the dispatcher's function, and its own."""
+    """An exception that ends a call at the dispatcher; it has the function and arguments there."""
 
 
 class _Stop(DispatchMode):
-    """Ends the first call that reaches the dispatcher within the context."""
+    """A context that ends the first call that reaches the dispatcher, by an exception."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _Reached(func, args, kwargs or {})
 
 
 def bound(function: Any, args: Any, kwargs: Any) -> Any:
-    """Return the function in `torch`, or the method of tensors, that makes a call of `function`.
+    """Return the function in `torch`, or method of tensors, that calls `function` of `torch.ops`.
 
-    The call with these arguments is tried, up to the dispatcher. Where torch has nothing that
-    reaches the dispatcher with the same function and arguments, `function` is returned.
+    Each candidate is called with the arguments, up to the dispatcher. If no candidate reaches the
+    dispatcher with the same function and arguments, `function` is returned.
     """
     given, options = map_aggregate((args, kwargs), _without_gradient)
     name = function.overloadpacket.__name__
@@ -55,7 +55,7 @@ def _without_gradient(x: Any) -> Any:
 
 
 def _are_same(x: Any, y: Any) -> bool:
-    """Return whether arguments are equal in type and value, and tensors are the same."""
+    """Return whether nested arguments are equal in type and value, and their tensors identical."""
     if isinstance(x, (tuple, list)):
         return isinstance(y, (tuple, list)) and len(x) == len(y) and all(map(_are_same, x, y))
     if isinstance(x, dict):

@@ -1,4 +1,4 @@
-"""The backend "distconv" of torch.compile, an entry point: torch.compile becomes `compile`."""
+"""The entry point of torch.compile's backend "distconv", which calls `compile`."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ register_backend("distconv", compile)
 
 
 def as_it_is(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return the function of a graph of plain tensors, for uses other than by torch.compile."""
+    """Return the function of `graph` uncompiled, for callers other than torch.compile."""
     return graph.forward

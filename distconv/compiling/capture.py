@@ -1,9 +1,9 @@
-"""The passes of a case as graphs of a device: one call starts all kernels and messages of a pass.
+"""Device graphs of traced passes: one call starts all kernels and messages of a pass.
 
-A graph has memory of its own: inputs are copied into it, and results out of it. What the forward
-graph keeps stays in place for the backward graph. Until that has run, another forward pass is
-replayed without graphs. Messages go to the carriers themselves, as nothing in a replay can be
-watched or compared.
+A graph has memory of its own: inputs are copied into this memory, and results out of it. Tensors
+that the forward graph saves remain in place for the backward graph. Until the backward graph has
+run, another forward pass is replayed without graphs. Messages are sent by the carriers directly,
+without the journal's checks, which cannot run within a graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WITHOUT = "is replayed without device graphs"
 
 
 def why_not(one: Pass, device: torch.device) -> str:
-    """Return why a pass cannot be captured in a graph, in words; "" if no reason is known."""
+    """Return the reason why a pass cannot be captured in a device graph; "" if none is known."""
     for node in one.graph.nodes:
         function = node.target
         if isinstance(function, Communication) and not function.transport.ordered:
@@ -50,12 +50,12 @@ def why_not(one: Pass, device: torch.device) -> str:
 
 
 class CapturedPasses:
-    """The passes of a case as graphs.
+    """The forward and the backward pass of a traced program as device graphs.
 
     Attributes
     ----------
-    passes: the functions of the passes; the first call of each captures it, on all ranks together.
-    failed: whether a capture has failed, after which the passes run without graphs.
+    passes: the functions of the passes. The first call of each captures the pass. Collective.
+    failed: whether a capture has failed; then the passes run without graphs.
     """
 
     def __init__(self, passes: Sequence[Pass], results: int, grid: Grid, warn: Warn) -> None:
@@ -69,7 +69,7 @@ class CapturedPasses:
         self.passes = [partial(self.run, number) for number in range(len(passes))]
 
     def run(self, number: int, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run a pass, captured by the first call; all ranks make that together."""
+        """Run pass `number` on `tensors`. The first call captures the pass and is collective."""
         one = self._passes[number]
         if number == 0 and one.has_moved():
             self._passes[-1].forget()
@@ -84,7 +84,7 @@ class CapturedPasses:
 
 
 def _by_carriers(one: Pass) -> Callable[..., Any]:
-    """Return a pass as a function that sends by bare carriers, without the watched ones."""
+    """Return a pass as a function whose messages are sent by carriers without the journal."""
     for node in one.graph.nodes:
         call = node.target
         if isinstance(call, Communication) and isinstance(call.transport, WrappedTransport):
@@ -95,14 +95,16 @@ def _by_carriers(one: Pass) -> Callable[..., Any]:
 def captured(
     passes: Sequence[Pass], results: int, writes: bool, grid: Grid, warn: Warn
 ) -> CapturedPasses | None:
-    """Return the passes of a case as graphs of the grid's device; None if that is impossible.
+    """Return the passes of a traced program as graphs of the grid's device. Collective.
 
-    On accelerators `warn` is then called on one rank with the reason. All ranks call it together.
+    Return None if graphs are impossible. On accelerators one rank then calls `warn` with the
+    reason.
 
     Parameters
     ----------
-    results: the number of results of the program; those after them are kept for the backward pass.
-    writes: whether the program writes to a tensor that may be another one in each call.
+    results: the number of the program's results. Further results of the forward pass are saved for
+        the backward pass.
+    writes: whether the program writes to an input that may be a different tensor in each call.
     """
     why = streams.why_no_graphs(grid.device) or ""
     if why and not is_accelerator(grid.device):
@@ -114,7 +116,10 @@ def captured(
 
 
 def _found(why: str, grid: Grid, warn: Warn, before: str = "") -> bool:
-    """Return whether any rank has a reason, `why`, for no graphs; one warns of it. Collective."""
+    """Return whether any rank has a reason `why` for no graphs. Collective.
+
+    One rank calls `warn` with its reason, which follows the text `before`.
+    """
     reasons = grid.all_gather_object(why)
     found = next(filter(None, reasons), "")
     if found and grid.rank == reasons.index(found):

@@ -1,9 +1,10 @@
-"""The front end of `compile`: the serial program is traced, with guards on all that it reads.
+"""The front end of `compile`: Dynamo traces the serial program and guards the values that it reads.
 
-Dynamo, the front end of torch.compile, gets plain stand-ins of the global shapes, without memory,
-in place of DistTensors. It returns a graph of torch's functions, and guards every Python value that
-it has read. Where the guards of a graph hold, the graph is traced or replayed on the DistTensors
-behind the stand-ins (`replay`). A call that Dynamo does not take whole runs as it is.
+Dynamo, the front end of torch.compile, runs the program on stand-ins: plain tensors of the global
+shapes, without memory, which replace the DistTensors. Dynamo returns a graph of torch's functions,
+with guards for every Python value that the program has read. If the guards of a graph hold in a
+call, the graph is traced or replayed on the call's DistTensors (`replay`). A call of which Dynamo
+cannot make a single graph runs uncompiled.
 """
 
 from __future__ import annotations
@@ -71,22 +72,22 @@ def compile(
 def compile(program: Callable[..., Any], *, backend: str | None = None) -> Any:
     """Return `program`, a module or a function, compiled: its calls are traced and replayed.
 
-    The program computes tensors, such as outputs or a loss, from arguments of which one at least is
-    a DistTensor, also in lists, tuples and dictionaries. Call the result in place of it. All ranks
-    of the grid call it together. Results have the same bits, and so have gradients after
+    The program computes tensors, such as outputs or a loss, from arguments of which at least one is
+    a DistTensor, also in lists, tuples and dictionaries. Call the result instead of `program`, on
+    all ranks of the grid together. Results have the same bits, and so have gradients after
     `backward()`. Optimizers step outside.
 
-    torch.compile's front end traces the serial program, and guards the Python values that it reads:
-    for a changed value it traces again. The first call with given values and layouts runs eagerly,
-    the second is traced, and later ones are replays, forward and backward, without Python between
-    the kernels. On GPUs replays are graphs of the device, messages by NCCL included, where the
-    carrier and the program allow it.
+    torch.compile's front end traces the serial program, and guards the Python values that the
+    program reads: if a value changes, the program is traced again. The first call with given values
+    and layouts runs eagerly, the second is traced, and later calls are replays, forward and
+    backward, without Python between the kernels. On GPUs replays are device graphs, messages by
+    NCCL included, where the carrier and the program allow it.
 
-    A program that the front end cannot take whole, because it reads elements of a tensor
-    (`loss.item()`) or prints, runs as it is, and warns once with the reason.
+    A program that the front end cannot trace as a single graph, because it reads elements of a
+    tensor (`loss.item()`) or prints, runs uncompiled, and warns once with the reason.
 
     For a module the result is a module with the same attributes, parameters, modes and states.
-    `torch.compile(program, backend="distconv")` does the same by name.
+    `torch.compile(program, backend="distconv")` returns the same.
 
     The result has these attributes of its own:
 
@@ -97,9 +98,9 @@ def compile(program: Callable[..., Any], *, backend: str | None = None) -> Any:
     Parameters
     ----------
     program: a function or a module.
-    backend: a backend of torch.compile, such as "inductor", which makes fewer kernels of the calls
-        between messages. Compiling takes about a minute, and results are equal to rounding. None
-        replays the calls as they are.
+    backend: a backend of torch.compile, such as "inductor", which fuses the calls between messages
+        into fewer kernels. Compiling takes about a minute, and results are equal to rounding. None
+        replays the recorded calls.
 
     Raises
     ------
@@ -137,7 +138,7 @@ def compile(program: Callable[..., Any], *, backend: str | None = None) -> Any:
 
 
 class Compiled(Generic[Given, Result]):
-    """A program that `compile` returns.
+    """A compiled program, the result of `compile` for a function.
 
     Attributes
     ----------
@@ -150,11 +151,11 @@ class Compiled(Generic[Given, Result]):
         self._former: list[_Graph] = []
         self._front: Callable[..., Any] | None = None
         self._made = self._forgotten = 0
-        """The numbers of cases made, and of times that graphs were forgotten."""
+        """The number of cases so far, and the number of times that all graphs were discarded."""
         self._watched: dict[int, tuple[Any, list[Any]]] = {}
-        """What guards do not see, by id, with its names."""
+        """Objects that Dynamo does not guard fully, by id, each with its names or items."""
         self._left: dict[Any, str] = {}
-        """The kinds of calls that run as they are, each with the reason."""
+        """The kinds of calls that run uncompiled, each with the reason."""
         self._warned: set[str] = set()
         self._call: _Call | None = None
         self.replays = 0
@@ -180,7 +181,7 @@ class Compiled(Generic[Given, Result]):
         return self._graphs[-1].module.graph if self._graphs else None
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        """Run the program, replayed where the call's case is known."""
+        """Run the program: replay the call if it belongs to a known case. Collective."""
         if torch.compiler.is_dynamo_compiling():
             return self._program(*args, **kwargs)
         tensors = {id(x): x for x in tensors_in(args, kwargs) if isinstance(x, DistTensor)}
@@ -214,7 +215,7 @@ class Compiled(Generic[Given, Result]):
         return result
 
     def _by_front(self, call: _Call, given: Any) -> Any:
-        """Return the result of a call by Dynamo's code, and trace the program if no guards hold."""
+        """Return a call's result by Dynamo's code, which is traced first if no guards hold."""
         if any(map(_differs, self._watched.values())):
             self._former, self._graphs, self._front = self._graphs, [], None
             self._watched.clear()
@@ -237,7 +238,7 @@ class Compiled(Generic[Given, Result]):
         return result
 
     def _compile(self, module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        """Take a graph from Dynamo; return the function that Dynamo's code calls in its place."""
+        """Register a graph that Dynamo has traced; return the function that runs the graph."""
         graph = _Graph(module)
         for former in self._former:
             if graph.is_like(former):  # what has changed was no value that the program reads
@@ -246,7 +247,7 @@ class Compiled(Generic[Given, Result]):
         return _weakly(self._run, graph)
 
     def _watch(self, guards: Sequence[Any]) -> list[bool]:
-        """Note values that the guards of the latest graph do not see; keep all guards."""
+        """Register objects that guards of the latest graph cover only in part; keep all guards."""
         graph = self._graphs[-1]
         for guard in guards:
             graph.why = _why_unsound(guard) or graph.why
@@ -254,7 +255,7 @@ class Compiled(Generic[Given, Result]):
         return [True] * len(guards)
 
     def _run(self, graph: _Graph, *inputs: Tensor) -> Sequence[Any]:
-        """Trace or replay a graph whose guards hold in this call; Dynamo's code calls it."""
+        """Trace or replay `graph`, whose guards hold in this call. Dynamo's code calls it."""
         SerialTrace.under_way, call = False, self._call
         assert call is not None
         if graph.why:
@@ -281,7 +282,10 @@ class Compiled(Generic[Given, Result]):
             raise
 
     def _agree(self, call: _Call, number: int, words: str) -> None:
-        """Raise DivergenceError on all ranks unless `number` is the same on all. Collective."""
+        """Raise DivergenceError on all ranks unless `number` is equal on all ranks. Collective.
+
+        The error shows the first line of `words` that differs between ranks.
+        """
         call.agreed = True
         if not call.grid.journal.agrees(f"call of compiled {self._name}", number):
             everyone = call.grid.all_gather_object(words.splitlines())
@@ -297,29 +301,29 @@ class Compiled(Generic[Given, Result]):
             return self._program(*args, **kwargs)
 
     def _warn(self, what: str, why: str) -> None:
-        """Warn, once, of what the program does, and why."""
+        """Warn that the program does `what`, with the reason `why`; once for each `what`."""
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(f"compile: {self._name} {what}: {why}", stacklevel=4)
 
 
 def _of_compiled(name: str) -> Any:
-    """Return a property with the value that a compiled module's program has."""
+    """Return a property of a compiled module that reads the attribute `name` of its `Compiled`."""
     return property(lambda module: getattr(type(module)._compiled, name))
 
 
 class _CompiledModule:
-    """The part of a compiled module that differs from the module, with which it shares the rest.
+    """The base class by which a compiled module differs from the original module.
 
-    Each compiled module has a class of its own, derived from this one and the module's; the two
-    objects share one dictionary of attributes.
+    Each compiled module has a class of its own, derived from this class and the original module's
+    class. Both modules share one dictionary of attributes.
     """
 
     _orig_mod: Any
     _compiled: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's result, replayed where the call's case is known."""
+        """Return the module's result: replay the call if it belongs to a known case. Collective."""
         return type(self)._compiled(*args, **kwargs)
 
     replays, source, graph = map(_of_compiled, ("replays", "source", "graph"))
@@ -332,19 +336,20 @@ class _CompiledModule:
 
 
 class _AsItIs(Exception):  # noqa: N818
-    """Ends a call by Dynamo's code, before it has done anything, to run the program itself.
+    """An exception that ends a call by Dynamo's code, so that the program then runs uncompiled.
 
-    Its argument is the reason, of which the program warns.
+    It is raised before the call has had any effect. Its argument is the reason, for a warning.
     """
 
 
 _AS_IT_IS, _NOTHING = -1, -2
-"""The numbers of calls that run as they are, and of calls without a graph."""
+"""The numbers, compared between ranks, of calls that run uncompiled, and of calls without a graph.
+"""
 
 _RUNS = "runs uncompiled"
 
 _PURE = "einops."
-"""A library whose cached functions depend on their arguments alone; 8 of 126 networks use it."""
+"""A library whose cached functions depend on their arguments only; 8 of 126 networks use it."""
 
 _NESTED = tuple, list, set
 
@@ -353,7 +358,7 @@ _LIMIT = "FailOnRecompileLimitHit"
 
 
 class _Argument(NamedTuple):
-    """Stands for the DistTensor of this number among the arguments of a call."""
+    """A placeholder for the DistTensor of this number among the arguments of a call."""
 
     number: int
 
@@ -364,9 +369,10 @@ class _Call:
     Attributes
     ----------
     tensors: the DistTensors among the arguments, each once.
-    stand_ins, behind: the stand-ins of `tensors`, and `tensors` by the ids of their stand-ins.
+    stand_ins: plain tensors without memory that replace `tensors` in Dynamo's trace.
+    behind: the DistTensor of each stand-in, by the id of the stand-in.
     kind: types and shapes of the tensors, and modes.
-    inputs: the inputs of the graph that the guards have chosen.
+    inputs: the inputs of the graph whose guards hold.
     begins: the graph to which this call adds a new case, or None.
     agreed: whether the ranks have compared their graph and case.
     stays: whether further calls of the same kind run uncompiled.
@@ -385,15 +391,16 @@ class _Call:
 
 @lru_cache(256)
 def _stand_in(number: int, shape: Any, dtype: Any, device: Any, trained: bool) -> Tensor:
-    """Return a plain tensor that shows the metadata of argument `number`, without its memory."""
+    """Return a plain tensor with the metadata of argument `number`, but memory for one element."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.empty((), dtype=dtype, device=device).expand(shape).requires_grad_(trained)
 
 
 def entered(x: Tensor) -> Tensor:
-    """Stand, in a graph, between a stand-in and its uses; return a copy when Dynamo calls it.
+    """Return a copy of a stand-in while Dynamo traces; raise an exception without Dynamo.
 
-    Results and attributes then never hold a stand-in. Without Dynamo, the program must not run.
+    The program uses the copy, so its results and attributes never contain the stand-in itself.
+    Without Dynamo, the program must not run on stand-ins.
     """
     if is_fake(x):
         return x.clone(memory_format=torch.contiguous_format)
@@ -401,7 +408,7 @@ def entered(x: Tensor) -> Tensor:
 
 
 def filled(argument: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return a nested argument with tensors in place of slots."""
+    """Return a nested argument in which `tensors` replace the placeholders of DistTensors."""
     if type(argument) is _Argument:
         return tensors[argument.number]
     if type(argument) is list:
@@ -416,16 +423,20 @@ def filled(argument: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _weakly(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    """Return a function that calls `method` with `arguments` before its own, and keeps neither.
+    """Return a function that calls `method` with `arguments` and then its own arguments.
 
-    Dynamo keeps functions that it gets for as long as the process lives.
+    The function holds weak references to the method's object and to `arguments`, as Dynamo keeps
+    the function until the process ends.
     """
     weak, references = WeakMethod(method), list(map(ref, arguments))
     return lambda *args: weak()(*(each() for each in references), *args)  # type: ignore[misc]
 
 
 def _front_of(program: Any, take: Callable[..., Any], watch: Callable[..., Any]) -> Any:
-    """Return a function that runs `program` under Dynamo, which hands graphs to `take`."""
+    """Return a function that runs `program` by Dynamo, which calls `take` and `watch`.
+
+    `take` is called with each new graph, and `watch` with the graph's guards.
+    """
 
     enter, fill = entered, filled
 
@@ -450,14 +461,14 @@ def _prepare_dynamo() -> None:
 
 
 class _Graph:
-    """A graph of the serial program, for the values that Dynamo's guards compare.
+    """A graph of the serial program, valid while its guards hold.
 
     Attributes
     ----------
     module: the graph of the serial program.
-    cases: its cases, by the layouts of its inputs.
-    reductions: the sums of gradients of the parallelized modules that the program calls.
-    why: the reason to run the program as it is; "" if there is none.
+    cases: the graph's cases, by the layouts of its inputs.
+    reductions: the gradient reductions of the parallelized modules that the program calls.
+    why: the reason to run the program uncompiled; "" if there is none.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -480,11 +491,11 @@ class _Graph:
         module.recompile()
 
     def key(self, inputs: Sequence[Tensor]) -> Any:
-        """Return the key of the case to which a call with these inputs belongs."""
+        """Return the key of the case to which a call with `inputs` belongs."""
         return key_of(inputs), tuple(r.enabled for r in self.reductions)
 
     def is_like(self, other: _Graph) -> bool:
-        """Return whether both graphs compute the same, and are whole in their code."""
+        """Return whether both graphs have the same code, which refers to no attributes."""
         whole = all(node.op != "get_attr" for node in self.module.graph.nodes)
         return whole and self.module.code == other.module.code
 
@@ -495,23 +506,23 @@ class _Graph:
         number: int,
         backend: str | None,
     ) -> None:
-        """Begin a case after its first call, which ran as it is and used `reductions`."""
+        """Create case `number` after its first call, which ran uncompiled and used `reductions`."""
         self.reductions = reductions
         self.cases[self.key(inputs)] = ReplayCase(self.module, reductions, number, backend)
 
     def results(self, computed: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
-        """Return the results of the graph: computed tensors, and inputs that it returns."""
+        """Return the graph's results in order: `computed` tensors, and returned inputs."""
         made = iter(computed)
         return [inputs[self._given[x]] if x in self._given else next(made) for x in self._returned]
 
     @property
     def words(self) -> str:
-        """Return the functions of the graph in a line, and its code in further lines."""
+        """Return a description of the graph: one line of function names, then the graph's code."""
         names = (node.name for node in self.module.graph.nodes if node.op.startswith("call"))
         return f"with {', '.join(names)}\n{self.module.code}"
 
     def checksum(self, grid: Grid) -> int:
-        """Return a checksum of the graph's text, the same on all ranks that compile the same."""
+        """Return a checksum of the graph's code without the name of this rank's device."""
         text = self.module.code
         for name in (repr(grid.device), str(grid.device)):
             text = text.replace(name, "device")
@@ -519,7 +530,7 @@ class _Graph:
 
 
 def _why_unsound(guard: Any) -> str:
-    """Return why Dynamo would use old values of what it guards, in words; "" if it does not."""
+    """Return the reason why a guard of Dynamo misses changes of its value; "" if there is none."""
     value = guard.value
     if guard.name.endswith(".__wrapped__") and not value.__module__.startswith(_PURE):
         return "it calls a function with functools.cache, which may return old values"
@@ -537,7 +548,7 @@ def _why_unsound(guard: Any) -> str:
 
 
 def _unguarded(guard: Any) -> list[Any]:
-    """Return classes, objects and containers whose new names or items Dynamo would not see."""
+    """Return the objects of a guard whose new attributes or items Dynamo would not notice."""
     value = guard.value
     if isinstance(value, _NESTED):  # a guard keeps the tuple itself, with the lists in it
         return [value] if any(isinstance(x, _NESTED) for x in value) else []
@@ -552,7 +563,7 @@ def _unguarded(guard: Any) -> list[Any]:
 
 
 def _names(x: Any) -> list[Any]:
-    """Return the keys of a dictionary, items, or names of attributes, of classes with values."""
+    """Return items or keys of a container `x`, or names of attributes, for a class with values."""
     if isinstance(x, _NESTED):
         return [len(x), *(z for y in x for z in (_names(y) if isinstance(y, _NESTED) else (y,)))]
     if isinstance(x, dict):
@@ -561,7 +572,7 @@ def _names(x: Any) -> list[Any]:
 
 
 def _differs(watched: tuple[Any, list[Any]]) -> bool:
-    """Return whether something has other names than it had."""
+    """Return whether a watched object has other names or items than when it was registered."""
     now, before = _names(watched[0]), watched[1]
     return len(now) != len(before) or not all(map(_is_same, now, before))
 
@@ -572,7 +583,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _why_as_it_is(tensors: Sequence[DistTensor]) -> str:
-    """Return why calls with such arguments are not compiled, in words; "" if they are."""
+    """Return the reason why calls with `tensors` run uncompiled; "" if there is none."""
     if any(x.unmerged is not None for x in tensors):
         return (
             "an argument is a tensor with merged dimensions; reshape it within the compiled "
@@ -584,7 +595,7 @@ def _why_as_it_is(tensors: Sequence[DistTensor]) -> str:
 
 
 def _in_words(error: Exception) -> str:
-    """Return an error of Dynamo in a line, with the line of the program."""
+    """Return the message of an error of Dynamo in one line, with the place in the program."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[0].rstrip(".") if lines else type(error).__name__
     if type(error).__name__ == _LIMIT:

@@ -1,9 +1,9 @@
-"""Traced passes for the compilers of torch.compile.
+"""Traced passes compiled by a backend of torch.compile, such as inductor.
 
-In their graphs messages are functions of torch's dispatcher. Each takes a token that the message
-before has made, so that no compiler changes their order. None writes to its arguments: the function
-that waits returns the received or summed tensors. The sent tensors are arguments of the wait, too,
-which keeps them alive.
+Messages become functions of torch's dispatcher. Each function takes a token that the previous
+message has returned, so that no compiler changes the order of messages. No function writes to its
+arguments: the function that waits returns the received or summed tensors. The sent tensors are also
+arguments of the wait, which keeps them alive.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from distconv.transport.interface import Request
 aten, own = torch.ops.aten, torch.ops.distconv
 
 _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-"""Functions that inductor computes symbolically; random numbers need their wrap-around."""
+"""Functions that inductor computes symbolically, without the integer wrap-around on which
+computations of random numbers rely."""
 
 _numbers = count()
 _MESSAGES: WeakValueDictionary[int, _Posted] = WeakValueDictionary()
-"""The messages of all graphs by number, as functions of the dispatcher refer to them."""
+"""The messages of all graphs by their numbers, the arguments of functions of the dispatcher."""
 
 
 class _Posted:
-    """A message or reduction of a pass, which each run of the pass starts and waits for once.
+    """A call of a carrier in a pass, which each run of the pass starts once and waits for once.
 
     Attributes
     ----------
-    leaving: the nodes that this rank sends, or adds to a sum.
-    arriving: the nodes that the message overwrites when it arrives.
+    leaving: the nodes of the tensors that this rank sends, or adds to a sum.
+    arriving: the nodes of the tensors that the received message overwrites.
     """
 
     def __init__(self, call: Communication, args: Any) -> None:
@@ -54,7 +55,7 @@ class _Posted:
         _MESSAGES[self.number] = self
 
     def start(self, leaving: Sequence[Tensor], like: Sequence[Tensor]) -> None:
-        """Send the tensors `leaving`, and receive into new memory like the tensors `like`."""
+        """Start to send the tensors `leaving`, and to receive new tensors like those in `like`."""
         if self._call.method == "exchange":
             filled = [self._call.transport.empty(tuple(x.shape), x) for x in like]
             sent = [(rank, x.contiguous()) for rank, x in zip(self._to, leaving, strict=True)]
@@ -76,7 +77,7 @@ class _Posted:
         return filled
 
     def arrived(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors with the shapes of those that `wait` returns."""
+        """Return uninitialised tensors with the shapes of the tensors that `wait` returns."""
         more = (self._call.group[0].size,) if self._call.method == "all_gather" else ()
         return [x.new_empty((*more, *x.shape)) for x in like]
 
@@ -107,10 +108,10 @@ for _name, _schema, _run, _rehearsed in (
 
 
 _KEPT: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Functions of torch that compilers write slower, each with a function that calls torch's kernel.
+"""Functions for which compilers generate slow code, each with a function that calls torch's kernel.
 
-Inductor's loops for sums over all positions of channels last took 20 of 88 ms of a U-Net's step,
-where torch's kernel takes 1; with all three its step takes 70 (torch 2.13).
+Inductor's loops for sums over all positions with channels last took 20 ms of a U-Net's step of 88
+ms; torch's kernel takes 1 ms. With all three functions the step takes 70 ms (torch 2.13).
 """
 
 for _function in (
@@ -126,14 +127,14 @@ for _function in (
 
 
 _INDUCTOR = {"fallback_random": True, "size_asserts": False}
-"""Options of inductor: random numbers by torch, and no checks of shapes, which a case fixes."""
+"""Options of inductor: torch's random numbers, and no checks of shapes, which are constant."""
 
 
 def compiled(one: Pass, backend: str) -> Callable[..., Any]:
-    """Return a pass as a function, compiled by `backend`, one of torch.compile.
+    """Return a traced pass as a function that `backend`, a backend of torch.compile, compiles.
 
-    The backend compiles the whole pass, or the pieces between nodes that stay in Python, such as
-    convolutions of oneDNN. Each rank compiles separately, in the first call.
+    The backend compiles the entire pass, or the sections between nodes that it does not support,
+    such as convolutions of oneDNN. Each rank compiles separately, in the first call.
     """
     lowering = _Lowering(fx.GraphModule(one.constants, one.graph))
     whole = lowering.transform()
@@ -169,9 +170,9 @@ def compiled(one: Pass, backend: str) -> Callable[..., Any]:
 
 
 def _apart(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that stay in Python, between compiled functions.
+    """Return the nodes that run uncompiled, between compiled functions.
 
-    Compilers do not know these: oneDNN's convolution, computations in its memory layout, and opaque
+    Compilers do not support oneDNN's convolution, computations in its memory layout, and opaque
     calls.
     """
     apart: set[fx.Node] = set()
@@ -194,7 +195,7 @@ def _apart(graph: fx.Graph) -> set[fx.Node]:
 
 @contextmanager
 def _told(backend: str, number: int) -> Iterator[None]:
-    """Print on stderr of rank 0 that `number` calls are compiled, and the seconds it takes."""
+    """Print on stderr of rank 0 that `backend` compiles `number` calls, and the time in seconds."""
     if world().rank != 0:
         yield
         return
@@ -205,13 +206,14 @@ def _told(backend: str, number: int) -> Iterator[None]:
 
 
 class _Lowering(fx.Transformer):
-    """Makes, of a pass, a graph in which messages are functions of the dispatcher.
+    """A conversion of a traced pass to a graph in which messages are functions of the dispatcher.
 
-    Constants are inputs of this graph, after those of the pass. Its last result is a token.
+    Constants become inputs of the new graph, after the inputs of the pass. The last result of the
+    new graph is a token.
 
     Attributes
     ----------
-    messages: the messages, which have to live as long as the graph.
+    messages: the messages, which must live as long as the new graph.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -242,7 +244,7 @@ class _Lowering(fx.Transformer):
         return self._end(message) if target.method == "broadcast" else message
 
     def _arrived(self, message: _Posted) -> Any:
-        """Add a node that waits for a message; return what has arrived."""
+        """Add a node that waits for `message`; return its node of received or summed tensors."""
         given = message.leaving, message.arriving
         both = self._add(own.wait, message.number, self._before(), *given)
         self._token = both[0]
@@ -254,7 +256,7 @@ class _Lowering(fx.Transformer):
             self._add(aten.copy_.default, x, arrived[i])
 
     def _before(self) -> Any:
-        """Return the token of the message before."""
+        """Return the token of the previous message, or of a new node before the first message."""
         if self._token is None:
             self._token = self._add(aten.empty.memory_format, [0])
         return self._token

@@ -1,6 +1,7 @@
-"""Cases of compiled programs: a graph on given layouts is traced, and replayed by autograd.
+"""Cases of compiled programs: the graph of a program is traced for given layouts, then replayed.
 
-A replay is one autograd function, whose forward and backward passes are the traced ones.
+A case is a graph with the layouts, parameters and modes of its inputs. A replay is one autograd
+function, whose forward and backward pass are the traced passes.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from distconv.tensor.ownership import is_owned
 from distconv.torch_private import ShardFunction, hooks_of
 
 MOST_TRACES = 8
-"""The most traced calls of a case from which one with a backward pass must come."""
+"""The most calls of a case that are traced; one of them must be followed by a backward pass."""
 
 _DEVICES = ("cpu", *KINDS)
-"""The kinds of devices on which a program may run by autocast."""
+"""The types of devices for which a program may use autocast."""
 
 
 def is_expanded(x: Tensor) -> bool:
@@ -41,9 +42,10 @@ def is_expanded(x: Tensor) -> bool:
 
 
 def _stays(x: Tensor) -> bool:
-    """Return whether an input of a graph is a parameter or buffer, the same in all calls of a case.
+    """Return whether the input `x` of a graph is the same tensor in all calls of a case.
 
-    Other inputs may be another tensor in each call.
+    This is true for parameters, buffers and other leaves with gradients that are plain tensors.
+    Other inputs may be a different tensor in each call.
     """
     if isinstance(x, DistTensor):
         return False
@@ -51,7 +53,7 @@ def _stays(x: Tensor) -> bool:
 
 
 def key_of(inputs: Sequence[Tensor]) -> Any:
-    """Return the key of a call among the cases of its graph: layouts, parameters and modes."""
+    """Return the key of a call's case: the inputs' layouts, the parameters, and torch's modes."""
     about = tuple(
         (x.cuts, x.grid)
         if isinstance(x, DistTensor)
@@ -67,18 +69,18 @@ def key_of(inputs: Sequence[Tensor]) -> Any:
 
 
 class ReplayCase:
-    """A graph of the serial program on inputs of given layouts; it is traced, and then replayed.
+    """A graph of the serial program for inputs of given layouts, which is traced and then replayed.
 
     Parameters
     ----------
     graph: a function of the graph's inputs that returns a tuple of tensors.
-    reductions: the sums of gradients of the parallelized modules that the program calls.
+    reductions: the gradient reductions of the parallelized modules that the program calls.
     number: the number of the case, the same on all ranks.
     backend: a backend of torch.compile, or None.
 
     Attributes
     ----------
-    is_left: whether the program runs as it is, after an obstacle.
+    is_left: whether the program runs uncompiled, because of an obstacle.
     source: the Python source of the replayed functions; "" before the first replay.
     """
 
@@ -101,18 +103,19 @@ class ReplayCase:
 
     @property
     def state(self) -> int:
-        """Return a number that says what the next call does, for comparison between ranks."""
+        """Return a number, to compare between ranks, of the case, its traces and its replay."""
         return (self.number + 1) * 2 * (MOST_TRACES + 1) + len(self._traces) * 2 + self.is_replayed
 
     @property
     def words(self) -> str:
-        """Return `state` in words."""
+        """Return a description of the case's state, for an error about differing ranks."""
         return "which it replays" if self.is_replayed else f"with {len(self._traces)} traces"
 
     def decide(self, grid: Grid, warn: Warn) -> None:
-        """Decide with all ranks whether to replay, after each traced call. Collective.
+        """Decide together with all ranks whether to replay the case from now on. Collective.
 
-        If the case is not replayed, one rank calls `warn` with this and the reason.
+        If an obstacle makes replays impossible, the case runs uncompiled, and one rank calls `warn`
+        with the reason.
         """
         if self.is_replayed or not self._traces:
             return
@@ -135,7 +138,7 @@ class ReplayCase:
             self._traces.clear()
 
     def run(self, inputs: Sequence[Tensor], grid: Grid) -> list[Tensor]:
-        """Trace or replay a call, and return what the graph computes. Collective."""
+        """Trace or replay a call with `inputs`, and return the results of the graph. Collective."""
         for reduction in self._reductions:
             reduction.prepare()
         ends = (x for x in shards_of(inputs) if x.requires_grad)
@@ -153,7 +156,10 @@ class ReplayCase:
 
     @contextmanager
     def _restored(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Leave all as it was if the graph in this context has no rule for a function."""
+        """Restore buffers and random states if UnsupportedOperation is raised within the context.
+
+        The case then runs uncompiled from now on.
+        """
         states = random_states()
         buffers = [x for x in inputs if not (isinstance(x, (DistTensor, nn.Parameter)))]
         before = [x.detach().clone() for x in buffers]
@@ -169,10 +175,10 @@ class ReplayCase:
 
 
 class _GraphFunction(ShardFunction):
-    """The autograd function that stands for a whole graph, in traced and in replayed calls.
+    """The autograd function of one call of a graph, traced or replayed.
 
-    Its inputs are the blocks and leaves that require gradients. The first argument computes both
-    passes.
+    Its differentiable inputs are the blocks and leaves that require gradients. The object `passes`
+    computes the forward and the backward pass.
     """
 
     @staticmethod
@@ -199,15 +205,15 @@ class _Traced:
 
     Attributes
     ----------
-    given: the positions of the graph's inputs that may be other tensors in other calls.
-    strides: the strides of the blocks of these inputs.
-    rebuilders: for each result, a function that makes it from its block.
+    given: the positions of the graph's inputs that may be different tensors in other calls.
+    strides: the strides of the blocks of the inputs at `given`.
+    rebuilders: for each result, a function that makes the result from its block.
     differentiable: for each result, whether it is differentiable.
     reached: for each result, whether the loss depends on it.
-    gradient_strides: the strides of the gradients of the results that are reached.
+    gradient_strides: the strides of the gradients of the results that the loss depends on.
     trace: the traced passes.
-    writes: whether it writes to one of the given inputs.
-    complete: whether both passes are traced, or the only one.
+    writes: whether the graph writes to one of the inputs at `given`.
+    complete: whether all passes are traced: both, or the forward pass if nothing needs a gradient.
     """
 
     def __init__(self, graph: Callable[..., Any], grid: Grid) -> None:
@@ -217,9 +223,9 @@ class _Traced:
         self.gradient_strides: list[tuple[int, ...]] = []
 
     def forward(self, ctx: Any, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
-        """Run and trace the graph; return the blocks of results, and which are differentiable."""
+        """Run and trace the graph; return the results' blocks, and which are differentiable."""
         self.given = [i for i, x in enumerate(inputs) if not _stays(x)]
-        # The graph within begins at these, and ends at the results.
+        # The autograd graph of the traced call begins at these leaves, and ends at the results.
         inner = [_beginning(x) if _begins(x) else x for x in inputs]
         given = shards_of([inner[i] for i in self.given])
         self.strides = [x.stride() for x in given]
@@ -250,7 +256,7 @@ class _Traced:
         return [x.detach() for x in blocks], self.differentiable
 
     def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Run, and trace once, the backward pass through the graph's own autograd graph."""
+        """Run the backward pass of the traced call, and trace it the first time."""
         _ = ctx.saved_tensors
         blocks, ends, leaves = ctx.within
         reached = [x is not None for x in gradients]
@@ -276,7 +282,8 @@ def _gradients(
 ) -> Sequence[Tensor | None]:
     """Return the gradients of `ends` in a backward pass from `roots` with the gradients `given`.
 
-    Hooks of `leaves` do not run in this pass: autograd runs them when it receives the gradients.
+    Hooks of `leaves` do not run in this pass. Autograd runs the hooks later, when it accumulates
+    the returned gradients.
     """
     hooks = [(of, dict(of)) for x in leaves if (of := hooks_of(x))]
     for of, _ in hooks:
@@ -297,7 +304,7 @@ def _begins(x: Tensor) -> bool:
 
 
 def _beginning(x: Tensor) -> Tensor:
-    """Return `x` as a leaf of the graph within, with this rank's part of the gradient of `x`."""
+    """Return a detached `x` as a leaf of a traced call, for this rank's summand of the gradient."""
     y = x.detach()
     if isinstance(y, DistTensor):
         y.summed_by = "module"  # by the hooks of `x`
@@ -305,9 +312,9 @@ def _beginning(x: Tensor) -> Tensor:
 
 
 def _rebuilder(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that makes a tensor like `x` from a new block.
+    """Return a function that makes, from a block, a tensor with the shape and layout of `x`.
 
-    For a plain `x` the function returns its argument.
+    For a plain tensor `x` the function returns its argument.
     """
     if not isinstance(x, DistTensor):
         return lambda block: block
@@ -322,18 +329,20 @@ def _rebuilder(x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 class _Replayed:
-    """The program that replays one case.
+    """The functions that replay both passes of one case.
 
     Parameters
     ----------
-    call: a traced call of the case.
+    call: a traced call of the case, whose passes are replayed.
+    backend: the backend of torch.compile that compiles the passes, or None.
+    warn: a function that one rank calls if device graphs are impossible.
     """
 
     def __init__(self, call: _Traced, backend: str | None, grid: Grid, warn: Warn) -> None:
         self.call, passes = call, call.trace.passes
         self.source = "\n\n".join(one.source for one in passes)
         self._constants = [*passes[-1].constants.values()] if len(passes) > 1 else []
-        """The tensors that the backward pass reads, which must not change until then."""
+        """The constants of the backward pass, which must not be written to before this pass."""
         if backend is None:
             self._plain = [one.function() for one in passes]
             self._captured = captured(passes, len(call.differentiable), call.writes, grid, warn)
@@ -344,9 +353,10 @@ class _Replayed:
         self._pending: Callable[[], Any] = lambda: None
 
     def _begin(self, token: Tensor) -> Any:
-        """Return the functions of both passes; autograd holds `token` until the second is over.
+        """Return the functions of both passes, as device graphs if they are available.
 
-        Graphs of a device have memory for one call at a time.
+        Device graphs have memory for one call at a time. Autograd keeps `token` alive until the
+        backward pass is over, so the graphs are in use while `token` exists.
         """
         if self._captured is None or self._captured.failed or self._pending() is not None:
             return self._plain
@@ -354,7 +364,7 @@ class _Replayed:
         return self._captured.passes
 
     def forward(self, ctx: Any, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
-        """Return the blocks of the results, and which of them are differentiable."""
+        """Return the blocks of the results, and for each whether it is differentiable."""
         call, token = self.call, torch.empty(0)
         passes = self._begin(token)
         given = shards_of([inputs[i] for i in call.given])
@@ -366,13 +376,16 @@ class _Replayed:
         saved, fixed = (kept, ()) if passes is self._plain else ((), kept)
         ctx.replay = passes[-1], fixed, len(saved)
         ctx.save_for_backward(*saved, *self._constants, token)
-        # Autograd knows each result once.
+        # Autograd accepts a tensor object only once among the results.
         return [
             x.detach() if any(x is y for y in results[:i]) else x for i, x in enumerate(results)
         ], call.differentiable
 
     def backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradients of the inputs and leaves that require them."""
+        """Return the gradients of the inputs and leaves that require gradients.
+
+        Raises RuntimeError if the loss depends on other results than in the traced call.
+        """
         call = self.call
         run, fixed, count = ctx.replay
         kept = *fixed, *ctx.saved_tensors[:count]
@@ -391,7 +404,7 @@ class _Replayed:
 
 @contextmanager
 def _as_traced() -> Iterator[None]:
-    """Turn off autograd and autocast within the context, as traced calls contain their work."""
+    """Turn off autograd and autocast within the context, whose work the traced calls contain."""
     with torch.no_grad(), ExitStack() as stack:
         for device in _DEVICES:
             if torch.is_autocast_enabled(device):
@@ -400,7 +413,7 @@ def _as_traced() -> Iterator[None]:
 
 
 def _restrided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return `x`, detached, with these strides; it is copied unless it has them already."""
+    """Return `x`, detached, with `strides`; copy `x` if its strides differ."""
     if x.stride() == strides:
         return x.detach()
     copy = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""Tracing of a graph as it runs: calls of torch's dispatcher and of carriers, in one order.
+"""Tracing of a program while it runs: calls of torch's dispatcher and of carriers, in order.
 
-Autograd, rules and hooks run as usual, above the dispatcher. So the trace is the forward pass and
-the backward pass as graphs of torch.fx, on this rank's blocks, and messages.
+Autograd, rules and hooks run as usual, above the dispatcher. The results are the forward pass and
+the backward pass as graphs of torch.fx, of kernels on this rank's blocks and of messages.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ _ALIASES = (aten.detach.default, aten.alias.default)
 """Functions that return their argument where gradients are not recorded."""
 
 _FRESH = aten.lift_fresh.default
-"""The function by which torch returns a tensor made from numbers."""
+"""The function of the dispatcher for a tensor made from Python numbers."""
 
 _ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-"""The tags of functions with results, or shapes, that a program reads from elements."""
+"""The tags of functions that return Python values, or shapes, that depend on elements."""
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
-"""The names of torch.distributed's functions in the dispatcher."""
+"""The namespaces of torch.distributed's functions in the dispatcher."""
 
 RANDOM = torch.Tag.nondeterministic_seeded
 
 _BOUND = "bound"
-"""The key under which a node has the function that a replay calls; see `bindings`."""
+"""The key in a node's metadata of the function that a replay calls; see `bindings`."""
 
 
 class Communication:
-    """A method of a carrier, such as "exchange", as the function of a node.
+    """A call of a carrier's `method`, such as "exchange", as the function of a node.
 
-    The node's arguments are those of the method up to `group`, which is empty or one communicator.
+    The node has the arguments of the method except a tag and the communicator. `group` is empty or
+    has the communicator.
     """
 
     def __init__(self, transport: Transport, method: str, group: Any = ()) -> None:
@@ -66,7 +67,7 @@ class Communication:
 
 
 class OpaqueCall:
-    """A function that reads values and sends what they ask for, as the function of a node."""
+    """A function whose messages depend on values of tensors, as the function of a node."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self.__name__ = function, "opaque_call"
@@ -77,18 +78,18 @@ class OpaqueCall:
 
 
 def wait(request: Request) -> None:
-    """Wait for a request; a node's function."""
+    """Wait for `request`; the function of a node."""
     request.wait()
 
 
 class Pass:
-    """The trace of one pass, a graph that can be run.
+    """The trace of a forward or a backward pass: a graph that can be run.
 
     Attributes
     ----------
     graph: a node for each call. Messages are calls of a `Communication` and of `wait`.
-    constants: the tensors that existed before, as parameters do, by the names in `get_attr` nodes.
-        Calls may write to them.
+    constants: the tensors that existed before the pass, such as parameters, by the names in
+        `get_attr` nodes. Calls may write to these tensors.
     """
 
     def __init__(self) -> None:
@@ -96,13 +97,13 @@ class Pass:
         self.constants: dict[str, Tensor] = {}
 
     def constant(self, x: Tensor) -> fx.Node:
-        """Return a new node for a tensor that existed before."""
+        """Return a new node for the tensor `x`, which existed before the pass."""
         name = f"c{len(self.constants)}"
         self.constants[name] = x
         return self.graph.get_attr(name)
 
     def end(self, results: Sequence[fx.Node | None]) -> None:
-        """End the graph, and remove calls that only make unused values."""
+        """End the graph with the nodes `results`, and remove calls whose results are unused."""
         self.results = results
         self.graph.output((*results,))
         self.graph.eliminate_dead_code(_has_effects)
@@ -110,7 +111,7 @@ class Pass:
         self.constants = {name: x for name, x in self.constants.items() if name in used}
 
     def function(self) -> Any:
-        """Return the graph as a function, which frees each value after its last use."""
+        """Return the graph as a Python function, which frees each tensor after its last use."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -127,25 +128,25 @@ class Pass:
 
 
 def _has_effects(node: fx.Node) -> bool:
-    """Return whether a node has to stay in its graph although nothing uses its result."""
+    """Return whether a node has side effects, and stays in its graph if its result is unused."""
     if isinstance(node.target, Operator):
         return RANDOM in node.target.tags or is_mutable(node.target)
     return node.op != "get_attr" and node.target is not getitem
 
 
 class Trace(DispatchMode):
-    """The record of the passes of a graph that are being traced: a mode of torch's dispatcher.
+    """A mode of torch's dispatcher that records a forward and a backward pass.
 
     Parameters
     ----------
-    inputs: the blocks that the forward pass takes.
+    inputs: the blocks that are the inputs of the forward pass.
 
     Attributes
     ----------
     passes: the forward pass, and the backward pass once it has begun.
-    obstacle: the reason why the graph cannot be replayed; "" if it can.
-    seen: the node that stands for each tensor, weakly.
-    paused: whether nothing is recorded now.
+    obstacle: the reason why the passes cannot be replayed; "" if they can.
+    seen: the node of each tensor; the tensors are not kept alive.
+    paused: whether recording is paused.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -154,7 +155,7 @@ class Trace(DispatchMode):
         self.obstacle, self.paused = "", False
         self.seen = WeakTensorKeyDictionary()
         self._kept: dict[fx.Node, fx.Node] = {}
-        """The nodes of the forward pass that the backward pass uses, with their nodes there."""
+        """The nodes of the forward pass that the backward pass uses, each with its node there."""
         self.begin(inputs)
 
     @property
@@ -163,7 +164,10 @@ class Trace(DispatchMode):
         return len(self.passes) > 1
 
     def begin(self, inputs: Sequence[Tensor]) -> None:
-        """Begin a pass. Calls and random numbers since the pass before do not count."""
+        """Begin to record a pass whose inputs are the tensors `inputs`.
+
+        Calls and random numbers since the end of the previous pass are not recorded.
+        """
         self.passes.append(Pass())
         self.graph = self.passes[-1].graph
         for i, x in enumerate(inputs):
@@ -171,9 +175,10 @@ class Trace(DispatchMode):
         self._random = random_states()
 
     def end(self, results: Sequence[fx.Node], found: Sequence[fx.Node | None]) -> None:
-        """End both passes: `results` and `found` are what they return.
+        """End the passes: the forward pass returns `results`, the backward pass `found`.
 
-        Further results of the forward pass are the first inputs of the backward pass.
+        Further results of the forward pass, which are saved, become the first inputs of the
+        backward pass.
         """
         first, *second = self.passes
         for one in second:
@@ -187,15 +192,15 @@ class Trace(DispatchMode):
         first.end([*results, *kept])
 
     def has_made_zeros(self, x: Tensor) -> bool:
-        """Return whether `x` is zeros that a call of this trace has made, and no other has taken.
+        """Return whether a recorded call has made `x` as zeros, and no recorded call has used it.
 
-        Writes through `x.data` count in no version of `x`.
+        The version of `x` would not count writes through `x.data`.
         """
         node = self.seen.get(x)
         return node is not None and node.target in _ZEROS and not node.users
 
     def standing_for(self, x: Any) -> Any:
-        """Return `x` with a node of the current pass in place of each tensor."""
+        """Return nested arguments `x` with each tensor replaced by its node in the current pass."""
         return map_aggregate(x, lambda y: self._node(y) if isinstance(y, Tensor) else y)
 
     def _node(self, x: Tensor) -> fx.Node:
@@ -213,9 +218,9 @@ class Trace(DispatchMode):
         return self._kept[node]
 
     def opaque(self, function: Callable[..., Any], *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the results of `function`, which is recorded as one node, with its messages.
+        """Call `function`, record it with its messages as one node, and return its results.
 
-        Its results may have other shapes in each replay, if only such functions use them.
+        Results may have different shapes in each replay if only opaque functions use them.
         """
         given, call = self.standing_for(tensors), OpaqueCall(function)
         with self.pause():
@@ -227,7 +232,7 @@ class Trace(DispatchMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Record nothing within the context."""
+        """Pause recording within the context."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -235,7 +240,7 @@ class Trace(DispatchMode):
             self.paused = before
 
     def hinder(self, why: str) -> None:
-        """Note `why` the graph cannot be replayed; a first note stays."""
+        """Record the reason `why` the passes cannot be replayed, unless there is one already."""
         self.obstacle = self.obstacle or why
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,7 +278,7 @@ class Trace(DispatchMode):
         return result
 
     def _check_random(self) -> None:
-        """Note an obstacle if the program has set the state of torch's random generators."""
+        """Record an obstacle if the program has set the state of torch's random generators."""
         if not all(map(torch.equal, self._random, random_states())):
             self.hinder(
                 "it sets the state of the random number generator; pass preserve_rng_state=False "
@@ -282,7 +287,7 @@ class Trace(DispatchMode):
 
 
 class _TracedCarrier(WrappedTransport):
-    """A carrier that records its messages in `trace`, as calls of `transport`, which it serves."""
+    """A carrier that records its messages in `trace`, as calls of the watched `transport`."""
 
     def __init__(self, transport: WatchedTransport, trace: Trace) -> None:
         super().__init__(transport.carrier)
@@ -307,7 +312,7 @@ class _TracedCarrier(WrappedTransport):
         self._call("broadcast", tensor, last=(group,))
 
     def _call(self, method: str, *arguments: Any, last: tuple[Any, ...] = ()) -> Any:
-        """Call a method of the carrier and record it; `last` is a communicator or a tag."""
+        """Call and record `method` of the carrier; `last` is a communicator or a tag."""
         trace, run = self._trace, getattr(self.carrier, method)
         if trace.paused:  # the message is part of an opaque call
             return run(*arguments, *last)
@@ -330,10 +335,10 @@ class _TracedCarrier(WrappedTransport):
 
 @contextmanager
 def traced(trace: Trace, grid: Grid) -> Iterator[None]:
-    """Record this thread's calls and messages in `trace`, within the context.
+    """Record this thread's calls and messages in `trace` within the context. Collective.
 
-    All ranks of the grid enter it together, and compare their traces before each message. Raises
-    DivergenceError on every rank if these differ.
+    Ranks compare their journals before each message. Raises DivergenceError on every rank if the
+    journals differ.
     """
 
     with ExitStack() as left:

@@ -1,4 +1,7 @@
-"""What differs between kinds of devices: names, numerics, thresholds, MPI, and NCCL's groups."""
+"""Differences between kinds of devices: names, numerics, thresholds, MPI and process groups.
+
+A kind of device is torch's device type, such as "cpu", "cuda" or "xpu".
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from distconv.torch_private import set_limit, without_modes
 
 
 KINDS = ("cuda", "xpu")
-"""The kinds that a program may ask for where there is none: GPUs of Nvidia and AMD, and Intel's."""
+"""The device types of accelerators that a ProcessGrid accepts on any machine: GPUs of Nvidia, AMD
+and Intel."""
 
 _HOSTS = ("cpu", "meta")
 
@@ -32,19 +36,19 @@ _MASKS = (
     *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     "ZE_AFFINITY_MASK",
 )
-"""Variables that choose the accelerators visible to a process."""
+"""Environment variables that choose the accelerators visible to a process."""
 
 
 @cache  # It is called at every operator.
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device is an accelerator: neither the host, nor the meta device."""
+    """Return whether a device is an accelerator: neither the CPU nor the meta device."""
     return device.type not in _HOSTS
 
 
 def accelerator() -> str | None:
-    """Return torch's name of the kind of accelerator here, such as "cuda"; None without any.
+    """Return torch's device type of the accelerator of this machine, such as "cuda", or None.
 
-    A kind without a backend of torch.distributed is ignored.
+    An accelerator without a backend of torch.distributed is ignored.
     """
     if not torch.accelerator.is_available():
         return None
@@ -54,12 +58,12 @@ def accelerator() -> str | None:
 
 @cache
 def rehearsed() -> str:
-    """Return the kind of accelerator that dry runs assume: the one here, else "cuda"."""
+    """Return the kind of accelerator that dry runs simulate: that of this machine, else "cuda"."""
     return accelerator() or KINDS[0]
 
 
 def backend_of(kind: str) -> str | None:
-    """Return torch.distributed's backend for accelerators of a kind, such as "nccl", or None."""
+    """Return torch.distributed's backend for the accelerator `kind`, such as "nccl", or None."""
     distributed = torch.distributed
     if not distributed.is_available():
         return {"cuda": "nccl", "xpu": "xccl"}.get(kind)
@@ -71,16 +75,17 @@ def backend_of(kind: str) -> str | None:
 
 
 def library_of(kind: str) -> str:
-    """Return the vendor's name of the library behind a kind's backend, such as "RCCL"."""
+    """Return the name of the communication library for the device type `kind`, such as "RCCL"."""
     if kind == "cuda":
         return "RCCL" if torch.version.hip else "NCCL"
     return "oneCCL" if kind == "xpu" else backend_of(kind) or "torch.distributed"
 
 
 def version_of_library(kind: str) -> str:
-    """Return the version of the library behind a kind's backend, for messages.
+    """Return the version of the communication library for the device type `kind`, for messages.
 
-    Of NCCL it is the version that this process has loaded, not the one that torch was built with.
+    For NCCL it is the version that this process has loaded, which may differ from the version with
+    which torch was built. For other kinds it is the version of torch.
     """
     if kind == "cuda":
         backend = getattr(torch.distributed, "ProcessGroupNCCL", None)
@@ -91,9 +96,9 @@ def version_of_library(kind: str) -> str:
 
 
 def identities() -> tuple[str, ...]:
-    """Return a text for each accelerator that this process sees.
+    """Return an identifying text for each accelerator that is visible to this process.
 
-    All processes have the same text for the same one, so ranks notice that they share it.
+    The text is the same in all processes, so that ranks notice if they share an accelerator.
     """
     kind = accelerator()
     if kind is None:
@@ -104,9 +109,10 @@ def identities() -> tuple[str, ...]:
 
 
 def _identity(number: int, properties: Any) -> str:
-    """Return the unique id of an accelerator.
+    """Return the UUID of an accelerator with torch's device `properties`.
 
-    Without one, return the name of the host, the variables that hide accelerators, and `number`.
+    If there is no UUID, return the host name, the variables that choose visible accelerators, and
+    the accelerator's index `number`.
     """
     unique = getattr(properties, "uuid", None)
     if unique:
@@ -116,13 +122,13 @@ def _identity(number: int, properties: Any) -> str:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Let the host wait for all work queued on an accelerator."""
+    """Make the host wait for all work queued on an accelerator; return at once on a host."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def random_states() -> list[Tensor]:
-    """Return the states of torch's random generators, on the host and on the accelerator."""
+    """Return the states of torch's random generators of the CPU and, if any, the accelerator."""
     states, kind = [torch.get_rng_state()], accelerator()
     if kind is not None:
         states.append(torch.get_device_module(kind).get_rng_state())
@@ -137,7 +143,7 @@ def set_random_states(states: list[Tensor]) -> None:
 
 
 def profiler_activities() -> list[ProfilerActivity]:
-    """Return the activities for torch's profiler: the host, and the accelerator if any."""
+    """Return the activities for torch's profiler: those of the CPU and, if any, the accelerator."""
     kind = accelerator()
     here = [_ACTIVITIES[kind]] if kind in _ACTIVITIES else []
     return [ProfilerActivity.CPU, *here]
@@ -167,10 +173,10 @@ def built_for_amd() -> bool:
     return torch.version.hip is not None
 
 
-# Sizes from which one way of computing is faster than another, measured on each kind of device.
+# Sizes from which one algorithm is faster than another, measured on each kind of device.
 #
-# A number measured on one kind of device says nothing about another. Sizes that only decide between
-# kernels of CPUs stay beside these kernels.
+# A number measured on one kind of device does not apply to another kind. Sizes that only decide
+# between kernels of CPUs are in the files of these kernels.
 
 
 class Thresholds(NamedTuple):
@@ -180,17 +186,17 @@ class Thresholds(NamedTuple):
     ----------
     overlapped, overlapped_transposed: the smallest block for which a convolution or a transposed
         convolution overlaps communication with computation.
-    own_batch_norm: the largest block that torch's own batch norm normalises in training where no
+    own_batch_norm: the largest block for which torch's own batch norm is used in training, if no
         communication is needed.
     most_indices: the most indices with which one indexed copy of several boxes is faster than a
-        copy of each. The indices of a plan stay in memory, 8 bytes each.
+        copy of each box. The indices of a plan stay in memory, 8 bytes each.
     own_group_norm: whether torch's own group norm is fast and accurate for blocks in channels last.
     gathered_attention: the most elements of keys and values that every rank gathers for attention,
-        in place of exchanging blocks.
-    gathered_plane: the most elements of planes that every rank gathers to sample them, in place of
-        asking for a box.
+        instead of an exchange of blocks.
+    gathered_plane: the most elements of planes that every rank gathers to sample them, instead of
+        requesting a box.
     gathered_rows: the most elements in all rows of a partitioned dimension that every rank gathers
-        to look some up by new positions, in place of asking for rows.
+        to select rows by new positions, instead of requesting rows.
     """
 
     overlapped: int
@@ -250,37 +256,37 @@ ACCELERATOR = Thresholds(
 
 
 def thresholds(accelerator: bool) -> Thresholds:
-    """Return the thresholds of accelerators, or of hosts."""
+    """Return the thresholds of accelerators if `accelerator` is true, else those of CPUs."""
     return ACCELERATOR if accelerator else HOST
 
 
-# torch's settings that change numbers, and sizes from which libraries compute wrong numbers.
+# torch's settings that change results, and sizes from which libraries return wrong results.
 
 
 _CHANNELS_LAST = "DISTCONV_CHANNELS_LAST"
 
 _WRONG_VOLUMES = range(90800, 91500)
-"""Versions of cuDNN whose convolutions of a volume of 1.8e9 halves were found wrong, without an
-error, from 9.8 until 9.15 (pytorch/pytorch, issues 163539 and 166643)."""
+"""Versions of cuDNN, from 9.8 until 9.15, whose convolutions of a volume of 1.8e9 elements in half
+precision were wrong without an error (pytorch/pytorch, issues 163539 and 166643)."""
 
 FEWEST_IN_DOUBT = 2**30
-"""The most elements of a block of halves for which no convolution is known to be wrong."""
+"""The most elements of a block in half precision for which no wrong convolution is known."""
 
 
 def in_doubt(elements: int) -> bool:
-    """Return whether a convolution in half precision may compute wrong numbers without an error.
+    """Return whether a convolution in half precision may return wrong results without an error.
 
-    `elements` is the number of elements of the block. Libraries count with 32 bits, which end at
-    2**31; some versions of cuDNN have been wrong below.
+    `elements` is the number of elements of the block. Libraries count with 32 bits, so results may
+    be wrong above 2**31 elements, with some versions of cuDNN above 2**30.
     """
     version = torch.backends.cudnn.version()
     return elements > (FEWEST_IN_DOUBT if version in _WRONG_VOLUMES else 2**31)
 
 
 def asks_for_channels_last() -> bool | None:
-    """Return DISTCONV_CHANNELS_LAST as a bool, or None if it is not set.
+    """Return the environment variable DISTCONV_CHANNELS_LAST as a bool, or None if it is not set.
 
-    Raises ValueError if it is neither 1 nor 0.
+    Raises ValueError for values other than 1 and 0.
     """
     value = os.environ.get(_CHANNELS_LAST) or None
     if value not in (None, "0", "1"):
@@ -291,7 +297,7 @@ def asks_for_channels_last() -> bool | None:
 
 
 def settings() -> dict[str, Any]:
-    """Return torch's and distconv's settings that change numbers, by their names in programs."""
+    """Return torch's and distconv's settings that change results, by their full names."""
     cudnn, onednn = torch.backends.cudnn, torch.backends.mkldnn
     return {
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -308,7 +314,7 @@ def settings() -> dict[str, Any]:
 
 @contextmanager
 def ieee_float32() -> Iterator[None]:
-    """Let GPUs compute in full float32 within the context, not in TF32 with its 10-bit mantissa."""
+    """Make GPUs compute in full float32 within the context, not in TF32 with a 10-bit mantissa."""
     switched = []
     for place in (torch.backends.cudnn, torch.backends.cuda.matmul):
         switch = _switch_of_tf32(place)
@@ -338,25 +344,25 @@ def _switch_of_tf32(place: Any) -> tuple[Any, str]:
     return place, "allow_tf32"
 
 
-# Whether an MPI takes pointers to the memory of accelerators, by each vendor's query.
+# Whether an MPI accepts pointers to the memory of accelerators, by each vendor's query.
 
 
 _CRAY = "MPICH_GPU_SUPPORT_ENABLED"
-"""Set to 1 to let Cray's MPI accept such pointers."""
+"""The environment variable that is 1 if Cray's MPI accepts pointers to the memory of GPUs."""
 
 _QUERIES = {
     "cuda": "MPIX_Query_cuda_support",
     "hip": "MPIX_Query_rocm_support",
     "xpu": "MPIX_Query_ze_support",
 }
-"""Functions that return whether an MPI accepts pointers of a kind: Open MPI's, and MPICH's."""
+"""Functions of Open MPI and MPICH that return whether pointers of a kind of GPU are accepted."""
 
 _NUMBERS = {"cuda": 0, "xpu": 1, "hip": 2}
-"""The numbers of kinds in MPICH's `MPIX_GPU_query_support`."""
+"""The number of each kind of GPU as an argument of MPICH's `MPIX_GPU_query_support`."""
 
 
 def is_gpu_aware(library: ctypes.CDLL, kind: str) -> bool:
-    """Return whether the MPI loaded as `library` takes pointers to memory of this kind of GPU."""
+    """Return whether the MPI loaded as `library` accepts pointers to the memory of `kind` GPUs."""
     if os.environ.get(_CRAY):
         return os.environ[_CRAY] == "1"
     vendor = "hip" if kind == "cuda" and torch.version.hip else kind
@@ -370,7 +376,7 @@ def is_gpu_aware(library: ctypes.CDLL, kind: str) -> bool:
     return query(_NUMBERS[vendor], ctypes.byref(answer)) == 0 and bool(answer.value)
 
 
-# NCCL by cupy: its bindings, and the addresses of streams.
+# NCCL by cupy: cupy's bindings, and the addresses of streams.
 
 
 def bindings() -> Any:
@@ -381,7 +387,7 @@ def bindings() -> Any:
 
 
 def why_no_cupy(kind: str) -> str | None:
-    """Return why cupy's NCCL cannot be used with accelerators of this kind; None if it can."""
+    """Return the reason why cupy's NCCL cannot be used with the accelerator `kind`, or None."""
     if kind != "cuda":
         return f"cupy has no communication library for devices of kind {kind}"
     try:
@@ -397,7 +403,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def address_of(stream: torch.Stream) -> int:
-    """Return the address of a stream, by which cupy knows it."""
+    """Return the address of a stream, which cupy's functions take as an argument."""
     address: int | None = getattr(stream, "native_handle", None)
     if address is None:  # older versions of torch
         ids: Any = {n: getattr(stream, n) for n in ("stream_id", "device_index", "device_type")}
@@ -405,11 +411,11 @@ def address_of(stream: torch.Stream) -> int:
     return address
 
 
-# Process groups of torch.distributed between accelerators: how to make one, and its errors.
+# Process groups of torch.distributed between accelerators: construction and errors.
 
 
 def why_no_backend(kind: str) -> str | None:
-    """Return why torch cannot carry messages between accelerators of this kind; None if it can."""
+    """Return the reason why torch cannot send messages between `kind` accelerators, or None."""
     distributed, backend = torch.distributed, backend_of(kind)
     if backend is None:
         return f"torch.distributed has no backend for {kind}"
@@ -421,7 +427,7 @@ def why_no_backend(kind: str) -> str | None:
 
 
 def warn_where_errors_stay_unknown(kind: str) -> None:
-    """Warn if this torch reports no errors of process groups between accelerators.
+    """Warn if this version of torch reports no errors of process groups between accelerators.
 
     Python shows the warning once.
     """
@@ -437,9 +443,10 @@ def warn_where_errors_stay_unknown(kind: str) -> None:
 
 
 def make_group(store: Any, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
-    """Return a process group between accelerators, for `size` ranks, which all call it.
+    """Return a process group between the accelerators of `size` ranks. Collective.
 
-    These ranks find each other over `store`. A message that takes longer than `limit` is an error.
+    The ranks connect by the torch.distributed store `store`. A message that takes longer than
+    `limit` is an error.
     """
     backend = backend_of(device.type)
     assert backend is not None
@@ -450,7 +457,7 @@ def make_group(store: Any, rank: int, size: int, device: torch.device, limit: ti
 
 
 def error_of(group: Any) -> str | None:
-    """Return the error that a thread of torch has found in a process group, or None."""
+    """Return the name of the error that torch has detected in a process group, or None."""
     error: str = group.get_error().name if hasattr(group, "get_error") else "SUCCESS"
     return None if error == "SUCCESS" else error
 
@@ -466,15 +473,15 @@ Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
 MOST_CONSTANTS = 256
-"""The number of results of each function kept on CPUs; the least recently used goes first."""
+"""The number of cached results of each function on CPUs; the least recently used is freed first."""
 
 
 @contextmanager
 def for_later_calls() -> Iterator[None]:
-    """Make tensors in this context that are kept beyond the program's call.
+    """Turn off dispatch modes and inference mode within the context, which creates cached tensors.
 
-    Dispatch modes do not see how they are made, and autograd may save them, whatever the call runs
-    under.
+    Later calls may run under other modes. So dispatch modes do not record how the tensors are
+    created, and autograd can save the tensors.
     """
     with without_modes(), torch.inference_mode(False):
         yield
@@ -483,11 +490,11 @@ def for_later_calls() -> Iterator[None]:
 def remembered(
     make: Callable[Concatenate[torch.device, Arguments], Made],
 ) -> Callable[Concatenate[torch.device, Arguments], Made]:
-    """Cache the tensors that a function makes of its arguments; nobody may write to them.
+    """Decorate the function `make` to cache the tensors that it returns, which are read-only.
 
-    The last `MOST_CONSTANTS` are kept on CPUs. On GPUs all are kept for good: a captured graph
-    reads them in place. The first of several recorded or traced steps has the operators of the
-    others, as nothing records how constants are made.
+    On CPUs the last `MOST_CONSTANTS` results are kept. On GPUs all results are kept until the
+    process ends, as captured graphs may read them. Dispatch modes do not record how the tensors are
+    created, so the first recorded step has the same operators as later steps.
     """
     made = for_later_calls()(make)
     last, every = lru_cache(maxsize=MOST_CONSTANTS)(made), cache(made)

@@ -1,4 +1,4 @@
-"""Streams and events of devices, and steps captured as graphs."""
+"""Streams and events of devices, and work captured in device graphs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from distconv.device.kinds import is_accelerator
 
-# Streams of an accelerator, and requests for which a stream waits while the host goes on.
+# Streams of an accelerator, and requests for which a stream waits while the host continues.
 #
-# All messages and reductions of a process go through one side stream. A device so processes them in
-# the order in which the host starts them, the same on all ranks for any library: kernels of two
-# communicators that wait for other ranks never wait for each other.
+# All messages and reductions of a process are queued on one side stream. So the device processes
+# them in the order in which the host starts them, which is the same on all ranks for any library.
+# Kernels of two communicators that wait for other ranks then never wait for each other.
 
 
 @contextmanager
@@ -32,14 +32,15 @@ def using(stream: torch.Stream) -> Iterator[None]:
 
 
 def record_event(device: torch.device) -> torch.Event:
-    """Return an event after all work queued so far on a device's current stream."""
+    """Record and return an event after all work queued so far on a device's current stream."""
     return torch.accelerator.current_stream(device).record_event()
 
 
 def has_passed(event: torch.Event, device: torch.device) -> bool:
-    """Return whether a device has done all work before `event`, for any thread of this process.
+    """Return whether a device has done all work queued before `event`. Any thread may call it.
 
-    The thread's current device becomes `device`: asking from another would claim memory there.
+    The thread's current device becomes `device`, as a query would else allocate memory on another
+    device.
     """
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
@@ -57,29 +58,29 @@ def is_capturing(device: torch.device) -> bool:
 
 
 _CAPTURED: dict[int, Tensor] = {}
-"""The tensors that captured graphs read, by their identity."""
+"""The tensors that captured graphs read, by their ids."""
 
 
 def keep_if_captured(device: torch.device, *tensors: Tensor) -> None:
-    """Keep tensors for good if a graph of an accelerator that reads them is being captured."""
+    """Keep `tensors` until the process ends if a graph, which reads them, is being captured."""
     if is_accelerator(device) and is_capturing(device):
         _CAPTURED.update((id(x), x) for x in tensors)
 
 
 def number_of_stream(device: torch.device) -> int | None:
-    """Return the number of an accelerator's current stream, to compare; None on a host.
+    """Return the number of a device's current stream, for comparison; None on a host.
 
-    Stream objects themselves cannot be compared by `!=`, which is always false.
+    Stream objects cannot be compared by `!=`, which is always false.
     """
     return torch.accelerator.current_stream(device).stream_id if is_accelerator(device) else None
 
 
 class StreamRequest:
-    """Work queued on a side stream, and the tensors that must outlive it.
+    """Work queued on a side stream, and the tensors whose memory the work uses.
 
-    It holds the tensors until `wait`; work queued on the current stream afterwards runs later, also
-    work on their memory. (`record_stream` would do as well, but keeps the memory out of use during
-    the capture of a graph.)
+    The request keeps the tensors alive until `wait`. Work that is queued on the current stream
+    after `wait` runs later, also if it reuses the memory. (`record_stream` also works, but blocks
+    reuse of the memory during the capture of a graph.)
     """
 
     def __init__(self, stream: torch.Stream, tensors: Iterable[Tensor]):
@@ -87,7 +88,7 @@ class StreamRequest:
         self._tensors = tuple(tensors)
 
     def wait(self) -> None:
-        """Let work queued next on the current stream wait for this work; the host continues."""
+        """Make the current stream wait for this work, and free the tensors; the host continues."""
         torch.accelerator.current_stream(self._device).wait_event(self._event)
         self._tensors = ()
 
@@ -98,13 +99,13 @@ class StreamRequest:
 
 
 class SideStream:
-    """A stream of higher priority beside the current one, for messages and copies."""
+    """A second stream of a device, with high priority, for messages and copies."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.Stream(device=device, priority=-1)
 
     def follow(self) -> None:
-        """Let this stream wait for all work queued so far on the current stream."""
+        """Make this stream wait for all work queued so far on the current stream."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
 
     def mark(self, tensors: Iterable[Tensor]) -> StreamRequest:
@@ -112,11 +113,11 @@ class SideStream:
         return StreamRequest(self.stream, tensors)
 
 
-# Graphs of a device: work that its streams got once, and that one call starts again.
+# Device graphs: work that was captured while it was queued on streams, and that one call repeats.
 
 
 def why_no_graphs(device: torch.device) -> str | None:
-    """Return why work on a device cannot be captured in a graph; None if it can."""
+    """Return the reason why work on a device cannot be captured in a graph; None if it can."""
     if not is_accelerator(device):
         return f"graphs are for GPUs, and the grid computes on {device.type}"
     if device.type == "cuda" or hasattr(torch.accelerator, "Graph"):
@@ -125,14 +126,14 @@ def why_no_graphs(device: torch.device) -> str | None:
 
 
 class DeviceGraph:
-    """The work that a function queues on a device, captured once, and done by each replay.
+    """The work that a function queues on a device, captured once and repeated by each replay.
 
-    `made` is the function's result, whose memory every replay fills again. Other threads may query
+    `made` is the function's result, whose memory every replay overwrites. Other threads may query
     events during the capture.
 
     Parameters
     ----------
-    work: the function; it uses the current stream only, and memory that stays in its place.
+    work: the function. It must use the current stream only, and tensors that keep their addresses.
     """
 
     def __init__(self, device: torch.device, work: Callable[[], Any]):
@@ -149,7 +150,7 @@ class DeviceGraph:
 
 
 class GraphedFunction:
-    """A function of tensors that becomes a graph of a device, with memory of its own.
+    """A function of tensors that is captured in a device graph, with memory of its own.
 
     Inputs are copied into the graph's memory, and results out of it.
 
@@ -160,9 +161,9 @@ class GraphedFunction:
 
     Parameters
     ----------
-    constants: the other tensors that the function uses.
-    results: the number of results that are copied; further ones stay in the graph's memory.
-    fixed: the number of first inputs that are not copied, as they lie in the same place in all
+    constants: the tensors that the function uses besides its inputs.
+    results: the number of results that are copied; further results stay in the graph's memory.
+    fixed: the number of leading inputs that are not copied, as they have the same memory in all
         calls.
     """
 
@@ -182,15 +183,15 @@ class GraphedFunction:
         self._addresses: list[int] = []
 
     def has_moved(self) -> bool:
-        """Return whether one of the constants has other memory than in the capture."""
+        """Return whether the address of one of the constants has changed since the capture."""
         return [x.data_ptr() for x in self._constants] != self._addresses
 
     def forget(self) -> None:
-        """Capture the function anew in the next call."""
+        """Discard the graph, so that the next call captures the function again."""
         self._graph = None
 
     def capture(self, tensors: Sequence[Tensor]) -> None:
-        """Capture the function, with memory for inputs like `tensors`; no communication."""
+        """Capture the function, messages included, with new memory for inputs like `tensors`."""
         self.begun = True
         self._addresses = [x.data_ptr() for x in self._constants]
         copied = (
@@ -201,7 +202,7 @@ class GraphedFunction:
         self._graph = DeviceGraph(self._device, lambda: self.plain(*self._static))
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the results for these inputs, captured anew if memory has moved."""
+        """Return the results for the inputs `tensors`; capture first if a constant has moved."""
         if self._graph is None or self.has_moved():
             self.capture(tensors)
         assert self._graph is not None
@@ -215,7 +216,7 @@ class GraphedFunction:
 def _copies(tensors: Iterable[Tensor | None], constants: Iterable[Tensor]) -> Iterator[Any]:
     """Yield a copy of each tensor; copies share memory if their originals do.
 
-    A tensor in the memory of one of `constants` is yielded itself, and so is None.
+    None, and a tensor in the memory of one of `constants`, are yielded without a copy.
     """
     there = {x.untyped_storage().data_ptr() for x in constants}
     copied: dict[int, torch.UntypedStorage] = {}
@@ -232,9 +233,9 @@ def _copies(tensors: Iterable[Tensor | None], constants: Iterable[Tensor]) -> It
 
 
 def release_graphs() -> None:
-    """Empty all graphs of this process, also those that a program has captured itself.
+    """Reset all device graphs of this process, also graphs that the program has captured itself.
 
-    NCCL closes a connection only when no graph has captured messages over it.
+    NCCL closes a connection only if no graph contains messages over it.
     """
     kinds = torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", torch.cuda.CUDAGraph)
     gc.unfreeze()  # or graphs that were there when the program called gc.freeze would stay unseen

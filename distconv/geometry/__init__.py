@@ -1,1 +1,1 @@
-"""Index arithmetic without torch and MPI: the box of each rank, and the boxes it needs."""
+"""Index arithmetic without torch and MPI: the box that each rank holds, and the boxes it needs."""

@@ -1,4 +1,4 @@
-"""Halo exchanges of convolutions: which slabs of a block need no halo, and which need whose."""
+"""Halo exchanges of convolutions: the outputs that need halos, and the halos that they need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distconv.geometry.layout import Cuts, block, distinct_parts, rank_box
 from distconv.geometry.plan import Plan, Slices, make_plan, pieces_along
 from distconv.geometry.topology import Topology
 
-# Slabs of halos along the sides of a block, and the messages that their elements come from.
+# Slabs of halos along the sides of a block, and the messages that contain their elements.
 #
 # Index arithmetic only. Positions of inputs are counted in the plan's buffer, which begins where
 # the first window does, in the padding if need be.
@@ -32,17 +32,18 @@ class LocalInput:
     padding: tuple[int, ...]
     extra: tuple[int, ...]
     crop: tuple[Interval, ...] | None = None
-    """The number of surplus results before and after in each dimension; None if there are none."""
+    """The numbers of surplus outputs before and after the needed outputs, in each spatial
+    dimension; None if there are no surplus outputs."""
     flat: int | None = None
-    """A dimension of a volume that has one element in inputs, outputs and kernel alike; or None."""
+    """A dimension of a volume in which inputs, outputs and kernel have one element; or None."""
 
 
 @dataclass(frozen=True)
 class MessagePart:
-    """Elements of a slab that arrive in one message, and their place in the slab.
+    """Elements of a slab that are received in one message, and their place in the slab.
 
-    The message of number `message` contains, from its element `start` on, a box of `shape`. The
-    part `box` of it is copied to `place` of the slab.
+    From element `start` on, message number `message` contains a box with `shape`. The elements
+    `box` of this box are copied to `place` of the slab.
     """
 
     message: int
@@ -51,15 +52,15 @@ class MessagePart:
     box: Slices
     place: Slices
     alone: bool
-    """Whether the message holds nothing else."""
+    """Whether the message contains no other box."""
 
     @cached_property
     def fills(self) -> bool:
-        """Return whether the part is its whole message."""
+        """Return whether the part has all elements of its message."""
         return self.alone and self.shape == tuple(s.stop - s.start for s in self.box)
 
     def of(self, messages: Any) -> Any:
-        """Return the message of this part, one of `messages`, as a box of `shape`."""
+        """Return the box with `shape` of this part's message, one of the tensors `messages`."""
         message = messages[self.message]
         if self.alone:
             return message
@@ -68,10 +69,11 @@ class MessagePart:
 
 @dataclass(frozen=True)
 class HaloSlab:
-    """Halos along one side of the block, as an input of the operator, and the outputs they add to.
+    """Halos along one side of a block, as an input of the operator, with their outputs.
 
-    The taps are slices of the kernel, after its first two dimensions. With these taps the operator
-    computes exactly these outputs from the halos. Inputs that `halo` does not fill are zero.
+    The contributions of the halos are added to `outputs`, a slice of the rank's output block. They
+    are computed by the local operator from the input `piece`, with the slice `taps` of the kernel.
+    The message parts `halo` fill the input; all other elements of the input are zero.
     """
 
     piece: LocalInput
@@ -81,31 +83,35 @@ class HaloSlab:
 
     @cached_property
     def whole(self) -> MessagePart | None:
-        """Return the message part that is the slab's whole input, and needs no copy; or None."""
+        """Return the message part that is the slab's entire input, without a copy; or None."""
         part = self.halo[0]
         return part if part.fills and part.shape == self.piece.shape else None
 
     @cached_property
     def pieces(self) -> tuple[int, tuple[int | tuple[int, ...], ...]] | None:
-        """Return `pieces_along` of the slab's message parts."""
+        """Return a dimension along which message parts and padding concatenate to the input.
+
+        Also return the part numbers and shapes of padding, in order; see `pieces_along`. Returns
+        None if there is no such dimension.
+        """
         return pieces_along(self.piece.shape, [part.place for part in self.halo])
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """One rank's data for computing while halos travel: plan, own block, and halo slabs."""
+    """One rank's plan, own input and halo slabs, to compute while halos are in flight."""
 
     plan: Plan
     own: LocalInput
     buffer: LocalInput
-    """The assembled inputs, from which the operator computes the same outputs in one call."""
+    """The input of block and halos together, from which one call computes the same outputs."""
     slabs: tuple[HaloSlab, ...]
     crop: tuple[Interval, ...] | None = None
-    """The surplus results of the own block, before and after; see `LocalInput`."""
+    """The numbers of surplus outputs computed from the own block; see `LocalInput`."""
 
     @cached_property
     def composed(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return number and shape of each message whose parts are in several slabs, or places."""
+        """Return number and shape of each message that is not, as a whole, a part of one slab."""
         filled = {part.message for slab in self.slabs for part in slab.halo if part.fills}
         shapes = enumerate(route.shape for route in self.plan.receives)
         return tuple((i, shape) for i, shape in shapes if i not in filled)
@@ -115,12 +121,14 @@ class Boundary:
 class SlabExtent:
     """Intervals (start, stop) and arguments of one call of the local operator along one dimension.
 
-    For `make_boundary`, inputs are positions in the plan's buffer, outputs in the rank's block.
+    For `make_boundary`, inputs are positions in the plan's buffer, outputs in the rank's block of
+    outputs. `taps` are positions in the kernel. `padding`, `extra` and `crop` are as in
+    `LocalInput`.
     """
 
     inputs: Interval
     halo: Interval
-    """The inputs that halos fill; the others are zero."""
+    """The inputs that halos fill; all other inputs are zero."""
     outputs: Interval
     taps: Interval
     padding: int = 0
@@ -134,16 +142,16 @@ Windows = tuple[Window | TransposedWindow, ...]
 
 @lru_cache(maxsize=4096)
 def needs_halo(maps: Windows, sizes: tuple[int, ...], parts: tuple[int, ...]) -> bool | None:
-    """Return whether any part of an operator needs halos; None if it should not overlap.
+    """Return whether any rank needs halos; None if the operator should not overlap communication.
 
-    To overlap is to compute on the own block while halos travel. It is impossible if the local
-    operator cannot compute a part's outputs from its inputs alone, and too slow if more than half
-    of a part's outputs need halos.
+    To overlap is to compute on the own block while halos are in flight. Overlap is impossible if
+    the local operator cannot compute the outputs of a part from the part's inputs, and too slow if
+    more than half of a part's outputs need halos.
 
     Parameters
     ----------
     sizes: the number of inputs along each spatial dimension.
-    parts: the number of parts into which each spatial dimension is cut.
+    parts: the number of parts into which each spatial dimension is partitioned.
     """
     found = False
     for m, size, n in zip(maps, sizes, parts, strict=True):
@@ -153,7 +161,7 @@ def needs_halo(maps: Windows, sizes: tuple[int, ...], parts: tuple[int, ...]) ->
         for j in distinct_parts(size, outputs, n, m.steps):
             start, stop = block(outputs, n, j)
             touched = count(m, size, block(size, n, j), (start, stop))
-            # It has to be worth while: at least half of the outputs need no halo.
+            # Overlap pays only if at least half of the outputs need no halo.
             if touched is None or 2 * touched > stop - start:
                 return None
             found |= touched > 0
@@ -169,10 +177,10 @@ def make_boundary(
     cuts: Cuts,
     maps: Windows,
 ) -> Boundary:
-    """Return the boundary of one rank's block, for an operator that can overlap.
+    """Return the boundary of one rank's block, for an operator that can overlap communication.
 
-    Operators for which `needs_halo` returns None cannot. `shape` and `made` are the global shapes
-    of input and output, both cut by `cuts`.
+    `shape` and `made` are the global shapes of input and output, both partitioned by `cuts`. The
+    index maps `maps` must be such that `needs_halo` does not return None.
     """
     extents: Any = _transposed_extents if isinstance(maps[0], TransposedWindow) else _extents
     cut = [bool(axes) for axes in cuts[2:]]
@@ -198,16 +206,16 @@ def halo_slabs(
     every: Sequence[SlabExtent],
     sides: Sequence[Sequence[SlabExtent]],
 ) -> tuple[HaloSlab, ...]:
-    """Return the halo slabs on each side of each dimension.
+    """Return the halo slabs on both sides of each spatial dimension.
 
-    Along earlier dimensions a slab is as long as the own inputs; along later ones it includes the
-    corners.
+    A slab of dimension d is as long as the own inputs along dimensions before d, and as long as the
+    buffer, corners included, along dimensions after d.
 
     Parameters
     ----------
-    own, every: `SlabExtent`s of the rank's own inputs, and of the whole buffer, along each spatial
+    own, every: extents of the rank's own inputs, and of the entire buffer, along each spatial
         dimension.
-    sides: `SlabExtent`s of the halos on both sides, for each spatial dimension.
+    sides: extents of the halos on both sides, for each spatial dimension.
     """
     everything = (slice(None), slice(None))
     found = []
@@ -229,7 +237,7 @@ def halo_slabs(
 
 
 def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
-    """Return the operator's input with these spatial extents, and all samples and channels."""
+    """Return the operator's input with spatial extents `sides`, all samples and all channels."""
     return LocalInput(
         shape=(*plan.buffer_shape[:2], *(s.inputs[1] - s.inputs[0] for s in sides)),
         padding=tuple(s.padding for s in sides),
@@ -241,10 +249,10 @@ def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
 def message_parts(
     plan: Plan, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[MessagePart, ...]:
-    """Return the parts of messages that lie in the intervals `filled` of the buffer.
+    """Return the parts of messages that are in the spatial intervals `filled` of the buffer.
 
-    `covered` are the intervals of the buffer that the slab covers; the places of the parts are
-    counted from their starts.
+    `covered` are the intervals of the buffer that the slab covers. The places of the parts are
+    relative to the starts of `covered`.
     """
     found = []
     for message, route in enumerate(plan.receives):
@@ -261,10 +269,10 @@ def message_parts(
 def intersection(
     box: Slices, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[Slices, Slices] | None:
-    """Return the intersection of `box` with two lists of spatial intervals, all in one buffer.
+    """Return the intersection of `box` with spatial intervals `filled` and `covered` of a buffer.
 
-    The first result indexes the box, the second an array of the extent of `covered`. Returns None
-    if the intersection is empty.
+    The first result is relative to the start of `box`, the second to the starts of `covered`.
+    Returns None if the intersection is empty.
     """
     lead = [(s.start, s.stop) for s in box[:2]]
     pairs = zip(box, [*lead, *filled], [*lead, *covered], strict=True)
@@ -279,30 +287,26 @@ def intersection(
 
 # The boundary of a block of outputs, where windows reach beyond the rank's own inputs into halos.
 #
-# The result of a linear windowed operator is the sum of two: one for a rank's own inputs, with
-# zeros around them, and one for its halos. The halos lie in slabs along the sides of the own block,
-# and contribute to a few outputs, through a few taps of the kernel. A corner belongs to the first
-# of its dimensions, so that no element is counted twice.
+# The result of a linear windowed operator is the sum of two results: that of a rank's own inputs,
+# with zeros around them, and that of its halos. The halos form slabs along the sides of the own
+# block, and contribute to a few outputs, through a few taps of the kernel. A corner belongs to the
+# slab of its first dimension, so that no element is counted twice.
 #
-# The inputs in the halos, and the ranks they come from, are given by the plan
-# (`geometry.index_maps`, `geometry.plan`). Index arithmetic only. Positions of inputs are counted
-# in the plan's buffer, which begins where the first window does, in the padding if need be.
+# The plan determines the inputs in the halos and the ranks that own them (`geometry.index_maps`,
+# `geometry.plan`). Index arithmetic only. Positions of inputs are counted in the plan's buffer,
+# which begins where the first window does, in the padding if need be.
+#
+# In the functions below, a part is one rank's part of one dimension with `size` inputs. `own` (or
+# `held`) is the interval of the part's inputs, and `made` the interval of its outputs.
 
 
 def _own_padding(window: Window, own: Interval, made: Interval) -> int:
-    """Return the number of positions by which a part's first window begins before its inputs.
-
-    `own` is the interval of the part's inputs, `made` that of its outputs.
-    """
+    """Return the number of positions by which a part's first window begins before its inputs."""
     return window.padding[0] + own[0] - made[0] * window.stride
 
 
 def _outputs_without_halo(window: Window, size: int, own: Interval, made: Interval) -> Interval:
-    """Return the interval of a part's outputs that need no halo, relative to its first output.
-
-    Along one dimension with `size` inputs, `own` is the interval of the part's inputs, `made` that
-    of its outputs.
-    """
+    """Return the interval of a part's outputs that need no halo, relative to the first output."""
     count = made[1] - made[0]
     padding = _own_padding(window, own, made)
     low = min(-(-padding // window.stride), count) if own[0] > 0 else 0
@@ -315,8 +319,8 @@ def _outputs_without_halo(window: Window, size: int, own: Interval, made: Interv
 def _outputs_with_halo(window: Window, size: int, own: Interval, made: Interval) -> int | None:
     """Return the number of a part's outputs that need halos; None if the part cannot overlap.
 
-    It can if the operator, applied to the part's inputs with equal padding on both sides, has as
-    many results as the part has outputs.
+    A part can overlap if the operator, applied to the part's inputs with equal padding on both
+    sides, computes the same number of outputs as the part has.
     """
     count, held = made[1] - made[0], own[1] - own[0]
     padding = _own_padding(window, own, made)
@@ -331,11 +335,11 @@ def _outputs_with_halo(window: Window, size: int, own: Interval, made: Interval)
 def _extents(
     w: Window, size: int, held: Interval, made: Interval, cut: bool
 ) -> tuple[SlabExtent, SlabExtent, SlabExtent, list[SlabExtent]]:
-    """Return the `SlabExtent`s of a dimension of `size` inputs, for `make_boundary`.
+    """Return the extents of a part that `make_boundary` needs along one dimension.
 
-    They are of the rank's block, at any positions; of the block's elements in the buffer; of the
-    whole buffer; and of each side that has a halo. `held` and `made` are the rank's intervals of
-    inputs and outputs; `cut` says whether the dimension is cut.
+    These are, in order, the extents of the part's inputs, of the same inputs in the buffer, of the
+    entire buffer, and a list for the sides with halos. `cut` states whether the dimension is
+    partitioned.
     """
     count, taps = made[1] - made[0], (0, w.kernel)
     padding, reach, inside = w.padding[0], size, (0, size)
@@ -350,9 +354,9 @@ def _extents(
 def _halo_extents(
     w: Window, size: int, held: Interval, made: Interval, own: Interval
 ) -> list[SlabExtent]:
-    """Return a `SlabExtent` for the halo on each side of a rank's inputs along one dimension.
+    """Return the extents of the halos on both sides of a part's inputs.
 
-    `held` and `made` are the global intervals of the rank's inputs and outputs; `own` is the
+    `held` and `made` are the global intervals of the part's inputs and outputs; `own` is the
     interval of its inputs in the buffer.
     """
     low, high = _outputs_without_halo(w, size, held, made)
@@ -372,9 +376,9 @@ def _halo_extents(
 
 # The boundary of a block of outputs of a transposed convolution: the contributions of halos.
 #
-# The mirror image of a convolution's boundary: every input is spread over some outputs. Own inputs
-# and halos alike are spread as far as the taps reach, and outputs outside the own block are
-# cropped.
+# In a transposed convolution every input contributes to several outputs. The contributions of own
+# inputs and of halos are computed as far as the taps reach, and outputs outside of the own block
+# are cropped.
 #
 # Index arithmetic only.
 
@@ -382,10 +386,11 @@ def _halo_extents(
 def _crop_arguments(
     m: TransposedWindow, inputs: Interval, outputs: Interval, taps: Interval | None = None
 ) -> tuple[int, int, Interval] | None:
-    """Return padding, output padding and crop with which `inputs` give exactly `outputs`.
+    """Return padding, output padding and crop with which `inputs` result in exactly `outputs`.
 
     Only the kernel's `taps` are used, by default all. Returns None if `outputs` begin before the
-    first output that the inputs reach, or end farther behind the last than output padding can fill.
+    first output to which the inputs contribute, or end so far after the last one that output
+    padding cannot fill the distance.
     """
     first, last = _written_outputs(m, inputs, taps or (0, m.kernel))
     before, after = outputs[0] - first, last - outputs[1]
@@ -398,7 +403,7 @@ def _crop_arguments(
 
 
 def _written_outputs(m: TransposedWindow, inputs: Interval, taps: Interval) -> Interval:
-    """Return the outputs, from first to last, that these inputs reach through these taps."""
+    """Return the interval of outputs to which `inputs` contribute through `taps` of the kernel."""
     start = inputs[0] * m.stride - m.padding + taps[0] * m.dilation
     stop = (inputs[1] - 1) * m.stride - m.padding + (taps[1] - 1) * m.dilation + 1
     return start, stop
@@ -407,11 +412,7 @@ def _written_outputs(m: TransposedWindow, inputs: Interval, taps: Interval) -> I
 def _transposed_halo_extents(
     m: TransposedWindow, size: int, own: Interval, made: Interval
 ) -> list[SlabExtent]:
-    """Return a `SlabExtent` for the halo on each side of a rank's inputs, with global positions.
-
-    Along one dimension with `size` inputs, `own` is the interval of the rank's inputs, `made` that
-    of its outputs.
-    """
+    """Return the extents of the halos on both sides of a part's inputs, with global positions."""
     ((first, last),) = m.intervals(size, *made)
     sides = []
     for inputs in ((max(first, 0), own[0]), (own[1], min(last, size))):
@@ -444,9 +445,8 @@ def _transposed_outputs_with_halo(
 ) -> int | None:
     """Return the number of a part's outputs to which halos contribute; None if it cannot overlap.
 
-    A part is one rank's share of a dimension of `size` inputs: `own` is the interval of its inputs,
-    `made` that of its outputs. It cannot overlap if one of them is empty, or if no padding makes
-    torch's operator compute the outputs `made` from the inputs `own`.
+    A part cannot overlap if it has no inputs or no outputs, or if no padding makes torch's operator
+    compute the outputs `made` from the inputs `own`.
     """
     if own[0] == own[1] or made[0] == made[1] or _crop_arguments(m, own, made) is None:
         return None

@@ -16,11 +16,11 @@ from typing import NamedTuple, Protocol
 Interval = tuple[int, int]
 
 cached = lru_cache(maxsize=1024)
-"""A decorator of methods of index maps, which are small, frozen and few."""
+"""A decorator that caches methods of index maps, which are small, immutable and few."""
 
 
 class IndexMap(Protocol):
-    """The inputs that outputs need along one dimension; hashable, as a key of caches."""
+    """The inputs that outputs need along one dimension; hashable, for use as a key of caches."""
 
     def output_size(self, size: int) -> int:
         """Return the number of outputs along a dimension of `size` inputs."""
@@ -31,7 +31,7 @@ class IndexMap(Protocol):
     def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         """Return output intervals with all outputs that need any of the inputs [start, stop).
 
-        They may contain other outputs, too.
+        The intervals may contain other outputs, too.
         """
 
 
@@ -88,7 +88,7 @@ class Strided(Ascending):
 class WrittenSlice:
     """A slice that is written, such as one operand of a concatenation.
 
-    Input i is the output offset + i*step. The other outputs need nothing of it.
+    Input i becomes the output offset + i*step. All other outputs need no input.
     """
 
     offset: int
@@ -110,9 +110,9 @@ class WrittenSlice:
 
 @dataclass(frozen=True)
 class Grouped(Ascending):
-    """Groups: the outputs [g*factor, (g+1)*factor) need the inputs [g*inputs, (g+1)*inputs).
+    """Groups: outputs [g*factor, (g+1)*factor) need the inputs [g*inputs, (g+1)*inputs) for each g.
 
-    Used for pixel shuffle and grouped convolution.
+    Pixel shuffle and grouped convolution use this map.
     """
 
     factor: int
@@ -140,7 +140,7 @@ class Rows(Ascending):
         return ((start * self.after // self.before, -(-stop * self.after // self.before)),)
 
     def offset(self, start: int) -> int:
-        """Return the number of elements in the buffer before the first of output row `start`."""
+        """Return the offset in elements of output row `start`, the first row of the buffer."""
         return start * self.after % self.before
 
 
@@ -196,7 +196,7 @@ class Window(Ascending):
 
     @property
     def extent(self) -> int:
-        """Return the number of inputs from the first to the last of one window, gaps included."""
+        """Return the length of one window in inputs, gaps of the dilation included."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
@@ -218,7 +218,7 @@ class Window(Ascending):
         return ((first, last),)
 
     def misses_input(self, size: int) -> bool:
-        """Return whether some window covers padding only, as its dilation steps over the input."""
+        """Return whether all taps of some window are in the padding, because of its dilation."""
         if self.dilation <= size:
             return False
         last = (self.output_size(size) - 1) * self.stride - self.padding[0]
@@ -230,7 +230,10 @@ class Window(Ascending):
 
 @dataclass(frozen=True)
 class TransposedWindow(Ascending):
-    """The transpose of a `Window`: input i reaches the outputs from i*stride - padding on."""
+    """The transpose of a `Window`, for transposed convolution.
+
+    Input i contributes to the outputs i*stride - padding + dilation*k for k in range(kernel).
+    """
 
     kernel: int
     stride: int = 1
@@ -256,7 +259,7 @@ class TransposedWindow(Ascending):
         return ((min(first, (start + self.padding) // self.stride), last),)
 
     def written(self, size: int, start: int, stop: int) -> Interval:
-        """Return the outputs, first to last, that the inputs needed for [start, stop) reach."""
+        """Return the interval of outputs to which the inputs of [start, stop) contribute."""
         ((first, last),) = self.intervals(size, start, stop)
         offset = -self.padding
         return (
@@ -266,7 +269,7 @@ class TransposedWindow(Ascending):
 
 
 class Run(NamedTuple):
-    """The elements [start, stop) of a buffer, from which torch pools `outputs` in one call."""
+    """The elements [start, stop) of a buffer that one call of torch pools to `outputs` outputs."""
 
     start: int
     stop: int
@@ -293,8 +296,8 @@ class AdaptiveWindow(Ascending):
     def runs(self, size: int, start: int, stop: int) -> tuple[Run, ...]:
         """Return runs of the buffer from which adaptive pooling computes the outputs [start, stop).
 
-        Each run is pooled alone. If its windows would then differ from those in the whole
-        dimension, the run is halved.
+        Each run is pooled separately. A run is halved while its windows, pooled separately, differ
+        from the windows in the global dimension.
         """
         origin, runs = self.window(size, start)[0], []
         while start < stop:
@@ -308,7 +311,7 @@ class AdaptiveWindow(Ascending):
 
 
 def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:
-    """Return whether `outputs` outputs from `start` on have the same windows if pooled alone."""
+    """Return whether `outputs` outputs from `start` on have the same windows, pooled separately."""
     ((first, last),) = window.intervals(size, start, start + outputs)
     alone = AdaptiveWindow(outputs)
     return all(
@@ -322,11 +325,11 @@ def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) ->
 
 @dataclass(frozen=True)
 class Pad:
-    """Padding by `before` and `after` positions (negative ones crop).
+    """Padding by `before` and `after` positions; negative numbers crop.
 
-    mode "constant" fills the outside; "reflect" mirrors about the border element, "replicate"
-    repeats it, "circular" wraps around the elements that are not cropped. `order` gives the
-    position of each output in the buffer.
+    Mode "constant" fills the padding with a value, "reflect" mirrors the elements about the border
+    element, "replicate" repeats the border element, and "circular" repeats the elements of the
+    other end, cropped elements excluded.
     """
 
     before: int
@@ -369,14 +372,14 @@ class Pad:
         return (inside, *(s for s in repeats if self._takes(size, s, (start, stop))))
 
     def _takes(self, size: int, outputs: Interval, inputs: Interval) -> bool:
-        """Return whether any of the outputs needs any of the inputs."""
+        """Return whether any output in the interval `outputs` needs any input in `inputs`."""
         needed = self.intervals(size, *outputs)
         return any(max(a, inputs[0]) < min(b, inputs[1]) for a, b in needed)
 
     def outside(self, size: int, start: int, stop: int) -> tuple[int, int] | None:
-        """Return the numbers of outputs in [start, stop) before all inputs and after all inputs.
+        """Return the numbers of outputs in [start, stop) before the first and after the last input.
 
-        Returns None if padding the buffer by these numbers does not give the outputs.
+        Returns None if the outputs are not the buffer padded by these numbers.
         """
         first, last = start - self.before, stop - self.before
         inside = (max(first, 0), min(last, size))
@@ -385,7 +388,7 @@ class Pad:
         return inside[0] - first, last - inside[1]
 
     def order(self, size: int, start: int, stop: int) -> list[int] | None:
-        """Return each output's position in the buffer, for [start, stop); None if in order."""
+        """Return the position in the buffer of each output in [start, stop); None if in order."""
         if self.mode == "constant":
             return None
         first, last = start - self.before, stop - self.before
@@ -396,14 +399,14 @@ class Pad:
         return None if order == list(range(len(buffer))) else order
 
     def _source_range(self, size: int) -> Interval:
-        """Return the inputs that padding may repeat: all, or for "circular" all not cropped."""
+        """Return the inputs that padding may repeat: all, or if circular, all not cropped."""
         if self.mode == "circular":
             return max(-self.before, 0), size + min(self.after, 0)
         return 0, size
 
 
 def _source(mode: str, inputs: Interval, position: int) -> int:
-    """Return the input that the output at `position` repeats, both counted from the first input."""
+    """Return the input, of the interval `inputs`, that padding repeats at `position`."""
     start, stop = inputs
     if mode == "circular":
         return start + (position - start) % (stop - start)
@@ -413,7 +416,7 @@ def _source(mode: str, inputs: Interval, position: int) -> int:
 
 
 def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
-    """Return the inputs that padding repeats at [start, stop), before the input or behind it."""
+    """Return the inputs that padding repeats at the positions [start, stop), all on one side."""
     if start >= stop:
         return (0, 0)
     ends = _source(mode, inputs, start), _source(mode, inputs, stop - 1)

@@ -1,4 +1,4 @@
-"""Cuts of tensors: canonical blocks, boxes of indices, and the layout that names the cuts.
+"""Partitioning of tensors: canonical blocks, boxes of indices, and layouts.
 
 Index arithmetic only. A dimension of size n over p parts gives the first n mod p parts one element
 more, so the box that a rank holds follows from (shape, layout, grid) and nothing else.
@@ -18,23 +18,23 @@ from typing import Protocol, TypeAlias, TypeVar
 from distconv.geometry.topology import AXES, Topology
 
 Cuts = tuple[tuple[str, ...], ...]
-"""For each dimension of a tensor, the grid axes it is cut over (first slowest); () where whole."""
+"""For each dimension of a tensor, the grid axes that partition it (first slowest); () for none."""
 
 
 def block(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and stop of part `index` when `size` elements are cut into `parts` blocks."""
+    """Return start and stop of part `index` of `size` elements partitioned into `parts` blocks."""
     quotient, remainder = divmod(size, parts)
     start = index * quotient + min(index, remainder)
     return start, start + quotient + (index < remainder)
 
 
 def distinct_parts(first: int, second: int, parts: int, steps: tuple[int, int]) -> Iterator[int]:
-    """Yield one part of each kind, so that a check of all parts need not visit every part.
+    """Yield the number of one part of each kind; a check of all parts need not visit more parts.
 
-    Two dimensions, of `first` and `second` elements, are each cut into `parts` parts. Parts of a
-    kind have equal lengths in each dimension, and an equal drift: steps[0] * start in the first
-    dimension minus steps[1] * start in the second. If the drift changes from part to part, every
-    part is yielded.
+    Two dimensions, of `first` and `second` elements, are each partitioned into `parts` parts. Parts
+    of a kind have equal lengths in each dimension, and an equal drift: steps[0] * start in the
+    first dimension minus steps[1] * start in the second. If the drift changes from part to part,
+    every part is yielded.
     """
     edges = {0, 1, first % parts, second % parts, parts - 1, parts}
     for start, stop in pairwise(sorted(edge for edge in edges if edge <= parts)):
@@ -44,7 +44,7 @@ def distinct_parts(first: int, second: int, parts: int, steps: tuple[int, int]) 
 
 
 def owning_part(size: int, parts: int, position: int) -> int:
-    """Return the part that holds `position` of `size` elements cut into `parts` blocks."""
+    """Return the number of the part with `position`, of `size` elements in `parts` blocks."""
     quotient, remainder = divmod(size, parts)
     longer = remainder * (quotient + 1)
     if position < longer:
@@ -90,7 +90,7 @@ class Box:
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def slices_within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the index that selects this box from an array of the elements of `outer`."""
+        """Return the index that selects this box from an array of the elements of box `outer`."""
         bounds = zip(self.start, self.stop, outer.start, strict=True)
         return tuple(slice(a - first, b - first) for a, b, first in bounds)
 
@@ -110,7 +110,7 @@ def dimension_names(ndim: int) -> tuple[str, ...]:
 
 
 class _HasCuts(Protocol):
-    """A tensor with cuts: the interface of DistTensor for this module, which knows no torch."""
+    """A partitioned tensor: the interface of DistTensor for this module, which imports no torch."""
 
     cuts: Cuts
 
@@ -119,8 +119,8 @@ class Layout:
     """The grid axis, or tuple of axes (first slowest), that partitions each tensor dimension.
 
     `Layout(sample="sample", height=("height", "width"))` partitions samples over the grid axis
-    "sample" and the rows over "height" and "width" together. A dimension that is not named is
-    whole on every rank, as is one over axes of one rank. Dimensions are named by position (see
+    "sample" and the rows over "height" and "width" together. A dimension that is not named, or is
+    over axes of one rank, is not partitioned. Dimensions are named by position (see
     `dimension_names`); for weights, (filter, channel, *kernel), `filter` names dimension 0, and is
     equal to `sample`. Immutable and hashable.
 
@@ -139,8 +139,9 @@ class Layout:
 
     __slots__ = ("_by_dimension", "_cut")
     _by_dimension: frozenset[tuple[str, tuple[str, ...]]]
-    """The cuts, with one name for each dimension, the same for equal layouts."""
+    """Pairs of dimension and axes, in which `sample` also names `filter`, to compare layouts."""
     _cut: tuple[tuple[str, tuple[str, ...]], ...]
+    """Pairs of dimension and axes, sorted, with the names that the caller used."""
 
     def __init__(self, **dimensions: str | tuple[str, ...] | list[str] | None) -> None:
         cut = {}
@@ -176,7 +177,7 @@ class Layout:
 
     @classmethod
     def of(cls, cuts: Cuts, *, weight: bool = False) -> Layout:
-        """Return the layout with these `cuts`, one tuple of grid axes for each dimension in order.
+        """Return the layout of a tensor whose dimension d is partitioned over grid axes `cuts[d]`.
 
         With `weight` the first dimension is called `filter`, not `sample`.
 
@@ -192,9 +193,9 @@ class Layout:
 
     @classmethod
     def like(cls, x: _HasCuts, without: str | Iterable[str] = ()) -> Layout:
-        """Return the layout of a tensor partitioned as `x`, except some dimensions by name.
+        """Return the layout of a tensor partitioned as `x`, which lacks the dimensions `without`.
 
-        Labels (sample, depth, height, width) beside a volume have the layout `Layout.like(volume,
+        Labels (sample, depth, height, width) of a volume have the layout `Layout.like(volume,
         without="channel")`. By position alone their dimensions would be named (sample, channel,
         height, width). No communication.
 
@@ -300,7 +301,7 @@ class Layout:
 
 
 def default_cuts(ndim: int, topology: Topology) -> Cuts:
-    """Return cuts of every dimension over the axis of its own name, if that has several ranks."""
+    """Return the cuts of each dimension over the axis of its own name, if it has several ranks."""
     return tuple(
         (name,) if name in AXES and topology.extent(name) > 1 else ()
         for name in dimension_names(ndim)
@@ -308,7 +309,7 @@ def default_cuts(ndim: int, topology: Topology) -> Cuts:
 
 
 def effective_cuts(cuts: Cuts, topology: Topology) -> Cuts:
-    """Return `cuts` without the axes of a single rank, so that equal cuts compare equal."""
+    """Return `cuts` without the axes of a single rank, to compare partitionings."""
     return tuple(tuple(a for a in axes if topology.extent(a) > 1) for axes in cuts)
 
 
@@ -329,7 +330,7 @@ def cutting_axes(cuts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:
-    """Return the grid axes with several ranks along which a tensor is replicated."""
+    """Return the grid axes with several ranks along which a tensor with `cuts` is replicated."""
     used = cutting_axes(cuts)
     return tuple(a for a in AXES if a not in used and topology.extent(a) > 1)
 
@@ -349,9 +350,10 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
-    """Return the cuts of an operand that is broadcast to a result of `shape` cut by `cuts`.
+    """Return the cuts of an operand that is broadcast to a result of `shape` with `cuts`.
 
-    A dimension of the operand is cut as in the result if the sizes agree, else it is whole.
+    `operand` is the shape of the operand. A dimension of the operand is partitioned as in the
+    result if the sizes agree, else it is not partitioned.
     """
     lead = len(shape) - len(operand)
     return tuple(
@@ -364,12 +366,13 @@ def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
 def cuts_of_broadcast(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> Cuts:
     """Return the cuts of a result of `shape` to which operands are broadcast.
 
-    Each dimension is cut as in the largest operand that cuts it and is not broadcast along it, over
-    axes that no other dimension uses. Operands that do not cut it are sliced, which moves nothing.
+    Each dimension is partitioned as in the largest operand that partitions the dimension and is not
+    broadcast along it, over axes that no other dimension uses. Operands that do not partition the
+    dimension are sliced, without communication.
 
     Parameters
     ----------
-    operands: shape and cuts of each operand.
+    operands: global shape and cuts of each operand.
     """
     cuts: list[tuple[str, ...]] = [()] * len(shape)
     for sizes, own in sorted(operands, key=lambda x: -prod(x[0])):
@@ -397,16 +400,15 @@ def idle_axes(used: Axes, topology: Topology) -> Axes:
     return tuple(a for a in ("channel", "filter") if a not in used and topology.extent(a) > 1)
 
 
-# Dimensions that a reshape splits and merges: the factors that stay side by side.
+# Dimensions that a reshape splits and merges, as products of factors common to both shapes.
 #
 # Index arithmetic only.
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
-    """Return the shortest runs of dimensions of two shapes that have equal numbers of elements.
+    """Split two shapes into the shortest runs of dimensions with equal numbers of elements.
 
-    The runs follow each other in both shapes; each pair has the run of `before` and that of
-    `after`.
+    Return pairs of a run of dimensions of `before` and the corresponding run of `after`, in order.
     """
     if 0 in before:
         return [(range(len(before)), range(len(after)))]
@@ -429,10 +431,10 @@ def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
 
 
 def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
-    """Return the coarsest factors that make each of `splits` by multiplying neighbours.
+    """Return the fewest factors from which each of `splits` follows by multiplying neighbours.
 
-    Returns None for a size of 0, and if there are no such factors: (2, 3) divides 6 positions at 2,
-    and (3, 2) divides them at 3, which is no multiple of 2.
+    Each split is a list of sizes with the same product. Returns None for a size of 0, and if there
+    are no such factors: (2, 3) and (3, 2) have none, as 3 is not a multiple of 2.
     """
     if any(0 in row for row in splits):
         return None
@@ -448,7 +450,7 @@ def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
 
 
 def runs_of_factors(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ...]:
-    """Return for each of `sizes` the consecutive `factors` with that product; (1,) for size 1.
+    """Return, for each of `sizes`, the consecutive `factors` whose product it is; (1,) for size 1.
 
     A factor 1 is allowed only where a size is 1.
     """
@@ -463,10 +465,10 @@ def runs_of_factors(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape
 
 
 def factors_of_reshape(before: Shape, after: Shape) -> tuple[Shape, ...] | None:
-    """Return for each dimension of `after` the factors that it shares with dimensions of `before`.
+    """Return the factors of each dimension of `after` in a reshape of the shape `before`.
 
-    Each dimension of `before` is a product of these factors, too. Returns None if there are no
-    factors that fit both shapes.
+    Each dimension of `before` is a product of consecutive factors, too. Returns None if there are
+    no factors that fit both shapes.
     """
     found: list[Shape] = []
     for old, new in groups(before, after):

@@ -1,14 +1,17 @@
-"""Plans: the boxes that a rank needs, the ranks that own them, and the boxes that it must send.
+"""Plans: the boxes that a rank receives and the boxes that it sends, each with the other rank.
 
-A plan moves elements from a tensor cut by one layout into each rank's buffer. The rank holds its
-block of an output cut by the same or another layout, and an index map per dimension gives the
-inputs that those outputs need. A halo exchange is a plan between equal layouts with windows; a
-redistribution is one between different layouts with `Same`. Every dimension is treated alone, and
-the elements exchanged by two ranks are the product over the dimensions. So corners need no special
-case, owners may be several parts away, and the cost follows the neighbourhood, not the size of the
-grid.
+By a plan, each rank gathers elements of a partitioned input into its buffer. The rank computes its
+block of an output, partitioned by the same or another layout, and an index map per dimension gives
+the inputs that this block needs. A halo exchange is a plan between equal layouts, with windows as
+index maps. A redistribution is a plan between different layouts, with the index map `Same`. Every
+dimension is treated separately, and the elements exchanged by two ranks are the product over the
+dimensions. So corners need no special case, owners may be several parts away, and the cost of a
+plan depends on the number of neighbours, not on the size of the grid.
 
-Index arithmetic only. Read backwards, a plan is the adjoint: the accumulation of gathered elements.
+Index arithmetic only. The same plan describes the adjoint, which sums the buffers into the blocks.
+
+`cuts` are, for each dimension of a tensor, the grid axes that partition the dimension. They divide
+the dimension into numbered parts: source parts of the input, and target parts of the output.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Consecutive elements of a source part along one dimension, and their place in the buffer."""
+    """`length` elements at `source` of a source part, and at `target` of the buffer."""
 
     source: int
     target: int
@@ -53,21 +56,22 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class Route:
-    """The elements that a rank exchanges with `peer`, in an order that both share.
+    """The elements that a rank sends to, or receives from, the rank `peer` in one message.
 
-    The boxes are of the rank's block if it sends, and of its buffer if it receives.
+    The boxes are of the rank's block if it sends, and of its buffer if it receives. Both ranks have
+    the boxes in the same order.
     """
 
     peer: int
     boxes: tuple[Slices, ...]
     size: int
-    """Number of elements in all boxes."""
+    """The number of elements in all boxes."""
     shape: tuple[int, ...]
-    """The shape of the message: a single box's shape, or (size,) of several concatenated boxes."""
+    """The shape of the message: the shape of a single box, or (size,) for several boxes."""
 
     @classmethod
     def of(cls, peer: int, boxes: tuple[Slices, ...]) -> Route:
-        """Return the route of these boxes."""
+        """Return the route to or from `peer` with `boxes`."""
         shapes = [tuple(s.stop - s.start for s in box) for box in boxes]
         size = sum(map(prod, shapes))
         return cls(peer, boxes, size, shapes[0] if len(shapes) == 1 else (size,))
@@ -75,13 +79,13 @@ class Route:
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's part in moving a tensor's elements into the ranks' buffers.
+    """The messages and local copies by which one rank fills its buffer, and sends its block.
 
     The routes `sends` have boxes of the rank's own block, the routes `receives` have boxes of its
-    buffer. `own` pairs boxes of the block with boxes of the buffer, to which they are copied on the
-    rank. `identity` says, alike on all ranks, whether every rank's buffer is its own block.
-    `channels_last`, the same on all ranks, says whether messages hold the channels of one position
-    after those of another, as tensors with channels last do.
+    buffer. `own` has pairs of a box of the block and the box of the buffer to which it is copied.
+    `identity`, the same on all ranks, is true if every rank's buffer is its own block.
+    `channels_last`, the same on all ranks, is true if the channels are the last dimension of
+    messages.
     """
 
     block_shape: tuple[int, ...]
@@ -92,18 +96,18 @@ class Plan:
     identity: bool
     channels_last: bool = False
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What is derived from the plan, such as indices of elements in memory, and lives as long."""
+    """A cache of data derived from the plan, such as indices of elements in memory."""
 
     @cached_property
     def with_channels_last(self) -> Plan:
-        """Return this plan with `channels_last`. Every route has a single box."""
+        """Return this plan with `channels_last=True`. Every route must have a single box."""
         return replace(self, channels_last=True)
 
     @cached_property
     def packed(self) -> Plan:
-        """Return the plan for tensors whose dimensions are in the order of the messages.
+        """Return this plan for views of block and buffer with dimensions in the messages' order.
 
-        With `channels_last`, the channels are the last dimension of these tensors.
+        With `channels_last`, the channels are the last dimension of the views.
         """
         if not self.channels_last:
             return self
@@ -127,14 +131,14 @@ class Plan:
 
     @cached_property
     def whole_block(self) -> Slices:
-        """Return the box that is the rank's whole block."""
+        """Return the box of all elements of the rank's block."""
         return tuple(slice(0, n) for n in self.block_shape)
 
     @cached_property
     def beside_own(self) -> Slices:
-        """Return a box with all elements of the block outside of the first own box.
+        """Return a box that contains all elements of the block outside of the first box of `own`.
 
-        It is the smallest one where the rest is a box, and else the whole block.
+        If these elements form a box, return that box, else the box of the whole block.
         """
         if not self.own:
             return self.whole_block
@@ -157,10 +161,11 @@ class Plan:
 
     @cached_property
     def pieces(self) -> tuple[int, tuple[int | tuple[int, ...], ...]] | None:
-        """Return a dimension, and the pieces that concatenate to the buffer along it.
+        """Return a dimension, and the pieces that concatenate along it to the buffer.
 
-        A piece is the number of a message, -1 for the own box, or the shape of padding. Returns
-        None if there is no such dimension, or if messages can arrive directly in the buffer.
+        A piece is the number of a message, -1 for the box in `own`, or the shape of padding.
+        Returns None if there is no such dimension, or if messages are contiguous in the buffer and
+        can be received there.
         """
         boxes = [box for _, box in self.own] + [box for r in self.receives for box in r.boxes]
         if len(self.own) != 1 or len(boxes) != 1 + len(self.receives):
@@ -173,7 +178,7 @@ class Plan:
 
 
 def _channels_moved_last(sides: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return `sides`, one for each dimension, with that of the channels after all others."""
+    """Return `sides`, which has one entry per dimension, with the entry of the channels last."""
     samples, channels, *space = sides
     return samples, *space, channels
 
@@ -181,7 +186,7 @@ def _channels_moved_last(sides: tuple[Any, ...]) -> tuple[Any, ...]:
 def pieces_along(
     shape: tuple[int, ...], boxes: Sequence[Slices]
 ) -> tuple[int, tuple[int | tuple[int, ...], ...]] | None:
-    """Return a dimension, and the pieces that concatenate to an array of `shape` along it.
+    """Return a dimension, and the pieces that concatenate along it to an array of `shape`.
 
     A piece is the number of one of `boxes`, which have no element in common, or the shape of
     padding between them. Returns None if there is no such dimension.
@@ -205,7 +210,7 @@ def pieces_along(
 
 @dataclass(frozen=True)
 class _Dimension:
-    """One dimension of a plan: the cuts of input and output along it, and its index map."""
+    """One dimension of a plan: the axes and parts of input and output, and the index map."""
 
     size: int
     source_axes: tuple[str, ...]
@@ -216,13 +221,13 @@ class _Dimension:
     needs: IndexMap
 
     def intervals(self, part: int) -> tuple[Interval, ...]:
-        """Return the unclipped input intervals that target part number `part` needs."""
+        """Return the input intervals, with padding, that target part number `part` needs."""
         start, stop = block(self.outputs, self.target_parts, part)
         return self.needs.intervals(self.size, start, stop) if start < stop else ()
 
     @property
     def identity(self) -> bool:
-        """Return whether target part i needs just source part i, and the same ranks hold both."""
+        """Return whether each target part i needs exactly source part i, on the same ranks."""
         if self.source_axes != self.target_axes:
             return False
         if _is_identity(self.needs, self.size):
@@ -244,7 +249,7 @@ class _Dimension:
         return ((start, stop),) if start < stop else ()
 
     def taken(self, source: int, target: int) -> tuple[_Stretch, ...]:
-        """Return the elements that target part `target` takes from source part `source`."""
+        """Return the runs of elements that target part `target` needs from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
         found, offset = [], 0
         for first, last in self.intervals(target):
@@ -255,13 +260,13 @@ class _Dimension:
         return tuple(found)
 
     def overlap(self, source: int, target: int) -> int:
-        """Return the number of elements that part `target` takes from source part `source`."""
+        """Return the number of elements that target part `target` needs from part `source`."""
         start, stop = block(self.size, self.source_parts, source)
         pieces = (min(b, stop) - max(a, start) for a, b in self.intervals(target))
         return sum(n for n in pieces if n > 0)
 
     def targets(self, source: int) -> set[int]:
-        """Return every target part that takes elements from source part `source`, perhaps more."""
+        """Return a superset of the target parts that need elements from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
         if start == stop:
             return set()
@@ -269,12 +274,15 @@ class _Dimension:
         return _parts_meeting(self.outputs, self.target_parts, dependents)
 
     def sources(self, target: int) -> set[int]:
-        """Return the source parts from which target part `target` takes elements."""
+        """Return the source parts from which target part `target` needs elements."""
         return _parts_meeting(self.size, self.source_parts, self.intervals(target))
 
 
 def _parts_meeting(size: int, parts: int, intervals: Iterable[Interval]) -> set[int]:
-    """Return the parts of `size` positions that meet the intervals, which may reach outside."""
+    """Return the numbers of the parts that have elements in common with `intervals`.
+
+    `size` positions are partitioned into `parts`. The intervals may extend beyond [0, size).
+    """
     meeting: set[int] = set()
     for first, last in intervals:
         a, b = max(first, 0), min(last, size)
@@ -293,12 +301,13 @@ def make_plan(
     target: Cuts,
     needs: tuple[IndexMap, ...],
 ) -> Plan:
-    """Return `rank`'s plan for bringing to every rank the inputs of its block of outputs.
+    """Return `rank`'s plan by which every rank gathers the inputs of its block of the output.
 
     Parameters
     ----------
-    shape: the global shape of the input, which is cut by `source`.
-    target: the cuts of the output, whose shape is `needs[d].output_size(shape[d])`.
+    shape: the global shape of the input.
+    source: for each dimension of the input, the grid axes that partition the dimension.
+    target: the same for the output, whose size in dimension d is `needs[d].output_size(shape[d])`.
     needs: the index map of every dimension.
     """
     dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
@@ -342,10 +351,10 @@ def elements_moved(
     target: Cuts,
     needs: tuple[IndexMap, ...],
 ) -> int:
-    """Return the number of elements in the routes of `make_plan`, sent and received together.
+    """Return the number of elements that `rank` sends and receives by the plan of `make_plan`.
 
-    The number is computed without making routes: boxes are products of intervals, so sums over
-    ranks are products of sums over parts.
+    The number is computed without the plan: boxes are products of intervals, so sums over ranks are
+    products of sums over parts.
     """
     dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
     here, moving = topology.coordinates(rank), set(cutting_axes(source))
@@ -362,11 +371,12 @@ def elements_moved(
 def _counts(
     d: _Dimension, source: int, target: int, takers: tuple[int, ...]
 ) -> tuple[int, int, int]:
-    """Return the numbers of elements gathered, given and kept along one dimension.
+    """Return the numbers of elements gathered, sent and kept by one rank along one dimension.
 
-    A rank that holds part `source` of the input and computes part `target` of the output gathers
-    elements from all source parts, its own included. It gives elements to the target parts
-    `takers`, and keeps the elements of its own source part that its target part needs.
+    The rank holds part `source` of the input and computes part `target` of the output. It gathers
+    elements from all source parts, its own included; it sends elements to the target parts
+    `takers`, its own included; and it keeps the elements of its own source part that its target
+    part needs.
     """
     received = sum(d.overlap(i, target) for i in d.sources(target))
     sent = sum(d.overlap(source, j) for j in takers)
@@ -409,10 +419,11 @@ def _targets(
     source: Cuts,
     target: Cuts,
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the ranks that take elements from `rank`, each with its target part in every dimension.
+    """Yield the ranks that receive elements from `rank`, with the numbers of their target parts.
 
-    A rank takes from the replica with its own coordinates along the grid axes that do not cut the
-    input. So these coordinates are fixed to this rank's, and the others vary.
+    There is one target part per dimension; `source_here` has the source parts of `rank`. A rank
+    receives from the replica with its own coordinates along the grid axes that do not partition the
+    input. So these coordinates are fixed to those of `rank`, and all others vary.
     """
     here, moving = topology.coordinates(rank), set(cutting_axes(source))
     free = _free_axes(source, target)
@@ -426,10 +437,10 @@ def _targets(
 def _takers(
     topology: Topology, here: Mapping[str, int], moving: Set[str], d: _Dimension, source: int
 ) -> list[int]:
-    """Return the target parts that take elements from part `source` of one rank.
+    """Return the target parts along dimension `d` that need elements of part `source` of one rank.
 
-    `here` are the coordinates of this rank; `moving` are the axes that cut the input. Only a rank
-    with the same coordinates along all other axes takes elements from it.
+    `here` are the coordinates of this rank; `moving` are the axes that partition the input. Only
+    ranks with the same coordinates along all other axes receive elements from this rank.
     """
     fixed = [axis for axis in d.target_axes if axis not in moving]
     parts = []
@@ -441,14 +452,17 @@ def _takers(
 
 
 def _free_axes(source: Cuts, target: Cuts) -> list[str]:
-    """Return the axes that cut the input only: ranks along them take the same elements."""
+    """Return the axes that partition the input only; ranks along them need the same elements."""
     return [axis for axis in cutting_axes(source) if axis not in cutting_axes(target)]
 
 
 def _boxes(
     dimensions: list[_Dimension], source: Sequence[int], target: Sequence[int]
 ) -> tuple[tuple[Slices, Slices], ...]:
-    """Return pairs of boxes, in block and buffer, that move from source parts to target parts."""
+    """Return pairs of a box of the block and the box of the buffer that receives its elements.
+
+    The block is at the parts `source`, the buffer at the parts `target`, one per dimension.
+    """
     every = [d.taken(i, j) for d, i, j in zip(dimensions, source, target, strict=True)]
     return tuple(
         (
@@ -460,10 +474,10 @@ def _boxes(
 
 
 def _is_identity(needs: IndexMap, size: int) -> bool:
-    """Return whether a map is recognised as the identity on `size` inputs.
+    """Return whether an index map is known to be the identity on `size` inputs.
 
-    The test does not depend on the number of parts. Maps that are the identity for other reasons
-    are not recognised.
+    The result does not depend on the number of parts. Other maps, for which the result is False,
+    may be the identity, too.
     """
     if isinstance(needs, Window):
         return (needs.kernel, needs.stride, needs.padding) == (1, 1, (0, 0))

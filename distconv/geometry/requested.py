@@ -1,8 +1,8 @@
-"""Plans of boxes or rows that ranks ask for, and of rows that masks pick.
+"""Plans to exchange boxes or rows that ranks request, or that masks select.
 
-The needs of most operators follow from shapes alone (`plan`). What a warp samples, and what
-positions or masks pick, depends on values, so the ranks tell each other first. Index arithmetic
-only.
+Which elements most operators need follows from shapes alone (`plan`). Which elements a warp samples
+and positions or masks select depends on values, so the ranks exchange their requests first. Index
+arithmetic only.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def boxes_plan(
     ranks: tuple[int, ...],
     boxes: tuple[Box, ...],
 ) -> Plan:
-    """Return `rank`'s plan for bringing to each of `ranks` the box of a tensor that it asks for.
+    """Return `rank`'s plan to send to each of `ranks` the box of a tensor that it requests.
 
     Parameters
     ----------
-    shape, cuts: the global shape of the tensor, and its cuts.
+    shape: the global shape of the tensor.
+    cuts: for each dimension, the grid axes that partition the dimension.
     ranks: ranks that hold all elements of the boxes, `rank` among them.
-    boxes: the box of global indices for which each of `ranks` asks; it may be empty.
+    boxes: for each of `ranks`, the requested box of global indices, which may be empty.
     """
     blocks = [rank_box(shape, cuts, topology, peer) for peer in ranks]
     here = ranks.index(rank)
@@ -60,14 +61,15 @@ def rows_plan(
     row: Shape,
     d: int,
 ) -> Plan:
-    """Return `rank`'s plan for sending rows to each of `ranks`, and receiving rows from each.
+    """Return `rank`'s plan to send rows to each of `ranks`, and to receive rows from each.
 
-    The block has the rows to send, and the buffer the rows received, both one rank after the other.
+    The block contains the rows to send and the buffer the received rows, both in the order of
+    `ranks`.
 
     Parameters
     ----------
     sent, received: for each of `ranks`, which include `rank`, the number of rows sent and received.
-    row: the shape of block and buffer; the size of dimension `d`, along which rows lie, is ignored.
+    row: the shape of block and buffer, except for dimension `d`, which counts rows.
     """
     whole = tuple(slice(0, n) for n in row)
     size = prod(replaced_at(row, d, 1))
@@ -90,7 +92,7 @@ def rows_plan(
 
 
 def concatenation(lengths: Sequence[int], ranks: Sequence[int], rank: int, row: Shape) -> Plan:
-    """Return `rank`'s plan for bringing the rows of all `ranks` to each of them, in their order.
+    """Return `rank`'s plan to all-gather the rows of `ranks`, concatenated in the order of `ranks`.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Geometry of resampling: the inputs, and their weights, of each output along one dimension.
+"""Geometry of resampling: positions and weights of each output's inputs along one dimension.
 
-Index arithmetic only. The positions and weights follow torch's conventions, in the precision in
-which torch computes them, so that rounding falls on the same side.
+Index arithmetic only. Positions and weights follow torch's conventions, and are computed in torch's
+precision, so that both round in the same way.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from distconv.geometry.index_maps import Ascending, Interval, cached
 _CUBIC = -0.75
 _CUBIC_ANTIALIAS = -0.5
 _LONGEST_PERIOD = 32
-"""The most inputs that a window may begin early, to line up with outputs."""
+"""The largest denominator of `Resampled.ratio`; a buffer begins early by fewer inputs than this."""
 
 
 @dataclass(frozen=True)
 class Resampled(Ascending):
-    """Resampling of a dimension to `outputs` positions.
+    """The index map of resampling a dimension to `outputs` positions.
 
     Parameters
     ----------
-    scale: outputs per input as the caller gave it; None for the ratio of the sizes.
+    scale: the number of outputs per input if the caller gave one; None for the ratio of the sizes.
     mode: "nearest", "nearest-exact", "linear" or "cubic".
     precision: the numpy type in which positions are computed.
-    accelerator: whether an accelerator computes, whose kernels find the nearest inputs otherwise.
-    planar: whether the tensor has two spatial dimensions; it counts on accelerators only.
+    accelerator: whether an accelerator computes; its kernels find nearest inputs by other formulas.
+    planar: whether the tensor has two spatial dimensions, which matters on accelerators only.
     """
 
     outputs: int
@@ -49,14 +49,15 @@ class Resampled(Ascending):
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         positions, _ = self.taps(size, start, stop)
         first, ratio = int(positions.min()), self.ratio(size)
-        # From an input on whose edge is the edge of an output, positions are those in the whole.
+        # If the buffer begins at an input whose edge is an edge of an output, positions in the
+        # buffer are those in the global dimension.
         return ((first - (first % ratio.denominator if ratio else 0), int(positions.max()) + 1),)
 
     def ratio(self, size: int) -> Fraction | None:
         """Return the number of outputs per input as a fraction with a small denominator.
 
-        Returns None if there is none, with `align_corners`, and for a scale other than 1 between
-        equal sizes.
+        Returns None if there is no such fraction, with `align_corners`, and for a scale other than
+        1 between equal sizes.
         """
         if self.align_corners:
             return None
@@ -66,11 +67,11 @@ class Resampled(Ascending):
 
     @cached
     def alone(self, size: int, start: int, stop: int) -> tuple[int, float] | None:
-        """Return torch's arguments to compute the outputs [start, stop) from `intervals` alone.
+        """Return torch's arguments to compute the outputs [start, stop) from their inputs alone.
 
-        The first number counts the surplus outputs that torch returns before `start`, the second is
-        the number of outputs per input. Returns None if torch's kernel would use other positions
-        than for the whole dimension.
+        The inputs are those of `intervals`. The first argument is the number of surplus outputs
+        that torch returns before `start`, the second the number of outputs per input. Returns None
+        if torch's kernel would use other positions than for the global dimension.
         """
         ratio = self.ratio(size)
         if ratio is None:
@@ -89,7 +90,10 @@ class Resampled(Ascending):
 
     @cached
     def taps(self, size: int, start: int, stop: int) -> tuple[NDArray, NDArray]:
-        """Return input positions and weights of outputs [start, stop): (stop - start, taps)."""
+        """Return the positions and weights of the inputs of the outputs [start, stop).
+
+        Both arrays have the shape (stop - start, number of inputs of an output).
+        """
         outputs = np.arange(start, stop)
         if self.mode.startswith("nearest"):
             return _nearest(self, size, outputs)[:, None], np.ones((len(outputs), 1))
@@ -115,7 +119,7 @@ class Resampled(Ascending):
         return positions, np.stack([_cubic(d, _CUBIC) for d in distances], 1)
 
     def step(self, size: int) -> np.floating:
-        """Return the inputs per output."""
+        """Return the number of inputs per output, in a dimension of `size` inputs."""
         real = np.dtype(self.precision).type
         if self.align_corners:
             return real(size - 1) / real(self.outputs - 1) if self.outputs > 1 else real(0)
@@ -125,12 +129,12 @@ class Resampled(Ascending):
 
     @cached
     def ambiguous(self, size: int) -> bool:
-        """Return whether torch's kernels disagree about which input is the nearest.
+        """Return whether torch's kernels choose different nearest inputs for some output.
 
-        On CPUs some kernels take the ratio of the sizes where this ratio is 1 or 2, whatever the
-        scale, and some kernels compute in the precision of the data. Forward and backward pass may
-        use different kernels, and so may memory formats. In two dimensions all kernels agree. On
-        accelerators the backward pass has a rule of its own.
+        On CPUs some kernels ignore the scale if the ratio of the sizes is 1 or 2, and some kernels
+        compute in the precision of the data. Forward and backward pass may use different kernels,
+        and so may memory formats. In two dimensions all kernels agree. On accelerators the backward
+        pass uses a different formula.
         """
         if not self.mode.startswith("nearest"):
             return False
@@ -144,7 +148,7 @@ class Resampled(Ascending):
 
 
 def _nearest(r: Resampled, size: int, outputs: NDArray) -> NDArray:
-    """Return the nearest inputs, computed in float32 as by torch, for data of any type."""
+    """Return the nearest input of each of `outputs`; as in torch, computed in float32."""
     if r.accelerator:
         if r.planar and r.outputs == size:
             return outputs
@@ -154,9 +158,10 @@ def _nearest(r: Resampled, size: int, outputs: NDArray) -> NDArray:
 
 
 def _nearest_in_backward(r: Resampled, size: int, outputs: NDArray) -> NDArray:
-    """Return the inputs that get the gradients of outputs by torch's kernels for accelerators.
+    """Return, for each of `outputs`, the input that gets its gradient on accelerators in torch.
 
-    Input i gets those of the outputs from i * scale, rounded up, to before (i + 1) * scale.
+    Input i gets the gradients of all outputs o with i * scale <= o < (i + 1) * scale; for
+    "nearest-exact" both bounds are smaller by 0.5.
     """
     real = np.float32
     scale = real(r.scale) if r.scale and r.scale > 0 else real(r.outputs) / real(size)
@@ -173,7 +178,10 @@ def _scaled(r: Resampled, size: int, outputs: NDArray, real: type[np.floating]) 
 
 
 def _antialiased(r: Resampled, size: int, outputs: NDArray) -> tuple[NDArray, NDArray]:
-    """Return positions and weights of a filter as wide as an output, as in Pillow."""
+    """Return positions and weights of the inputs of `outputs`, by an antialiasing filter.
+
+    As in Pillow, the width of the filter is proportional to the number of inputs per output.
+    """
     real = np.dtype(r.precision).type
     step = r.step(size)
     half_width = real(1 if r.mode == "linear" else 2)
@@ -196,7 +204,7 @@ def _antialiased(r: Resampled, size: int, outputs: NDArray) -> tuple[NDArray, ND
 
 
 def _cubic(distance: NDArray, a: float) -> NDArray:
-    """Return the cubic convolution kernel (Keys 1981) at distances of 0 to 2 from its centre."""
+    """Return the cubic convolution kernel (Keys 1981) with parameter `a` at each distance."""
     near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
     far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
     return np.where(distance <= 1, near, np.where(distance < 2, far, 0))

@@ -14,7 +14,7 @@ AXES = ("sample", "channel", "filter", "depth", "height", "width")
 class Topology:
     """The extents of the six grid axes, in the order of `AXES`; ranks are numbered row-major.
 
-    There is one object for equal extents, so that caches compare it by its address.
+    Equal extents give the same object, so that caches compare topologies by identity.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class Topology:
     _stride: dict[str, int]
 
     def __new__(cls, extents: tuple[int, ...]) -> Topology:
-        """Return the topology with these extents."""
+        """Return the topology with `extents`, the same object in all calls."""
         known = _KNOWN.get(extents)
         if known is not None:
             return known
@@ -56,7 +56,7 @@ class Topology:
         return self._extent[axis]
 
     def parts(self, axes: Iterable[str]) -> int:
-        """Return the number of parts of a dimension that is cut over `axes`."""
+        """Return the number of parts of a dimension that is partitioned over `axes`."""
         return prod(map(self._extent.__getitem__, axes))
 
     def coordinate(self, rank: int, axis: str) -> int:
@@ -72,7 +72,7 @@ class Topology:
         return sum(coordinates[axis] * self._stride[axis] for axis in AXES)
 
     def part(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
-        """Return the part at `coordinates` of a dimension cut over `axes`, first slowest."""
+        """Return the row-major number over `axes` of the part on the ranks at `coordinates`."""
         index = 0
         for axis in axes:
             index = index * self.extent(axis) + coordinates[axis]
@@ -86,7 +86,7 @@ class Topology:
         return coordinates
 
     def peers(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """Return the ranks reached from `rank` by moving along `axes` only, in rank order."""
+        """Return, in order, the ranks with the coordinates of `rank` except along `axes`."""
         ranks = [rank]
         for axis in axes:
             stride, extent = self._stride[axis], self._extent[axis]
@@ -97,4 +97,4 @@ class Topology:
 
 
 _KNOWN: WeakValueDictionary[tuple[int, ...], Topology] = WeakValueDictionary()
-"""All topologies in use, by their extents."""
+"""The topologies in use, by their extents."""

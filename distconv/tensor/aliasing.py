@@ -1,8 +1,8 @@
-"""Views of DistTensors, and in-place writes through views whose elements lie on other ranks.
+"""Views of DistTensors, and in-place writes through views whose elements are on other ranks.
 
-Such a view has a `ViewRecipe`: its base, and a function that makes the view anew from the base. A
-write to the view also changes the base at once, and the base's own base. Other views of that base
-are made anew when they are next read, as in torch's functionalization.
+Such a view has a `ViewRecipe`: its base, and a function that recomputes the view from the base. A
+write to the view also updates the base at once, and the base's own base. Other views of that base
+are recomputed when they are next read, as in torch's functionalization.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def make_view(
     writable: bool = True,
     place: Any = None,
 ) -> Distributed:
-    """Return a view of `x` with local block `shard`, global shape `shape` and cuts `cuts`.
+    """Return a view of `x` with local block `shard` and global shape `shape`.
 
     Parameters
     ----------
-    make: called with `x`, or with another tensor in its place, makes the view anew.
+    cuts: the grid axes that partition each dimension of the view.
+    make: a function that recomputes the view from `x`, or from a tensor that replaces `x`.
     write: `write(base, view)` copies the elements of a view into its base. None only if `shard`
         shares the memory of `x` on every rank.
     writable: False if several elements of the view are one element of `x`, as after `expand`.
@@ -53,9 +54,10 @@ def make_view(
 
 
 def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -> Distributed:
-    """Return a result that serial torch makes as a view or as a copy of `x`, depending on strides.
+    """Return a result that is in serial torch a view or a copy of `x`, depending on strides.
 
-    While both tensors are in use, `prepare_write` refuses to write to either.
+    The result has the block `shard`, the global `shape`, and is partitioned by `cuts`. While both
+    tensors are in use, `prepare_write` raises an error for both.
     """
     if shard is x.shard and shard.requires_grad:
         # A node of its own, as on ranks that copied. torch calls the hooks of a leaf, which may
@@ -67,23 +69,23 @@ def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -
 
 
 def is_of_parameter(x: DistTensorBase) -> bool:
-    """Return whether `x` is a sharded parameter, a view of one, or made by `empty_like` of one.
+    """Return whether `x` is a sharded parameter, a view or an `empty_like` of a sharded parameter.
 
-    Random numbers that fill such a tensor are those of serial torch.
+    Such a tensor is filled with the random numbers of serial torch.
     """
     memory = x.__dict__.get("_memory")
     return memory is not None and memory.of_parameter
 
 
 def mark_of_parameter(x: DistTensorBase) -> None:
-    """Mark a tensor, and all its views, so that `is_of_parameter` is true for them."""
+    """Mark `x` and all its views as a sharded parameter, for `is_of_parameter`."""
     x._memory.of_parameter = True
 
 
 def prepare_write(x: DistTensorBase, operator: str) -> None:
-    """Check that `x` may be written in place, and give it a block of its own. Collective.
+    """Check that `x` may be written in place, and make sure that it has a block. Collective.
 
-    `operator` is the writing function; it calls `update_views(x)` after the write. Raises
+    The writing function `operator` must call `update_views(x)` after the write. Raises
     UnsupportedOperation or RuntimeError on every rank, before any message, if serial torch forbids
     the write, or if other tensors might have to change with `x`.
     """
@@ -111,9 +113,9 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
 
 
 def _check_bases(x: DistTensorBase, operator: str) -> None:
-    """Raise if serial torch forbids `operator` to write to the view `x` because of a base.
+    """Raise if serial torch forbids `operator` to write to the view `x` because of its bases.
 
-    Bases are the tensor that `x` is a view of, the tensor that this one is a view of, and so on.
+    The bases are the tensor of which `x` is a view, the base of that tensor, and so on.
     """
     recorded, view = torch.is_grad_enabled(), x
     while (recipe := view.recipe) is not None:
@@ -140,11 +142,10 @@ def _check_bases(x: DistTensorBase, operator: str) -> None:
 
 
 def update_views(x: DistTensorBase) -> None:
-    """After a write to `x`, update all tensors that share its memory in serial torch.
+    """Update, after a write to `x`, all tensors that share its memory in serial torch.
 
-    Views of `x` on other ranks are made anew when they are read. If `x` is itself a view of
-    elements on other ranks, the elements of `x` are sent to its base, and all ranks call it
-    together.
+    Views with elements on other ranks are recomputed when they are next read. If `x` is itself a
+    view of elements on other ranks, its elements are written to its base. Collective in this case.
     """
     if x.held.requires_grad:
         x.sync_requires_grad()

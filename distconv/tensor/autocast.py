@@ -1,4 +1,4 @@
-"""Autocast: the types in which torch computes a function, observed in torch's own dispatcher.
+"""Autocast: the element types in which torch computes a function, observed in its dispatcher.
 
 torch converts operands in its dispatcher, below the functions that have rules. To find the types,
 the function is run once on tensors without elements. The operands are then converted before the
@@ -26,8 +26,8 @@ def under_autocast(
 ) -> Callable[..., Any]:
     """Return the rule of `func`, wrapped to convert its operands and result to autocast's types.
 
-    The device is that of the blocks, which a dry run may have, too. torch has no autocast for the
-    meta device, so a dry run without memory uses the types of the simulated device.
+    Without autocast return `rule` itself. torch has no autocast for the meta device, so a dry run
+    without memory uses the types of the simulated device.
     """
     device = _device_of(next(x for x in operands if isinstance(x, DistTensorBase)))
     if not torch.is_autocast_enabled(device):
@@ -51,9 +51,9 @@ def under_autocast(
 
 
 def result_type(func: Callable[..., Any], x: Tensor, *args: Any) -> torch.dtype:
-    """Return the type of `func(x, *args)` under the autocast that is on, if any.
+    """Return the element type of `func(x, *args)` under the active autocast, if any.
 
-    `x` has a floating-point type, which `func` keeps without autocast.
+    `x` has a floating-point type. Without autocast `func` returns a result of this type.
     """
     device = _device_of(x) if isinstance(x, DistTensorBase) else x.device.type
     types = _types(func, (x, *args), {}, device) if torch.is_autocast_enabled(device) else None
@@ -61,31 +61,31 @@ def result_type(func: Callable[..., Any], x: Tensor, *args: Any) -> torch.dtype:
 
 
 def _device_of(x: DistTensorBase) -> str:
-    """Return the kind of device that computes `x`; in a dry run, the simulated one."""
+    """Return the device type of `x`, such as "cuda"; in a dry run, of the simulated device."""
     if x.device.type == "meta":
         return rehearsed() if x.grid.computes_on_gpu else "cpu"
     return x.device.type
 
 
 class _Types(NamedTuple):
-    """The types that torch's autocast gives to the operands and the result of one function call."""
+    """The element types of operands and result of one function call under torch's autocast."""
 
     operands: tuple[torch.dtype | None, ...]
     """The type of each tensor among the arguments, in order; None where it does not change."""
     result: torch.dtype | None
     """The type of the result, if it is one tensor."""
     others: bool
-    """Whether torch converts further tensors, made inside the function."""
+    """Whether torch converts further tensors, which are created inside the function."""
 
 
 _KNOWN: dict[Any, _Types | None] = {}
-"""Known types of calls, by everything they depend on; None where torch cannot tell."""
+"""A cache of the types of function calls; None for a call whose types cannot be observed."""
 
 
 def _types(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> _Types | None:
-    """Return the types to which autocast converts the arguments of `func`, or None; cached."""
+    """Return the types of a call of `func` under autocast on `device`, cached; None if unknown."""
     key = func, device, torch.get_autocast_dtype(device), _kind(args), _kind(kwargs)
     try:
         return _KNOWN[key]
@@ -97,7 +97,7 @@ def _types(
 
 
 def _kind(x: Any) -> Any:
-    """Return a cache key of an argument: tensors by type and number of dimensions, plain values."""
+    """Return a cache key of an argument: a tensor's type and number of dimensions, or a value."""
     if isinstance(x, Tensor):
         return x.dtype, x.dim()
     if isinstance(x, (list, tuple)):
@@ -137,14 +137,14 @@ def _in_type(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class StandIn(Tensor):
-    """A tensor without elements that stands for an operand on `device`, to observe conversions."""
+    """A tensor without elements that replaces an operand on `device`, to observe conversions."""
 
     __torch_function__: Any = torch_private.no_torch_function
     meta: Tensor
     uses: set[torch.dtype]
-    """The types in which it, or a tensor that it is a view of, was used."""
+    """The element types in which kernels have read the tensor, its views or its bases."""
     family: list[StandIn]
-    """The operands of a call, and all tensors made from them."""
+    """The operands of a call, and all tensors computed from the operands."""
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: str, family: list[StandIn]) -> StandIn:
@@ -187,15 +187,15 @@ _COMPOSED = {
     torch.ops.aten.affine_grid_generator.default,
     torch.ops.aten.linalg_pinv.atol_rtol_tensor,
 }
-"""Functions whose kernels call functions that torch converts for, invisibly from outside."""
+"""Functions whose kernels call further functions for which torch converts types internally."""
 
 
 def _seen(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> _Types | None:
-    """Run `func` on tensors without elements, and return the types that autocast chose.
+    """Run `func` on tensors without elements, and return the types chosen by autocast.
 
-    Return None if the run fails, or if `func` is no function of torch.
+    Return None if the run fails, or if `func` is not a function of torch.
     """
     if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
         return None

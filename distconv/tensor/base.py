@@ -1,7 +1,7 @@
-"""The base class of DistTensor: shard, cuts, grid and metadata, without any operator.
+"""The base class of DistTensor: shard, partitioning (`cuts`), grid and metadata, without operators.
 
-Modules that DistTensor itself imports use this base. They make results by `type(x)(...)`, so that
-these are DistTensors.
+Modules that the module of DistTensor imports use this base class. To return DistTensors, they
+construct results by `type(x)(...)`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _INTEGERS = frozenset({int})
 
 
 def whole_number(value: Any, what: str) -> int:
-    """Return `value` as an int.
+    """Return `value` as an int; raise TypeError, which names `what`, for any other type.
 
-    Raises TypeError, which names `what`, for a value that is no integer, also for the float 2.0.
+    A float such as 2.0 is no integer.
     """
     try:
         return index(value)
@@ -42,7 +42,7 @@ def whole_number(value: Any, what: str) -> int:
 
 
 def whole_numbers(value: Any, what: str) -> tuple[int, ...]:
-    """Return one integer, or several, as a tuple of ints.
+    """Return `value`, an integer or a list or tuple of integers, as a tuple of ints.
 
     Raises TypeError, which names `what`, for other values.
     """
@@ -58,31 +58,32 @@ def whole_numbers(value: Any, what: str) -> tuple[int, ...]:
 
 
 class SharedMemory:
-    """The memory of a DistTensor and its views, or a copy for a view of elements on other ranks.
+    """The memory shared by a DistTensor and its views, or a copy for a view of remote elements.
 
-    In serial torch the copy and its source are one memory.
+    A view whose elements are on other ranks than those of its base needs a copy. In serial torch
+    the view and its base share one memory.
 
     Attributes
     ----------
-    newest: whether this copy was written to, and the write has not reached its source yet.
-    of_parameter: whether it belongs to a sharded parameter, or to `empty_like` of one.
+    newest: whether this copy was written to, and its source has not been updated yet.
+    of_parameter: whether the memory is that of a sharded parameter, or of `empty_like` of one.
     leaf: whether a leaf with gradients has this memory, and operators read the leaf through an
-        alias. Autograd does not refuse writes to the alias.
+        alias. Autograd does not raise for writes to the alias.
     """
 
     newest = False
     of_parameter = False
     leaf = False
     _source: SharedMemory | None = None
-    """For a copy, the memory that it was copied from."""
+    """For a copy, the memory from which it was copied."""
     _view: ReferenceType[Any] | None = None
-    """For a copy, the tensor that it was made for."""
+    """For a copy, the view for which it was made."""
     _sharing: WeakValueDictionary[int, Any] | None = None
-    """For a copy, the other tensors in it, by their identity."""
+    """For a copy, the other tensors in the same memory, by their ids."""
     _readers: WeakSet[PendingElements] | None = None
-    """What will be computed from this memory."""
+    """The pending elements that will be computed from this memory."""
     _family: WeakSet[SharedMemory] | None = None
-    """The memories in use that are, or may be, a single one in serial torch."""
+    """All `SharedMemory` objects in use that are, or may be, one memory in serial torch."""
 
     def fork(self) -> SharedMemory:
         """Return memory for a result that, in serial torch, is a view or a copy of this memory."""
@@ -94,9 +95,9 @@ class SharedMemory:
         return twin
 
     def copy(self, view: Any) -> SharedMemory:
-        """Return memory for `view`, whose elements come from other ranks.
+        """Return the memory of a copy for `view`, whose elements are on other ranks.
 
-        A write to this memory outdates `view`.
+        After a write to this memory, the block of `view` must be fetched again.
         """
         twin = self.fork()
         twin._source, twin._view = self, ref(view)
@@ -110,15 +111,15 @@ class SharedMemory:
             self._sharing[id(view)] = view
 
     def note_reader(self, pending: PendingElements) -> None:
-        """Remember that `pending` will be computed from the present elements."""
+        """Register `pending`, which will be computed from the present elements of this memory."""
         if self._readers is None:
             self._readers = WeakSet()
         self._readers.add(pending)
 
     def keep_for_readers(self) -> None:
-        """Keep the present elements, before a write, for all that will be computed from them.
+        """Copy the present elements, before a write, for all pending elements that depend on them.
 
-        No communication: which of these tensors are still in use may differ between ranks.
+        No communication, as the pending tensors that are still in use may differ between ranks.
         """
         for memory in {self, *(self._family or ())}:
             for reader in memory._readers or ():
@@ -129,7 +130,7 @@ class SharedMemory:
     def alone(self) -> bool:
         """Return whether no fork of this memory is in use.
 
-        Otherwise it is unknown whether serial torch would change the fork, too, in a write.
+        A write to memory with a fork is ambiguous: serial torch might change the fork, too.
         """
         origin = self._origin()
         return all(memory._origin() is origin for memory in self._family or ())
@@ -141,12 +142,12 @@ class SharedMemory:
         return memory
 
     def views(self) -> list[Any]:
-        """Return the tensors in use that lie in this memory, if it is a copy; else no tensors."""
+        """Return the tensors in use that have this memory if it is a copy; else an empty list."""
         first = None if self._view is None else self._view()
         return [*([] if first is None else [first]), *(self._sharing or {}).values()]
 
     def followers(self) -> Iterator[Any]:
-        """Yield the tensors in copies of this memory, which a write to this memory outdates."""
+        """Yield the tensors in copies of this memory, which a write to this memory must update."""
         for memory in list(self._family or ()):
             source: SharedMemory | None = memory
             while source is not None and source is not self and not source.newest:
@@ -164,18 +165,18 @@ Run = tuple[int, int, int]
 
 
 class ViewRecipe(NamedTuple):
-    """The recipe by which a view is made anew from its base, and written to its base.
+    """Functions that recompute a view from its base, and write the view's elements to its base.
 
-    base: the tensor of which it is a view.
-    make: `make(base)` returns the view. All ranks call it together if elements change ranks.
-    write: `write(base, view)` copies the elements of a separate tensor `view` into the base; all
-        ranks call it together. None if view and base share memory.
+    base: the tensor of which the view is made.
+    make: `make(base)` returns the view. Collective if elements are sent between ranks.
+    write: `write(base, view)` copies the elements of a separate tensor `view` into the base.
+        Collective. None if view and base share memory.
     writable: False if several elements of the view are one element of the base.
     place: for `base[indices]` the indices, by which `x[i] += y` recognises its own view; else None.
     recorded, inference: whether autograd recorded, and whether inference mode was on, when the view
         was first made.
-    modules: for a merged tensor, the modules that were being called when it was made: the ledger
-        counts the later movement for them.
+    modules: for a merged tensor, the modules that were being called when the tensor was made. The
+        ledger counts the later redistribution for these modules.
     """
 
     base: DistTensorBase
@@ -196,13 +197,13 @@ class ViewRecipe(NamedTuple):
         writable: bool = True,
         place: Any = None,
     ) -> ViewRecipe:
-        """Return a recipe with autograd's present modes, in which it will call `make`."""
+        """Return a recipe that will call `make` in autograd's present modes."""
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return cls(base, make, write, writable, place, *modes)
 
     @contextmanager
     def as_when_made(self) -> Iterator[None]:
-        """Compute in autograd's modes, and for the modules, of the time when this was made."""
+        """Restore, within the context, autograd's modes and the called modules of the creation."""
         with (
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.recorded),
@@ -211,13 +212,13 @@ class ViewRecipe(NamedTuple):
             yield
 
     def follow(self) -> Tensor:
-        """Return the view's block, made anew. All ranks call it if `make` moves elements."""
+        """Recompute the view and return its block. Collective if `make` communicates."""
         with self.as_when_made():
             return self.make(self.base).shard
 
 
 class PendingElements:
-    """Elements of a tensor that are computed when they are read; see `DistTensorBase.pending`."""
+    """Elements of a tensor that are computed at the first read; see `DistTensorBase.pending`."""
 
     @property
     def requires_grad(self) -> bool:
@@ -229,28 +230,31 @@ class PendingElements:
         raise NotImplementedError
 
     def keep_source(self) -> None:
-        """Copy the block from which the elements will be computed. No communication."""
+        """Copy the block that determines the elements, before a write to it. No communication."""
 
     def part(self, x: Any, index: tuple[Any, ...], runs: Sequence[Run]) -> Any:
-        """Return `x[index]`, computed without other elements; None if that moves more. Collective.
+        """Return `x[index]`, computed without the other elements of `x`. Collective.
+
+        Return None if that would communicate more than to compute all elements.
 
         Parameters
         ----------
-        x: the tensor whose elements these are.
+        x: the tensor with these pending elements.
         index: an integer or slice for each dimension of `x`.
-        runs: the first position, step and number of positions of each of them.
+        runs: the first position, step and number of positions of each entry of `index`.
         """
         return None
 
     def assign(self, x: Any, index: tuple[Any, ...], runs: Sequence[Run], value: Any) -> bool:
-        """Take `value` as the elements of `x[index]`, and return True; False to assign in full.
+        """Set the elements `x[index]` to `value`, and return True. Collective.
 
-        The other arguments are those of `part`. Collective.
+        Return False if all elements must be computed before the assignment. The other arguments are
+        those of `part`.
         """
         return False
 
     def rolled(self, x: Any, shifts: Mapping[int, int]) -> Any:
-        """Return `x` rolled by `shifts`, by dimension, and still pending; None if it cannot be."""
+        """Return `x` rolled by `shifts` (by dimension) as a pending tensor; None if unsupported."""
         return None
 
 
@@ -259,37 +263,40 @@ class DistTensorBase(torch.Tensor):
 
     Attributes
     ----------
-    grid: the grid over whose ranks it is cut.
-    cuts: for each dimension, the grid axes it is cut over.
+    grid: the grid over whose ranks the tensor is partitioned.
+    cuts: for each dimension, the grid axes over which the dimension is partitioned.
     shard: this rank's block, a plain tensor of the autograd graph. If several ranks hold the block,
         the tensor's gradient is the sum of the gradients of their shards; `to_local` accounts for
-        it.
+        this sum.
     """
 
     grid: Grid
     cuts: Cuts
     unmerged: DistTensorBase | None = None
-    """For a merged tensor, the tensor of which it is a reshape; None for any other. Cut dimensions
-    of that tensor are inner factors of this one's, which therefore has no blocks."""
+    """For a merged tensor, the tensor of which it is a reshape; None for any other. A partitioned
+    dimension of `unmerged` is an inner factor of a dimension of the merged tensor, of which no rank
+    therefore holds a block."""
     recipe: ViewRecipe | None = None
-    """For a view whose block may have to be made anew, its recipe; None for any other tensor. Such
-    views have elements on other ranks than their base, or are views of such views or of merged
-    tensors."""
+    """For a view whose block may have to be computed again, its recipe; None for any other tensor.
+    Such a view has elements on other ranks than its base, or is a view of such a view or of a
+    merged tensor."""
     pending: PendingElements | None = None
-    """The elements of a tensor without a block, which are computed when `shard` is first read;
-    None for any other tensor."""
+    """For a pending tensor, its elements, which are computed when `shard` is first read; None for
+    any other tensor."""
     made_after: int | None = None
-    """The journal entry with arguments after which it was made, where known."""
+    """The number of the journal entry after which the tensor was made, if the entry has arguments;
+    else None."""
     _shape: torch.Size
     leaf: Tensor | None = None
     """The leaf of the autograd graph if its hooks send messages, else None.
 
     `shard` is then an alias of the leaf, which all operators read. Ranks may build an operator from
-    different autograd nodes. If these read the leaf directly, its hooks would run at different
-    times on each rank."""
+    different autograd nodes. If such nodes read the leaf directly, the hooks would run at different
+    times on different ranks."""
     summed_by = ""
-    """What sums the gradient of a leaf over its replicas: "hook" for a hook of the leaf; "module"
-    for a parallelized module, which sums only what a backward pass has accumulated; else ""."""
+    """The place where the gradient of a leaf is summed over its replicas: "hook" for a hook of the
+    leaf; "module" for a parallelized module, which sums the gradients accumulated in a backward
+    pass; else ""."""
     gradient_hook: Any = None
     """The hook that keeps a non-leaf's gradient in `retained_gradient`, or None."""
     retained_gradient: Tensor | None = None
@@ -308,7 +315,8 @@ class DistTensorBase(torch.Tensor):
             self.made_after = grid.journal.latest()
         return self
 
-    # Few tensors need these, but every operator makes a tensor.
+    # These attributes are created when first read: few tensors need them, but every operator makes
+    # a tensor.
 
     @cached_property
     def _memory(self) -> SharedMemory:
@@ -317,10 +325,10 @@ class DistTensorBase(torch.Tensor):
 
     @cached_property
     def _redistributed(self) -> dict[Cuts, tuple[Any, Any]]:
-        """Return the cache of `redistribute_once`: for cuts, a pair of a state and a block.
+        """Return the cache of `redistribute_once`: a state and a block for each target `cuts`.
 
-        The state holds the call of a module, autograd's modes and the version of this tensor; the
-        block is used again only while they are the same.
+        The state holds the call of a module, autograd's modes and the version of this tensor. The
+        block is reused only while the state is the same.
         """
         return {}
 
@@ -333,9 +341,10 @@ class DistTensorBase(torch.Tensor):
         grid: Grid,
         example: Tensor,
     ) -> Distributed:
-        """Return a tensor whose elements are `pending`, of the type of `example`, a plain tensor.
+        """Return a pending tensor, whose elements `pending` computes when they are first read.
 
-        No communication.
+        `example` is a plain tensor of the element type and device of the result; `shape` is the
+        global shape. No communication.
         """
         self = cls(example.detach(), shape, cuts, grid)
         self.pending = pending
@@ -352,10 +361,10 @@ class DistTensorBase(torch.Tensor):
         make: Callable[[Any], DistTensorBase],
         write: Callable[[Any, Any], object],
     ) -> Distributed:
-        """Return a merged tensor, a reshape of `unmerged` whose blocks lie on other ranks.
+        """Return a merged tensor, a reshape of `unmerged` whose blocks are spread over other ranks.
 
-        The result shares memory and autograd node of `unmerged` until an operator needs its blocks;
-        then `make` brings them. `make` and `write` are those of a `ViewRecipe`. No communication.
+        The result shares memory and autograd node of `unmerged` until an operator needs its blocks,
+        which `make` then gathers. `make` and `write` are those of a `ViewRecipe`. No communication.
         """
         self = cls(unmerged.shard, shape, cuts, unmerged.grid)
         self.unmerged, self._memory = unmerged, unmerged._memory
@@ -386,7 +395,7 @@ class DistTensorBase(torch.Tensor):
         return block
 
     def outdate(self) -> None:
-        """Drop the block of a view after a write to its base; `shard` brings it again."""
+        """Delete the block of a view after a write to its base; `shard` fetches a new block."""
         block = self.__dict__.pop("shard", None)
         self.__dict__.pop("_redistributed", None)
         if block is None or self.recipe is None or self.recipe.write is None:
@@ -397,10 +406,10 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def held(self) -> Tensor:
-        """Return this rank's block, or the base's block if the own one has yet to be brought.
+        """Return this rank's block, or the base's block if the own block has not been fetched.
 
-        The base's block then shows type, device and `requires_grad`, but holds other elements. For
-        a leaf, it is the leaf of the autograd graph. No communication, but for a pending tensor.
+        The base's block has the same type, device and `requires_grad`, but other elements. For a
+        leaf, return the leaf of the autograd graph. No communication, except for a pending tensor.
         """
         if self.leaf is not None:
             return self.leaf
@@ -422,20 +431,20 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def example(self) -> Tensor:
-        """Return a plain tensor of the same type and device. No communication."""
+        """Return any plain tensor of the same element type and device. No communication."""
         if self.pending is not None:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         return self.held
 
     @property
     def brought(self) -> bool:
-        """Return whether this rank holds the tensor's own block, so that `shard` sends nothing."""
+        """Return whether this rank holds the tensor's own block: `shard` needs no message."""
         return "shard" in self.__dict__
 
     def materialize(self) -> None:
-        """Turn a merged or pending tensor into an ordinary one, with a block and an autograd node.
+        """Compute the block of a merged or pending tensor, with an autograd node of its own.
 
-        Collective for such tensors; any other tensor stays as it is.
+        Collective for merged and pending tensors; no effect on any other tensor.
         """
         if self.pending is not None:
             self.shard  # noqa: B018
@@ -443,7 +452,7 @@ class DistTensorBase(torch.Tensor):
             self.shard = self.shard
             self.unmerged = None
 
-    # Read so often that torch's slower path would show.
+    # These are read so often that torch's own, slower attributes would take noticeable time.
 
     shape: torch.Size = property(  # type: ignore[assignment]
         attrgetter("_shape"), doc="Return the global shape."
@@ -498,7 +507,7 @@ class DistTensorBase(torch.Tensor):
     def become(self, view: DistTensorBase) -> None:
         """Turn this tensor object into `view`, a view of it, as `t_()` and `unsqueeze_()` do.
 
-        A new tensor takes the place of this one as the base of the views made earlier.
+        A new tensor replaces this object as the base of the views made earlier.
         """
         memory = self._memory
         before = type(self)(self.held, self.shape, self.cuts, self.grid)
@@ -525,7 +534,7 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def replicas(self) -> int:
-        """Return the number of ranks that hold the same box.
+        """Return the number of ranks that hold the same block.
 
         Examples
         --------
@@ -562,7 +571,7 @@ class DistTensorBase(torch.Tensor):
 
 
 def is_view_of(block: Tensor, other: Tensor) -> bool:
-    """Return whether one block is a torch view of the other, or both are views of a third."""
+    """Return whether `block` is a view of `other` in torch, or both are views of one tensor."""
     root = torch_private.base_of(block)
     root = block if root is None else root
     return root is other or root is torch_private.base_of(other)
@@ -580,9 +589,10 @@ def as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the plain tensors that autograd knows: shards of DistTensors, and plain tensors.
+    """Return the plain tensors that autograd records: shards of DistTensors, and plain tensors.
 
-    A merged tensor gives the shard of its `unmerged`; a pending one is computed, collectively.
+    For a merged tensor it is the shard of its `unmerged`. A pending tensor is computed, which is
+    collective.
     """
     return [x.held if isinstance(x, DistTensorBase) else x for x in as_list(tensors)]
 
@@ -625,4 +635,4 @@ def replaced(argument: Any, others: Mapping[int, Any]) -> Any:
 
 
 _SIMPLE = {int, float, bool, str, type(None), torch.dtype}
-"""Types of most arguments that are no tensors."""
+"""Types of arguments that contain no tensors, for a fast path."""

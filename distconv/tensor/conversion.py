@@ -1,4 +1,4 @@
-"""Blocks of ranks and torch's DTensors as DistTensors, and back; blocks of checkpoints of torch."""
+"""Blocks and DTensors as DistTensors, and back; blocks in torch's distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def global_shape(
 ) -> tuple[int, ...]:
     """Return the global shape of the tensor of which each rank passes its block. Collective.
 
-    `cuts` are the cuts of the tensor. `layout` and further `arguments` are compared between ranks,
-    as each may pass another; `operator` is named in errors. In the first 16 calls, and in every
-    64th later, the contents are compared, too: ranks that hold the same block must pass equal ones.
-    Raises `ValueError` on every rank, naming the rank whose block does not fit.
+    `cuts` are the grid axes that partition each dimension. `layout` and further `arguments` must be
+    equal on all ranks, which is checked; `operator` is named in errors. In the first 16 calls, and
+    in every 64th later, ranks that hold the same block also compare its contents. Raises
+    `ValueError` on every rank, naming the rank whose block does not fit.
     """
     # A tensor on the CPU moves to the grid's device.
     device = "cpu" if local.device == grid.device else str(local.device)
@@ -84,7 +84,7 @@ def global_shape(
 
 
 def check_plain(x: object, what: str) -> None:
-    """Raise TypeError if `x` is no plain tensor; the message calls it `what`."""
+    """Raise TypeError if `x` is not a plain tensor; the message calls `x` by the name `what`."""
     if isinstance(x, DistTensorBase):
         raise TypeError(f"{what} is already distributed; use x.redistribute(layout)")
     if not isinstance(x, Tensor):
@@ -92,9 +92,9 @@ def check_plain(x: object, what: str) -> None:
 
 
 def check_block(local: Tensor, grid: Grid, cuts: Cuts, shape: tuple[int, ...]) -> None:
-    """Raise `ValueError` on this rank if `local` is not its block of a tensor of shape `shape`.
+    """Raise `ValueError` if `local` is not this rank's block of a tensor of global `shape`.
 
-    Nothing is sent.
+    Shape and device are checked, on this rank alone. No communication.
     """
     expected = rank_box(shape, cuts, grid.topology, grid.rank).shape
     if tuple(local.shape) != expected:
@@ -115,7 +115,10 @@ def check_block(local: Tensor, grid: Grid, cuts: Cuts, shape: tuple[int, ...]) -
 def _fitting_shape(
     shapes: tuple[tuple[int, ...], ...], cuts: Cuts, topology: Topology
 ) -> tuple[int, ...]:
-    """Return the global shape whose cut gives the ranks blocks of these shapes, or raise."""
+    """Return the global shape whose partitioning by `cuts` results in blocks of `shapes`.
+
+    `shapes` has the shape of the block of each rank. Raises ValueError if there is none.
+    """
     shape = tuple(_global_size(shapes, d, cuts[d], topology) for d in range(len(cuts)))
     expected = [rank_box(shape, cuts, topology, r).shape for r in range(topology.size)]
     off = [r for r in range(topology.size) if shapes[r] != expected[r]]
@@ -141,7 +144,10 @@ def _fitting_shape(
 def _global_size(
     shapes: tuple[tuple[int, ...], ...], dimension: int, axes: tuple[str, ...], topology: Topology
 ) -> int:
-    """Return the global size of one dimension that fits the blocks of the most ranks."""
+    """Return the global size of one dimension that fits the blocks of the most ranks.
+
+    `shapes` has the shape of the block of each rank; `axes` partition the dimension.
+    """
     parts = topology.parts(axes)
     part = [topology.part(topology.coordinates(r), axes) for r in range(topology.size)]
     held = [shape[dimension] for shape in shapes]
@@ -161,7 +167,10 @@ def _global_size(
 
 
 def check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Tensor) -> None:
-    """Refuse an `out`, passed as `out=`, that cannot hold the result of an operator."""
+    """Raise UnsupportedOperation if `out`, passed as `out=`, cannot hold the result of `operator`.
+
+    Prepare `out` for the write. Collective.
+    """
     if not (
         isinstance(out, DistTensorBase)
         and isinstance(result, DistTensorBase)
@@ -182,14 +191,17 @@ def check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Te
 
 # Conversion between torch's DTensor and DistTensor, in both directions.
 #
-# torch cuts a dimension of n elements over p ranks into pieces of ceil(n / p) elements, the last of
-# which are smaller or empty. A canonical cut makes pieces that differ by one at most. If p divides
-# n, and in some other cases, both cuts are equal, and nothing is copied. Otherwise the dimension is
-# made whole, and each rank takes its piece of the other cut.
+# torch partitions a dimension of n elements over p ranks into chunks of ceil(n / p) elements, the
+# last of which are smaller or empty. The canonical blocks of this library differ by one element at
+# most. If p divides n, and in some other cases, chunks and blocks are equal, and nothing is copied.
+# Otherwise the dimension is replicated first, and each rank slices its chunk or block.
 
 
 def to_dtensor(x: DistTensorBase) -> DTensor:
-    """Return `x` as a DTensor on the device mesh of its grid. All ranks of the grid call it."""
+    """Return `x` as a DTensor on the device mesh of its grid. Collective.
+
+    Raises TypeError on the grid of a dry run, which has no mesh.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     grid = x.grid
@@ -203,8 +215,8 @@ def to_dtensor(x: DistTensorBase) -> DTensor:
     odd = _odd_dimensions(x.shape, x.cuts, axes, topology)
     kept = tuple(() if d in odd else cut for d, cut in enumerate(x.cuts))
     whole = redistribute(x, kept, "to_dtensor")
-    # Along the axes of the odd dimensions each rank takes another piece, whose gradients are
-    # summed.
+    # Along the axes of the odd dimensions each rank slices another chunk; the gradients of all
+    # chunks are summed.
     local = collectives.unreplicate(whole.shard, grid, replicating_axes(x.cuts, topology))
     here = topology.coordinates(grid.rank)
     for d in odd:
@@ -227,9 +239,10 @@ def to_dtensor(x: DistTensorBase) -> DTensor:
 
 
 def _check_declared(_: Tensor) -> None:
-    """Raise if a plain loss depends on a piece of a DTensor whose gradients are not declared.
+    """Raise RuntimeError if a plain loss depends on `to_local()` of a sharded DTensor.
 
-    It is another loss on each rank, as that of `to_local`; see `ownership.undeclared`.
+    Each rank has the loss of its own shard; see `ownership.undeclared`. `to_local` with
+    `grad_placements` declares that the losses are to be summed, and does not raise.
     """
     roots = (x for x in plain_roots() if x.requires_grad)
     waiting: list[Any] = [get_gradient_edge(x).node for x in roots]
@@ -254,9 +267,10 @@ def _check_declared(_: Tensor) -> None:
 
 
 def block_of_dtensor(d: DTensor, axes: Sequence[str], grid: ProcessGrid) -> tuple[Tensor, Layout]:
-    """Return this rank's block of `d` as `grid` cuts it, and the layout. All ranks call it.
+    """Return this rank's canonical block of `d` on `grid`, and the layout. Collective.
 
-    `axes` names the grid axis of each dimension of the mesh.
+    `axes` names the grid axis of each dimension of the mesh of `d`. Raises TypeError for placements
+    other than `Shard`, `Replicate` and `Partial`.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -274,7 +288,7 @@ def block_of_dtensor(d: DTensor, axes: Sequence[str], grid: ProcessGrid) -> tupl
     whole = [Replicate() if dim in odd else p for p, dim in zip(placements, dims, strict=True)]
     if whole != list(d.placements):
         d = d.redistribute(placements=whole)
-    # Ranks take different pieces of this tensor, so its gradient is the sum of theirs.
+    # Ranks slice different blocks of this tensor, so its gradient is the sum over the ranks.
     parts = [Partial() if dim in odd else p for p, dim in zip(whole, dims, strict=True)]
     local = d.to_local(grad_placements=parts)
     box = rank_box(tuple(d.shape), cuts, grid.topology, grid.rank)
@@ -286,7 +300,7 @@ def block_of_dtensor(d: DTensor, axes: Sequence[str], grid: ProcessGrid) -> tupl
 def _odd_dimensions(
     shape: Sequence[int], cuts: Cuts, axes: Sequence[str], topology: Topology
 ) -> list[int]:
-    """Return the dimensions whose pieces differ between torch's cut and the canonical one.
+    """Return the dimensions in which torch's chunks differ from the canonical blocks.
 
     `axes` names the grid axis of each dimension of torch's mesh.
     """
@@ -305,10 +319,10 @@ def _odd_dimensions(
 
 
 def _chunk(size: int, places: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return start and stop of one rank's piece of a dimension, as torch cuts `size` elements.
+    """Return start and stop of one rank's chunk of a dimension of `size` elements, as in torch.
 
-    `places` has a pair for each mesh dimension that cuts the dimension: the number of pieces, and
-    the number of this rank's piece.
+    `places` has a pair for each mesh dimension that partitions the dimension: the number of chunks,
+    and the number of this rank's chunk.
     """
     start = 0
     for parts, index in places:
@@ -322,15 +336,16 @@ def _chunk(size: int, places: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 class Chunked(DistTensorBase):
-    """A distributed tensor that `torch.distributed.checkpoint` can save and load, as a DTensor.
+    """A distributed tensor that `torch.distributed.checkpoint` saves and loads like a DTensor.
 
-    Each rank writes its own block, and reads its block of what any number of ranks has saved.
+    Each rank writes its own block. On loading, each rank reads its own block, also from a
+    checkpoint of a different number of ranks.
     """
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return the items to write for this rank's block, of the tensor with the name `fqn`.
+        """Return the items to write for this rank's block of the tensor with the full name `fqn`.
 
-        torch writes a block that several ranks hold once.
+        torch writes a block once if several ranks hold it.
         """
         from torch import distributed
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -353,7 +368,7 @@ class Chunked(DistTensorBase):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the position and size of this rank's block; nothing if it alone is empty."""
+        """Return offset and size of this rank's block; none if only this rank's block is empty."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         if self.numel() and not self.shard.numel():

@@ -1,6 +1,6 @@
-"""The registry of rules, which say what torch functions do with DistTensors.
+"""The registry of rules, which implement torch functions for DistTensors.
 
-A function without a rule is refused by `UnsupportedOperation`.
+A function without a rule raises `UnsupportedOperation`.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
 
 class UnsupportedOperation(NotImplementedError):
-    """An operator, or an argument of it, that is not supported on these layouts.
+    """The error for an operator, or an argument, that is unsupported for the operands' layouts.
 
-    It is raised on every rank before any message is sent. The message names the operator, the
+    The error is raised on every rank before any message is sent. Its text names the operator, the
     layouts, and the way out.
     """
 
@@ -66,7 +66,7 @@ class UnsupportedOperation(NotImplementedError):
 def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn:
     """Raise `UnsupportedOperation` with the reason, the layouts of the operands and the way out.
 
-    `operator` is the name of the function that is refused.
+    `operator` is the name of the unsupported function.
     """
     tensors = [x for x in operands if isinstance(x, DistTensorBase)]
     where = "; ".join(f"{tuple(x.shape)} {x.grid_layout} on {x.grid}" for x in tensors)
@@ -90,7 +90,7 @@ ADVICE_SERIAL = (
     "distconv.unparallelize(copy.deepcopy(model)); instead of torch.func's transforms use "
     "torch.autograd.grad and loops"
 )
-"""Advice for tools that take a module apart."""
+"""Advice in errors for tools that trace or transform the functions within a module."""
 
 
 WAYS_OUT: dict[Any, str] = {
@@ -115,7 +115,7 @@ WAYS_OUT: dict[Any, str] = {
     ),
     torch.eye: "Copy it from a plain tensor: x.copy_(torch.eye(n, m))",
 }
-"""The way out for some functions."""
+"""For functions without a rule that users are known to call, the advice in the error."""
 
 
 def way_out_of(function: Any) -> str:
@@ -130,7 +130,9 @@ def way_out_of(function: Any) -> str:
 
 
 UNCHECKED = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.__deepcopy__}
-"""Functions whose plain tensors are not operands, are copied before, or are checked one by one."""
+"""Functions whose tensors are not checked by `check_recorded` before the rule.
+
+Their plain tensors are not operands, are copied before, or are checked one by one."""
 
 
 ALIASES = {"axis": "dim", "keepdims": "keepdim"}
@@ -160,18 +162,18 @@ METADATA: set[Any] = {
 
 # Keep torch's compilers, tracers and transforms out of distconv's computations.
 #
-# These tools cannot follow messages. `torch.compile` breaks its graph at functions of distconv; all
-# others are refused.
+# These tools cannot trace messages. `torch.compile` breaks its graph at functions of distconv; all
+# others raise an error.
 
 
 class SerialTrace:
-    """The trace of the serial program by `compile`, in which hooks of the library stand back."""
+    """The state of `compile`: hooks of the library are off while it traces the serial program."""
 
     under_way = False
 
 
 class ReplayTrace(Protocol):
-    """A torch dispatch mode by which the library traces a program, to replay it."""
+    """A torch dispatch mode that records a program's kernels and messages, to replay them."""
 
     paused: bool
 
@@ -180,10 +182,10 @@ class ReplayTrace(Protocol):
     def __exit__(self, *error: Any) -> object: ...
 
     def has_made_zeros(self, x: Tensor) -> bool:
-        """Return whether `x` is zeros that the traced program has made, as in every replay."""
+        """Return whether the traced program has made `x` as zeros, so that replays do, too."""
 
     def opaque(self, function: Callable[..., Any], *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the results of a function that each replay calls, as one step."""
+        """Call `function(*tensors)`, recorded as one step that each replay calls again."""
 
 
 _traces: list[ReplayTrace] = []
@@ -191,7 +193,7 @@ _traces: list[ReplayTrace] = []
 
 @contextmanager
 def replay_trace(mode: ReplayTrace) -> Iterator[None]:
-    """Enter a torch dispatch mode of the library, which `others_look_on` ignores."""
+    """Enter a torch dispatch mode of the library, which `others_look_on` does not count."""
     with mode:
         _traces.append(mode)
         try:
@@ -201,25 +203,25 @@ def replay_trace(mode: ReplayTrace) -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Return whether the library itself traces the program, to replay it (`compiling/trace.py`).
+    """Return whether the library now records the program for replays (`compiling/trace.py`).
 
-    Within a call that replays repeat as a whole (`opaque.py`), it does not.
+    The result is False within an opaque call, which replays call again as a whole (`opaque.py`).
     """
     return any(not trace.paused for trace in _traces)
 
 
 def is_traced_zeros(x: Tensor) -> bool:
-    """Return whether the library traces the program, and has seen it make the zeros `x`."""
+    """Return whether the library records the program, and the program has made `x` as zeros."""
     return any(trace.has_made_zeros(x) for trace in _traces)
 
 
 def called_in_replays(function: Callable[..., Any], *tensors: Tensor) -> Sequence[Tensor]:
-    """Return the results of `function`, which replays of a traced program call with new tensors."""
+    """Return `function(*tensors)`; if the program is recorded, replays call `function` again."""
     return _traces[-1].opaque(function, *tensors) if is_traced() else function(*tensors)
 
 
 def others_look_on() -> bool:
-    """Return whether the program has a torch dispatch mode active, which sees every kernel."""
+    """Return whether a torch dispatch mode is active that is not one of this library's own."""
     return count_modes() > len(_traces)
 
 
@@ -231,8 +233,8 @@ class ModuleCall:
 
     Attributes
     ----------
-    of: the object that began the call, such as the module's guard.
-    outer: the call that was active when this one began, or None.
+    of: the object on whose behalf the call was entered, such as the module's guard.
+    outer: the enclosing call, or None.
     """
 
     def __init__(self, of: object, frame: FrameType, outer: ModuleCall | None) -> None:
@@ -243,10 +245,10 @@ class ModuleCall:
 
     @property
     def under_way(self) -> bool:
-        """Return whether the function that began the call is still running.
+        """Return whether the function that entered the call is still running.
 
-        A call that an exception, or torch.export, interrupted is over although `leave` was not
-        called.
+        The result is False for a call that an exception, or torch.export, has interrupted before
+        `leave`.
         """
         try:
             self._frame.clear()
@@ -261,14 +263,14 @@ class ModuleCall:
 
     @property
     def outermost(self) -> bool:
-        """Return whether the object `of` has begun no enclosing call."""
+        """Return whether no enclosing call was entered on behalf of the same object `of`."""
         call = self.outer
         while call is not None and call.of is not self.of:
             call = call.outer
         return call is None
 
     def note(self, x: DistTensorBase) -> None:
-        """Remember, weakly, a tensor whose redistributed copies are freed when the call ends."""
+        """Register `x`, weakly, to free its redistributed copies when the call ends."""
         self._holders.append(ref(x))
 
     def leave(self) -> None:
@@ -281,13 +283,13 @@ class ModuleCall:
 
 
 _CALLS: ContextVar[ModuleCall | None] = ContextVar("distconv_in_module", default=None)
-"""The innermost call that has begun and has not been left."""
+"""The innermost call that was entered and not left; an exception may have ended it."""
 
 
 def enter_call(of: object = None, depth: int = 1) -> ModuleCall:
-    """Begin a call of a parallelized module on behalf of `of`.
+    """Enter a call of a parallelized module on behalf of the object `of`, and return the call.
 
-    The call is over when the function `depth` frames outwards returns, at the latest.
+    The call ends at the latest when the function `depth` frames further out returns.
     """
     call = ModuleCall(of, sys._getframe(depth), innermost_call())
     _CALLS.set(call)
@@ -315,11 +317,12 @@ def outermost_call() -> ModuleCall | None:
 
 
 class ShardNode:
-    """The autograd node of a shard, which `find` returns, as `grad_fn` shows it: hooks are refused.
+    """The `grad_fn` of a DistTensor: the autograd node of its shard, without hooks.
 
-    A hook of the node would get this rank's part of the gradient, not the serial one. A node that
-    calls hooks itself, with serial gradients, has a list of them as its attribute `serial_hooks`.
-    The attribute `function` of a node is the user's Function for which it stands.
+    `find` returns the node. A hook of the node would get this rank's part of the gradient, not the
+    serial gradient, so registering a hook raises UnsupportedOperation. A node that calls hooks with
+    serial gradients has an attribute `serial_hooks`, a list of hooks. A node of a user's autograd
+    Function has this Function as its attribute `function`.
     """
 
     __slots__ = ("_find",)

@@ -1,4 +1,4 @@
-"""DistTensor: a tensor of global shape of which every rank holds one box."""
+"""DistTensor: a tensor of a global shape of which every rank holds one block."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class DistTensor(Chunked):
 
     Made by `distribute_tensor`, `DistTensor.from_local` and by operators on DistTensors. Operators
     without a rule raise `UnsupportedOperation`. Autograd records the operations on the shards.
-    Attributes are those of the base.
+    The attributes are described at the base class.
 
     Examples
     --------
@@ -121,7 +121,7 @@ class DistTensor(Chunked):
                 if func in _RANK_LOCAL:
                     return _keep_journal_entry(args, _run(rule, func, args, kwargs, operands))
                 for x in operands:
-                    # One rank may print a tensor alone that is whole on every rank.
+                    # One rank alone may print a tensor that is replicated on every rank.
                     if isinstance(x, DistTensorBase) and any(x.cuts):
                         x.grid.journal.enter_call(func)
                         break
@@ -159,7 +159,7 @@ class DistTensor(Chunked):
         )
 
     def as_subclass(self, cls: type[Any]) -> Any:
-        """Return this tensor itself where MONAI asks for a MetaTensor, whose metadata are lost.
+        """Return this tensor itself if `cls` is a class of MONAI; a MetaTensor's metadata are lost.
 
         Raises UnsupportedOperation for other classes.
         """
@@ -181,13 +181,13 @@ class DistTensor(Chunked):
         """Return the global tensor of which every rank passes its own block.
 
         All ranks of the grid call it together; their shapes are compared, unless `shape` is given.
-        The gradient of `local` is the gradient of the global tensor's box, also where several ranks
-        hold the same box.
+        The gradient of `local` is this rank's block of the global tensor's gradient, also if
+        several ranks hold the same block.
 
         Parameters
         ----------
         local: this rank's block, of the shape of its canonical box, on the CPU or the grid's
-            device, to which it moves. To avoid a wait for the GPU, move it before by
+            device, to which it is copied. To avoid a wait for the GPU, copy it before by
             `local.to(grid.device, non_blocking=True)` from pinned memory.
         layout: the layout of the global tensor; every dimension over the grid axis of its own name
             when not given.
@@ -232,7 +232,7 @@ class DistTensor(Chunked):
         """Return a DTensor of torch as a DistTensor. All ranks of its mesh call it together.
 
         Nothing is copied between ranks if torch partitions dimensions as `Layout` does, for example
-        if the number of ranks divides the size. Any other dimension is made whole on the way.
+        if the number of ranks divides the size. Any other dimension is replicated first.
         Gradients flow back to the DTensor.
 
         Parameters
@@ -270,9 +270,9 @@ class DistTensor(Chunked):
     def to_dtensor(self) -> DTensor:
         """Return the tensor as a DTensor of torch on `grid.device_mesh`. All ranks call it.
 
-        It shares memory if torch partitions dimensions as this tensor's layout does. Any other
-        dimension is made whole on the way. Gradients flow back from the DTensor. A plain loss
-        of its `to_local()`, a piece, raises RuntimeError in the backward pass unless
+        Both tensors share memory if torch partitions dimensions as this tensor's layout does. Any
+        other dimension is replicated first. Gradients flow back from the DTensor. A plain loss of
+        the DTensor's `to_local()` raises RuntimeError in the backward pass unless
         `grad_placements` is given, as with `DistTensor.to_local`.
 
         Examples
@@ -294,9 +294,9 @@ class DistTensor(Chunked):
         values.
 
         If n ranks hold the block, each rank passes 1/n of its result's gradient on to the tensor.
-        If the tensor is partitioned, a loss computed from the block is another one on each rank.
-        Its backward pass raises RuntimeError, unless `grad` is given. What comes back by
-        `from_local` has gradients without `grad`.
+        If the tensor is partitioned, each rank computes a different loss from its block. The
+        backward pass of such a loss raises RuntimeError, unless `grad` is given. A block that
+        becomes a DistTensor again by `from_local` needs no `grad`.
 
         Parameters
         ----------
@@ -333,9 +333,9 @@ class DistTensor(Chunked):
 
     @run_eagerly
     def full_tensor(self) -> Tensor:
-        """Return the whole tensor as a plain, contiguous tensor on every rank. All ranks call it.
+        """Return the global tensor as a plain, contiguous tensor on every rank. Collective.
 
-        It may share memory with a tensor that is whole on every rank; clone it before you write to
+        The result may share memory with a replicated tensor; clone the result before you write to
         it.
 
         Examples
@@ -354,9 +354,10 @@ class DistTensor(Chunked):
             return (whole if x is self else whole.reshape(self.shape)).contiguous()
 
     def _stay_distributed(self, operator: str) -> None:
-        """Refuse to return a replicated value as a plain tensor within a parallelized module.
+        """Raise UnsupportedOperation within a parallelized module, if gradients are recorded.
 
-        `operator` is the name of the calling method, for the error message.
+        There a replicated value must not become a plain tensor. `operator` is the name of the
+        calling method, for the error message.
         """
         if torch.is_grad_enabled() and innermost_call() is not None:
             refuse(
@@ -384,7 +385,7 @@ class DistTensor(Chunked):
         with running("redistribute", self, layout):
             return redistribute(self, cuts_of_layout(layout, self.grid, self.dim()), "redistribute")
 
-    # Autograd, which lives on the shard
+    # Autograd, which records the operations on the shard
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -498,7 +499,7 @@ class DistTensor(Chunked):
         create_graph: bool = False,
         inputs: Tensors | None = None,
     ) -> None:
-        """Accumulate the gradients of the leaves. All ranks call it together.
+        """Accumulate the gradients of the leaves on which this tensor depends. Collective.
 
         Parameters
         ----------
@@ -533,13 +534,13 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     """Partition a tensor that every rank holds in full; each rank keeps its own block.
 
     All ranks of the grid call it together, with equal tensors; their shapes are compared. The
-    gradient of `x` is that of the whole tensor, on every rank. On CPUs, blocks of planes get
-    channels last in memory where convolutions gain by it; DISTCONV_CHANNELS_LAST=1 or 0 decides for
-    planes and volumes on any device. Warns without a layout if no axis partitions a sample.
+    gradient of `x` is the serial gradient, on every rank. On CPUs, blocks of planes have channels
+    last in memory if convolutions are then faster; DISTCONV_CHANNELS_LAST=1 or 0 decides for planes
+    and volumes on any device. Warns without a layout if no axis partitions a sample.
 
     Parameters
     ----------
-    x: the global tensor, on the CPU or the grid's device, to which each rank's block moves.
+    x: the global tensor, on the CPU or the grid's device, to which each rank's block is copied.
     layout: the layout; every dimension over the grid axis of its own name when not given.
 
     Raises
@@ -606,10 +607,10 @@ def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) ->
 
 
 class _Alias(ShardFunction):
-    """An alias of a leaf, in the same memory.
+    """The autograd function of an alias of a leaf, in the same memory.
 
-    It is no view for autograd, which would make a new node for a view after each write to the leaf,
-    when a rank reads the view next.
+    For autograd the alias is not a view. A view would get a new node at the first read after each
+    write to the leaf, which may happen at different times on different ranks.
     """
 
     @staticmethod
@@ -623,9 +624,10 @@ class _Alias(ShardFunction):
 
 
 def _keep_journal_entry(args: Sequence[Any], copy: Any) -> Any:
-    """Give `copy` the journal entry of `args[0]`, the tensor it is a copy of, and return it.
+    """Set the journal entry of `copy` to that of `args[0]`, the copied tensor, and return `copy`.
 
-    One rank alone may copy a tensor, and later entries must still name it alike on all ranks.
+    One rank alone may copy a tensor. Later journal entries must name the copy and its source in the
+    same way, to be equal on all ranks.
     """
     if args and isinstance(copy, DistTensorBase):
         copy.made_after = getattr(args[0], "made_after", None)
@@ -646,9 +648,9 @@ _RANK_LOCAL = {
 
 
 WITHOUT_MERGED: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""For a rule that works on merged tensors as they lie, the rule beneath it, for all other calls.
+"""For each rule that supports merged tensors without their blocks, the rule for all other tensors.
 
-A rule without an entry reads `shard`, which moves the blocks of a merged tensor."""
+A rule without an entry reads `shard`, which gathers the blocks of a merged tensor."""
 
 
 def _run(
@@ -658,9 +660,10 @@ def _run(
     kwargs: dict[str, Any] | None,
     operands: list[Tensor],
 ) -> Any:
-    """Return the result of a rule, with checks of operands, autocast and `out=` around it.
+    """Call `rule`, the rule of the torch function `func`, and return its result.
 
-    `operands` are the tensors in `args` and `kwargs`.
+    Check the operands, convert types as autocast does, and handle `out=`. `operands` are the
+    tensors in `args` and `kwargs`. Collective if the rule is.
     """
     for x in operands:
         if isinstance(x, DistTensorBase) and x.unmerged is not None:
@@ -703,7 +706,7 @@ def _run_with(
     args: Sequence[Any],
     named: dict[str, Any],
 ) -> Any:
-    """Return the rule's result with some plain operands replaced by tensors of `entered`.
+    """Call `rule` with some plain operands replaced by tensors of `entered`; return its result.
 
     `entered` maps the id of a plain tensor to a copy whose gradient is summed over the ranks.
     """

@@ -1,4 +1,4 @@
-"""Memory formats in which torch computes fast: of samples, and of blocks with channels last."""
+"""Memory formats in which torch computes fast: for samples, and for blocks with channels last."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from distconv.grid.interface import Grid
 
 # The memory format of samples: channels last if convolutions gain by it.
 #
-# On CPUs oneDNN convolves planes with channels last. With channels first it reorders input and
-# output in every call. Distributing and loading copy the samples anyway, and so put them in the
-# best format. torch's convolutions return the format of their input, and later functions keep it.
+# On CPUs oneDNN convolves planes with channels last. With channels first oneDNN reorders input and
+# output in every call. `distribute_tensor` and loaders copy the samples anyway, so they choose the
+# fastest format. torch's convolutions return the format of their input, and later functions keep
+# this format.
 #
 # Weights stay as the program made them. torch copies them in each call if the input has another
 # format. Steps took 0.97 to 1.09 times as long as with weights that have channels last, most with
@@ -31,15 +32,16 @@ from distconv.grid.interface import Grid
 
 
 FEWEST_ELEMENTS = 2**14
-"""The smallest block, in elements, for which convolutions were measured to gain."""
+"""The smallest block, in elements, for which channels last was measured to be faster."""
 
 
 def channels_last(
     shape: Sequence[int], dtype: torch.dtype, cuts: Cuts, grid: Grid
 ) -> torch.memory_format | None:
-    """Return torch's channels-last format if samples of this global shape gain by it, else None.
+    """Return torch's channels-last format if it is faster for samples of this shape, else None.
 
-    The answer is the same on all ranks.
+    `shape` is the global shape, and `cuts` are the grid axes that partition each dimension. The
+    result is the same on all ranks.
     """
     chosen = asks_for_channels_last()
     if chosen is None:
@@ -54,9 +56,9 @@ def channels_last(
 
 
 def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid) -> Tensor:
-    """Return a block of samples of global shape `shape` in their best memory format.
+    """Return `block`, a block of samples of global shape `shape`, in its fastest memory format.
 
-    The block is copied if it is not in this format; it needs no gradient.
+    The block is copied if it has another format. `block` must not require a gradient.
     """
     form = channels_last(shape, block.dtype, cuts, grid)
     return block.contiguous(memory_format=form or torch.contiguous_format)
@@ -65,11 +67,11 @@ def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid
 def one_channel_in_sample_format(
     block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid
 ) -> Tensor:
-    """Return `block`, if it has one channel as a view with the strides of samples of this shape.
+    """Return `block`; if it has one channel, as a view with the strides of its fastest format.
 
-    One channel lies in memory alike in both formats, and torch takes it for channels first unless
-    its strides are those of channels last. Its convolution would return channels first, while
-    samples of several channels, and what follows them, have channels last.
+    `shape` is the global shape of the samples. A single channel has the same memory in both
+    formats, and torch infers channels first unless the strides are those of channels last. A
+    convolution would then return channels first, unlike that of samples with several channels.
     """
     if block.shape[1] != 1 or channels_last(shape, block.dtype, cuts, grid) is None:
         return block
@@ -90,7 +92,7 @@ def _onednn_is_there() -> bool:
 
 
 def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands of an element-wise function, all with channels last if any has it.
+    """Return the operands of an element-wise function, all in channels last if one of them is.
 
     With operands in two formats torch was measured to take ten times as long, and the result would
     have the format of the first operand.
@@ -111,8 +113,8 @@ def reduce_in_order_of_memory(
 ) -> Tensor:
     """Return `function(x, over, keepdim=True, **options)`, a reduction over dimensions `over`.
 
-    A tensor with channels last is reduced with its dimensions in the order of memory. Otherwise
-    torch was measured to take up to fifty times as long for some of a plane's dimensions.
+    A tensor with channels last is reduced as a view whose dimensions are in the order of memory.
+    Without the view torch was measured to take up to 50 times as long for some dimensions.
     """
     if not has_channels_last(x):
         return function(x, over, keepdim=True, **options)
@@ -121,11 +123,11 @@ def reduce_in_order_of_memory(
 
 
 def in_order_of_memory(blocks: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return the operands of an element-wise loss, with dimensions in the order of memory.
+    """Return the operands of an element-wise loss, with their dimensions in the order of memory.
 
     If the first operand has channels last, channels become the last dimension of all operands.
-    torch's losses return gradients in the default memory format; with channels as the last
-    dimension these lie in memory as the operands do.
+    torch's losses return gradients in the default memory format. With channels as the last
+    dimension this format has the same order in memory as the operands.
     """
     first = blocks[0]
     if first is None or not has_channels_last(first):

@@ -1,4 +1,4 @@
-"""Functions on one rank, whose blocks are whole tensors: torch computes on the blocks at once."""
+"""A shortcut for grids of one rank: torch functions are called on the blocks, without rules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from distconv.tensor.recording import node_of_wrapper
 from distconv.torch_private import without_torch_function
 
 SERIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""For rules of functions that make one new tensor, the function that one rank calls on blocks."""
+"""For some rules, the function that a grid of one rank calls on the blocks instead of the rule."""
 
 
 def serial_by(function: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Let one rank call `function` on blocks in place of the decorated rule.
+    """Decorate a rule, so that a grid of one rank calls `function` on blocks instead of the rule.
 
     `function` takes the arguments of the rule, and returns a new tensor or one of its arguments. It
-    returns `NotImplemented` where the rule is faster, or has more to check.
+    returns `NotImplemented` for arguments that the rule must handle.
     """
 
     def register(rule: Rule) -> Rule:
@@ -35,10 +35,10 @@ def serial_by(function: Callable[..., Any]) -> Callable[[Rule], Rule]:
 def call_serial(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return the distributed result of a function of `SERIAL`, called on the blocks of arguments.
+    """Call `function`, registered in `SERIAL`, on the blocks of arguments; distribute its result.
 
     `args[0]` is a DistTensor on a grid of one rank. Returns `NotImplemented` for a dry run, for
-    `out=`, for a block that has yet to be made, and for arguments that `recording` has to check.
+    `out=`, for tensors without a block, and for arguments that `check_recorded` must check.
     """
     if "out" in kwargs:
         return NotImplemented

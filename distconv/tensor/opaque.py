@@ -1,8 +1,8 @@
-"""Opaque calls: what they send depends on values, so a replayed program makes them anew each time.
+"""Opaque calls: functions whose messages depend on values, which each replay calls again.
 
-A replay repeats the kernels and messages of a trace, in the same shapes. Which box of an image a
-warp asks for is known only when its positions are. The replay calls its function as one step, and
-so the backward pass through what the function has computed.
+A replay of a compiled program repeats the kernels and messages of a trace, in the same shapes. But
+the box of an image that a warp requests depends on the values of its positions. So a replay calls
+the whole function as one step, and its backward pass as another.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from distconv.torch_private import ShardFunction
 
 
 def opaque_call(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return `function(*tensors)`, of one shape in all calls; replays of a trace call it again.
+    """Return `function(*tensors)`, which replays of a compiled program call again as a whole.
 
-    Differentiable. `function` may read values, and communicate. It reads no other tensors.
+    Differentiable. `function` may read values of `tensors` and communicate, but reads no other
+    tensors. Its result has the same shape in all calls. Collective if `function` is.
     """
     if not is_traced():
         return function(*tensors)
@@ -32,7 +33,7 @@ def opaque_call(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 class _Opaque(ShardFunction):
-    """A function with the autograd graph that each of its calls records."""
+    """The autograd function of an opaque call; each call records an autograd graph of its own."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class _Opaque(ShardFunction):
 
 
 class _RecordedCall:
-    """A call of `function` that returns its result, and what the backward pass needs.
+    """A call of `function` that also returns the tensors from which the backward pass starts.
 
     Attributes
     ----------
@@ -61,7 +62,7 @@ class _RecordedCall:
         self._autocast = [(d, torch.get_autocast_dtype(d)) for d in devices]
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the result; if gradients are needed, also the end and leaves of its graph."""
+        """Return the result; if gradients are needed, also the root and leaves of its graph."""
         given, leaves = [], []
         with ExitStack() as stack, torch.set_grad_enabled(any(self.needed)):
             for kind, dtype in self._autocast:
@@ -77,9 +78,10 @@ class _RecordedCall:
 
 
 class _Stand(ShardFunction):
-    """A tensor in place of another of the same shape, which gets its gradient.
+    """An autograd function that returns `instead`, and passes its gradient to `x` of equal shape.
 
-    So the values of inputs and results are not kept where the function does not keep them.
+    One of the two tensors is an expanded scalar, so the graph keeps no values of inputs and results
+    that the function itself does not keep.
     """
 
     @staticmethod

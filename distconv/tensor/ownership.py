@@ -1,9 +1,9 @@
-"""The parameters that a parallelized module owns: the module sums their gradients over ranks.
+"""Ownership of parameters by parallelized modules, which sum the gradients over ranks.
 
-A parameter of a parallelized module gets this rank's part of its gradient from every operator on
-distributed tensors, and the module sums the parts. Any other leaf gets the serial gradient: an
-operand that depends on it has its gradient summed when it enters an operator on distributed
-tensors.
+Operators on distributed tensors compute this rank's summand of the gradient of a parameter, and the
+parallelized module sums these gradients over ranks. A leaf outside of such modules must get the
+serial gradient from autograd. So the gradient of a plain operand that depends on such a leaf is
+summed over ranks by an autograd node before the operator (`enter`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from distconv.grid.interface import Grid
 from distconv.torch_private import ShardFunction, roots_of_backward
 
 OWNED = "_distconv_owned"
-"""The attribute of a parameter or buffer with the number of ranks of its parallelized module."""
+"""The name of the attribute that marks a parameter or buffer of a parallelized module.
+
+Its value is the number of ranks of the module's grid."""
 
 _SUMMED = "_distconv_summed"
-"""The attribute of a module's parameter whose hooks get the sum of its gradient."""
+"""The name of the attribute that marks a parameter whose hooks get the gradient summed over ranks.
+"""
 
 _ORIGINS = "distconv_origins"
 """The key under which an autograd node caches the result of `origins`."""
 
 _UNDECLARED = "distconv_undeclared"
-"""The mark of the autograd node of `undeclared`."""
+"""The key by which the metadata of an autograd node mark a result of `undeclared`."""
 
 _DISTRIBUTED: list[list[Tensor]] = []
-"""The blocks of distributed tensors at which the active backward passes started."""
+"""For each running backward pass, the blocks of distributed tensors at which it has started."""
 
 
 def own(tensors: Iterable[Tensor], ranks: int) -> None:
@@ -43,7 +46,7 @@ def own(tensors: Iterable[Tensor], ranks: int) -> None:
 
 
 def disown(tensors: Iterable[Tensor]) -> None:
-    """Remove the marks of `own` and `mark_summed`."""
+    """Remove the marks of a module's parameters and buffers, set by `own` and `mark_summed`."""
     for x in tensors:
         x.__dict__.pop(OWNED, None)
         x.__dict__.pop(_SUMMED, None)
@@ -61,13 +64,13 @@ def is_shared(x: Tensor) -> bool:
 
 
 def own_alike(y: Tensor, x: Tensor) -> None:
-    """Give `y`, a copy of `x` in another type, the owner of `x`, if it has one."""
+    """Mark `y`, a copy of `x` in another type, as owned by the module of `x`, if there is one."""
     if OWNED in x.__dict__:
         y.__dict__[OWNED] = x.__dict__[OWNED]
 
 
 def mark_summed(p: Tensor, summed: bool) -> None:
-    """Note whether hooks on `p` get its gradient summed over the ranks, or this rank's summand."""
+    """Record whether hooks on `p` get the gradient summed over ranks, or this rank's summand."""
     p.__dict__[_SUMMED] = summed
 
 
@@ -79,7 +82,7 @@ def is_summed(p: Tensor) -> bool:
 def origins(
     nodes: Iterable[Any], remember: bool = False, beyond: Iterable[Any] = ()
 ) -> dict[str, Any]:
-    """Return the kinds of tensors on which autograd nodes depend through plain tensors.
+    """Return the kinds of tensors on which the autograd `nodes` depend through plain tensors.
 
     The result has one example of each kind found. "owned": a parameter of a module that is
     parallelized over several ranks. "free": any other leaf. "out": the node of a plain tensor that
@@ -119,7 +122,7 @@ def origins(
 
 
 def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
-    """Return a parameter on which one of `roots` depends, of a parallelized module; or None.
+    """Return a parameter of a parallelized module on which one of `roots` depends, or None.
 
     Only modules parallelized over several ranks count, and only dependences through plain tensors:
     the search stops at results of functions on distributed tensors.
@@ -130,14 +133,14 @@ def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
 
 
 def meets(roots: Iterable[Tensor], x: Tensor) -> bool:
-    """Return whether `roots` depend on `x` along a path that does not pass through `replicate`."""
+    """Return whether one of `roots` depends on `x` by a path that does not contain `replicate`."""
     return reaches(roots, x, lambda node: collectives.REPLICATED in node.metadata)
 
 
 def reaches(
     roots: Iterable[Tensor], x: Tensor, ends: Callable[[Any], bool] = lambda node: False
 ) -> bool:
-    """Return whether `roots` depend on `x` along a path without a node for which `ends` is true."""
+    """Return whether one of `roots` depends on `x` by a path of nodes for which `ends` is false."""
     edge = get_gradient_edge(x)[:2]
     seen: set[Any] = set()
     waiting: list[Any] = [root.grad_fn for root in roots]
@@ -155,8 +158,8 @@ def reaches(
 def enter(plain: Tensor, grid: Grid) -> Tensor:
     """Return `plain`, equal on all ranks, as an operand whose gradient is summed over the ranks.
 
-    `plain` must not depend on parameters of parallelized modules, whose gradients are summed
-    otherwise; the backward pass checks this. All ranks call it.
+    `plain` must not depend on parameters of parallelized modules, whose gradients the modules sum.
+    The backward pass raises RuntimeError if `plain` does. Collective.
     """
     operand = collectives.as_replicated(plain, grid)
     operand.register_hook(partial(_check_not_owned, get_gradient_edge(plain).node))
@@ -174,9 +177,9 @@ def _check_not_owned(node: Any, _: Tensor | None) -> None:
 
 
 class distributed_roots:
-    """A context whose backward pass starts at these blocks of distributed tensors.
+    """A context that declares the blocks of distributed tensors at which a backward pass starts.
 
-    All other tensors at which it starts then count as plain.
+    All other tensors at which the backward pass starts count as plain.
     """
 
     __slots__ = ("_shards",)
@@ -198,12 +201,12 @@ def plain_roots() -> list[Tensor]:
 
 
 def undeclared(block: Tensor, whose: str) -> Tensor:
-    """Return `block`, this rank's block of a partitioned tensor, on which no plain loss may depend.
+    """Return `block` of a partitioned tensor, marked so that no plain loss may depend on it.
 
-    The gradients of the ranks' losses would be added up, and be too large where each loss is a
-    mean over its block. A backward pass that reaches the block from a plain tensor raises
-    RuntimeError. One that starts at a distributed tensor does not. `whose` describes the
-    partitioned tensor for the message.
+    The gradients of the ranks' losses would be summed, and be too large if each loss is a mean over
+    its block. So a backward pass that reaches the block from a plain tensor raises RuntimeError. A
+    backward pass from a distributed tensor does not raise. `whose` describes the partitioned tensor
+    for the message.
     """
     if not block.requires_grad:
         return block
@@ -235,9 +238,10 @@ class _Undeclared(ShardFunction):
 
 
 def check_counted_once() -> None:
-    """Raise if the running backward pass reaches a parallelized parameter from a plain loss.
+    """Raise RuntimeError if a plain loss of the running backward pass depends on owned parameters.
 
-    Every rank would compute the whole gradient there, and the sum over ranks would be too large.
+    An owned parameter belongs to a parallelized module. Every rank would compute its whole
+    gradient, and the sum over ranks would be too large.
     """
     p = owned_among(plain_roots())
     if p is not None:

@@ -1,4 +1,4 @@
-"""Checks before autograd records an operator, and the gradients at which backward passes start."""
+"""Checks of operands before autograd records an operator; initial gradients of backward passes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ ADVICE_FOR_FUNCTIONS = (
 
 
 def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
-    """Raise UnsupportedOperation while a tool traces or transforms the program.
+    """Raise UnsupportedOperation if a tool of torch is tracing or transforming the program.
 
-    A traced graph would hold this rank's blocks without the messages. All ranks raise, as all run
-    the same program. `operator` and the tensors in `arguments` are named in the error.
+    A traced graph would contain this rank's blocks without the messages. All ranks raise, as all
+    run the same program. The error names `operator` and the tensors in `arguments`.
     """
     tool = "torch.jit.trace" if is_traced_by_jit() else ""
     if innermost_transform() is not None:
@@ -58,9 +58,10 @@ def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
 
 
 def check_brought(operator: str, x: Tensor) -> None:
-    """Raise UnsupportedOperation if a tensor to be distributed depends on a parallelized parameter.
+    """Raise UnsupportedOperation if `x`, to be distributed, depends on a parallelized parameter.
 
-    The gradient of that parameter would be counted once for every rank. The error names `operator`.
+    The gradient of such a parameter would be counted once for every rank. The error names
+    `operator`.
     """
     p = owned_among([x]) if x.requires_grad else None
     if p is not None:
@@ -77,14 +78,16 @@ _OF_SPARSE: set[Any] = {
     *(torch.Tensor.mm, torch.Tensor.mv, torch.Tensor.matmul, torch.Tensor.__matmul__),
     torch.Tensor.__rmatmul__,
 }
-"""Functions that accept plain sparse matrices beside distributed tensors."""
+"""Functions that accept a plain sparse matrix together with distributed tensors."""
 
 _OF_SPARSE_BATCHES: set[Any] = {torch.bmm, torch.Tensor.bmm}
-"""Functions that accept plain batches of sparse matrices beside distributed tensors."""
+"""Functions that accept a plain batch of sparse matrices together with distributed tensors."""
 
 
 node_of_wrapper: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
-"""Return the node at which torch has recorded a DistTensor itself, or None."""
+"""Return the autograd node that torch has recorded for a DistTensor instead of its shard, or None.
+
+There is such a node only after a user's autograd Function was applied to a DistTensor."""
 
 
 def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> Grid:
@@ -118,16 +121,16 @@ _OVERWRITING: set[Any] = {
     *(getattr(torch.Tensor, f"masked_{name}_") for name in ("fill", "scatter")),
     *(torch.Tensor.fill_, torch.fill_, torch.index_put_),
 }
-"""Functions whose first argument may be memory that nothing has been written to yet."""
+"""Functions that overwrite their first argument, which may therefore be uninitialised memory."""
 
 _ACCUMULATING = {torch.Tensor.index_put_, torch.Tensor.put_, torch.index_put_}
-"""Functions that read their first argument with accumulate=True, their fourth."""
+"""Functions that read their first argument if the fourth argument is accumulate=True."""
 
 _OF_METADATA: set[Any] = {
     *(getattr(torch.Tensor, f"{name}_as") for name in ("expand", "reshape", "type", "view")),
     *(torch.Tensor.is_same_size, torch.Tensor.to, torch.is_same_size),
 }
-"""Functions that read the shape or type of plain operands only, which may be such memory, too."""
+"""Functions that read only shape or type of plain operands, which may be uninitialised memory."""
 
 _ADDED: set[Any] = {
     getattr(home, name)
@@ -138,13 +141,13 @@ _ADDED: set[Any] = {
 
 
 MAY_IGNORE_FIRST = _OVERWRITING | _ADDED
-"""The functions for which `ignores_first` may be true."""
+"""The functions for which `ignores_first` may return True."""
 
 
 def ignores_first(operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     """Return whether `operator(*args, **named)` reads no element of its first argument.
 
-    An element that is not written over keeps its value, which counts as no reading.
+    To leave an element unchanged does not count as a read.
     """
     if operator in _ADDED:
         return named.get("beta") == 0
@@ -158,16 +161,17 @@ def check_recorded(
     compared: bool = True,
     unused_first: bool = False,
 ) -> dict[int, Tensor]:
-    """Raise if the gradients of operands would be wrong; return replacements for some of them.
+    """Raise if the gradients of operands would be wrong; return replacements for plain operands.
 
-    The gradient of a plain operand that depends on leaves of no parallelized module must be summed
-    over the ranks: the result maps its id to a replacement of equal values, which does so.
+    The gradient of a plain operand that depends on leaves outside of parallelized modules must be
+    summed over the ranks. The result maps the id of such an operand to a replacement of equal
+    values, whose gradient is summed.
 
     Raises UnsupportedOperation on every rank if a user's autograd Function was applied to a
-    DistTensor itself, or a plain operand depends on a value of `to_local` or `full_tensor`;
-    ValueError if operands live on different grids, or plain ones differ between ranks, unless
-    `compared` is false. The errors name `operator`. With `unused_first` the first operand may
-    differ, too.
+    DistTensor itself, or a plain operand depends on a result of `to_local` or `full_tensor`.
+    Raises ValueError if operands are on different grids, or if plain operands differ between ranks,
+    unless `compared` is false. Errors name `operator`. With `unused_first` the first operand may
+    differ between ranks. Collective if plain operands are compared.
     """
     distributed, lost = [], None
     with without_torch_function():
@@ -216,20 +220,20 @@ def check_recorded(
 
 
 def recorded(operator: Callable[..., Any] | str, arguments: Any, compared: bool = True) -> Any:
-    """Run `check_recorded`, and return `arguments` with its replacements.
+    """Check operands by `check_recorded`, and return `arguments` with its replacements.
 
-    Operators that torch does not pass to DistTensor's rules call it. Errors name `operator`.
+    For operators that torch does not pass to the rules of DistTensors. Errors name `operator`.
     """
     entered = check_recorded(operator, *tensors_in(arguments), compared=compared)
     return replaced(arguments, entered) if entered else arguments
 
 
 def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any, ...]) -> bool:
-    """Return whether a plain operand depends on leaves of no parallelized module.
+    """Return whether the plain operand `x` depends on leaves outside of parallelized modules.
 
-    Its gradient must then be summed over the ranks. Raises UnsupportedOperation if it depends on
-    such leaves and on parallelized parameters, or on a value that `to_local` or `full_tensor`
-    returned. The error names `operator`.
+    The gradient of such an operand must be summed over the ranks. Raises UnsupportedOperation if
+    `x` depends both on such leaves and on parallelized parameters, or on a result of `to_local` or
+    `full_tensor`. The error names `operator`.
     """
     found = origins([x.grad_fn], remember=True) if x.grad_fn is not None else {"free": x}
     if "out" in found:
@@ -267,15 +271,15 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
 def _check_plain(
     operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensorBase]
 ) -> None:
-    """Compare plain operands of `operator` between ranks; raise on every rank if they differ.
+    """Compare plain operands of `operator` between ranks; raise ValueError if they differ.
 
-    They are compared in the first 16 calls of an operator, and in every 64th later.
-    Parameters of parallelized modules are left out; `ModuleGuard` compares them. Collective.
+    Operands are compared in the first 16 calls of an operator, and in every 64th later. Parameters
+    of parallelized modules are not in `plain`; `ModuleGuard` compares parameters. Collective.
     """
     x = next(iter(distributed), None)
     if x is None or x.grid.size == 1:
         return
-    # One rank alone may compute with a tensor that it has in full, to print it, say.
+    # One rank alone may compute with a replicated tensor, for example to print it.
     if not (any(x.cuts) or x.held.requires_grad):
         return
     if not x.grid.journal.is_due((operator, x.shape), x.grid.device):
@@ -293,8 +297,8 @@ def _check_plain(
 def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> Tensor:
     """Return this rank's summand of the gradient with which a backward pass starts at `x`.
 
-    It is the block of `gradient` (1 by default), divided by the number of ranks that hold the
-    block, as the gradient is the sum over these ranks. All ranks call it; errors name `operator`.
+    The summand is the block of `gradient` (1 by default), divided by the number of ranks that hold
+    the block, as the gradient is the sum over these ranks. Collective. Errors name `operator`.
     """
     check_recorded(operator, x)
     check_untraced(operator, x)
@@ -309,10 +313,10 @@ def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> 
 
 
 def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -> Tensor:
-    """Return this rank's summand of a gradient of global shape `shape`, as a block cut by `cuts`.
+    """Return this rank's summand of `gradient`, of global shape `shape`, partitioned by `cuts`.
 
-    `gradient` is a DistTensor, or a plain tensor equal on all ranks. The result is its block,
-    divided by the number of ranks that hold the block. All ranks call it; errors name `operator`.
+    `gradient` is a DistTensor, or a plain tensor equal on all ranks. The result is this rank's
+    block, divided by the number of ranks that hold the block. Collective. Errors name `operator`.
     """
     check_recorded(operator, gradient)
     if gradient.shape != shape:
@@ -333,8 +337,8 @@ def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operat
 
 
 def whole_gradient(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
-    """Return the sum of a block's gradient parts over all ranks that hold the block.
+    """Return the sum of `part`, this rank's summand of a gradient, over the replicas of its block.
 
-    `cuts` are the cuts of the tensor. All ranks call it; the sum can be differentiated.
+    `cuts` are the grid axes that partition each dimension. Differentiable. Collective.
     """
     return all_reduce_with_grad(part, grid, replicating_axes(cuts, grid.topology))

@@ -1,4 +1,7 @@
-"""Redistribution to other cuts, and gathering of the inputs that an operator needs."""
+"""Redistribution of DistTensors, and gathering of the inputs that an operator needs.
+
+`cuts` are, for each dimension of a tensor, the grid axes that partition the dimension.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from distconv.torch_private import is_marked_parameter
 def gather_inputs(
     x: DistTensorBase, needs: Sequence[IndexMap], cuts: Cuts, operator: str, fill: float = 0.0
 ) -> Tensor:
-    """Return the buffer with all inputs that this rank needs for its block of an output.
+    """Return the buffer with all elements of `x` that this rank needs for its block of an output.
 
-    `needs` has an index map for each dimension; the output is cut by `cuts`. If these are not the
-    cuts of `x`, the ledger records a redistribution for `operator`. `fill` is the value outside the
-    tensor, as in padding. All ranks call it.
+    `needs` has an index map for each dimension, and `cuts` partitions the output. If `x` is
+    partitioned differently, the ledger records a redistribution for `operator`. `fill` is the value
+    of padding, outside the global tensor. Collective.
     """
     grid = x.grid
     plan = plan_to_gather(grid.topology, grid.rank, tuple(x.shape), x.cuts, needs, cuts)
@@ -43,10 +46,10 @@ def plan_to_gather(
     needs: Sequence[IndexMap],
     target: Cuts,
 ) -> Plan | None:
-    """Return this rank's plan of `gather_inputs`, for a tensor of `shape` cut by `source`.
+    """Return this rank's plan of `gather_inputs`, for an input of global `shape`.
 
-    The output is cut by `target`; `needs` has an index map for each dimension. None if every rank's
-    own block holds all inputs that it needs.
+    `source` partitions the input, and `target` the output; `needs` has an index map for each
+    dimension. Return None if every rank's own block holds all inputs that the rank needs.
     """
     if target == source and all(isinstance(need, Same) for need in needs):
         return None
@@ -61,10 +64,9 @@ def gather_by(
     fill: float = 0.0,
     owns_gradient: bool = False,
 ) -> Tensor:
-    """Return the buffer of `gather_inputs`, given its plan; if `plan` is None, the block of `x`.
+    """Return the buffer of `gather_inputs` by a given `plan`; if `plan` is None, the block of `x`.
 
-    The other arguments are those of `gather_inputs` and of `comm.transfer.gather`. All ranks call
-    it.
+    The other arguments are those of `gather_inputs` and of `comm.transfer.gather`. Collective.
     """
     if plan is None:
         return x.shard
@@ -75,11 +77,12 @@ def gather_by(
 def reduce_scatter(
     partial: Tensor, shape: tuple[int, ...], source: Cuts, target: Cuts, grid: Grid, operator: str
 ) -> Tensor:
-    """Sum partial results over ranks, and return this rank's block of the sum, cut by `target`.
+    """Sum partial results over ranks, and return this rank's block of the sum.
 
-    `partial` is this rank's summand, a block of a tensor of `shape` cut by `source`. The sum is
-    over the ranks along the axes that only `target` cuts; without such axes `partial` is returned.
-    The ledger records the move under `operator`. All ranks call it.
+    `partial` is this rank's summand, a block of a tensor of global `shape` partitioned by `source`.
+    The sum is partitioned by `target`, and is over the ranks along the grid axes in `target` that
+    are not in `source`. The ledger records a redistribution for `operator`. Collective, unless
+    `source` equals `target`: then `partial` is returned.
     """
     if source == target:
         return partial
@@ -90,7 +93,7 @@ def reduce_scatter(
 
 
 def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> None:
-    """Record in the ledger that `operator`, with an output cut by `cuts`, gathered its inputs."""
+    """Record in the ledger that `operator`, with an output of `cuts`, gathered `x` by `plan`."""
     if cuts != x.cuts or current_trace() is not None:
         itemsize = x.shard.element_size()
         target = Layout.of(cuts, weight=is_marked_parameter(x))
@@ -98,7 +101,7 @@ def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> N
 
 
 def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
-    """Return `x` cut by `cuts`; the ledger records it under `operator`. All ranks call it."""
+    """Return `x` partitioned by `cuts`, recorded in the ledger for `operator`. Collective."""
     if cuts == x.cuts:
         return x
     shard = gather_inputs(x, (Same(),) * x.dim(), cuts, operator)
@@ -106,10 +109,11 @@ def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 
 
 def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
-    """Return `x` cut by `cuts`, moved only once within the outermost call of a parallelized module.
+    """Return `x` partitioned by `cuts`, cached for the outermost call of a parallelized module.
 
-    The result is a view of `x`: a write to it changes `x`. The ledger records the move under
-    `operator`. All ranks call it.
+    A second redistribution of an unchanged `x` within the call needs no message. The result is a
+    view of `x`: a write to the result changes `x`. The ledger records the redistribution for
+    `operator`. Collective.
     """
     if cuts == x.cuts:
         return x
@@ -130,9 +134,10 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 
 
 def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distributed:
-    """Return a view of `x` that is cut by `cuts`, and has the block `shard`, brought already.
+    """Return a view of `x` that is partitioned by `cuts`, with the redistributed block `shard`.
 
-    Writes to the view redistribute it back; the ledger then names `operator`.
+    A write to the view redistributes the view back into `x`; the ledger records this for
+    `operator`. No communication.
     """
 
     def write(base: DistTensorBase, view: DistTensorBase) -> None:
@@ -146,7 +151,7 @@ def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distribu
 def overwrite(x: DistTensorBase, value: DistTensorBase, operator: str) -> None:
     """Overwrite `x`, and its base if `x` is a view, by `value`, for the function `operator`.
 
-    `value` has the shape of `x`, and may have other cuts. All ranks call it.
+    `value` has the shape of `x`, and may be partitioned differently. Collective.
     """
     own = redistribute(value, x.cuts, operator).shard
     prepare_write(x, operator)
@@ -156,15 +161,16 @@ def overwrite(x: DistTensorBase, value: DistTensorBase, operator: str) -> None:
 
 
 def check_grid(grid: Any) -> None:
-    """Raise `TypeError` for an object that is no grid."""
+    """Raise `TypeError` if `grid` is not a grid."""
     if not isinstance(grid, Grid):
         raise TypeError(f"grid={grid!r} is not a ProcessGrid; create one by ProcessGrid(height=-1)")
 
 
 def cuts_of_layout(layout: Layout | None, grid: Grid, ndim: int) -> Cuts:
-    """Return the cuts of a tensor of `ndim` dimensions in `layout`; None is the default layout.
+    """Return the grid axes that partition each dimension of a tensor of `ndim` dimensions.
 
-    Raises `TypeError` if `layout` is no `Layout`, or `grid` no `ProcessGrid`.
+    `layout` is the tensor's layout, or None for the default layout. Axes of one rank are left out.
+    Raises `TypeError` if `layout` is not a `Layout`, or `grid` is not a grid.
     """
     check_grid(grid)
     if layout is None:

@@ -121,7 +121,9 @@ class ItemSource(Source):
         out[...] = values[box.slices]
 
     def varies(self, sample: int) -> bool:
-        """Return the item of a sample; with `again`, load the item anew and do not keep it."""
+        """Return whether several loads of a sample give different values, as random changes do."""
+        first, *others = (self._values(sample, again=True).tobytes() for _ in range(1 + REPEATS))
+        return any(values != first for values in others)
 
     def _values(self, sample: int, again: bool = False) -> Array:
         item = self._items.item(sample, again)
