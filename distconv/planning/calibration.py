@@ -28,11 +28,12 @@ GATHERED = (8, 2**10, 2**13, 2**15, 2**16)
 """Sizes in bytes at which all-gathers are timed; small, as all-gathers carry statistics."""
 REDUCED = (8, 2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
 PACKED = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
-"""Sizes in bytes at which copies are timed; `MESSAGES` and `REDUCED` are those of messages and
-all-reduces."""
+"""Sizes in bytes at which copies are timed. `MESSAGES` are the sizes of messages, `REDUCED` the
+sizes of all-reduces."""
 
 _BUSY = 1e-3
-"""Seconds of an 8-byte message within a node above which other programs must be using its cores."""
+"""Seconds of an 8-byte message within a node above which `calibrate` warns that the node is
+busy."""
 
 Progress = Callable[[str], object]
 

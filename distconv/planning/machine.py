@@ -173,8 +173,7 @@ class Machine:
     that operators have read and written since the previous function; `*` is for functions not
     listed."""
     skew: Table = NO_TIME
-    """Seconds by which the slowest rank exceeds the mean of all ranks in equal work, by the
-    mean."""
+    """Extra seconds of the slowest rank over the mean of all ranks, by the mean, in equal work."""
     asynchronous: bool = False
     """Whether the host continues while the device computes, as with GPUs."""
     roofline: Roofline | None = None

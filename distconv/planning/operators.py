@@ -50,7 +50,7 @@ _HELD = 2**26
 """Bytes of results that are kept, as a step keeps activations, before the oldest are freed."""
 
 _HEAP = 2**30
-"""Bytes that a process touches before timing; at most a quarter of its memory."""
+"""Bytes that a timing process writes first, to own the memory; at most a quarter of its memory."""
 
 _OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_", "MPI_", "HYDRA_", "RANK", "WORLD_SIZE")
 
@@ -62,7 +62,7 @@ _OF_VOLUMES: dict[str, Callable[..., object]] = {
 
 
 class Operands:
-    """A pool of memory from which the operands of timed operators are taken in turn.
+    """A memory pool for the operands of timed operators, which operands use piece by piece.
 
     The pool is large enough for each of `operators`. The first operand of an operator is copied to
     fresh memory, so it does not stay in the pool.
@@ -444,8 +444,8 @@ def flops_of(operator: LocalOperator) -> int:
 def roofline_seconds(operator: LocalOperator, device: Roofline) -> float:
     """Return the seconds of an operator on a described device.
 
-    They are the longer of its arithmetic and its memory traffic, over the efficiency that operators
-    of this name reach.
+    The longer of arithmetic and memory traffic counts, at the efficiency that operators of this
+    name reach.
     """
     tensors = [*operator.taken, *operator.made]
     kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"

@@ -30,7 +30,7 @@ the last rank are simulated."""
 
 @dataclass(frozen=True)
 class LayerTime:
-    """The seconds of one layer in a predicted step, on the slowest rank, and the bytes it keeps."""
+    """The seconds of one layer in a predicted step, on the slowest rank, and its saved bytes."""
 
     name: str
     kind: str

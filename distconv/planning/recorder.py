@@ -125,7 +125,7 @@ def _first_of(result: Any) -> _Output:
 
 
 class Recorder(ModuleCalls, torch_private.DispatchMode):
-    """A context that records a step on one rank of a grid, while a module runs on it."""
+    """A context that records the step of a module on one rank of a grid."""
 
     def __init__(
         self,
@@ -429,7 +429,7 @@ def _way(events: Sequence[RecordedEvent]) -> str:
 
 
 def halo_of_movement(movement: Movement) -> Halo:
-    """Return the widths of the halo that an operator needs on this rank, and its bytes."""
+    """Return the halo that an operator needs on this rank, from the transfer in `movement`."""
     plan = movement.plan
     ndim = len(plan.buffer_shape)
     widths = {}

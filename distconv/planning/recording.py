@@ -52,7 +52,7 @@ class LocalOperator:
 
     @property
     def key(self) -> str:
-        """Return a text that is equal for operators that take the same time."""
+        """Return a text that is equal for operators of equal names and arguments."""
         return f"{self.name}{_text(self.arguments)}{_text(self.keywords) if self.keywords else ''}"
 
     @cached_property
@@ -234,7 +234,7 @@ def with_backward(calls: Sequence[LayerPlan], received: Mapping[str, int]) -> tu
 
 
 def backward_of(events: Iterable[RecordedEvent]) -> Counter[str]:
-    """Return the bytes that each layer receives in the backward pass, by its name.
+    """Return the bytes that each layer receives in the backward pass, by the name of the layer.
 
     Reductions of parameters' gradients are counted as "gradients", messages of the loss as "loss".
     """

@@ -300,7 +300,7 @@ def plan(
 
 
 _Recorded = Sequence[tuple[dict[str, int], Recording]]
-"""Grids, each with the recording of one rank."""
+"""Pairs of a grid and the recording of one of its ranks."""
 
 
 def _seconds(c: Candidate) -> float:

@@ -62,10 +62,10 @@ def milliseconds(seconds: float) -> str:
 
 
 def size_cell(count: int) -> Cell:
-    """Return a cell that shows a number of bytes with its unit; an empty one for 0."""
+    """Return a cell that shows a number of bytes with its unit; an empty cell for 0."""
     return (byte_size(count), count) if count else ""
 
 
 def time_cell(seconds: float) -> Cell:
-    """Return a cell that shows seconds in milliseconds, without the unit; an empty one for 0."""
+    """Return a cell that shows seconds in milliseconds without the unit; an empty cell for 0."""
     return (f"{seconds * 1e3:.4g}", seconds) if seconds else ""

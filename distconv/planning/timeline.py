@@ -266,10 +266,9 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def play(recordings: Sequence[Recording], machine: Machine, times: OperatorTimes) -> Timeline:
-    """Return the timeline of a simulated step: give times to the recorded events of some ranks.
+    """Simulate a step from recordings of some ranks of one grid; return its timeline.
 
-    `recordings` are of ranks of one grid. `machine` has the times of messages and of Python,
-    `times` those of the local operators.
+    `machine` has the times of messages and of Python, `times` those of the local operators.
     """
     ranks = {r.rank: _Rank(r) for r in recordings}
     moving = True

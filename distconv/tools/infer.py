@@ -177,7 +177,8 @@ class _Division(NamedTuple):
     asked: int
     peak: int
     extents: Mapping[str, int] = {}
-    """The extents of the inputs of norms, by name, in a pass over the whole volume."""
+    """The extents of the norms' inputs along the dimension of slabs, by name, in the whole
+    volume."""
 
 
 class _Recorded(NamedTuple):

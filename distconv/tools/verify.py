@@ -55,7 +55,7 @@ class TensorComparison:
     layer: str
     """The layer, or the name of a parameter, a buffer, or an input."""
     kind: str
-    """ "output", "buffer", "gradient", or "refused"."""
+    """The tensor is an "output", "buffer" or "gradient"; "refused" is an unsupported layer."""
     difference: float
     """Largest difference, relative to the largest entry of the serial tensor."""
     rounding: float = 0.0

@@ -44,7 +44,8 @@ _AFTER = {
 TRANSPORTS = ("mpi", "torch", "nccl")
 
 LAUNCHERS = "mpiexec mpirun srun jsrun lrun flux torchrun sbatch bsub qsub".split()
-"""Programs that start ranks or jobs. They are errors as COMMAND, as the script starts the ranks."""
+"""Programs that start ranks or jobs. The command of a job may not be one, as the script starts the
+ranks."""
 
 MARK = "# Written by: python -m distconv launch"
 """The beginning of the script's line that has the options of this command."""
