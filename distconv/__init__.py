@@ -1,4 +1,4 @@
-"""Convolutional networks on tensors cut over many processes, with the serial program's numbers."""
+"""Convolutional networks on tensors partitioned over many processes, with serial results."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
@@ -79,7 +79,7 @@ _ON_DEMAND = {
     "timeline": "tools.timeline",
     "verify": "tools.verify",
 }
-"""The modules of names that are imported when they are first used."""
+"""Public names that are imported at their first use, each with its module."""
 
 
 _OF_ARRAYS: dict[str, _Any] = {
@@ -88,7 +88,7 @@ _OF_ARRAYS: dict[str, _Any] = {
     "transpose": _torch.permute,
 }
 """Functions that opt_einsum looks up, by numpy's names, in the package of an array's type. Without
-them it uses numpy's."""
+these entries opt_einsum calls numpy."""
 
 
 def __getattr__(name: str) -> _Any:

@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit status. Every rank calls it."""
+    """Run one command and return its exit status. Collective."""
     parser = RankParser(prog="python -m distconv", description=__doc__)
     parser.add_argument("--version", action="version", version=f"distconv {__version__}")
     parser.set_defaults(command=None)

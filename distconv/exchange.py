@@ -1,7 +1,8 @@
-"""Movements of data between ranks, each with its adjoint, for rules that users write.
+"""Exchanges of data between ranks, each with its adjoint, for rules that users write.
 
-See docs/howto/extending.md. The gradient of a replicated value is the sum over its replicas. So the
-adjoint of a gather is an accumulation, and the adjoint of a sum over ranks is the same sum.
+See docs/howto/extending.md. The gradient of a replicated value is the sum over its replicas. The
+adjoint of a gather is therefore an accumulation, and the adjoint of a sum over ranks is the same
+sum.
 """
 
 from distconv.comm.collectives import all_gather_with_grad as parts_of

@@ -1,4 +1,4 @@
-"""Partitions of tensors, for rules that users write; see docs/howto/extending.md."""
+"""Queries about partitioned tensors, for rules that users write; see docs/howto/extending.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["Box", "Cuts", "Layout", "cutting_axes", "rank_box", "replicating_axe
 def replicating_axes(cuts: Iterable[Iterable[str]], topology: Topology) -> tuple[str, ...]:
     """Return the grid axes with several ranks along which a tensor is replicated.
 
-    Raises TypeError if `cuts` does not have the axes of each dimension, as `x.cuts` does.
+    `cuts` has the grid axes that partition each dimension, as `x.cuts` does. Raises TypeError for
+    anything else.
 
     Examples
     --------
@@ -34,7 +35,8 @@ def rank_box(
 ) -> Box:
     """Return the box that `rank` holds of a tensor of global `shape`, partitioned by `cuts`.
 
-    Raises TypeError if `cuts` does not have the axes of each dimension, as `x.cuts` does.
+    `cuts` has the grid axes that partition each dimension, as `x.cuts` does. Raises TypeError for
+    anything else.
 
     Examples
     --------
@@ -48,7 +50,7 @@ def rank_box(
 
 
 def _checked(cuts: Iterable[Iterable[str]]) -> Cuts:
-    """Return the axes of each dimension as tuples, which caches of the library look up."""
+    """Return `cuts` as tuples, as keys for the library's caches; raise TypeError if invalid."""
     with suppress(TypeError):  # of what has no dimensions, such as a Layout
         found = tuple(map(tuple, cuts))
         if set(cutting_axes(found)) <= set(AXES):

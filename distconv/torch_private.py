@@ -1,9 +1,9 @@
 """All private parts of torch that distconv uses, and the places where torch is patched.
 
-A docstring says what its entry is for, or what goes wrong without it. An entry that names no
+A docstring says what its entry is for, or what goes wrong without the entry. An entry that names no
 versions was seen in torch 2.6, 2.11, 2.13, 2.14 and 2.15. Each has a test of its own in
-`tests/test_torch_private.py`. No other module names a private part of torch. Nothing is patched by
-an import: `at_first_grid` says when.
+`tests/test_torch_private.py`. No other module names a private part of torch. Importing distconv
+patches nothing; see `at_first_grid`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _KERNELS: Any = torch._C._nn
 # Patches
 
 _patches: list[Callable[[], None]] | None = []
-"""The patches that wait for the first grid; None once they are installed."""
+"""Functions that install patches at the first grid; None once they were called."""
 
 
 def at_first_grid(install: Callable[[], None]) -> None:
     """Call `install`, which patches torch, when this process makes its first grid.
 
-    `install` is called at once if there is a grid already. A program that imports distconv and
+    If there is a grid already, `install` is called at once. A program that imports distconv and
     makes no grid leaves torch as it is.
     """
     if _patches is None:
@@ -58,7 +58,7 @@ def at_first_grid(install: Callable[[], None]) -> None:
 
 
 def install_patches() -> None:
-    """Install the patches of `at_first_grid`, once; every new grid calls it."""
+    """Install the patches of `at_first_grid`, once; every new grid calls this function."""
     global _patches
     if _patches is not None:
         waiting, _patches = _patches, None
@@ -95,9 +95,10 @@ def replace_apply(apply: Callable[..., Any]) -> None:
     """Let `apply(cls, *arguments, **keywords)` run when a program calls `Function.apply`.
 
     `Function` is any `torch.autograd.Function`; with torch's own `apply` the gradients of
-    DistTensors are lost. Up to torch 2.13 the replacement lies beneath `Function.apply`, so it also
-    serves references to `Function.apply` that the program took earlier. From 2.14 on it replaces
-    `Function.apply` itself, and calls by earlier references are refused.
+    DistTensors are lost. Up to torch 2.13 the replacement is a method that `Function.apply` calls,
+    so references to `Function.apply` that the program took earlier also use the replacement. From
+    2.14 on `Function.apply` itself is replaced, and calls by earlier references raise
+    UnsupportedOperation.
     """
     beneath: Any = Function if vars(Function)["apply"] is compiled_apply else _SingleLevelFunction
     beneath.apply = classmethod(apply)
@@ -117,7 +118,8 @@ def replace_saved_inputs(
 
     `save` returns tensors and a note; at recomputation `restore(tensors, note)` returns the inputs.
     torch 2.13 and later save inputs on the enclosing graph, where an enclosing checkpoint finds no
-    DistTensor at recomputation, and raises. Earlier versions hold inputs as they are.
+    DistTensor at recomputation, and raises. Earlier versions keep inputs unchanged, and are not
+    patched.
     """
     frame: Any = checkpoint._CheckpointFrame
     if not hasattr(frame, "save_inputs"):
@@ -137,7 +139,8 @@ def replace_saved_inputs(
 def keeps_inputs(function: Any) -> bool:
     """Return whether `function` is the autograd Function by which checkpoints keep inputs.
 
-    This Function, of torch 2.11 and 2.12, works with DistTensors, and must not be refused.
+    This Function, of torch 2.11 and 2.12, works with DistTensors, so distconv must not raise for
+    it.
     """
     kept = (function.__module__, function.__name__) == (checkpoint.__name__, "_NoopSaveInputs")
     return kept and torch.__version__ >= "2.11"
@@ -161,46 +164,47 @@ def profiler_refused(refuse: Callable[..., Any]) -> Iterator[None]:
 # Autograd
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of this thread's current backward pass, -1 outside. Without it, gradients of
-two passes are treated as one, and steps of backward passes are compared although their order may
-differ."""
+"""Return the number of this thread's current backward pass, -1 outside of a pass. Without it,
+gradients of two passes are treated as one, and steps of backward passes are compared although their
+order may differ."""
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""Return the node that this thread's backward pass runs, or None. Without it, recordings cannot
-attribute the work of a backward pass to layers."""
+"""Return the autograd node that this thread's backward pass runs, or None. Without it, recordings
+cannot attribute the work of a backward pass to layers."""
 
 next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-"""Return the number of the node that autograd records next; see `current_node`."""
+"""Return the sequence number of the node that autograd records next; see `current_node`."""
 
 
 def node_number(node: Any) -> int | None:
-    """Return the number that autograd gave a node when it recorded it; see `current_node`.
+    """Return the sequence number that autograd gave a node when recording it; see `current_node`.
 
-    None for None, and for nodes that accumulate the gradient of a leaf, which all have the largest.
+    Returns None for None, and for nodes that accumulate the gradient of a leaf, which all have the
+    largest number.
     """
     number = None if node is None else node._sequence_nr()
     return None if number is None or number >= 2**62 else number
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call `call()` when the current backward pass has gone through its whole graph.
+    """Call `call()` when the current backward pass has run its whole graph.
 
-    distconv finishes the sums of gradients in `call`, before `backward()` returns.
+    distconv completes the reductions of gradients in `call`, before `backward()` returns.
     """
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 compiled_apply: Any = vars(torch._C._FunctionBase)["apply"]
-"""`Function.apply` in compiled code. Python's version searches all arguments for wrappers of
-torch.func each time that distconv applies one of its own functions."""
+"""`Function.apply` in compiled code. For each of distconv's own functions, Python's version
+searches all arguments for wrappers of torch.func."""
 
 
 def roots_of_backward() -> list[Tensor]:
     """Return the tensors at which the current backward pass started; [] if unknown.
 
     Autograd does not expose these tensors. They are read from the frame of torch's own function
-    that runs the pass; on GPUs another thread runs the nodes. From them distconv sees whether a
-    plain penalty reaches a parallelized module's parameters, whose gradients would be too large by
+    that runs the pass; on GPUs another thread runs the nodes. With them distconv detects a plain
+    penalty that reaches a parallelized module's parameters, whose gradients would be too large by
     the number of ranks.
     """
     found = _started_below(sys._getframe(1))
@@ -223,8 +227,8 @@ def _started_below(frame: Any) -> list[Tensor] | None:
 # Tensors
 
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-"""Make a tensor of a subclass with a shape and without memory. Without it there is no
-DistTensor."""
+"""Make a tensor of a subclass with a shape and without memory. DistTensor is made by this
+function."""
 
 set_data: Callable[[Tensor, Tensor], None] = _TENSOR["data"].__set__
 """Set `.data` as torch does, for the function given to `replace_data_setter`."""
@@ -236,16 +240,16 @@ base."""
 
 base_of: Callable[[Tensor], Tensor | None] = _TENSOR["_base"].__get__
 """Return the tensor of which `x` is a view, or None. Without it, unwritten blocks are treated as
-written, and sums of gradients are copied in each step."""
+written, and reductions of gradients are copied in each step."""
 
 
 is_zero_tensor: Callable[[Tensor], bool] = torch.Tensor._is_zerotensor  # type: ignore[attr-defined]
-"""Return whether a tensor is zeros without memory, as some gradients are: it has no address to
-send."""
+"""Return whether a tensor is zeros without memory, as some gradients are; such a tensor has no
+address to send."""
 
 hooks_of: Callable[[Tensor], Any] = _TENSOR["_backward_hooks"].__get__
 """Return the dictionary of the hooks of a tensor, or None. Without it, a program's hooks on a
-parameter get this rank's part of the gradient."""
+parameter get this rank's contribution to the gradient, not the sum."""
 
 accumulation_hooks_of: Callable[[Tensor], Any] = _TENSOR["_post_accumulate_grad_hooks"].__get__
 """Return the dictionary of a tensor's post-accumulate-gradient hooks, or None; see `hooks_of`."""
@@ -275,7 +279,7 @@ users_of: Callable[[Tensor], int] = torch.Tensor._use_count  # type: ignore[attr
 
 
 def mark_parameter(x: Tensor) -> None:
-    """Make `isinstance(x, torch.nn.Parameter)` true, so that modules take sharded weights."""
+    """Make `isinstance(x, torch.nn.Parameter)` true, so that modules accept sharded weights."""
     x._is_param = True  # type: ignore[attr-defined]
 
 
@@ -288,37 +292,36 @@ def is_marked_parameter(x: Tensor) -> bool:
 
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which torch does not dispatch to subclasses. Without it, reading a DistTensor's
-metadata does not end.
-"""
+metadata recurses forever."""
 
 without_torch_dispatch: Any = torch._C._DisableTorchDispatch
-"""A context in which torch does not dispatch to subclasses below its functions either. Without it,
-the shape of a DistTensor cannot change in place.
-"""
+"""A context in which torch does not dispatch to subclasses, also below its functions. Without it,
+the shape of a DistTensor cannot change in place."""
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-"""The `__torch_function__` of subclasses without one of their own, for autocast's stand-ins."""
+"""A `__torch_function__` that turns dispatch off for a subclass: autocast's stand-ins for
+tensors."""
 
 without_modes: Any = _disable_current_modes
-"""A context without the modes below torch's functions. Without it, checks on tensors without
-elements are recorded as work of the program."""
+"""A context without dispatch modes. Without it, checks on tensors without elements are recorded as
+work of the program."""
 
 DispatchMode = TorchDispatchMode
-"""The base of modes below torch's functions. Without it, recordings see no operators."""
+"""The base of dispatch modes, which see operators below torch's functions. Without it, recordings
+see no operators."""
 
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
-"""Return whether autocast is on for any device. Without it, each operator has to ask all
-devices."""
+"""Return whether autocast is on for any device. Without it, each operator must ask all devices."""
 
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Return the number of modes below torch's functions. What a tool records by one would hold this
-rank's blocks, and no messages."""
+"""Return the number of active dispatch modes. A tool that records through such a mode would record
+this rank's blocks, and no messages."""
 
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """Return the active transform of torch.func, or None; see `count_modes`."""
 
 is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
-"""Return whether torch.jit.trace is active. `torch.jit.is_tracing` takes two Python calls more."""
+"""Return whether torch.jit.trace is active. `torch.jit.is_tracing` costs two more Python calls."""
 
 _modes_before_dispatch: list[Any] = vars(_ops._mode_stack_state_for_pre_dispatch)[
     "_ModeStackStateForPreDispatch__infra_modes"
@@ -335,7 +338,7 @@ _TRACERS = {
 
 
 def tracing_mode() -> str:
-    """Return the name of the tool that traces the program below torch's functions, or "".
+    """Return the name of the tool that traces the program below torch's functions; "" for none.
 
     Dispatch modes of users only observe, and are ignored.
     """
@@ -349,8 +352,8 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 def run_eagerly(function: Called) -> Called:
     """Let torch.compile break its graph at `function`, and run it and its callees uncompiled.
 
-    `torch.compiler.disable` does the same, but imports the compiler into every program. torch
-    2.6 has no way to mark code, and torch.compile fails there.
+    `torch.compiler.disable` does the same, but imports the compiler into every program. torch 2.6
+    has no way to mark code, and torch.compile fails with distconv.
     """
     marks: Any = function
     marks._torchdynamo_disable = True
@@ -374,11 +377,12 @@ _EXACT = {
 
 
 def guard_exactly(within: Callable[[], bool]) -> None:
-    """Let torch.compile guard all that it reads, or break its graph, while `within()` is true.
+    """Let torch.compile guard everything that it reads, or break its graph, if `within()` is true.
 
-    By default it leaves out hooks, defaults of functions and properties of parameters, and computes
-    numpy's functions by torch's. Without this, compiled programs would use old values. To change
-    these settings takes longer than a call, so that they change when torch.compile starts to trace.
+    By default torch.compile does not guard hooks, defaults of functions and properties of
+    parameters, and replaces numpy's functions by torch's. Without this function, compiled programs
+    would use old values. Changing these settings takes longer than a compiled call, so they are
+    changed only while torch.compile traces.
     """
     from torch._dynamo import config, on_compile_end, on_compile_start
 
@@ -401,7 +405,7 @@ def guard_exactly(within: Callable[[], bool]) -> None:
 def register_backend(name: str, make: Callable[[Any], Any]) -> None:
     """Let `torch.compile(program, backend=name)` return `make(program)` from now on.
 
-    torch.compile shows a backend graphs only, never the tensors that it cannot trace.
+    An ordinary backend gets graphs only, never tensors that torch.compile cannot trace.
     """
     from torch import _dynamo
 
@@ -422,11 +426,11 @@ def is_fake(x: Tensor) -> bool:
 
 
 def unknown_in_graph(module: Any) -> str:
-    """Return the name of a function in a graph of torch.compile that cannot run by itself, or "".
+    """Return the name of a function in a graph of torch.compile that distconv cannot run, or "".
 
-    Such functions stand for whole graphs, as of a program's autograd functions, or return a number
-    that changes without a guard, the version of a tensor. Checkpoints are replaced by torch's
-    function for them.
+    Such functions contain whole graphs, for example of a program's autograd functions, or return
+    the version of a tensor, a number that changes without a guard. Checkpoints are supported:
+    torch's function for a checkpoint is replaced in the graph by `torch.utils.checkpoint`.
     """
     for node in module.graph.nodes:
         if str(node.target) == "prims._tensor_version.default":  # torch registers it on demand
@@ -440,7 +444,7 @@ def unknown_in_graph(module: Any) -> str:
 
 
 def _checkpointed(graph: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Checkpoint a graph; its parameters and buffers are no arguments, as in the program."""
+    """Checkpoint a graph; as in the program, parameters and buffers are not arguments."""
     given = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and not x.is_leaf]
 
     def run(*moving: Any) -> Any:
@@ -457,7 +461,8 @@ not seen."""
 
 
 Operator = _ops.OpOverload
-"""The type of operators below torch's functions. Without it, compiled steps replay other calls."""
+"""The type of operators below torch's functions. Without it, compiled steps cannot tell operators
+from other calls."""
 
 
 is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
@@ -468,8 +473,8 @@ recordings share results that are written to."""
 def signature_of(operator: Any) -> str:
     """Return the schema of an operator of `torch.ops`, from "(" on: arguments and results.
 
-    distconv registers some operators anew under this schema: compilers then call torch's kernel,
-    where the loops that they would generate are slower.
+    distconv registers some operators again under this schema: compilers then call torch's kernel,
+    as the loops that they would generate are slower.
     """
     return "(" + str(operator._schema).partition("(")[2]
 
@@ -493,8 +498,8 @@ adaptive_max_pool: dict[int, Callable[..., Any]] = {
 """Adaptive maximum pooling, with places, by spatial dimensions; see `max_pool_with_places`."""
 
 pad: Callable[..., Tensor] = _KERNELS.pad
-"""The name by which parts of torch call `torch.nn.functional.pad`. Without it there is no rule
-for it."""
+"""The name by which parts of torch call `torch.nn.functional.pad`. Without it, no rule covers such
+calls."""
 
 _UPSAMPLING = {
     "nearest": ("upsample_nearest{}d",),
@@ -509,7 +514,7 @@ _UPSAMPLING = {
 def upsampling(mode: str, antialias: bool, spatial: int) -> Callable[..., Tensor]:
     """Return the kernel of `torch.nn.functional.interpolate` for a mode and spatial dimensions.
 
-    The kernel takes both sizes and scales: a block of a tensor needs the scales of the whole.
+    The kernel takes both sizes and scales: a block needs the scales of the global tensor.
     """
     kernel: Callable[..., Tensor] = getattr(_KERNELS, _UPSAMPLING[mode][antialias].format(spatial))
     return kernel
@@ -524,7 +529,7 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return attention by torch's kernel for CPUs, and the log-sum-exp of each query's scores.
 
-    Without the latter the attention to several blocks of keys cannot be combined. `operands` are
+    The log-sum-exp is needed to combine the attention to several blocks of keys. `operands` are
     query, key and value, of four dimensions, the last of which is contiguous.
     """
     out, sums = _FLASH(*operands, 0.0, is_causal, scale=scale)
@@ -547,30 +552,30 @@ def flash_attention_backward(
 
 
 assert_async: Callable[..., None] = torch._assert_async
-"""Raise where a one-element tensor is 0, on a GPU without a wait of the host."""
+"""Raise if a one-element tensor is 0; on a GPU, the host does not wait for the result."""
 
 is_all_true: Callable[[Tensor], Tensor] = torch._is_all_true
 is_any_true: Callable[[Tensor], Tensor] = torch._is_any_true
-"""Return whether all, or any, elements are true. torch.distributions checks its arguments by
-them."""
+"""Return whether all, or any, elements are true. torch.distributions calls both functions to check
+its arguments."""
 
 standard_gamma: Callable[..., Tensor] = torch._standard_gamma
 standard_gamma_grad: Callable[[Tensor, Tensor], Tensor] = torch._standard_gamma_grad
 sample_dirichlet: Callable[..., Tensor] = torch._sample_dirichlet
 dirichlet_grad: Callable[[Tensor, Tensor, Tensor], Tensor] = torch._dirichlet_grad
-"""Draw gamma and Dirichlet numbers, and return their derivatives. torch.distributions draws by
-them."""
+"""Draw gamma and Dirichlet numbers, and return their derivatives. torch.distributions calls these
+functions."""
 
 unscale_gradients: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
-"""Multiply gradients in place, and note values that are not finite. Without it GradScaler has no
-rule."""
+"""Multiply gradients in place, and record whether values are not finite. Without it GradScaler has
+no rule."""
 
 
 def of_lists(name: str) -> Callable[..., Any]:
-    """Return torch's private function that applies one such as "add_" to lists of tensors.
+    """Return torch's private function that applies `name`, such as "add_", to lists of tensors.
 
-    For "add_" it is `torch._foreach_add_`. torch's optimizers, averages of weights and clipping of
-    gradients call it.
+    For "add_" the function is `torch._foreach_add_`. torch's optimizers, averages of weights and
+    clipping of gradients call such functions.
     """
     function: Callable[..., Any] = getattr(torch, f"_foreach_{name}")
     return function
@@ -579,7 +584,7 @@ def of_lists(name: str) -> Callable[..., Any]:
 def of_sequence(name: str) -> Callable[..., Any]:
     """Return torch's private function for a sequence of tensors, such as `atleast_1d([x, y])`.
 
-    Without it, such a call is refused; `atleast_1d(x, y)` is not.
+    Without it, such a call is unsupported, unlike `atleast_1d(x, y)`.
     """
     function: Callable[..., Any] = getattr(torch._C._VariableFunctions, name)
     return function
@@ -592,17 +597,18 @@ def fused_step(optimizer: str) -> Callable[..., Any]:
 
 
 make_dual: Callable[..., Any] = torch._C._VariableFunctions._make_dual
-"""Make a tensor with a tangent. Without it, torch's forward mode is refused without a way out."""
+"""Make a tensor with a tangent. Without it, torch's forward mode raises an error without a
+remedy."""
 
 compatible_types: Callable[..., bool] = torch._has_compatible_shallow_copy_type
-"""Return whether `.data` of a tensor can become another one. Without it, `module.to` of a
-parallelized module is refused without a way out."""
+"""Return whether `.data` of a tensor can become another tensor. Without it, `module.to` of a
+parallelized module raises an error without a remedy."""
 
 reduction_of_flags: Callable[..., str] = _reduction.legacy_get_string
 """Return the reduction of a loss for torch's deprecated `size_average` and `reduce`."""
 
 unpooled_size: Callable[..., Any] = F._unpool_output_size  # type: ignore[attr-defined]
-"""Return the plane of max unpooling, with torch's checks of `output_size`."""
+"""Return the spatial size of the result of max unpooling, with torch's checks of `output_size`."""
 
 fans: Callable[[Tensor], tuple[int, int]] = nn.init._calculate_fan_in_and_fan_out
 """Return fan-in and fan-out of a weight from its global shape; torch's `kaiming_uniform_` would use
@@ -612,7 +618,7 @@ the shape of a block."""
 def only_raises(function: Callable[..., Any]) -> bool:
     """Return whether a function of linear algebra does nothing but raise an error.
 
-    Some do from torch 2.13 on. A rule for one must not compute what serial torch refuses.
+    Some functions do from torch 2.13 on. A rule for such a function must raise as well.
     """
     return function.__module__ == "torch._linalg_utils"
 
@@ -620,8 +626,8 @@ def only_raises(function: Callable[..., Any]) -> bool:
 def dropped_weight(loss: Callable[..., Any]) -> Any:
     """Return the weight with which the program has called `loss` of torch.nn.functional, or None.
 
-    `l1_loss` of torch 2.6 to 2.15 does not pass its weight on to a subclass, and would ignore it.
-    So it is read from the frame of torch's own function.
+    `l1_loss` of torch 2.6 to 2.15 does not pass its weight on to a subclass, which would ignore the
+    weight. The weight is therefore read from the frame of torch's own function.
     """
     frame: Any = sys._getframe(1)
     for _ in range(8):
@@ -642,10 +648,11 @@ def _copied(function: Any, **names: Any) -> Callable[..., Any]:
 
 
 def composition(function: Any) -> Callable[..., Any]:
-    """Return a copy of a Python function of torch that never hands itself to a tensor subclass.
+    """Return a copy of a Python function of torch that is never dispatched to a tensor subclass.
 
-    torch hands `multi_head_attention_forward` to DistTensor as a whole. The copy runs, and hands
-    over each function that it calls, so distconv needs no version of torch's 300 lines.
+    torch dispatches `multi_head_attention_forward` as a whole to DistTensor. The copy runs instead,
+    and each function that the copy calls is dispatched, so distconv needs no version of torch's 300
+    lines.
     """
     return _copied(function, has_torch_function=lambda *_: False)
 
@@ -654,27 +661,27 @@ def composition(function: Any) -> Callable[..., Any]:
 
 BatchNorm: Any = _BatchNorm
 """The base of torch's batch norms, also of other packages'. Without it, planning reads the values
-of their counters, which do not exist there."""
+of batch counters, which have no elements in a dry run."""
 
 CODE_OF_MODULE_CALL: CodeType = nn.Module._call_impl.__code__
-"""The code that runs a module. Without it, messages, plans and timelines cannot name their layer:
-the frames of this code are searched on the stack, so that calls need not be noted."""
+"""The code that runs a module's call. Messages, plans and timelines name their layer by searching
+the stack for frames of this code, so that calls need not be recorded."""
 
 
 parts_and_parameters: Callable[[Any], Any] = attrgetter("_parameters", "_modules")
 """Return the dictionaries of a module's own parameters and of its direct submodules. Without it,
-noticing a changed module takes as long as torch takes to walk through all of it."""
+detecting a changed module takes as long as torch's walk through all submodules."""
 
 hooks_of_module: Callable[[nn.Module], Any] = attrgetter("_forward_pre_hooks", "_forward_hooks")
 """Return the dictionaries of hooks before and after `forward`. Copies of a parallelized module keep
-hooks, but not their handles, and could not be made ordinary without it."""
+hooks, but not the handles that remove hooks; without it, copies would stay parallelized."""
 
 
 def innermost_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    """Return the `saved_tensors_hooks` that are in force, (pack, unpack), or None.
+    """Return the innermost active `saved_tensors_hooks`, (pack, unpack), or None.
 
-    torch calls only the innermost ones. Hooks of a module for its own weights could not hand over
-    other tensors to those around, such as `save_on_cpu`.
+    torch calls only the innermost hooks. A module's hooks for its own weights therefore need the
+    enclosing hooks, such as those of `save_on_cpu`, to pass other tensors on.
     """
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found  # type: ignore[no-any-return]
@@ -683,8 +690,8 @@ def innermost_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]
 def in_selective_checkpoint() -> bool:
     """Return whether a policy of selective checkpointing chooses which results are kept.
 
-    Without it a convolution whose boundary is added to its result fails in the backward pass: torch
-    keeps the result, and it must not be written.
+    Without it a convolution that writes boundary outputs into its result fails in the backward
+    pass: torch keeps the result, which must not be written then.
     """
     if not torch._C._len_torch_dispatch_stack():
         return False
@@ -708,7 +715,7 @@ def set_versions_in_state(state: Any, versions: Any) -> None:
 
 
 def inner_schedulers(scheduler: Any) -> list[Any]:
-    """Return the schedulers that a SequentialLR or ChainedScheduler is made of; [] for others."""
+    """Return the schedulers that a SequentialLR or ChainedScheduler contains; [] for others."""
     return list(getattr(scheduler, "_schedulers", ()))
 
 
@@ -719,8 +726,9 @@ flex_attention_of_torch = _copied(flex_attention)
 def replace_flex_attention(replacement: Callable[..., Any]) -> None:
     """Let `replacement` run when a program calls torch's `flex_attention`.
 
-    torch does not dispatch `flex_attention` to subclasses, but compiles it for them, and fails. Its
-    code is replaced, as programs hold references to the function itself.
+    torch does not dispatch `flex_attention` to subclasses, but compiles the function for
+    subclasses, and fails. The function's code is replaced, as programs hold references to the
+    function itself.
     """
     function: Any = flex_attention
     function.__wrapped__, function.replacement = flex_attention_of_torch, replacement
@@ -741,7 +749,7 @@ def in_data_parallel() -> bool:
 
 
 def before_data_parallel(check: Callable[[nn.Module, str, nn.Module], None]) -> None:
-    """Call `check(wrapper, "module", module)` first when a DistributedDataParallel is made.
+    """Call `check(wrapper, "module", module)` before a DistributedDataParallel is made.
 
     Without it torch first asks for a process group, which a program with distconv does not need.
     """
@@ -756,10 +764,10 @@ def before_data_parallel(check: Callable[[nn.Module, str, nn.Module], None]) -> 
 
 
 def before_fully_shard(check: Callable[[nn.Module], None]) -> None:
-    """Call `check(module)` first when the program passes a module to `fully_shard`.
+    """Call `check(module)` before `fully_shard` shards a module.
 
-    Without it the error comes with the first forward pass, when the parameters are cut already. It
-    is no error if the program has not imported `fully_shard`, which takes seconds.
+    Without it the error is raised in the first forward pass, when the parameters are sharded
+    already. If the program has not imported `fully_shard`, which takes seconds, nothing is done.
     """
     state: Any = getattr(sys.modules.get(_FULLY_SHARD), "FSDPState", None)
     if state is None or hasattr(state.init, "__wrapped__"):
@@ -779,22 +787,22 @@ _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
 def is_flat_parameter(x: Tensor) -> bool:
-    """Return whether FSDP made one parameter of several, whose gradient it sums itself."""
+    """Return whether FSDP made `x` of several parameters; FSDP itself sums the gradient of `x`."""
     return hasattr(x, "_is_flat_param")
 
 
 # torch.distributed, which is imported where it is used
 
 gather_flat: Callable[[Any], Callable[..., Any]] = attrgetter("_allgather_base")
-"""Return the all-gather of a process group into one tensor. The public one accepts default groups
-only, and distconv makes groups of its own."""
+"""Return the method of a process group that all-gathers into one tensor. The public function
+accepts default groups only, and distconv makes groups of its own."""
 
 
 def start_batch(group: Any) -> None:
     """Begin a batch of messages between accelerators, which all start together in `end_batch`.
 
     `group` is a backend of torch.distributed, not a default group, whose methods take a device.
-    Outside a batch two ranks that send to each other wait for ever.
+    Outside of a batch, two ranks that send to each other wait forever.
     """
     group._start_coalescing()
 
@@ -810,9 +818,10 @@ def set_limit(options: Any, limit: Any) -> None:
 
 
 def end_group(group: Any, abort: bool) -> None:
-    """End a process group between accelerators: at once for `abort`, else when its work is done.
+    """End a process group between accelerators: at once if `abort`, else when its work is done.
 
-    Its threads would else outlive the interpreter. Since torch 2.7 the methods have public names.
+    Otherwise its threads would outlive the interpreter. Since torch 2.7 the methods have public
+    names.
     """
     name = "abort" if abort else "shutdown"
     end = getattr(group, name, None) or getattr(group, f"_{name}", None)

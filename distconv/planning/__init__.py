@@ -1,4 +1,4 @@
-"""Choosing a grid before ranks are started: a machine's numbers, a step's cost, and the search."""
+"""Choose a grid before ranks are started: machine models, predicted steps, and the search."""
 
 from distconv.planning.calibration import calibrate as calibrate
 from distconv.planning.layer_layouts import LayoutPlan as LayoutPlan

@@ -1,4 +1,4 @@
-"""`calibrate`: measuring a machine's messages, reductions, copies and Python in under a minute.
+"""`calibrate`: time a machine's messages, collectives, copies and Python in under a minute.
 
 All ranks take part and load the machine as a job does: all pairs send messages at the same time,
 and all ranks of a node copy memory at once.
@@ -25,13 +25,15 @@ from distconv.planning.machine import LinkTimes, Machine, Table, allocator_here
 
 MESSAGES = (8, 2**10, 2**13, 2**15, 2**16, 2**18, 2**20, 2**22, 2**24)
 GATHERED = (8, 2**10, 2**13, 2**15, 2**16)
-"""Bytes at which all-gathers are measured: small ones, as all-gathers carry statistics."""
+"""Sizes in bytes at which all-gathers are timed; small, as all-gathers carry statistics."""
 REDUCED = (8, 2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
 PACKED = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
-"""Bytes at which messages, reductions and packing are measured."""
+"""Sizes in bytes at which copies are timed. `MESSAGES` are the sizes of messages, `REDUCED` the
+sizes of all-reduces."""
 
 _BUSY = 1e-3
-"""Seconds for 8 bytes within a node above which other programs must be using its cores."""
+"""Seconds of an 8-byte message within a node above which `calibrate` warns that the node is
+busy."""
 
 Progress = Callable[[str], object]
 
@@ -43,19 +45,19 @@ def calibrate(
     memory: int | None = None,
     progress: Progress = lambda what: None,
 ) -> Machine:
-    """Measure this machine, and return a model of it. All ranks of the job call it.
+    """Measure this machine, and return a model of it. Collective.
 
-    Start the ranks that a job has on a node, on two nodes or more if there are several, with the
-    threads and the allocator settings of the job. A single rank measures no messages.
+    Start the number of ranks that a job has on a node, on two nodes or more if there are several,
+    with the threads and the allocator settings of the job. With a single rank, no messages are
+    timed.
 
     Parameters
     ----------
     name: the name of the machine; the host's name when not given.
-    seconds: the approximate duration of the measurement, at least some seconds: everything is
-        measured several times, except for the Python of functions for which no time is left, which
-        gets the median of the others.
-    memory: bytes that a rank may use; the node's memory over its ranks when not given.
-    progress: called with the name of each part before it is measured.
+    seconds: the approximate duration of the measurement. Functions whose Python has not been timed
+        by then get the median time of the others.
+    memory: bytes that a rank may use; by default the node's memory divided by its ranks.
+    progress: called with the name of each part of the measurement before it starts.
 
     Examples
     --------
@@ -93,7 +95,10 @@ def calibrate(
 
 
 def _sources(hosts: Sequence[str], messages: Iterable[str]) -> dict[str, str]:
-    """Return the source of each part of a machine; `messages` are the parts for messages."""
+    """Return the origin of the numbers of each part of the model: host, date, ranks, torch.
+
+    `hosts` has the host name of each rank; `messages` are the names of parts of message times.
+    """
     how = (
         f"measured on {hosts[0]}, {time.strftime('%Y-%m-%d')}, {len(hosts)} ranks on "
         f"{len(set(hosts))} nodes at once, torch {torch.__version__}"
@@ -103,7 +108,10 @@ def _sources(hosts: Sequence[str], messages: Iterable[str]) -> dict[str, str]:
 
 
 def _links(hosts: Sequence[str], seconds: float, progress: Progress) -> dict[str, LinkTimes]:
-    """Return the times of messages within a node and between nodes; warn if the node is busy."""
+    """Return the times of messages "within" a node and "between" nodes; warn if the node is busy.
+
+    `hosts` has the host name of each rank, and `seconds` is the duration for each kind. Collective.
+    """
     links = {}
     for where, grid, peer in _pairs(hosts):
         progress(f"messages {where} nodes" if where == "between" else "messages within a node")
@@ -121,7 +129,11 @@ def _links(hosts: Sequence[str], seconds: float, progress: Progress) -> dict[str
 def _reductions(
     hosts: Sequence[str], seconds: float, progress: Progress
 ) -> dict[str, dict[int, LinkTimes]]:
-    """Return the times of all-reduces and all-gathers, by kind and by number of ranks."""
+    """Return the times of collectives, by name such as "all_reduce within" and by number of ranks.
+
+    `hosts` has the host name of each rank, and `seconds` is the duration for each entry.
+    Collective.
+    """
     found: dict[str, dict[int, LinkTimes]] = {}
     for kind, sizes in (("all_reduce", REDUCED), ("all_gather", GATHERED)):
         for ranks, grid in _groups(len(hosts)):
@@ -132,7 +144,10 @@ def _reductions(
 
 
 def _pairs(hosts: Sequence[str]) -> Iterator[tuple[str, ProcessGrid, int | None]]:
-    """Yield "within" and "between" (nodes), with a grid of all ranks and this rank's partner."""
+    """Yield "within" and "between" (nodes), each with a grid of all ranks and the rank to send to.
+
+    The rank to send to is None where this rank has no partner. Collective.
+    """
     grid = ProcessGrid(width=-1, device="cpu")
     me, ranks = grid.rank, range(len(hosts))
     neighbour = me ^ 1
@@ -151,7 +166,7 @@ def _pairs(hosts: Sequence[str]) -> Iterator[tuple[str, ProcessGrid, int | None]
 
 
 def _groups(ranks: int) -> Iterator[tuple[int, ProcessGrid]]:
-    """Yield the sizes of reductions to measure, each with a grid of that extent along `width`."""
+    """Yield each number of ranks whose collectives are timed, with a grid of that width."""
     sizes = [n for n in (2**i for i in range(1, 13)) if n < ranks and ranks % n == 0]
     for n in (*sizes, ranks):
         yield n, ProcessGrid(sample=ranks // n, width=n, device="cpu")
@@ -183,7 +198,7 @@ def _collective(kind: str, grid: ProcessGrid, sizes: Sequence[int], seconds: flo
     link = _link(grid, sizes, starter, grid.rank % 2 == 1, seconds)
     if kind == "all_reduce":
         return link
-    # An all-gather returns when it is complete, so nothing of it is left to wait for.
+    # An all-gather is complete when it returns, so a wait takes no time.
     nothing = _table([0.0] * len(sizes), sizes)
     return LinkTimes(link.total, nothing, nothing)
 
@@ -195,14 +210,14 @@ def _link(
     late: bool,
     seconds: float,
 ) -> LinkTimes:
-    """Return the times of messages, or of a collective, of each of `sizes` bytes.
+    """Return the times of messages, or of a collective, at each of `sizes` in bytes. Collective.
 
     Parameters
     ----------
     starter: takes a number of bytes, and returns a function that starts the messages or the
         collective, and the tensor that it sends.
-    late: whether this rank computes before it waits, to find whether data arrives meanwhile; True
-        on one rank of each pair.
+    late: whether this rank computes between start and wait, to find whether data arrives during
+        computation; True on one rank of each pair.
     seconds: the approximate duration of the measurement.
     """
     rows = [_under_way(grid, *starter(size), late, seconds / len(sizes)) for size in sizes]
@@ -214,15 +229,15 @@ def _link(
 def _under_way(
     grid: ProcessGrid, start: Callable[[], Any], written: Tensor, late: bool, seconds: float
 ) -> tuple[float, float, float, bool]:
-    """Time messages, or a collective, that `start` starts. All ranks call it.
+    """Time the messages, or the collective, that `start` starts. Collective.
 
-    Returns the seconds of the slowest rank for the whole, for the call `start`, and for the wait
-    after a computation; and whether data moves only while both ranks wait. For the last, a `late`
-    rank computes before it waits, while its partner waits at once.
+    Returns the seconds of the slowest rank from start to completion, for the call `start`, and for
+    a wait that follows computation; and whether data is sent only while both ranks wait. To find
+    the latter, a `late` rank computes between start and wait, while its partner waits at once.
 
     Parameters
     ----------
-    written: the tensor to send, to which each round writes first.
+    written: the tensor that is sent. Each round writes to it before the start.
     seconds: the approximate duration of the measurement.
     """
     clock = time.perf_counter
@@ -236,7 +251,7 @@ def _under_way(
     busy = 2 * once + 2e-4
 
     def go_through(i: int, working: bool) -> tuple[float, float, float]:
-        """Return the seconds of a start, a wait and the whole; compute in between if `working`."""
+        """Return the seconds of start, wait and both in round `i`; compute between if `working`."""
         written.fill_(i % 3)
         _meet(grid)
         begun = clock()
@@ -267,18 +282,19 @@ def _wait_for(request: Any) -> None:
 
 
 def _meet(grid: ProcessGrid) -> None:
-    """Wait until all ranks of the grid call it, by an all-reduce."""
+    """Wait for all ranks of the grid by an all-reduce, as a barrier does. Collective."""
     grid.transport.all_reduce(torch.zeros(1), grid.communicator(tuple(grid.shape))).wait()
 
 
 def _skew(seconds: float) -> Table:
-    """Return a table of the extra seconds of the slowest rank for equal work, by the mean seconds.
+    """Return by how many seconds the slowest rank exceeds the mean of all ranks in equal work.
 
-    The work is convolutions and passes over memory. The slowest rank changes with the place of its
-    memory, so each round takes other memory.
+    The result is a table of the extra seconds by the mean seconds. The work is convolutions and
+    passes over memory. Which rank is slowest depends on where its memory lies, so each round
+    allocates other memory. Collective.
     """
     weight = torch.rand(16, 16, 3, 3)
-    places = random.Random()  # others on each rank, whatever the program's seed
+    places = random.Random()  # different on each rank, whatever the program's seed
     comm = world()
     clock = time.perf_counter
     points = [(0.0, 0.0)]
@@ -308,7 +324,7 @@ def _table(seconds: Iterable[float], sizes: Sequence[int]) -> Table:
 
 
 def _packing() -> Iterator[float]:
-    """Yield the seconds of copying each of `PACKED` numbers of bytes, from rows of 64 bytes."""
+    """Yield the seconds to copy each size in `PACKED` bytes, in rows of 64 bytes. Collective."""
     clock = time.perf_counter
     for size in PACKED:
         target, source = torch.ones(size // 64, 16), torch.ones(size // 64, 64)[:, :16]

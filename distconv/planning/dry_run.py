@@ -1,7 +1,8 @@
-"""Dry runs: one process acts as a rank of a grid of any size, without elements and messages.
+"""Dry runs: a single process runs one rank's part of a step on a grid of any size.
 
-Operators decide from global metadata alone, so on torch's "meta" device they run as on a real grid
-of any size, and the data that they would move is recorded (`ledger.trace_movements`).
+Tensors have no elements (torch's "meta" device), and no messages are sent. Operators decide from
+global metadata alone, so they run as on a real grid; the transfers that they would make are
+recorded (`ledger.trace_movements`).
 """
 
 from __future__ import annotations
@@ -30,14 +31,12 @@ from distconv.tensor.redistribution import cuts_of_layout
 from distconv.torch_private import BatchNorm, address_of_memory, without_modes
 from distconv.transport.interface import KEPT_BYTES, SMALL_BYTES, Message
 
-# `LiveMemory`: the bytes that a rank of a dry run holds, followed from tensor to tensor.
-
 
 class LiveMemory:
-    """The bytes of all live tensors of a dry run, by kind, now and at their highest total.
+    """The bytes of all live tensors of a dry run, by kind (such as "halos"), now and at their peak.
 
-    With `pools`, the memory of a message is kept for later messages of its size, as on CPUs. It is
-    then kept from the step before as well, so a step holds the most of it from its beginning.
+    With `pools`, the memory of a message is kept for later messages of its size, as on CPUs. Such
+    memory is also kept from step to step, so a step holds its largest amount from the beginning.
     """
 
     def __init__(self, pools: bool = True) -> None:
@@ -51,7 +50,10 @@ class LiveMemory:
         self._idle_bytes = 0
 
     def hold(self, tensors: Any, kind: str, layer: str = "") -> None:
-        """Count tensors, which `layer` makes, as memory of this kind, unless counted already."""
+        """Count the memory of `tensors` under `kind` until it is freed, unless counted already.
+
+        `layer` is the name of the layer that made the tensors; "" for none.
+        """
         for x in tensors:
             storage, key = x.untyped_storage(), address_of_memory(x)
             if key in self._live or not storage.nbytes():
@@ -72,16 +74,16 @@ class LiveMemory:
 
     @property
     def pooled(self) -> int:
-        """Return the bytes of messages, in use or kept for later ones; 0 without pools."""
+        """Return the bytes of messages, in use or kept for later messages; 0 without pools."""
         return self._bytes["halos"] if self.pools else 0
 
     @property
     def at_most(self) -> dict[str, int]:
-        """Return the bytes by kind at the moment of their highest total."""
+        """Return the bytes by kind at the moment when their total was highest."""
         return self._at_most | ({"halos": self._most_pooled} if self._most_pooled else {})
 
     def turn_into(self, tensor: Tensor, kind: str) -> None:
-        """Move the bytes of a live tensor to another kind."""
+        """Count the memory of a live tensor under another `kind` from now on."""
         key = address_of_memory(tensor)
         if key in self._live:
             size, before, reference, layer = self._live[key]
@@ -90,9 +92,9 @@ class LiveMemory:
             self._bytes[kind] += size
 
     def keep(self, x: Tensor) -> int:
-        """Mark a tensor as kept for the backward pass, and return its bytes.
+        """Mark the memory of `x` as saved for the backward pass, and return its bytes.
 
-        Returns 0 for a parameter, and for a tensor that is marked already.
+        Returns 0 for a parameter, and for memory that is marked already.
         """
         self.hold([x], "other")
         key = address_of_memory(x)
@@ -103,11 +105,11 @@ class LiveMemory:
         return size
 
     def kind(self, x: Tensor) -> str:
-        """Return the kind of memory of a tensor; "" if it is not counted."""
+        """Return the kind under which the memory of `x` counts, such as "halos"; "" for none."""
         return self._live.get(address_of_memory(x), (0, ""))[1]
 
     def turn(self) -> None:
-        """End the forward pass: live results of layers become activations."""
+        """End the forward pass: count live results of layers as "activations", not "other"."""
         for key, (size, kind, reference, layer) in self._live.items():
             if kind == "other" and layer:
                 self._live[key] = size, "activations", reference, layer
@@ -131,7 +133,7 @@ class LiveMemory:
 
 
 class DryGroup(NamedTuple):
-    """A communicator of a dry run: its size, this rank's number in it, its ranks, its purpose."""
+    """A communicator of a dry run: its size, this rank's index, its ranks, and its purpose."""
 
     size: int
     rank: int
@@ -141,13 +143,13 @@ class DryGroup(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros on the CPU, the same memory for all messages of this shape and type."""
+    """Return zeros on the CPU for a message; equal shapes and types share one tensor."""
     with without_modes():
         return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 class DryRequest:
-    """A request of a dry run: `wait` reports the wait and frees the memory of the messages."""
+    """A request of a dry run: `wait` calls `waited` and frees `memory`, the message tensors."""
 
     def __init__(self, waited: Callable[[], object], memory: Any):
         self._waited: Callable[[], object] | None = waited
@@ -160,14 +162,14 @@ class DryRequest:
 
 
 class DryTransport:
-    """A transport that sends nothing, and reports what a real one would do to a `Recorder`.
+    """A transport that sends nothing, and reports all starts and waits to a `Recorder`.
 
     The recorder sets two functions: `started` is called with each exchange or collective that
     starts, and `waited` with its number when the rank waits for it.
 
     Attributes
     ----------
-    allocates: whether the memory of a message is being allocated.
+    allocates: True while `empty` allocates the memory of a message.
     """
 
     name, ordered = "rehearsal", False
@@ -183,8 +185,8 @@ class DryTransport:
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         if like.is_cpu:
-            # Nothing will arrive there, and CPUs are slow on memory that looks like denormals.
-            # By `data`, autograd counts the writes to each message apart.
+            # Zeros, as nothing will arrive, and CPUs are slow on memory that looks like denormals.
+            # With `data`, autograd has a separate version counter for each message.
             return _zeros(shape, like.dtype).data
         self.allocates = True
         message = like.new_empty(shape)
@@ -220,7 +222,7 @@ class DryTransport:
         leaving: tuple[tuple[int, int], ...],
         memory: Any,
     ) -> DryRequest:
-        # All ranks count alike, also those without anything to send.
+        # Every rank counts every call, also without messages, so numbers agree between ranks.
         self._number = number = self._number + 1
         if not arriving and not leaving:
             return DryRequest(lambda: None, None)
@@ -234,10 +236,10 @@ _ALONE = (
 
 
 class DryRunGrid(Grid):
-    """A grid of any size as one of its ranks sees it, in a single process without MPI.
+    """A grid of any size, seen from one of its ranks, in a single process without MPI.
 
-    `rank` is by default the one in the middle of every axis. Tensors are made by `tensor`, and have
-    no elements. With `gpu` the ranks compute on GPUs.
+    `extents` has the ranks along each axis. `rank` is by default the rank in the middle of every
+    axis. Tensors are made by `tensor`, and have no elements. With `gpu` the ranks compute on GPUs.
     """
 
     transport: DryTransport  # type: ignore[assignment]
@@ -285,7 +287,7 @@ class DryRunGrid(Grid):
             self._alike = False
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return [value] within `all_alike`; raise RuntimeError elsewhere."""
+        """Return `[value]` in a block of `all_alike`; raise RuntimeError elsewhere."""
         if not self._alike:
             raise RuntimeError(_ALONE)
         return [value]
@@ -293,7 +295,10 @@ class DryRunGrid(Grid):
     def tensor(
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> DistTensor:
-        """Return a DistTensor of global `shape` without elements, cut as by `distribute_tensor`."""
+        """Return a DistTensor of global `shape` without elements, partitioned by `layout`.
+
+        The default layout is that of `distribute_tensor`.
+        """
         cuts = cuts_of_layout(layout, self, len(shape))
         box = rank_box(shape, cuts, self.topology, self.rank)
         block = torch.empty(box.shape, dtype=dtype, device="meta")
@@ -303,8 +308,8 @@ class DryRunGrid(Grid):
 def without_elements(module: nn.Module, caller: str) -> nn.Module:
     """Return a copy of a module whose parameters, buffers and other tensors have no elements.
 
-    Raises ValueError, with the name of `caller`, for a module that is parallelized or has
-    parameters without a shape.
+    Raises ValueError, which names `caller`, for a module that is parallelized or has lazy
+    parameters, which have no shape yet.
     """
     memo: dict[int, Any] = {}
     for part in module.modules():
@@ -327,6 +332,6 @@ def without_elements(module: nn.Module, caller: str) -> nn.Module:
     copied = copy.deepcopy(module, memo)
     for part in copied.modules():
         if isinstance(part, BatchNorm) and part.momentum is None:
-            # It would ask for the value of its counter, on which no shape depends.
+            # A cumulative average reads the value of the batch counter, which has no elements.
             part.momentum = 0.1
     return copied

@@ -1,10 +1,10 @@
-"""Measuring the seconds of Python that each function on DistTensors takes beside its kernels.
+"""Measure the seconds of Python that each function on DistTensors takes beside its kernels.
 
 In a step, other functions run between two calls of a function, and operators stream their operands
-through the caches. So the code and objects of a function must be fetched again for each call, which
-takes up to ten times as long as in a loop. So every function is timed in a chain of layers, first
-forward and then backward, with other functions and passes over several numbers of bytes between
-them.
+through the caches. The code and objects of a function must then be fetched again for each call,
+which takes up to ten times as long as in a loop. Every function is therefore timed in a chain of
+layers, first forward and then backward, with other functions and passes over several numbers of
+bytes between the calls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from distconv.tensor.ownership import own
 
 
 class _Apply(nn.Module):
-    """A layer that calls a given function, such as a sum, to time it like a module."""
+    """A layer that calls `function`, so that a function such as a sum is timed like a module."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -70,23 +70,25 @@ WAYS: tuple[tuple[Mapping[str, int], str], ...] = (
     ({"height": 2}, "assembled"),
     ({"height": 2}, "overlapped"),
 )
-"""Grids and methods with which functions are timed, the first without messages. On a grid of one
-rank some functions would skip their rules."""
+"""Grids and methods of convolution with which functions are timed, the first without messages. None
+has a single rank, on which some functions would skip their rules."""
 
 STREAMED = (0, 2**22, 2**24, 2**26)
-"""Bytes passed through the caches before a function runs."""
+"""Numbers of bytes that are read and written before a timed call, to displace the caches'
+contents."""
 
 _FOR_MANY = 22.0
-"""About the seconds that 16 copies of every layer take on an idle machine."""
+"""The approximate seconds to time 16 copies of every layer on an idle machine."""
 
 
 def measure_host_work(seconds: float) -> dict[str, Table]:
-    """Return the seconds of Python of each function on DistTensors. All ranks call it.
+    """Return the seconds of Python of each function on DistTensors. Collective.
 
-    The functions are those of common layers, such as convolutions, pooling and norms, and of a
-    further parameter. The result is for `Machine.host`: tables by the function's name, over the
-    bytes passed through the caches before a call. Each time is a median over several copies of a
-    layer. After `seconds` no further layers are measured; the entry "*" stands for their functions.
+    The functions are those of common layers, such as convolutions, pooling and norms, and the
+    gradient and update of a parameter. The result is for `Machine.host`: a table for each function,
+    by the bytes passed through the caches before a call. Each time is a median over several copies
+    of a layer. After `seconds` no further layers are measured; entries such as "*" have the median
+    time, for functions that are not measured.
     """
     end = time.perf_counter() + seconds
     copies = 16 if seconds >= _FOR_MANY else 2
@@ -116,7 +118,7 @@ def measure_host_work(seconds: float) -> dict[str, Table]:
 
 
 class _Others:
-    """A small network that runs between two calls of a timed function, like a step's layers."""
+    """A small network to run between two calls of a timed function, like other layers of a step."""
 
     def __init__(self, grid: DryRunGrid):
         self.grid = grid
@@ -129,9 +131,9 @@ class _Others:
         self.memory = Operands([])
 
     def run(self, streamed: int = 0) -> None:
-        """Run the network, backward too if it records gradients, to fill the caches.
+        """Displace the caches' contents: run forward, backward, and a pass over `streamed` bytes.
 
-        After it, `streamed` bytes of memory are passed through the caches.
+        The backward pass runs only if the network records gradients.
         """
         scope = enter_call()
         try:
@@ -143,7 +145,10 @@ class _Others:
         _streamed_memory()[:streamed].add_(1)
 
     def before(self, run: Callable[[], object], streamed: int = 0) -> tuple[float, Any]:
-        """Call `run` after the network and `streamed` bytes; return its seconds and its result."""
+        """Run the network and pass `streamed` bytes through the caches, then call and time `run`.
+
+        Returns the seconds and the result of `run`.
+        """
         self.run(streamed)
         start = time.perf_counter()
         result = run()
@@ -156,7 +161,7 @@ def _streamed_memory() -> Tensor:
 
 
 def _with_elements(shape: tuple[int, ...], grid: DryRunGrid) -> DistTensor:
-    """Return a DistTensor for a timed layer on a dry run's grid: its block has random elements."""
+    """Return a DistTensor of global `shape` with random elements on the grid of a dry run."""
     block = torch.rand(grid.tensor(shape).shard.shape).requires_grad_()
     return DistTensor(block, shape, default_cuts(len(shape), grid.topology), grid)
 
@@ -167,8 +172,9 @@ def _measure(
     """Return the seconds of Python of a layer's function and of its backward pass, by name.
 
     Each list has one time for each number of bytes in `STREAMED`, which are passed through the
-    caches before a call. The seconds of the layer's kernels are subtracted. `copies` of the module
-    are timed; `others` are run between them.
+    caches before a call. The seconds of the layer's kernels are subtracted. The times are medians
+    over `copies` of the module, with the network `others` run before each call. `shape` is the
+    global shape of the input.
     """
     options: Any = {"rank": 0, "loss": lambda output: output.sum(), "input_gradients": True}
     recording = record_step(module, [shape], others.grid.shape, **options)
@@ -192,16 +198,16 @@ def _measure(
 def _passes(
     module: nn.Module, x: DistTensor, others: _Others, copies: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of a module's pass, "forward" and "backward", kernels included.
+    """Return the seconds of the passes of a module, "forward" and "backward", kernels included.
 
     Each list has one time for each number of bytes in `STREAMED`, which are passed through the
-    caches before a call. `x` is the input, on the grid of a dry run. `copies` of the module are
-    timed; `others` are run between them.
+    caches before a call. `x` is the input, on the grid of a dry run. The times are medians over
+    `copies` of the module, with the network `others` run before each call.
     """
     chain = [copy.deepcopy(module) for _ in range(copies)]
     own((p for layer in chain for p in layer.parameters()), x.grid.size)
     found: dict[str, list[float]] = {"forward": [], "backward": []}
-    for size in (0, *STREAMED):  # the first run fills the caches of the others
+    for size in (0, *STREAMED):  # the first round warms up, and is discarded
         forward, backward, outputs = [], [], []
         for layer in chain:
             scope = enter_call()
@@ -222,11 +228,12 @@ def _passes(
 
 
 def _of_parameter(grid: ProcessGrid, count: int) -> list[float]:
-    """Return the seconds that each trained parameter adds to a step.
+    """Return the seconds that each trained parameter adds to a step. Collective on `grid`.
 
     The list has one time for each entry of `STREAMED`, the bytes of other data that pass through
-    the caches between layers. A time includes the reduction of the gradient on `grid` and the
-    update. It is the difference between two modules with `count` parameters, trained or frozen.
+    the caches between layers. A time is the optimizer's update plus the additional time of the
+    backward pass, which includes the reduction of the gradient on `grid`. The latter is the
+    difference between two modules with `count` parameters, trained or frozen.
     """
     others = _Others(DryRunGrid({}, 0))
     trained, frozen = _Chain(count, others), _Chain(count, others)
@@ -255,9 +262,9 @@ def _of_parameter(grid: ProcessGrid, count: int) -> list[float]:
 
 
 class _Chain(nn.Module):
-    """A module that adds one-element parameters, and times its backward pass between each two.
+    """A module that sums `count` one-element parameters, and times its backward pass for each.
 
-    `others` are run between two parameters. `seconds` collects the times.
+    The network `others` runs between two parameters. `seconds` collects the times.
     """
 
     def __init__(self, count: int, others: _Others) -> None:
@@ -278,7 +285,7 @@ class _Chain(nn.Module):
 
 
 class _Streaming(Function):
-    """The identity; its backward pass records the time since the last one, and fills caches."""
+    """The identity. Its backward pass records the time since the last one, and fills the caches."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, chain: _Chain) -> Tensor:
@@ -296,10 +303,10 @@ class _Streaming(Function):
 
 
 def seconds_of_kernels(operators: Sequence[LocalOperator], others: _Others) -> float:
-    """Return the median seconds of kernels, one after the other, after the network `others`.
+    """Return the median seconds of `operators`, run one after the other after the network `others`.
 
-    They are subtracted from the time of their layer to find the seconds of Python. The caches hold
-    what the kernel before has used, as within the layer.
+    The time of a layer minus these seconds is the time of Python. Between two operators the caches
+    keep their contents, as within the layer.
     """
     times = []
     for _ in range(10):

@@ -1,8 +1,9 @@
 """`plan_layouts`: the best layout of each layer on a grid, found as a shortest path.
 
-After Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training" (SC 2019): a
-vertex is a layer with the layout of its input, its weight the layer's time; an edge leads to the
-next layer, and its weight is the time to redistribute that layer's input, forward and backward.
+The method is that of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training"
+(SC 2019). A vertex is a layer with a layout of its input; its weight is the time of the layer. An
+edge connects two consecutive layers; its weight is the time to redistribute the input of the second
+layer, forward and backward.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from distconv.tensor.redistribution import cuts_of_layout
 State = TypeVar("State")
 
 MOST_LAYOUTS = 32
-"""The most layouts that are tried for each layer."""
+"""The largest number of layouts that are tried for each layer."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,15 @@ class LayoutPlan:
 
     grid: dict[str, int]
     layouts: dict[str, Layout]
-    """For `layouts=` of `parallelize`: the layers that take their input in another layout than it
-    comes in."""
+    """The argument `layouts` of `parallelize`: an input layout for each layer whose input must be
+    redistributed."""
     prediction: Prediction
-    """The step with these layouts."""
+    """The predicted step with `layouts`."""
     uniform: Prediction
-    """The step with the default layout for all layers."""
+    """The predicted step without `layouts`."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return layouts and seconds as JSON: for each module, dimensions with their grid axes."""
+        """Return the plan as JSON: each layer's dimensions with their axes, and the seconds."""
         return {
             "layouts": {
                 name: {
@@ -80,12 +81,12 @@ class LayoutPlan:
 
 
 class ChainedLayer(NamedTuple):
-    """A layer whose input is the output of the layer before it, with its input's shape and type."""
+    """A layer whose input is the output of the previous layer, with the input's shape and type."""
 
     name: str
     module: nn.Module
     shape: tuple[int, ...]
-    """The global shape of its input."""
+    """The global shape of the layer's input."""
     dtype: torch.dtype
 
 
@@ -100,18 +101,18 @@ def plan_layouts(
     progress: Callable[[str], object] = lambda what: None,
     **options: Any,
 ) -> LayoutPlan:
-    """Return a layout for each layer with which a training step takes the least predicted time.
+    """Return layouts for the inputs of layers that minimize the predicted time of a training step.
 
-    A module whose children are called one after the other, each on the result of the child before
-    it, is divided into these children, and so on. Any other module, such as one with branches, gets
-    one layout as a whole. If the layouts together do not shorten the predicted step, none is
-    returned.
+    A module whose children are called one after the other, each on the result of the previous
+    child, is divided into its children, and each child likewise. Any other module, such as one with
+    branches, gets one layout as a whole. If the layouts together do not shorten the predicted step,
+    the plan has none.
 
     Parameters
     ----------
     module, shape, grid, layout, options: as for `predict`.
-    layouts: layouts for the inputs of submodules, as for `predict`; they hold where the search
-        finds none.
+    layouts: layouts for the inputs of submodules, as for `predict`; used for submodules for which
+        the search finds none.
     progress: called with a text on the size of the search.
 
     Examples
@@ -161,10 +162,10 @@ def shortest_path(
     edge: Callable[[int, State, State], float],
     first: State,
 ) -> list[State]:
-    """Return the states of least total cost, one from each of `choices`, in order.
+    """Return the path of least total cost: one state from each of `choices`, in order.
 
-    `vertex(i, state)` is the cost of a state in choice i, `edge(i, before, state)` the cost of
-    going there from a state of choice i - 1, or from `first`.
+    `vertex(i, state)` is the cost of `state` in `choices[i]`. `edge(i, before, state)` is the cost
+    of the step to `state` from the state `before` in `choices[i - 1]`, or from `first` if i is 0.
     """
     reached: list[tuple[float, list[State]]] = [(0.0, [])]
     before: Sequence[State] = [first]
@@ -189,13 +190,13 @@ def chain_of(
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype | None = None,
 ) -> list[ChainedLayer]:
-    """Return the layers of a module, each called on the result of the one before it.
+    """Return the layers of a module, if each is called on the result of the previous layer.
 
-    A module whose children form no such chain is one layer. `module` has no elements, and runs on
-    `grid`.
+    A module whose children do not form such a chain is one layer. `module` has no elements, and
+    runs on `grid` with inputs of the global `shapes`.
     """
     calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
-    """Arguments and results of each module, in the order of the first calls."""
+    """The arguments and the result of each call of each module, in the order of the first calls."""
 
     def leave(part: nn.Module, args: Any, result: Any) -> None:
         calls.setdefault(part, []).append((args, result))
@@ -224,10 +225,10 @@ def chain_of(
 
 
 def _is_chain(calls: Sequence[Sequence[tuple[Any, Any]]], args: Any, result: Any) -> bool:
-    """Return whether modules were called once each, on the tensor that the one before returned.
+    """Return whether modules were called once each, on the tensor that the previous one returned.
 
-    `calls` has the arguments and results of each module, in order; `args` and `result` are those of
-    the module around them.
+    `calls` has the arguments and the result of each call of each module, in order; `args` and
+    `result` are those of the parent module.
     """
     comes = args
     for several in calls:
@@ -235,27 +236,32 @@ def _is_chain(calls: Sequence[Sequence[tuple[Any, Any]]], args: Any, result: Any
         if len(several) != 1 or len(inputs) != 1 or inputs[0] is not tensors_in(comes)[0]:
             return False
         comes = several[0][1]
-    # Work of a module on its last layer's result stays with that layer.
+    # The parent module's own work on the last result runs in the layout of the last layer.
     return len(tensors_in(result)) == 1
 
 
 class _Costs:
-    """Seconds of layers, and of redistributions between them, on the slower of two ranks of a grid.
+    """Predicted seconds of layers and of redistributions between layers, on the slower of 2 ranks.
 
-    The first rank has the largest block of every tensor, and the middle one the most neighbours.
+    The first rank of the grid has the largest block of every tensor, and the middle rank the most
+    neighbours.
     """
 
     def __init__(self, grid: Mapping[str, int], machine: Machine, layout: Layout | None, ndim: int):
         self._grid, self._machine = grid, machine
         self._dry = DryRunGrid(grid)
         self.first = cuts_of_layout(layout, self._dry, ndim)
-        """How the input of the chain is cut."""
+        """The cuts of the chain's input: for each dimension, the grid axes that partition it."""
         self._ranks = tuple({0, self._dry.rank})
         self._times = OperatorTimes(machine, machine.at_once(self._dry.size))
         self._recorded: dict[object, tuple[Sequence[Recording], Cuts | None]] = {}
 
     def layouts(self, layer: ChainedLayer) -> list[Cuts]:
-        """Return the cuts to try for a layer's input, over all axes of the grid, default first."""
+        """Return at most `MOST_LAYOUTS` cuts to try for a layer's input.
+
+        First are the cuts of the chain's input and the default cuts, then all cuts in which every
+        axis of the grid partitions a dimension.
+        """
         ndim = len(layer.shape)
         axes = [axis for axis, n in self._grid.items() if n > 1]
         found = [self.first] if len(self.first) == ndim else []
@@ -269,12 +275,12 @@ class _Costs:
         return list(dict.fromkeys(found))[:MOST_LAYOUTS]
 
     def prepare(self, chain: Sequence[ChainedLayer]) -> None:
-        """Record each layer with each of its cuts, and time the local operators that they run."""
+        """Record each layer of `chain` with all cuts to try, and time the local operators."""
         several = [self.record(layer, cuts)[0] for layer in chain for cuts in self.layouts(layer)]
         self._times.prepare_approximately([r.operators for each in several for r in each])
 
     def seconds(self, layer: ChainedLayer, cuts: Cuts) -> float:
-        """Return the seconds of a layer, forward and backward; infinity if the cuts are refused."""
+        """Return the seconds of a layer with input `cuts`, both passes; inf if unsupported."""
         return max(map(self._played, self.record(layer, cuts)[0]), default=inf)
 
     def _played(self, recording: Recording) -> float:
@@ -282,10 +288,10 @@ class _Costs:
         return sum(s.stop - s.start for s in segments if s.place.layer in recording.shapes)
 
     def between(self, chain: Sequence[ChainedLayer], i: int, last: Cuts, cuts: Cuts) -> float:
-        """Return the seconds to redistribute the input of layer `i` to `cuts`, and its gradient.
+        """Return the seconds to redistribute the input of layer `i`, and its gradient, to `cuts`.
 
-        `last` are the cuts of the input of layer i - 1, from which the cuts of its output follow.
-        Returns infinity if layer i - 1 refuses its cuts, or `cuts` are of a tensor with other
+        `last` are the cuts of the input of layer i - 1, which determine the cuts of its output.
+        Returns infinity if layer i - 1 does not support `last`, or if `cuts` have another number of
         dimensions.
         """
         comes = last if i == 0 else self.record(chain[i - 1], last)[1]
@@ -298,9 +304,9 @@ class _Costs:
         return max(self._moved(chain[i], comes, cuts, rank, passes) for rank in self._ranks)
 
     def _moved(self, layer: ChainedLayer, comes: Cuts, cuts: Cuts, rank: int, passes: int) -> float:
-        """Return the seconds that a rank takes to redistribute a layer's input to other cuts.
+        """Return the seconds in which a rank redistributes a layer's input to other cuts.
 
-        `comes` are the input's cuts before, `cuts` those after. `passes` is 1 for the forward pass
+        `comes` are the cuts before, `cuts` the cuts after. `passes` is 1 for the forward pass
         alone, 2 to redistribute the gradient as well.
         """
         size = layer.dtype.itemsize
@@ -312,9 +318,10 @@ class _Costs:
         return passes * messages_cost(rank, arriving, leaving, self._machine).total + packed
 
     def record(self, layer: ChainedLayer, cuts: Cuts) -> tuple[Sequence[Recording], Cuts | None]:
-        """Return the recordings of a layer, and the cuts of its output.
+        """Return recordings of a layer whose input has `cuts`, and the cuts of its output.
 
-        `cuts` are those of its input; if the layer refuses them, the result is (), None.
+        Returns `(), None` if the layer does not support the cuts. There is a recording for each
+        rank.
         """
         key = _key(layer, cuts)
         if key not in self._recorded:
@@ -338,6 +345,6 @@ def _total(output: Any) -> Tensor:
 
 
 def _key(layer: ChainedLayer, cuts: Cuts) -> object:
-    """Return a key that is equal for layers and cuts that take the same time."""
+    """Return a key that is equal for layers and `cuts` whose recordings are the same."""
     weights = tuple(tuple(p.shape) for p in layer.module.parameters())
     return repr(layer.module), weights, layer.shape, layer.dtype, cuts

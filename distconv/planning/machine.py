@@ -22,19 +22,20 @@ ALLOCATOR = {
     "MALLOC_TOP_PAD_": "134217728",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""Environment variables with which freed memory stays with the process, and lies in huge pages
-where Linux gives them on request (glibc 2.35 or later)."""
+"""Environment variables with which freed memory stays with the process, in huge pages where Linux
+provides them on request (glibc 2.35 or later)."""
 
 DESCRIBED = Path(__file__).with_name("machines")
-"""The folder of files of machines that distconv describes."""
+"""The folder of the machine files that come with distconv."""
 
 FORMAT = 2
-"""The version of the files. Since 2, operators on volumes are timed as distconv computes them."""
+"""The version of the format of machine files. Since version 2, operators on volumes are timed as
+distconv computes them."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds as a function of a size, such as bytes: points, and straight lines between them."""
+    """A piecewise linear function from a size, such as a number of bytes, to seconds."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -53,7 +54,7 @@ class Table:
             raise ValueError(f"the sizes of a table are {self.sizes}; expected ascending sizes")
 
     def at(self, size: float) -> float:
-        """Return the seconds for a size; beyond the last point the last slope goes on."""
+        """Return the seconds for `size`: interpolated, or extrapolated beyond the last point."""
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0] or len(sizes) == 1:
             return seconds[0]
@@ -70,26 +71,26 @@ NO_TIME = Table((0.0,), (0.0,))
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The seconds of messages between two ranks, or of a collective of some ranks, by bytes."""
+    """The seconds of a message between two ranks, or of a collective, each a table by bytes."""
 
     total: Table
-    """Seconds from start to end where the ranks do nothing else."""
+    """Seconds from start to completion if the ranks do nothing else."""
     posted: Table
-    """Seconds of the call that starts it, a part of `total`."""
+    """Seconds of the call that starts the message or collective, a part of `total`."""
     after: Table
-    """Seconds of a wait that comes long after the start, behind computation."""
+    """Seconds of a wait that begins long after the start, with computation in between."""
     eager: float | None = None
-    """The largest message, in bytes, that arrives while its sender computes; None where all do."""
+    """The largest message, in bytes, that arrives while its sender computes; None if all do."""
 
     def waits_for_both(self, size: float) -> bool:
-        """Return whether a message of `size` bytes moves only while both ranks wait."""
+        """Return whether a message of `size` bytes is sent only while both ranks wait."""
         return self.eager is not None and size > self.eager
 
     @classmethod
     def described(
         cls, latency: float, bandwidth: float, posted: float = 0.0, after: float = 0.0
     ) -> LinkTimes:
-        """Return the times of a link that is described by numbers, not measured.
+        """Return the times of a link of given latency and bandwidth, which is not measured.
 
         Parameters
         ----------
@@ -108,17 +109,17 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The speed of a described, not measured, device (Williams et al., "Roofline", CACM 2009)."""
+    """The roofline of a device that is described, not measured (Williams et al., CACM 2009)."""
 
     flops: Mapping[str, float]
     """Floating-point operations a second by type, such as `float32`."""
     bandwidth: float
     """Bytes of memory read or written a second."""
     efficiency: Mapping[str, float]
-    """The fraction of either that operators reach, by the beginning of their names; "" for
-    others."""
+    """The fraction of `flops` or `bandwidth` that operators reach, by prefix of the operator's
+    name; "" for all others."""
     smallest: float
-    """Seconds of the smallest operator."""
+    """The least seconds of an operator."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Launch:
     gpus_per_node: the devices of a node, each with a rank of its own.
     directives: options of the scheduler.
     options: further options of the command that starts the ranks.
-    setup: lines of shell that come first.
+    setup: shell commands that the script runs first.
     """
 
     scheduler: str
@@ -143,10 +144,10 @@ class Launch:
 
 @dataclass
 class Machine:
-    """A machine from whose numbers `predict` and `plan` compute the seconds of a step.
+    """A model of a machine, from which `predict` and `plan` compute the seconds of a step.
 
-    Predictions add the times of local operators to `operators`; `calibrate` measures, or a file
-    describes, everything else.
+    Predictions time local operators and add them to `operators`. Everything else is measured by
+    `calibrate`, or described in a file.
 
     Examples
     --------
@@ -162,36 +163,38 @@ class Machine:
     threads: int
     """Threads of each rank."""
     links: dict[str, LinkTimes]
-    """Messages `within` a node and `between` nodes."""
+    """Times of messages, "within" a node and "between" nodes."""
     reductions: dict[str, dict[int, LinkTimes]]
-    """Times of reductions, by name, such as `all_reduce within`, and number of ranks."""
+    """Times of collectives, by name, such as "all_reduce within", and by number of ranks."""
     packing: Table
-    """Seconds to copy bytes in rows of 64."""
+    """Seconds to copy data in rows of 64 bytes, by the number of bytes."""
     host: dict[str, Table]
-    """Seconds of Python for each function on distributed tensors, beside its local operators,
-    against the bytes that operators read and wrote since the function before; `*` is for functions
-    not listed."""
+    """Seconds of Python for each function on DistTensors, without its local operators, by the bytes
+    that operators have read and written since the previous function; `*` is for functions not
+    listed."""
     skew: Table = NO_TIME
-    """The extra seconds of a node's slowest rank over the mean for equal work, against the mean."""
+    """Extra seconds of the slowest rank over the mean of all ranks, by the mean, in equal work."""
     asynchronous: bool = False
-    """Whether the device computes while the host goes on, as GPUs do."""
+    """Whether the host continues while the device computes, as with GPUs."""
     roofline: Roofline | None = None
     operators: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Seconds of local operators, by the number of a node's ranks that compute at the same time."""
+    """Seconds of local operators, by the number of ranks of a node that compute at the same time,
+    and by `LocalOperator.key`."""
     workspaces: dict[str, int] = field(default_factory=dict)
-    """Bytes that local operators allocate beside their results, and free again."""
+    """Bytes that local operators allocate temporarily beside their results, by
+    `LocalOperator.key`."""
     memory: int | None = None
-    """Bytes of memory of a rank."""
+    """Bytes of memory that a rank may use."""
     environment: dict[str, str] = field(default_factory=dict)
-    """The variables with which operators are timed, such as the allocator's, and jobs run. The
-    shell of a job replaces `$NAME` and `${NAME:-/tmp}` in them, and nothing else."""
+    """Environment variables with which operators are timed and jobs run, such as the allocator's.
+    The shell of a job expands `$NAME` and `${NAME:-/tmp}` in values, and nothing else."""
     launch: Launch | None = None
-    """How jobs start there, if the file says so."""
+    """How jobs are started on the machine; None if its file has no such entry."""
     sources: dict[str, str] = field(default_factory=dict)
-    """The source of the numbers of each part."""
+    """The origin of the numbers of each part, as text."""
 
     def node(self, rank: int) -> int:
-        """Return the number of the node of a rank."""
+        """Return the index of the node on which `rank` runs."""
         return rank // self.ranks_per_node
 
     def where(self, ranks: Sequence[int]) -> str:
@@ -219,11 +222,11 @@ class Machine:
         return "\n".join((f"{self.name}{assumed}: {devices}", *times_in))
 
     def in_graph(self) -> Machine:
-        """Return the machine as a step sees it that is replayed as a graph of the device.
+        """Return this machine for steps that are replayed as a device graph, without Python.
 
-        Such a graph, as `dc.compile` captures it, needs no Python between its kernels. The host's
-        time for parameters stays, as optimizers step outside of the graph. Times of operators are
-        shared with this machine. Raises ValueError if the devices are CPUs, which have no graphs.
+        A graph, as captured by `dc.compile`, needs no Python between its kernels. Host times of
+        parameters remain, as optimizers step outside of the graph. Both machines share the times of
+        operators. Raises ValueError if the devices are CPUs, which have no graphs.
 
         Examples
         --------
@@ -248,11 +251,11 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Return the machine in a file, written by `save` or by hand.
+        """Return the machine in the file `path`, written by `save` or by hand.
 
-        A name without suffix, such as "frontier", stands for a machine that distconv describes,
-        where no file has this name. Raises ValueError for a file that holds no machine, naming the
-        wrong entry.
+        If there is no such file, a name without suffix, such as "frontier", selects a machine that
+        comes with distconv. Raises ValueError for a missing file, and for a file that does not
+        describe a machine, naming the wrong entry.
 
         Examples
         --------
@@ -268,7 +271,7 @@ class Machine:
             if not isinstance(given, dict):
                 raise ValueError(f"it is {given!r}, expected an object with named entries")
             if given.get("format") == 1:
-                given |= {"operators": {}, "workspaces": {}}  # to be timed anew
+                given |= {"operators": {}, "workspaces": {}}  # to be timed again
             elif given.get("format") != FORMAT:
                 raise ValueError(f"format is {given.get('format')!r}, expected {FORMAT}")
             machine: Machine = _made(Machine, {"threads": 1, "reductions": {}} | given, "")
@@ -285,16 +288,16 @@ class Machine:
 
 
 def kind_of_function(name: str) -> str:
-    """Return the entry of `Machine.host` for functions of one kind, such as "* across ranks".
+    """Return the entry of `Machine.host` for all functions like `name`, such as "* across ranks".
 
-    Functions of a kind send messages or not, and run forward or backward.
+    Functions are alike if both or neither send messages, and both or neither run backward.
     """
     across = " across ranks" if " across ranks" in name else ""
     return f"*{across}{' backward' if name.endswith(' backward') else ''}"
 
 
 def names_of_machines() -> list[str]:
-    """Return the names of the machines that distconv describes."""
+    """Return the names of the machine files that come with distconv."""
     return sorted(path.stem for path in DESCRIBED.glob("*.json"))
 
 
@@ -304,15 +307,15 @@ def allocator_here() -> dict[str, str]:
 
 
 def as_dict(machine: Machine) -> dict[str, Any]:
-    """Return a machine as JSON for its file."""
+    """Return a machine as the JSON object of its file."""
     return {"format": FORMAT} | asdict(machine)
 
 
 _POSITIVE = frozenset(("ranks_per_node", "threads", "memory", "bandwidth", "flops", "efficiency"))
-"""The entries of a file that are divided by, or counted from 1."""
+"""Entries of a machine file that must be above 0."""
 
 _BESIDE = frozenset(("format", "source", "copy"))
-"""Entries that make no part of a machine; `copy` is of older files."""
+"""Entries of a machine file that are ignored; older files have `copy`."""
 
 _KINDS = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 
@@ -320,9 +323,9 @@ _KINDS = {bool: "true or false", str: "text", int: "a whole number", float: "a n
 def _read(kind: Any, given: Any, key: str) -> Any:
     """Return the value of an entry in a machine's file as an object of type `kind`.
 
-    `given` is the value as JSON, and `key` the name of the entry, for error messages. In place of a
-    table, a number stands for the same time at all sizes; in place of a link's times, a latency and
-    a bandwidth may be given. Raises ValueError for any other value.
+    `given` is the value as JSON, and `key` the name of the entry, for error messages. A number in
+    place of a table is the same time at all sizes. A link may have `latency` and `bandwidth`
+    instead of tables. Raises ValueError for any other value.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
@@ -357,9 +360,10 @@ def _read(kind: Any, given: Any, key: str) -> Any:
 
 
 def _made(make: Callable[..., Any], entries: Mapping[str, Any], key: str) -> Any:
-    """Call a class or function with the entries of a JSON object, or raise ValueError.
+    """Return `make(**entries)`, with the entries of a JSON object converted to the declared types.
 
-    `key` is the name of the object in the machine's file, for error messages.
+    `key` is the name of the object in the machine's file, for error messages. Raises ValueError for
+    unknown, missing and wrong entries.
     """
     hints, parameters, prefix = get_type_hints(make), signature(make).parameters, key and f"{key}."
     unknown = sorted(entries.keys() - parameters.keys() - _BESIDE)

@@ -1,7 +1,7 @@
-"""`OperatorTimes`: the seconds of local operators, timed on this machine or by a roofline.
+"""`OperatorTimes`: the seconds of local operators, timed on this machine or from a roofline.
 
-They are timed as in a step: under the machine's allocator settings, on memory that the process
-already has, and by one process for each rank of a node at the same time.
+Operators are timed under the conditions of a step: with the machine's allocator settings, on memory
+that the process already has, and in one process for each rank of a node at the same time.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from distconv.torch_private import is_mutable
 
 
 _POOL = 2**24
-"""Elements of the memory from which operands are taken in turn, so large that an operand has left
-the caches when it is used again, as in a step."""
+"""Elements of the memory from which operands are taken in turn. The pool is so large that an
+operand has left the caches before its memory is used again, as in a step."""
 
 SECONDS = 0.02
-"""Approximate seconds of timing for one operator, after its first runs."""
+"""Approximate seconds of timed runs for each operator."""
 FEWEST, MOST = 3, 12
-"""The smallest and largest number of timed runs, after the first ones."""
+"""The smallest and largest number of timed runs of an operator, after one untimed run."""
 
 _HELD = 2**26
 """Bytes of results that are kept, as a step keeps activations, before the oldest are freed."""
 
 _HEAP = 2**30
-"""Bytes that a process touches before timing; at most a quarter of its memory."""
+"""Bytes that a timing process writes first, to own the memory; at most a quarter of its memory."""
 
 _OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_", "MPI_", "HYDRA_", "RANK", "WORLD_SIZE")
 
@@ -58,14 +58,14 @@ _OF_VOLUMES: dict[str, Callable[..., object]] = {
     "aten.convolution.default": convolution,
     "aten.convolution_backward.default": convolution_gradients,
 }
-"""distconv's implementations of operators on volumes."""
+"""distconv's implementations of operators, which are timed for tensors (N, C, D, H, W)."""
 
 
 class Operands:
-    """A pool of memory from which the operands of timed operators are taken in turn.
+    """A memory pool for the operands of timed operators, which operands use piece by piece.
 
-    The pool is large enough for the operands of any one of `operators`. The first operand of an
-    operator is copied to fresh memory, so it does not stay in the pool.
+    The pool is large enough for each of `operators`. The first operand of an operator is copied to
+    fresh memory, so it does not stay in the pool.
     """
 
     def __init__(self, operators: Iterable[LocalOperator]):
@@ -80,8 +80,7 @@ class Operands:
         """Return a tensor with the shape, strides and type in `spec`, to run an operator on.
 
         Floating-point elements are random numbers from 0.5 to 1.5 in the pool; with `own` they are
-        copied to fresh memory. Integers are indices from 0 below `places`, the size of the plane
-        that they index.
+        copied to fresh memory. Integers are indices into a plane of `places` elements.
         """
         elements = _extent(spec)
         if not prod(spec.shape):
@@ -110,8 +109,8 @@ def _extent(spec: TensorSpec) -> int:
 def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
     """Return a function that runs an operator once, on operands from `memory`.
 
-    The first operand is copied to fresh memory, as if the operator before it in a step had just
-    written it; if the operator writes to one of its operands, all operands are copied.
+    The first operand is copied to fresh memory, as if the previous operator of a step had just
+    written it. All operands are copied if the operator writes to one of them.
     """
     _, name, overload = operator.name.split(".")
     function: Any = getattr(getattr(torch.ops.aten, name), overload)
@@ -140,8 +139,8 @@ def times_of(
 ) -> list[float]:
     """Return the median seconds of each operator over several runs; `meet` waits for all processes.
 
-    Operators take turns, as in a step: each finds its code and its operands outside the caches,
-    which makes small ones take up to half as long again as in a loop.
+    Operators run in turn, as in a step, so the caches do not hold their code and operands. Small
+    operators then take up to 1.5 times as long as in a loop.
     """
     clock = time.perf_counter
     held: deque[tuple[int, object]] = deque()
@@ -156,7 +155,7 @@ def times_of(
             start = clock()
             result = run()
             seconds = clock() - start
-            if turn >= 0:  # the first run fills the caches of the others
+            if turn >= 0:  # the first run is a warm-up
                 taken.append(seconds)
             size = sum(made.nbytes for made in operator.made)
             held.append((size, result))
@@ -168,13 +167,13 @@ def times_of(
 
 
 def workspace_of(run: Callable[[], object]) -> int:
-    """Return the most bytes that an operator allocates at any moment beside its results."""
+    """Return the peak bytes that an operator allocates while `run()` runs, without its results."""
     most, left = tensor_bytes(run)
     return max(most - max(left, 0), 0)
 
 
 def tensor_bytes(run: Callable[[], object]) -> tuple[int, int]:
-    """Return the most bytes of tensors at any moment of a call, and the bytes of its results."""
+    """Return the peak bytes of tensors during `run()`, and the bytes of its results."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()
     del result
@@ -195,9 +194,9 @@ def time_together(
 ) -> tuple[list[float], list[int]]:
     """Time operators in several processes at once; return their seconds and their workspaces.
 
-    A workspace is the bytes that an operator allocates beside its results. Every process is new,
-    and has the variables of `environment`; it sends no messages, and uses about `memory` bytes at
-    most.
+    A workspace is the bytes that an operator allocates beside its results. The `processes` are new
+    ones with `threads` threads each and the variables of `environment`; a process sends no
+    messages, and uses about `memory` bytes at most.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
     kept |= {**environment, "OMP_NUM_THREADS": str(threads)}
@@ -225,7 +224,7 @@ def time_together(
 def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait until all processes have ended; raise RuntimeError as soon as one has failed.
 
-    The processes wait for one another, so that after a failure the others would never end.
+    The processes wait for one another, so after a failure the others would never end.
     """
     running = list(workers)
     while running:
@@ -243,11 +242,14 @@ def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def time_in_folder(folder: Path, number: int, threads: int, memory: int) -> None:
-    """Time the operators that `time_together` wrote to a folder, in process `number` of several."""
+    """Time the operators in a folder, as process `number` of several, and write the times there.
+
+    `time_together` has written the operators. `memory` is the bytes that the process may use.
+    """
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     operators: list[LocalOperator] = pickle.loads((folder / "operators").read_bytes())
-    # Memory that the process has from now on.
+    # The process keeps this memory after it is freed.
     torch.empty(min(_HEAP, memory // 4), dtype=torch.uint8).fill_(0)
     operands = Operands(operators)
     with open(folder / "counters", "r+b") as file, mmap.mmap(file.fileno(), 0) as counters:
@@ -269,17 +271,18 @@ if __name__ == "__main__":
 
 
 _Kind: TypeAlias = tuple[Any, ...]
-"""An operator's name and weights: times of one kind are proportional to their work."""
+"""An operator's name and, for convolutions, the shape of its weights and its options. The times of
+operators of one kind follow from their work."""
 
 BUDGET = 30.0
-"""Seconds for timing the operators of some steps, by default."""
+"""Seconds for timing the operators of several steps, by default."""
 _LEAST = 2**16
-"""Operations or bytes below which an operator's time is taken as constant."""
+"""Operations or bytes below which an operator's time is treated as constant."""
 _MEMORY = 2**30
-"""Bytes of a rank's memory where the machine does not say."""
+"""Bytes of a rank's memory if the machine has no number."""
 _PARTS = 16
-"""An operator whose operands and results take more than this fraction (1 / `_PARTS`) of a rank's
-memory is estimated, as the process that times it holds many of them."""
+"""An operator whose operands and results exceed 1 / `_PARTS` of a rank's memory is estimated,
+because the process that times it holds many of them."""
 
 
 class OperatorTimes:
@@ -292,7 +295,7 @@ class OperatorTimes:
         self._machine, self._at_once = machine, at_once
         self._known = machine.operators.setdefault(str(at_once), {})
         self._estimated: dict[str, tuple[float, int]] = {}
-        """Seconds and workspaces by key."""
+        """Seconds and workspace bytes of operators that are not timed, by key."""
         self._timed: defaultdict[_Kind, dict[str, LocalOperator]] = defaultdict(dict)
         """The timed operators, by kind and key, from which others are estimated."""
 
@@ -325,14 +328,14 @@ class OperatorTimes:
         progress: Callable[[str], object] = lambda what: None,
         seconds: float = BUDGET,
     ) -> None:
-        """Time the operators of some steps, or a selection that takes at most about `seconds`.
+        """Time the operators of `steps`, or a selection in about `seconds`, and estimate the rest.
 
-        The selection leaves out operators too large for the memory. The time of an operator that is
-        left out is estimated from timed operators of its kind, between their sizes, or in
-        proportion beyond the largest one. Two operators are of one kind if they have the same name
-        and, for convolutions, weights of one shape and the same options; the size of an operator is
-        the number of its operations or its bytes, whichever is larger. A kind without any timed
-        operator is estimated from other kinds, of the same name if possible.
+        Operators too large for the memory are never selected. The time of an operator that is not
+        selected is interpolated by size between timed operators of the same kind, or is in
+        proportion to the size beyond the largest one. Two operators are of one kind if they have
+        the same name and, for convolutions, weights of one shape and the same options; the size of
+        an operator is the number of its operations or its bytes, whichever is larger. A kind
+        without any timed operator is estimated from other kinds, of the same name if possible.
 
         Parameters
         ----------
@@ -382,9 +385,10 @@ class OperatorTimes:
 
 
 def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
-    """Return a function through known points, which estimates the value for any size.
+    """Return a function that estimates the value for any size from `known` values by size.
 
-    `known` has values by size. Beyond the largest size the value grows in proportion to the size.
+    Values are interpolated. Beyond the largest size, or from a single point, the value is in
+    proportion to the size.
     """
     sizes, values = zip(*sorted(known.items()), strict=True)
     curve = Table(sizes, values)
@@ -416,9 +420,10 @@ def _kind(operator: LocalOperator) -> _Kind:
 
 @lru_cache(maxsize=65536)
 def flops_of(operator: LocalOperator) -> int:
-    """Return the floating-point operations of an operator: multiplication and addition are two.
+    """Return the number of floating-point operations of an operator; a multiply-add counts as two.
 
-    Operators other than convolutions and matrix products count one for each element.
+    Operators other than convolutions and matrix products count one operation for each element of
+    their largest tensor.
     """
     # Not at the top, as it imports Triton where that is installed.
     from torch.utils.flop_counter import flop_registry
@@ -428,7 +433,7 @@ def flops_of(operator: LocalOperator) -> int:
         return max((prod(t.shape) for t in (*operator.taken, *operator.made)), default=0)
     made = _like(operator.made)
     if operator.name.startswith("aten.convolution_backward"):
-        # None for the gradients that were not asked for.
+        # None for gradients that were not requested.
         remaining = iter(made)
         made = [next(remaining, None) if wanted else None for wanted in operator.arguments[-1]]
     result = made[0] if len(made) == 1 else tuple(made)
@@ -437,7 +442,11 @@ def flops_of(operator: LocalOperator) -> int:
 
 
 def roofline_seconds(operator: LocalOperator, device: Roofline) -> float:
-    """Return the seconds of an operator: the longer of its arithmetic and its memory traffic."""
+    """Return the seconds of an operator on a described device.
+
+    The longer of arithmetic and memory traffic counts, at the efficiency that operators of this
+    name reach.
+    """
     tensors = [*operator.taken, *operator.made]
     kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
     rate = device.flops.get(kind, device.flops["float32"])
@@ -448,7 +457,7 @@ def roofline_seconds(operator: LocalOperator, device: Roofline) -> float:
 
 
 def _like(value: Any) -> Any:
-    """Return arguments with an empty meta tensor in place of each `TensorSpec`."""
+    """Return `value` with empty meta tensors in place of `TensorSpec`s, and lists for tuples."""
     if isinstance(value, TensorSpec):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return [_like(part) for part in value] if isinstance(value, tuple) else value

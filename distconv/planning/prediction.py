@@ -1,8 +1,8 @@
 """`predict`: the time and memory of a training step on a grid that need not exist.
 
 The time is the critical path through all ranks' work, after Dryden et al., "Improving
-Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism" (IPDPS 2019), section V; but
-operators, messages and overlap come from the code itself, which runs the step dry.
+Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism" (IPDPS 2019), section V.
+Operators, messages and overlap are recorded in a dry run of the library's own code.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from distconv.planning.table import Cell, byte_size, milliseconds, size_cell, ta
 from distconv.planning.timeline import Segment, Timeline, check_ranks, play, union_length
 
 PLAYED = 4
-"""The largest grid that is simulated rank by rank; of larger ones the first rank, the middle one
-and the last are."""
+"""The largest number of ranks that are all simulated. Of a larger grid, the first, the middle and
+the last rank are simulated."""
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """The seconds of one layer in a predicted step, on the slowest rank, and the bytes it keeps."""
+    """The seconds of one layer in a predicted step, on the slowest rank, and its saved bytes."""
 
     name: str
     kind: str
@@ -42,23 +42,23 @@ class LayerTime:
     host: float
     """Seconds of Python that the device waits for."""
     exposed: float
-    """Seconds in which the rank waits for messages, or starts them."""
+    """Seconds in which the rank waits for messages, or starts messages."""
     hidden: float
-    """Seconds in which messages are under way while the rank does other work, as `timeline` counts
-    them: from their start until the rank waits for them."""
+    """Seconds in which messages are in flight while the rank does other work: from their start
+    until the rank waits for them."""
     kept: int
     """Bytes kept for the backward pass."""
     shape: tuple[int, ...] | None
-    """The shape of the rank's block of the output; None where the output is no DistTensor."""
+    """The shape of the rank's block of the output; None if the output is not a DistTensor."""
 
     @property
     def seconds(self) -> float:
-        """Return the layer's seconds in the step, without hidden messages."""
+        """Return the layer's seconds in the step, without messages that overlap with other work."""
         return self.forward + self.backward + self.host + self.exposed
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Return the layer's row of the table under `LAYER_HEADING`."""
+        """Return the layer's row in a table with the columns of `LAYER_HEADING`."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape))
         times = (time_cell(getattr(self, what)) for what in LAYER_HEADING[3:8])
         return (self.name, self.kind, shape, *times, size_cell(self.kept))
@@ -129,12 +129,12 @@ class Prediction:
 
     @property
     def exposed(self) -> float:
-        """Return the seconds in which the slowest rank waits for messages."""
+        """Return the seconds in which the slowest rank waits for messages, or starts messages."""
         return sum(layer.exposed for layer in self.layers)
 
     @property
     def hidden(self) -> float:
-        """Return the layers' `hidden` seconds of messages, on the slowest rank."""
+        """Return the seconds of messages in flight while the slowest rank does other work."""
         return sum(layer.hidden for layer in self.layers)
 
     @property
@@ -177,8 +177,8 @@ def predict(
 ) -> Prediction:
     """Return the time and memory of a training step on a grid, which need not exist.
 
-    One process calls it. If `machine` was measured, local operators without a time in it are timed
-    here, and added to it: call `predict` on that machine itself, with nothing else running.
+    Call it in one process. If `machine` was measured, local operators without a time are timed
+    here, and added to `machine`: run on that machine itself, with nothing else running.
 
     Raises UnsupportedOperation if the module cannot run on the grid. Raises RuntimeError if the
     step raises, for example for a module that reads the elements of a tensor, or operators cannot
@@ -187,7 +187,7 @@ def predict(
     Parameters
     ----------
     module: any torch.nn.Module, before `parallelize`.
-    shape: the global shape of its input, or one for each input.
+    shape: the global shape of the input, or a sequence of shapes, one for each input.
     grid: the ranks along the axes, such as {"sample": 2, "height": 2}.
     machine: the result of `Machine.load(path)`. `python -m distconv calibrate` measures a machine
         and writes the file; names such as "h100" are machines that distconv describes.
@@ -218,9 +218,9 @@ def record_ranks(
     grid: Mapping[str, int],
     **options: Any,
 ) -> list[Recording]:
-    """Return recordings of a step on all ranks of a grid, or on three if there are over `PLAYED`.
+    """Return recordings of a step on all ranks of a grid, or on three if it has over `PLAYED`.
 
-    The three are the first rank, the one in the middle of every axis, and the last one. `options`
+    The three are the first rank, the rank in the middle of every axis, and the last rank. `options`
     are options of `record_step`.
     """
     topology = DryRunGrid(grid, 0).topology
@@ -242,7 +242,7 @@ def predicted(
     """Return the prediction of a step from the recordings of some ranks.
 
     `name` is the module's name and `samples` the size of the mini-batch, for the result; `machine`
-    gives the times of messages and of Python, `times` those of all recorded local operators.
+    has the times of messages and of Python, and `times` the times of all recorded local operators.
     """
     line = play(recordings, machine, times)
     slowest = next(r for r in recordings if r.rank == line.slowest)
@@ -262,7 +262,7 @@ def predicted(
 
 
 def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
-    """Return a rank's bytes of memory by kind, with the workspaces of its convolutions."""
+    """Return a rank's peak bytes by kind, where "workspace" is temporary memory of convolutions."""
     most = recording.peak
     for event in recording.events:
         if isinstance(event, Compute) and "convolution" in event.operator.name:

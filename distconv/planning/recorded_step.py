@@ -1,6 +1,6 @@
-"""`record_step`: a dry run of a training step, as one rank of a grid runs it.
+"""`record_step`: record a training step of one rank of a grid by a dry run.
 
-The module is parallelized as in a program, so that its layouts, sharded weights and sums of
+The module is parallelized as in a program, so that its layouts, sharded weights and reductions of
 gradients are those of `parallelize` itself.
 """
 
@@ -30,7 +30,7 @@ from distconv.tensor.base import shards_of, tensors_in
 from distconv.tensor.dispatch import UnsupportedOperation
 
 LossFunction: TypeAlias = Callable[[Any], Tensor]
-"""A function from the module's result to the scalar that is minimised."""
+"""A function from the module's result to the scalar loss."""
 
 OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
@@ -51,7 +51,10 @@ def cross_entropy(output: Any) -> Tensor:
 
 
 def _sum_of_losses(output: Any, loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the sum of `loss` over all results of a module that have floating-point numbers."""
+    """Return the sum of `loss` over all floating-point tensors in the result of a module.
+
+    Raises TypeError if there are none.
+    """
     if is_dataclass(output) and not isinstance(output, dict):
         output = [getattr(output, field.name) for field in fields(output)]
     losses = [loss(y) for y in tensors_in(output) if y.is_floating_point()]
@@ -96,24 +99,24 @@ def record_step(
 ) -> Recording:
     """Record a training step on one rank of a grid, without communication or arithmetic.
 
-    Raises UnsupportedOperation if the module cannot run on the grid, RuntimeError if the step
-    raises, naming the layer, also if it reads the elements of a tensor, and ValueError for a module
-    that is parallelized, or has parameters without a shape.
+    Raises UnsupportedOperation if the module cannot run on the grid. Raises RuntimeError, naming
+    the layer, if the step raises, also because it reads the elements of a tensor. Raises ValueError
+    for a module that is parallelized, or has parameters without a shape.
 
     Parameters
     ----------
-    module: the module, before `parallelize`, which gets `layouts` and `options`.
+    module: the module, not parallelized; `layouts` and `options` are passed to `parallelize`.
     shapes: the global shape of each input.
     extents: the ranks along the axes of the grid.
     rank: the recorded rank; by default the one in the middle of every axis.
-    layout: the layout of the inputs, or one for each; by default every dimension is cut over the
-        axis of its own name.
+    layout: the layout of the inputs, or one for each; by default every dimension is partitioned
+        over the axis of its own name.
     dtype: the type of the inputs, or one for each; the first parameter's by default.
-    loss: a function, or a name in `LOSSES`, whose loss is summed over all results; with None the
-        forward pass alone is recorded, up to the first layer that is refused.
-    optimizer: a function of the parameters, or a name in `OPTIMIZERS`.
+    loss: a function of the module's result, or a name in `LOSSES`; with None the forward pass alone
+        is recorded, up to the first unsupported layer.
+    optimizer: a function that makes an optimizer of parameters, or a name in `OPTIMIZERS`.
     autocast: the type of `torch.autocast` around the module and the loss; None without it.
-    checkpoint: the modules that are computed again in the backward pass; see `with_checkpoints`.
+    checkpoint: the modules that are recomputed in the backward pass; see `with_checkpoints`.
     accumulate: the number of mini-batches of the given shapes in a step. All but the last run
         within `no_sync`.
     offload: whether GPUs keep saved activations on the host, as by `save_on_cpu`. The time of their
@@ -171,7 +174,7 @@ def record_step(
 
 
 def _check_options(accumulate: int, offload: bool, gpu: bool, caller: str) -> None:
-    """Raise ValueError for options of `record_step` that are out of range, or do not fit."""
+    """Raise ValueError if `accumulate` is not 1 or more, or `offload` is true without `gpu`."""
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
             f"{caller}: accumulate={accumulate!r}; expected a number of mini-batches, 1 or more"
@@ -184,7 +187,7 @@ def _check_options(accumulate: int, offload: bool, gpu: bool, caller: str) -> No
 
 
 def _inputs(grid: DryRunGrid, given: Iterable[Any], serial: bool) -> list[Tensor]:
-    """Return inputs without elements, each of a given shape, layout and type; plain if `serial`."""
+    """Return an input without elements for each shape, layout and type; plain if `serial`."""
     if serial:
         return [torch.empty(shape, dtype=dtype, device="meta") for shape, _, dtype in given]
     return [grid.tensor(*each) for each in given]
@@ -193,7 +196,7 @@ def _inputs(grid: DryRunGrid, given: Iterable[Any], serial: bool) -> list[Tensor
 def _optimizer(
     make: OptimizerFactory, module: nn.Module, recorder: Recorder
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer of a module's parameters, if it has any; record its state."""
+    """Return the optimizer of a module's parameters, None without any; record its state."""
     parameters = list(module.parameters())
     made = make(parameters) if parameters else None
     state = [] if made is None else _make_state(made, parameters)
@@ -209,12 +212,12 @@ def _run(
     recorder: Recorder,
     offload: bool,
 ) -> None:
-    """Run forward and backward pass of a mini-batch; with `loss` None the forward pass alone."""
+    """Run the forward and backward pass of a mini-batch; only the forward pass without `loss`."""
     hooks = (recorder.offload, lambda make: make()) if offload else (recorder.keep, lambda x: x)
     with (
         trace_movements(recorder.movements),
         saved_tensors_hooks(*hooks),
-        torch.device("meta"),  # also for tensors that a forward makes without naming one
+        torch.device("meta"),  # for tensors that a module creates without naming a device
     ):
         output = module(*inputs)
         if loss is None:
@@ -230,9 +233,9 @@ def _run(
 
 @contextmanager
 def _errors_name_the_layer(recorder: Recorder, caller: str) -> Iterator[None]:
-    """Raise RuntimeError with the name of the layer for an error in a `with` block.
+    """Raise a RuntimeError that names the layer and `caller` for any error in a `with` block.
 
-    An operator that is refused raises `UnsupportedOperation` as it is.
+    `UnsupportedOperation` is raised unchanged.
     """
     try:
         yield
@@ -254,11 +257,11 @@ _NO_ELEMENTS = (
 
 @contextmanager
 def autocast_of(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Turn autocast on in a `with` block, for a kind of device that this machine may lack.
+    """Turn on autocast to `dtype` in a `with` block, for a device type that may be absent here.
 
-    torch has no autocast for meta tensors, so it is turned on for `device`, on which the ranks of
-    the grid compute. The block includes the backward pass, in which autocast affects only layers
-    that a checkpoint computes again. With `dtype` None nothing changes.
+    torch has no autocast for meta tensors, so autocast is turned on for `device`, on which the
+    ranks of the grid compute. The block includes the backward pass, in which autocast affects only
+    layers that a checkpoint recomputes. With `dtype` None nothing changes.
     """
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     if dtype is not None:
@@ -275,9 +278,9 @@ def with_checkpoints(module: nn.Module, chosen: str | Sequence[str]) -> nn.Modul
     """Let modules recompute their activations by `torch.utils.checkpoint`; return `module`.
 
     `chosen` has names of classes, such as "ResBlock", and shell patterns of module names, such as
-    "encoder.*". Modules within a chosen one are computed again with it. "blocks" stands for the
-    modules at the first level of nesting that has three or more; if there is none, for no module.
-    Raises ValueError for a name or pattern that matches no module.
+    "encoder.*". Modules within a chosen module are recomputed with it. "blocks" selects the modules
+    at the first level of nesting that has three or more, or none without such a level. Raises
+    ValueError for a name or pattern that matches no module.
     """
     patterns = [chosen] if isinstance(chosen, str) else list(chosen)
     found: set[nn.Module] = set()
@@ -308,11 +311,14 @@ def with_checkpoints(module: nn.Module, chosen: str | Sequence[str]) -> nn.Modul
 
 
 BLOCKS = "blocks"
-"""The name for the blocks of a module in `with_checkpoints`."""
+"""The name in `with_checkpoints` that selects the blocks of a module."""
 
 
 def shapes_of(given: Any) -> list[tuple[int, ...]]:
-    """Return a list of shapes, one for each input, from such a list or a single shape."""
+    """Return a list of shapes, one for each input, from such a list or a single shape.
+
+    Raises ValueError for anything else.
+    """
     several = list(given) if given and all(isinstance(s, Sequence) for s in given) else [given]
     shapes = [tuple(shape) for shape in several]
     for shape in shapes:
@@ -322,7 +328,7 @@ def shapes_of(given: Any) -> list[tuple[int, ...]]:
 
 
 def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
-    """Return `given`, or if it is a text, the entry of `known` with this name.
+    """Return the entry of `known` with the name `given`; anything but a string is returned as is.
 
     `what` is the name of the argument for error messages. Raises ValueError for an unknown name.
     """
@@ -334,9 +340,9 @@ def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
 
 
 def _each_input(value: Any, count: int, what: str) -> list[Any]:
-    """Return a list of `count` values, from such a list or a single value for all inputs.
+    """Return a list with a value for each of `count` inputs, from a list or a single value.
 
-    `what` is the name of the argument for the error message.
+    `what` is the name of the argument for the ValueError that a list of another length raises.
     """
     if not isinstance(value, (list, tuple)):
         return [value] * count
@@ -352,7 +358,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Let an optimizer make its state by a first step; return the tensors of the state."""
+    """Run a first step, in which an optimizer creates its state; return the state's tensors."""
     for p in parameters:
         p.grad = torch.empty_like(p) if p.requires_grad else None
     optimizer.step()

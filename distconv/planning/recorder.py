@@ -1,6 +1,7 @@
 """`Recorder`: records the operators, messages, functions, layers and memory of a dry run.
 
-It sees operators below autograd (a dispatch mode), functions above, and calls of modules.
+A dispatch mode sees the operators below autograd, a function mode the functions on DistTensors, and
+hooks the calls of modules.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ class ModuleCalls:
         ]
 
     def entered(self, module: nn.Module) -> None:
-        """Handle the begin of a module's call, the last on `stack`; for subclasses."""
+        """Handle the begin of a call of `module`, now the last on `stack`; for subclasses."""
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
-        """Handle the end of the call `name` of a module, no longer on `stack`; for subclasses."""
+        """Handle the end of the call `name` of `module`, no longer on `stack`; for subclasses."""
 
     @property
     def where(self) -> tuple[str, nn.Module]:
-        """Return name and module of the innermost active call, or of the one that raised."""
+        """Return the name and module of the innermost active call, or of a call that raised."""
         return self.stack[-1] if self.stack else (self._paths[self._module], self._module)
 
     def remove(self) -> None:
@@ -91,7 +92,7 @@ class ModuleCalls:
         self.entered(module)
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        # Calls whose exception was caught on the way are still there.
+        # Calls that ended with an exception, which their caller caught, are still there.
         while self.stack[-1][1] is not module:
             self.stack.pop()
         name, _ = self.stack.pop()
@@ -99,7 +100,7 @@ class ModuleCalls:
 
 
 class _Origin(NamedTuple):
-    """A range of autograd nodes from number `start` on, and the place of the step that made it."""
+    """Autograd nodes from the sequence number `start` on, made at one place of the step."""
 
     start: int
     place: Place
@@ -108,7 +109,7 @@ class _Origin(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """The first tensor of a layer's result: global shape, layout, block; only shape if plain."""
+    """The first tensor of a layer's result. A plain tensor has a shape only."""
 
     shape: tuple[int, ...] | None = None
     layout: Layout | None = None
@@ -124,7 +125,7 @@ def _first_of(result: Any) -> _Output:
 
 
 class Recorder(ModuleCalls, torch_private.DispatchMode):
-    """A context that records a step on one rank of a grid, while a module runs on it."""
+    """A context that records the step of a module on one rank of a grid."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._place = Place("", "forward")
         self._backward = self._repeats = False
         self._begun = 0
-        """The number of events before the latest mini-batch."""
+        """The number of events before the current mini-batch."""
         self._origins: list[_Origin] = []
         self._starts: list[int] = []
         self._seen: set[int] = set()
@@ -196,7 +197,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._events.append(HostWork(function, place, self._streamed))
         self._streamed = 0
 
-    # Where in the step it is.
+    # The current place in the step.
 
     def move(self, place: Place) -> None:
         """Set the place of later events: a place of the forward pass, or the optimizer."""
@@ -210,7 +211,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._starts = [origin.start for origin in self._origins]
 
     def watch_gradients(self, leaves: Iterable[Tensor]) -> None:
-        """Record, for each of these parameters, when autograd has made its gradient in the step."""
+        """Record an event when autograd has computed the gradient of each parameter in `leaves`."""
         name = "parameter across ranks" if self._grid.size > 1 else "parameter"
 
         def comes(gradients: Sequence[Tensor | None]) -> None:
@@ -224,7 +225,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
                 node: Any = p.view_as(p).grad_fn
                 ((accumulates, _),) = node.next_functions
                 accumulates.register_prehook(comes)
-                self._nodes.append(accumulates)  # which lives only as long as it is held
+                self._nodes.append(accumulates)  # to keep the node, and its hook, alive
 
     def _where(self) -> Place:
         if not self._backward:
@@ -242,7 +243,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self.work(f"{origin.function} backward", place)
         return place
 
-    # Functions and layers, and the movements, reductions and kept bytes since the one before.
+    # Functions and layers, with transfers, reductions and kept bytes since the previous record.
 
     def keep(self, x: Tensor) -> Tensor:
         """Count a tensor that autograd saves for the backward pass, and return it."""
@@ -251,9 +252,10 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         return x
 
     def offload(self, x: Tensor) -> Callable[[], Tensor]:
-        """Return a function that makes `x` anew, which autograd saves for the backward pass.
+        """Return a function that recreates `x`, a tensor that autograd saves for the backward pass.
 
-        The memory of `x` is then on the host. Parameters stay.
+        In between, `x` is on the host and takes no memory of the device. Parameters stay on the
+        device.
         """
         if self.memory.kind(x) == "parameters":
             return lambda: x
@@ -261,18 +263,18 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         return lambda: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
     def repeat(self) -> None:
-        """Begin another forward pass, of the next mini-batch, with the layers recorded already."""
+        """Begin the forward pass of the next mini-batch, whose layers are recorded already."""
         self._repeats = True
         self._begun = len(self._events)
         self._count.clear()
         self.move(Place("", "forward"))
 
     def call(self, func: Any, types: Sequence[type], args: Any, kwargs: Any) -> Any:
-        """Call a function that has a rule, and record it."""
+        """Call `func`, which has a rule for DistTensors; record the call, and return the result."""
         start, before = torch_private.next_node_number(), len(self._events)
         between = bool(self.stack) and not is_layer(self.stack[-1][1]) and not self._backward
         distributed = any(issubclass(t, DistTensor) for t in types)
-        # Not within a movement that has been recorded, and is about to start.
+        # Not within a transfer that has been recorded, and is about to start.
         between = between and (distributed or not self.movements)
         if between:
             self._between(*self.stack[-1])
@@ -285,12 +287,12 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             if not self._backward:
                 self._origins.append(_Origin(start, self._place, name))
                 self.work(name, self._place)
-            elif self.stack:  # a checkpoint computes again
+            elif self.stack:  # a checkpoint recomputes
                 self.work(name, self._where())
         return result
 
     def entered(self, module: nn.Module) -> None:
-        """Set the place to a module whose call begins, in the forward pass."""
+        """Set the place of later events to `module`, whose call begins, in the forward pass."""
         if self._backward:
             return
         if len(self.stack) > 1:
@@ -300,7 +302,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self.move(Place(name, "forward"))
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
-        """Record a module's call as the layer `name`, and return to the module around it."""
+        """Record a module's call as the layer `name`; set the place to the calling module again."""
         if self._backward:
             return
         if not is_layer(module) and any(moved.redistributes for moved in self.movements):
@@ -310,7 +312,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         result = _first_of(output)
         if result.local_shape is not None:
             self._blocks[name] = result.local_shape
-        # The last line belongs to the module's result.
+        # The outermost module has a row if its result differs from the last row's.
         always = is_layer(module) or (not self.stack and result != self._last)
         weight = sum(bytes_here(p) for p in own)
         self._close(name, type(module).__name__, result, weight, always=always)
@@ -318,7 +320,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self.move(Place(self.stack[-1][0], "forward"))
 
     def refuse(self, reason: str) -> None:
-        """Record that the active call is refused, with the reason."""
+        """Record that the active call is unsupported, with the reason."""
         name, module = self.where
         self._close(name, type(module).__name__, always=True, refusal=reason)
 
@@ -337,11 +339,11 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         always: bool = False,
         refusal: str | None = None,
     ) -> None:
-        """Record everything since the last call as a layer: transfers, sums and kept bytes.
+        """Record transfers, reductions and kept bytes since the previous record as a layer.
 
-        Nothing is recorded if there is none of these, unless `always`. `name` and `kind` are the
-        layer's, `parameters` the bytes of its parameters, and `refusal` the reason if it is
-        refused.
+        If there are none, nothing is recorded, unless `always`. `name` and `kind` are the name and
+        type of the layer, `output` is its result, `parameters` the bytes of its parameters, and
+        `refusal` the reason if it is unsupported.
         """
         reduced, kept, received = self._reduced, self._kept, self._received
         self._reduced = self._kept = self._received = 0
@@ -364,7 +366,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._progress(layer)
 
     def recording(self) -> Recording:
-        """Return everything recorded."""
+        """Return the recording of the step."""
         memory = self.memory.at_most
         pooled = memory.get("halos", 0) if self.memory.pools else 0
         return Recording(
@@ -383,7 +385,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
 
 
 _OTHERS = "loss", "gradients", "optimizer"
-"""The places of a step that are no modules."""
+"""The places of a step that are not modules."""
 
 
 class RuleCalls(TorchFunctionMode):
@@ -407,10 +409,10 @@ def bytes_here(x: Tensor) -> int:
 
 
 def _way(events: Sequence[RecordedEvent]) -> str:
-    """Return a suffix for a function's name that says how it sends, from its events.
+    """Return a suffix for a function's name that says how the function sends, from its events.
 
     The suffix is empty for a function that sends nothing, " across ranks" for one that sends, and "
-    overlapped across ranks" for one that convolves while its messages are under way.
+    overlapped across ranks" for one that convolves while its messages are in flight.
     """
     way = ""
     under_way = set[int]()
@@ -427,7 +429,7 @@ def _way(events: Sequence[RecordedEvent]) -> str:
 
 
 def halo_of_movement(movement: Movement) -> Halo:
-    """Return the widths of the halo that an operator needs on this rank, and its bytes."""
+    """Return the halo that an operator needs on this rank, from the transfer in `movement`."""
     plan = movement.plan
     ndim = len(plan.buffer_shape)
     widths = {}
@@ -452,18 +454,21 @@ _FREE = frozenset(
         *("unsqueeze_.default", "set_.source_Tensor", "_local_scalar_dense.default"),
     )
 )
-"""Operators that read and write no elements."""
+"""Names of operators that read and write no elements."""
 
 
 _RESULTS: dict[Any, Any] = {}
-"""Cached results of operators, at most `_REMEMBERED`: torch's meta kernels are slow, and a
-recording would take twice as long."""
+"""Cached results of operators, at most `_REMEMBERED`: torch's meta kernels are slow, and without
+the cache a recording would take twice as long."""
 
 _REMEMBERED = 2**16
 
 
 def _result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
-    """Return the result of an operator that makes no view; `given` are its arguments' specs."""
+    """Return the result of the operator `func`, which makes no view, from the cache if known.
+
+    `given` has the arguments as returned by `spec_of`.
+    """
     if torch.Tag.inplace_view in func.tags:
         return func(*args, **kwargs)
     # 2 equals 2.0, but gives another type of result.
@@ -472,7 +477,7 @@ def _result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
     if made is None:
         result = func(*args, **kwargs)
         if func is torch.ops.aten.convolution.default:
-            # Kernels keep channels last, torch's meta kernels do not.
+            # Kernels keep the memory format "channels last"; torch's meta kernels do not.
             result = empty_in_format(tuple(result.shape), args[0])
         several = result if isinstance(result, (tuple, list)) else (result,)
         if all(isinstance(x, Tensor) and x.is_meta for x in several):

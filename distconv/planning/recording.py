@@ -1,6 +1,6 @@
 """`Recording`: one rank's training step as layers, local operators, messages, and memory.
 
-`record_step` makes a recording by a dry run; `explain` shows its layers, `play` gives it times.
+`record_step` makes a recording by a dry run; `explain` shows its layers, `play` computes its time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from distconv.comm.ledger import Redistribution
 from distconv.geometry.layout import Layout
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "halos", "other")
-"""The kinds of memory. Halos are messages sent and received; others are inputs, and results that
-live for a moment."""
+"""The kinds of memory. "halos" are all messages sent and received; "other" are inputs, and results
+that are freed soon."""
 
 
 class TensorSpec(NamedTuple):
-    """The shape, strides and type of a tensor, in place of the tensor."""
+    """The shape, strides and type of a tensor, recorded in place of the tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -43,16 +43,16 @@ class LocalOperator:
     """An operator of torch below autograd, such as a convolution, with its arguments' shapes."""
 
     name: str
-    """Its name and overload, such as `aten.convolution.default`."""
+    """The operator's name and overload, such as `aten.convolution.default`."""
     arguments: tuple[Any, ...]
-    """In order, with a `TensorSpec` in place of each tensor."""
+    """The positional arguments, with a `TensorSpec` in place of each tensor."""
     keywords: tuple[tuple[str, Any], ...] = ()
     made: tuple[TensorSpec, ...] = ()
-    """Its results."""
+    """The results of the operator."""
 
     @property
     def key(self) -> str:
-        """Return a text that is equal for operators that take the same time."""
+        """Return a text that is equal for operators of equal names and arguments."""
         return f"{self.name}{_text(self.arguments)}{_text(self.keywords) if self.keywords else ''}"
 
     @cached_property
@@ -62,7 +62,7 @@ class LocalOperator:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all arguments and results, each counted once."""
+        """Return the total bytes of all tensors among the arguments and results."""
         return sum(t.nbytes for t in (*self.taken, *self.made))
 
     @property
@@ -72,11 +72,11 @@ class LocalOperator:
 
 
 def spec_of(value: Any) -> Any:
-    """Return arguments made hashable: a `TensorSpec` for each tensor, and tuples for lists."""
+    """Return `value` in a hashable form: a `TensorSpec` for each tensor, and tuples for lists."""
     if isinstance(value, Tensor):
         return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, (tuple, list)):
-        # Most arguments of operators are numbers, read by the million.
+        # A fast path, as most of the millions of arguments are numbers.
         return tuple([x if type(x) in _PLAIN else spec_of(x) for x in value])
     return value
 
@@ -104,10 +104,10 @@ def _text(value: Any) -> str:
 
 
 class Place(NamedTuple):
-    """The layer and the phase of a step in which something happens."""
+    """The layer and the phase of a step to which an event belongs."""
 
     layer: str
-    """The name of the module, as `named_modules` has it, or "loss", "gradients", "optimizer"."""
+    """The name of the module in `named_modules`, or "loss", "gradients", "optimizer"."""
     phase: str
     """ "forward", "backward" or "optimizer"."""
 
@@ -118,17 +118,17 @@ class Compute(NamedTuple):
     operator: LocalOperator
     place: Place
     live: int = 0
-    """Bytes that the rank holds after it has run."""
+    """Bytes that the rank holds after the operator has run."""
 
 
 class HostWork(NamedTuple):
     """An event of a recording: Python runs a function on DistTensors, or its backward pass."""
 
     function: str
-    """Its name; `parameter` for a parameter's gradient and update."""
+    """The name of the function; `parameter` for a parameter's gradient and update."""
     place: Place
     streamed: int = 0
-    """Bytes that operators read and wrote since the function before."""
+    """Bytes that operators have read and written since the previous function."""
 
 
 class Start(NamedTuple):
@@ -159,7 +159,7 @@ def received_bytes(collective: str, size: int, ranks: int) -> int:
 
 
 class Completion(NamedTuple):
-    """An event of a recording: the rank waits for the `Start` with the same number."""
+    """An event of a recording: the rank waits for the messages of the `Start` of this number."""
 
     number: int
     place: Place
@@ -170,11 +170,11 @@ RecordedEvent: TypeAlias = Compute | HostWork | Start | Completion
 
 @dataclass(frozen=True)
 class Halo:
-    """The halo of one operator, which needs elements of other ranks' blocks in the same layout."""
+    """The halo of one operator: the elements that it needs of other ranks' blocks, on one rank."""
 
     operator: str
     widths: dict[str, tuple[int, int]]
-    """Elements before and after the rank's own, along every dimension that is cut."""
+    """The numbers of elements before and after the rank's own block, by partitioned dimension."""
     bytes: int
     """Bytes received from other ranks."""
 
@@ -195,18 +195,18 @@ class LayerPlan:
     halos: tuple[Halo, ...]
     redistributions: tuple[Redistribution, ...]
     reduced_bytes: int
-    """Bytes that this rank contributes to reductions in the forward pass."""
+    """Bytes that this rank contributes to collectives in the forward pass."""
     kept_bytes: int
     """Bytes kept for the backward pass, without parameters and tensors that earlier layers keep."""
     parameter_bytes: int
-    """Bytes of this rank's blocks of the layer's own parameters, where they first appear."""
+    """Bytes of this rank's blocks of the layer's own parameters, in the row of their first use."""
     refusal: str | None = None
     """The reason why the layer cannot run on this grid; None if it can."""
     forward_bytes: int = 0
-    """All bytes received in the forward pass: halos, redistributions, sums and gathers."""
+    """All bytes received in the forward pass: halos, redistributions and collectives."""
     backward_bytes: int = 0
-    """All bytes received in the backward pass of all calls of the layer, in the row of the last;
-    without the sums of parameters' gradients."""
+    """All bytes received in the backward pass of all calls of the layer, in the row of the last
+    call; without reductions of parameters' gradients."""
 
     @property
     def halo_bytes(self) -> int:
@@ -220,7 +220,10 @@ class LayerPlan:
 
 
 def with_backward(calls: Sequence[LayerPlan], received: Mapping[str, int]) -> tuple[LayerPlan, ...]:
-    """Return `calls` with the bytes of each layer's backward pass in the row of its last call."""
+    """Return `calls` with the bytes of each layer's backward pass in the row of its last call.
+
+    `received` has the bytes by the name of the layer.
+    """
     last = {layer.name: i for i, layer in enumerate(calls)}
     return tuple(
         replace(layer, backward_bytes=received[layer.name])
@@ -231,9 +234,9 @@ def with_backward(calls: Sequence[LayerPlan], received: Mapping[str, int]) -> tu
 
 
 def backward_of(events: Iterable[RecordedEvent]) -> Counter[str]:
-    """Return the bytes that each layer receives in the backward pass.
+    """Return the bytes that each layer receives in the backward pass, by the name of the layer.
 
-    Those of parameters' gradients are counted as "gradients", those of the loss as "loss".
+    Reductions of parameters' gradients are counted as "gradients", messages of the loss as "loss".
     """
     received: Counter[str] = Counter()
     for event in events:
@@ -250,15 +253,15 @@ class Recording:
     ranks: int
     events: tuple[RecordedEvent, ...]
     memory: dict[str, int]
-    """Bytes of each of `KINDS` at the moment when the rank holds most."""
+    """Bytes of each of `KINDS` at the moment when the rank holds the most memory."""
     calls: tuple[LayerPlan, ...]
-    """The calls of layers and functions in order; ends with the first one that is refused."""
+    """The calls of layers and functions in order; ends with the first unsupported call."""
     layers: dict[str, str]
-    """The layers in order, each with its type."""
+    """The names of the layers in order, each with its type."""
     parameter_bytes: int = 0
     """Bytes of the parameters that the rank holds."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The shape of this rank's block of each layer's output."""
+    """The shape of this rank's block of the output, by the name of the layer."""
 
     @property
     def peak(self) -> int:

@@ -1,4 +1,4 @@
-"""Scaling studies: a step on more and more ranks, timed, predicted, and stored in a file."""
+"""Scaling studies: a training step on increasing numbers of ranks, timed, predicted and saved."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ if TYPE_CHECKING:
 
 
 SHORTEST = 0.01
-"""The least seconds of one measurement; shorter calls are repeated."""
+"""The least seconds of a measurement; functions that take less are called several times."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A function to be timed against others, with the ranks and threads that run it."""
+    """A function to be timed in turn with others, and the ranks and threads that run it."""
 
     run: Callable[[], object]
     threads: int = 1
     ranks: int | None = None
-    """The number of ranks that run it, from rank 0 on, while the others sleep; by default all."""
+    """The number of ranks that run the function, from rank 0 on, while the others sleep; by default
+    all."""
 
 
 class Spread(NamedTuple):
-    """The median of some measurements, and their quartiles."""
+    """The median of several measurements, and their quartiles."""
 
     median: float
     low: float
@@ -63,7 +64,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return the median and the quartiles of `values`; of one value, that value three times."""
+    """Return the median and the quartiles of `values`; of a single value, that value thrice."""
     if len(values) == 1:
         return Spread(*values, *values, *values)
     low, median, high = quantiles(values, method="inclusive")
@@ -71,16 +72,16 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def warm_up(comm: MPI.Intracomm | ObjectCommunicator, sides: Sequence[Contender]) -> list[float]:
-    """Return the seconds of one call of each function, after two calls. All ranks call it."""
+    """Return the seconds of one call of each function in `sides`, after two calls. Collective."""
     for side in sides:
         timed(comm, side, 2)
     return [timed(comm, side, 1) for side in sides]
 
 
 def sleep_until_all_are_here(comm: MPI.Intracomm | ObjectCommunicator) -> None:
-    """Wait until all ranks call it, asleep; MPI's own barrier would keep a core busy."""
+    """Wait for all ranks of `comm`, asleep; MPI's own barrier keeps a core busy. Collective."""
     if isinstance(comm, TorchCommunicator):
-        comm.allgather(None)  # gloo's waits sleep
+        comm.allgather(None)  # gloo sleeps while it waits
         return
     of_mpi: Any = comm
     request = of_mpi.Ibarrier()
@@ -89,11 +90,11 @@ def sleep_until_all_are_here(comm: MPI.Intracomm | ObjectCommunicator) -> None:
 
 
 def timed(comm: MPI.Intracomm | ObjectCommunicator, side: Contender, repeats: int) -> float:
-    """Return the seconds per call on the slowest rank, over `repeats` calls. All ranks call it."""
+    """Return the seconds per call of `side.run` on the slowest rank, of `repeats`. Collective."""
     threads = torch.get_num_threads()
     torch.set_num_threads(side.threads)
     sleep_until_all_are_here(comm)
-    # All have woken up when they leave this one, and start together.
+    # After this all-gather all ranks are awake, and start together.
     comm.allgather(None)
     start = time.perf_counter()
     if side.ranks is None or comm.rank < side.ranks:
@@ -106,7 +107,7 @@ def timed(comm: MPI.Intracomm | ObjectCommunicator, side: Contender, repeats: in
 
 
 FORMAT = 1
-"""The version of the files."""
+"""The version of the format of study files."""
 
 STRONG, WEAK = "strong", "weak"
 
@@ -122,9 +123,9 @@ class Case:
     shapes: list[tuple[int, ...]]
     """The global shape of each input."""
     measured: bool = True
-    """Whether it is run; otherwise it is only predicted."""
+    """Whether the step is timed; otherwise it is only predicted."""
     seconds: list[float] = field(default_factory=list)
-    """Seconds of a step on the slowest rank, round by round."""
+    """Measured seconds of a step on the slowest rank, one entry for each round."""
     predicted: float | None = None
     """The predicted seconds of a step."""
 
@@ -135,30 +136,30 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the grid as a command line spells it, such as "sample=2,height=4"."""
+        """Return the grid as on a command line, such as "sample=2,height=4"."""
         return in_words(self.grid)
 
     @property
     def time(self) -> Spread | None:
-        """Return the median and the quartiles of the measured seconds; None without any."""
+        """Return the median and the quartiles of the measured seconds; None if there are none."""
         return spread(self.seconds) if self.seconds else None
 
 
 @dataclass
 class Study:
-    """A scaling study: cases of one step on more ranks (strong), or of larger steps (weak).
+    """A scaling study: one step on different numbers of ranks (strong), or steps that grow (weak).
 
-    All cases are timed in turns, round by round, so that rounds can be compared.
+    In each round every case is timed once, so that cases of a round can be compared.
     """
 
     kind: str
     module: str
-    """The factory of the module, as a command line spells it."""
+    """The name of the function that makes the module, as on a command line."""
     cases: list[Case]
     facts: dict[str, str] = field(default_factory=dict)
     """The conditions of the measurement, the same in all rounds."""
     machine: str | None = None
-    """The name of the machine model of the predictions."""
+    """The name of the machine model used for the predictions."""
 
     @property
     def rounds(self) -> int:
@@ -167,12 +168,12 @@ class Study:
 
     @property
     def measured(self) -> list[Case]:
-        """Return the cases to be timed, without those to be predicted only."""
+        """Return the cases that are timed, without those that are only predicted."""
         return [case for case in self.cases if case.measured]
 
     @property
     def base(self) -> Case | None:
-        """Return the reference case: the fastest measured one on the fewest ranks."""
+        """Return the reference case: the fastest of the timed cases on the fewest ranks."""
         found = [case for case in self.measured if case.seconds]
         return min(found, key=lambda c: (c.ranks, median(c.seconds)), default=None)
 
@@ -180,8 +181,8 @@ class Study:
     def predicted_base(self) -> Case | None:
         """Return the reference case of predictions; None if no case is predicted.
 
-        It is the measured reference case, if that is predicted, or else the predicted case with the
-        fewest ranks, and of several the fastest.
+        The measured reference case is used if it has a prediction. Otherwise the reference is the
+        predicted case with the fewest ranks, and among several the fastest.
         """
         base = self.base
         if base is not None and base.predicted is not None:
@@ -190,11 +191,11 @@ class Study:
         return min(found, key=lambda c: (c.ranks, c.predicted), default=None)
 
     def efficiency(self, case: Case) -> Spread | None:
-        """Return the ideal seconds over a case's seconds: median and quartiles over the rounds.
+        """Return a case's parallel efficiency, ideal over measured seconds: median and quartiles.
 
-        Both are taken from the same round. Returns None if the case was not timed. The ideal step
-        on r times the ranks takes 1/r of the time in strong scaling, and the same time in weak
-        scaling.
+        The ideal step on r times the ranks of the reference case takes 1/r of the reference time of
+        the same round in strong scaling, and the same time in weak scaling. Returns None if the
+        case was not timed.
         """
         base = self.base
         if base is None or not case.seconds:
@@ -203,7 +204,7 @@ class Study:
         return spread([b * share / s for b, s in zip(base.seconds, case.seconds, strict=False)])
 
     def predicted_efficiency(self, case: Case) -> float | None:
-        """Return the ideal seconds over the predicted ones of a case; None if not predicted."""
+        """Return the ideal seconds over the predicted seconds of a case; None if not predicted."""
         base = self.predicted_base
         if base is None or base.predicted is None or case.predicted is None:
             return None
@@ -213,16 +214,16 @@ class Study:
         return base.ranks / ranks if self.kind == STRONG else 1.0
 
     def ideal(self, ranks: int) -> float | None:
-        """Return the seconds of the ideal step on `ranks` ranks; None without any times.
+        """Return the seconds of an ideal step on `ranks` ranks; None if no case has a time.
 
-        They follow from the measured reference case, or without one from the predicted one.
+        The reference is the measured reference case or, without one, the predicted reference case.
         """
         base = self.base or self.predicted_base
         seconds = base and (median(base.seconds) if base.seconds else base.predicted)
         return seconds * self._share(base, ranks) if base and seconds else None
 
     def rows(self) -> list[list[Cell]]:
-        """Return the table of the cases: the headings, and then a row for each case."""
+        """Return a table of the cases: the headings, then a row for each case."""
         found: list[list[Cell]] = [[*_HEADING]]
         for case in self.cases:
             time, guess = case.time, case.predicted
@@ -241,13 +242,13 @@ class Study:
         return found
 
     def save(self, path: Path) -> None:
-        """Write the study as JSON, into a new file that replaces an old one in one step."""
+        """Write the study as JSON to a new file, which replaces an old one in one step."""
         text = json.dumps({"format": FORMAT} | asdict(self), indent=1)
         write_atomically(path, lambda file: file.write(text.encode()))
 
     @classmethod
     def load(cls, path: Path) -> Study:
-        """Return the study in a file; raise ValueError, with the reason, if it holds none."""
+        """Return the study in a file; raise ValueError, with the reason, if the file has none."""
         try:
             given = json.loads(path.read_text())
             if given.pop("format") != FORMAT:
@@ -263,9 +264,9 @@ class Study:
             raise ValueError(f"{str(path)!r} is not a scaling study: {what}") from None
 
     def resumed_from(self, earlier: Study) -> Study:
-        """Add the rounds and predictions of an earlier study to this one, and return it.
+        """Add the rounds and predictions of an earlier study to this study, and return this study.
 
-        Raises ValueError if the earlier one has other cases, or was measured elsewhere.
+        Raises ValueError if the earlier study has another kind, module, measured cases or facts.
         """
         mine, theirs = self._identity(), earlier._identity()
         for what, value in mine.items():
@@ -306,12 +307,12 @@ def cases_of(
     grids: Iterable[Mapping[str, int]],
     measured: bool = True,
 ) -> list[Case]:
-    """Return a case for each grid, with inputs of these shapes.
+    """Return a case for each grid, with inputs of the given shapes.
 
     `kind` is "strong" or "weak". For weak scaling `shapes` are the shapes on one rank: each
-    dimension is multiplied by the ranks along the axis of its name. `measured` says whether the
-    cases are to be timed, or only predicted. Raises ValueError for a grid that appears twice, an
-    unknown axis, and an axis whose dimension cannot grow.
+    dimension is multiplied by the ranks along the axis of its name. `measured` is whether the cases
+    are timed, or only predicted. Raises ValueError for a grid that appears twice, an unknown axis,
+    and an axis whose dimension cannot grow.
     """
     found: dict[str, Case] = {}
     for grid in grids:
@@ -343,8 +344,8 @@ def _grown(shape: tuple[int, ...], extents: Mapping[str, int]) -> tuple[int, ...
 def usual_grid(kind: str, shape: Sequence[int], ranks: int) -> dict[str, int]:
     """Return the default grid of `ranks` ranks for a study of a `kind`, "strong" or "weak".
 
-    In weak scaling every rank has samples of its own; in strong scaling all ranks cut each sample,
-    into blocks as near to cubes as possible.
+    In weak scaling every rank has its own samples. In strong scaling each sample, of global
+    `shape`, is partitioned over all ranks, into blocks as near to cubes as possible.
     """
     names, sizes = dimension_names(len(shape))[2:], shape[2:]
     if kind == WEAK or not names:
@@ -353,9 +354,9 @@ def usual_grid(kind: str, shape: Sequence[int], ranks: int) -> dict[str, int]:
     def surface(grid: Mapping[str, int]) -> tuple[float, list[int]]:
         parts = [grid.get(name, 1) for name in names]
         blocks = [n / e for n, e in zip(sizes, parts, strict=True)]
-        # Faces towards neighbours, of which an inner block has two in each dimension.
+        # The faces towards neighbours: an inner block has two in each dimension.
         sent = sum(prod(blocks) / b * min(e - 1, 2) for b, e in zip(blocks, parts, strict=True))
-        # Of equal ones, the grid that cuts the first dimension most: rows are contiguous.
+        # Among equal grids, the one that partitions the first dimension most: rows are contiguous.
         return sent, [-e for e in parts]
 
     return min(grids_of(ranks, (1, 1, *[ranks] * len(names)), names), key=surface)
@@ -371,17 +372,17 @@ def measure(
     step: Mapping[str, Any] | None = None,
     finished: Callable[[int], object] = lambda rounds: None,
 ) -> None:
-    """Time the measured cases until each has `rounds` rounds. All ranks of `comm` call it.
+    """Time the measured cases until each has `rounds` rounds. Collective on `comm`.
 
     A case runs on the first ranks, on a communicator of their own, while the others sleep. In each
-    round every case is timed once, every second round in reverse; a case that takes less than 10 ms
-    is repeated. A step is forward, loss, backward and optimizer, on random numbers. Parameters and
-    inputs of all cases are in memory at once. Raises ValueError on every rank, if a case has more
-    ranks than `comm`.
+    round every case is timed once, in reverse order in every second round; a case that takes less
+    than 10 ms is repeated. A step is forward, loss, backward and optimizer, on random numbers.
+    Parameters and inputs of all cases are in memory at once. Raises ValueError on every rank, if a
+    case has more ranks than `comm`.
 
     Parameters
     ----------
-    study: the same on all ranks; the times are added to it on all of them.
+    study: the study, the same on all ranks; the times are added on all ranks.
     make: makes the module, the same on every rank and each time.
     threads: threads of each rank.
     step: options of `predict` and `parallelize` for the step.
@@ -424,9 +425,9 @@ def training_step(
     offload: bool = False,
     **options: Any,
 ) -> Callable[[], None]:
-    """Return a function that runs a case's training step.
+    """Return a function that runs a training step of a case. Collective on the ranks of the case.
 
-    All ranks of the case call both this and the function. `make` makes the module; the other
+    All ranks of the case also call the function together. `make` makes the module; the other
     arguments are options of the step, as for `record_step`.
     """
     extents: dict[str, Any] = dict(case.grid)
@@ -438,7 +439,7 @@ def training_step(
     taken = OPTIMIZERS[optimizer](parameters) if parameters else None
     inputs = []
     for shape in case.shapes:
-        # The same numbers in every block, as ranks may be replicas.
+        # All ranks draw the same numbers, as ranks may be replicas.
         numbers = torch.Generator().manual_seed(0)
         mine = torch.randn(local_box(shape, grid, layout).shape, dtype=dtype, generator=numbers)
         mine = in_sample_format(mine, shape, cuts_of_layout(layout, grid, len(shape)), grid)
@@ -475,11 +476,11 @@ def predict_all(
     step: Mapping[str, Any] | None = None,
     predicted: Callable[[Case], object] = lambda case: None,
 ) -> None:
-    """Predict all cases that have no prediction; one process calls it, while others sleep.
+    """Predict the seconds of all cases without a prediction. Call it in one process.
 
-    On a measured machine, this times the local operators without times, so nothing else may run.
-    `step` has options of `predict`; `predicted` is called with each case that is done. Raises as
-    `predict` does, for the first case that cannot be predicted.
+    On a measured machine, this times the local operators without times, so the other ranks must
+    sleep. `step` has options of `predict`; `predicted` is called with each case that is done.
+    Raises as `predict` does, for the first case that cannot be predicted.
     """
     for case in study.cases:
         if case.predicted is None:

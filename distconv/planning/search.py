@@ -1,6 +1,7 @@
 """`plan`: the best grid for a module, a mini-batch and a number of ranks.
 
-Grids are ranked by predicted time. If none fits into memory, changes that would help are named.
+Grids are ranked by predicted time. If no grid fits into memory, the plan lists changes that reduce
+the memory of a step.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ from distconv.planning.table import Cell, byte_size, size_cell, table, time_cell
 from distconv.planning.timeline import check_ranks
 
 MOST_WITH_FILTER = 256
-"""The largest number of ranks for which grids with a `filter` axis are tried by default: with them
-there are several times as many grids."""
+"""The largest number of ranks for which grids with a `filter` axis are tried by default; with this
+axis there are several times as many grids."""
 
 REFINED = 4
-"""The number of best grids that are predicted from several ranks, not from the middle one alone."""
+"""The number of best grids that are predicted from several ranks, not from the middle rank
+alone."""
 
 BUDGET = 45.0
 """Seconds from the beginning of a search after which no more local operators are timed."""
 _AT_LEAST = 5.0
-"""Seconds that remain for timing, however long the recordings took."""
+"""The least seconds of timing, however long the recordings took."""
 SPACES_BUDGET = 5.0
-"""Seconds of timing the convolutions of each way out, which finds the bytes they allocate."""
+"""Seconds for timing the convolutions of each `WayOut`, by which the bytes that they allocate are
+found."""
 
 Progress = Callable[[str], object]
 
@@ -57,11 +60,11 @@ class Candidate:
     grid: dict[str, int]
     prediction: Prediction | None
     refusal: str | None = None
-    """The operator that is refused, or the memory that is missing."""
+    """The reason why the grid is excluded: an unsupported operator, or memory; None if it fits."""
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Return the candidate's row of the table under `GRID_HEADING`."""
+        """Return the candidate's row in a table with the columns of `GRID_HEADING`."""
         p, refusal = self.prediction, self.refusal or ""
         if p is None:
             return (in_words(self.grid), *("",) * 6, refusal)
@@ -75,11 +78,11 @@ GRID_HEADING = ("grid", "a sample", "a step", "compute", "host", "exposed", "mem
 
 @dataclass(frozen=True)
 class WayOut:
-    """A change, such as bfloat16, with the memory that a step then needs, for when no grid fits."""
+    """A change that reduces the memory of a step, such as bfloat16, if no grid fits."""
 
     what: str
     peak: int
-    """Bytes that a rank then holds at most."""
+    """The most bytes that a rank holds with the change."""
     fits: bool
 
 
@@ -107,11 +110,11 @@ class GridPlan:
     assumed: bool
     ranks: int
     memory: int | None
-    """Bytes of a rank's memory; None to ignore memory."""
+    """Bytes of memory that a rank may use; None for no limit."""
     candidates: tuple[Candidate, ...]
-    """The grids that fit, by time per sample; then the others."""
+    """The grids that fit, by time per sample; then the excluded grids."""
     ways_out: tuple[WayOut, ...] = ()
-    """Changes with which a step would fit, where no grid fits."""
+    """Changes that reduce the memory of a step, if no grid fits."""
 
     @property
     def fitting(self) -> list[Prediction]:
@@ -122,7 +125,7 @@ class GridPlan:
 
     @property
     def best(self) -> Prediction:
-        """Return the best grid's prediction; raise ValueError, with ways out, if none fits."""
+        """Return the best grid's prediction; raise ValueError, with `ways_out`, if none fits."""
         fitting = self.fitting
         if not fitting:
             raise ValueError(self.nothing_fits)
@@ -135,7 +138,7 @@ class GridPlan:
 
     @property
     def nothing_fits(self) -> str:
-        """Return a message that no grid fits, with the changes that would help."""
+        """Return a message that no grid fits, with the changes in `ways_out`."""
         least = [c.prediction.peak for c in self.candidates if c.prediction is not None]
         if not least:
             reasons = dict.fromkeys(c.refusal for c in self.candidates)
@@ -194,10 +197,11 @@ class GridPlan:
 def grids_of(
     ranks: int, shape: Sequence[int], axes: Sequence[str] | None = None
 ) -> Iterator[dict[str, int]]:
-    """Yield all grids of `ranks` ranks that give every part of an input at least one element.
+    """Yield all grids of `ranks` ranks on which every block of an input has elements.
 
+    A grid is a dictionary of the ranks along its axes, and `shape` the global shape of the input.
     `axes` are the grid axes that may have several ranks; by default the dimensions of the input,
-    and `filter` beside `channel`.
+    and `filter` beside `channel`. Raises ValueError for an unknown axis.
     """
     names = dimension_names(len(shape))
     most = {name: n for name, n in zip(names, shape, strict=True) if name in AXES}
@@ -219,7 +223,7 @@ def grids_of(
                     yield ({axis: n} if n > 1 else {}) | more
 
     for grid in split(ranks, allowed):
-        # Filters are cut beside channels, or not at all.
+        # Filters are partitioned only together with channels.
         if "filter" not in grid or "channel" in grid:
             yield grid
 
@@ -237,7 +241,7 @@ def plan(
 ) -> GridPlan:
     """Return the grids of `ranks` ranks, ranked by predicted time per sample.
 
-    One process calls it; for a measured machine, on the machine itself, as it may time operators.
+    Call it in one process; for a measured machine on the machine itself, as operators may be timed.
 
     Raises ValueError for numbers of ranks without any grid, for wrong axes, and for a machine
     without the times that are needed.
@@ -248,7 +252,7 @@ def plan(
     memory: bytes that a rank may use; the machine's memory, if known, when not given.
     axes: the grid axes that may have several ranks; by default all axes of the input, without
         `filter` beyond `MOST_WITH_FILTER` ranks.
-    progress: called with a line for each step of the search.
+    progress: called with a line of text at each step of the search.
 
     Examples
     --------
@@ -296,7 +300,7 @@ def plan(
 
 
 _Recorded = Sequence[tuple[dict[str, int], Recording]]
-"""Grids, each with the recording of one rank."""
+"""Pairs of a grid and the recording of one of its ranks."""
 
 
 def _seconds(c: Candidate) -> float:
@@ -314,7 +318,7 @@ class _Search:
     module: nn.Module
     shapes: list[tuple[int, ...]]
     limit: int | None
-    """Bytes of a rank's memory; None to ignore memory."""
+    """Bytes of memory that a rank may use; None for no limit."""
     machine: Machine
     times: OperatorTimes
     options: dict[str, Any]
@@ -324,7 +328,7 @@ class _Search:
     def record_all(
         self, grids: Sequence[dict[str, int]]
     ) -> tuple[list[tuple[dict[str, int], Recording]], list[Candidate]]:
-        """Return the recordings of those grids that can run the module, and the other grids."""
+        """Return grids that support the module, each with a recording; the others as candidates."""
         recorded: list[tuple[dict[str, int], Recording]] = []
         refused = []
         for i, grid in enumerate(grids):
@@ -336,7 +340,10 @@ class _Search:
         return recorded, refused
 
     def ranked(self, recorded: _Recorded) -> tuple[list[Candidate], list[Candidate]]:
-        """Return the grids that fit, the best first, and those that need too much memory."""
+        """Return the grids that fit, the best first, and the grids that need too much memory.
+
+        The first `REFINED` grids are predicted from several ranks.
+        """
         tried = [self.judged(grid, [recording]) for grid, recording in recorded]
         fitting = sorted((c for c in tried if c.refusal is None), key=_seconds)
         too_large = [c for c in tried if c.refusal is not None]
@@ -349,9 +356,9 @@ class _Search:
     def record(
         self, grid: Mapping[str, int], module: nn.Module | None = None, **more: Any
     ) -> Recording:
-        """Return the recording of a step on one rank, which stands for all ranks of the grid.
+        """Return the recording of a step on one rank, whose memory and time represent all ranks.
 
-        The rank is in the middle of every axis, or near it if the middle one has a smaller block.
+        The rank is in the middle of every axis, or near the middle if the block there is smaller.
         `module` replaces the module of the search, and `more` adds options of the step.
         """
         sizes = dict(zip(dimension_names(len(self.shapes[0])), self.shapes[0], strict=True))
@@ -366,19 +373,19 @@ class _Search:
         return record_step(module or self.module, self.shapes, grid, rank=rank, **options)
 
     def time_operators(self, recordings: Sequence[Recording], at_least: float = 0.0) -> None:
-        """Time the operators of recordings until `end`, or longer, for `at_least` seconds."""
+        """Time the operators of recordings until `end`, but for at least `at_least` seconds."""
         left = max(self.end - time.perf_counter(), at_least)
         self.times.prepare_approximately([r.operators for r in recordings], self.progress, left)
 
     def refined(self, grid: dict[str, int]) -> Candidate:
-        """Return a grid predicted anew, from several ranks."""
+        """Return a grid with a prediction from recordings of several ranks."""
         self.progress(f"refined: {in_words(grid)}")
         several = record_ranks(self.module, self.shapes, grid, **self.options)
         self.time_operators(several)
         return self.judged(grid, several)
 
     def judged(self, grid: dict[str, int], recordings: Sequence[Recording]) -> Candidate:
-        """Return a grid with its prediction, and a refusal if it needs too much memory."""
+        """Return a grid with its prediction, and with a reason if it needs too much memory."""
         name, samples = type(self.module).__name__, self.shapes[0][0]
         p = predicted(name, samples, grid, recordings, self.machine, self.times)
         over = self.limit is not None and p.peak > self.limit
@@ -387,21 +394,24 @@ class _Search:
     def helpful_ways_out(
         self, recorded: _Recorded, ranks: int, axes: Sequence[str] | None
     ) -> list[WayOut]:
-        """Return changes of the step on the smallest grid that reduce its memory."""
+        """Return changes that reduce the memory of a step on the grid that needs the least.
+
+        `recorded` has the grids that support the module, none of which fits; `ranks` and `axes` are
+        as for `plan`.
+        """
         peaks = [sum(memory_of(recording, self.times).values()) for _, recording in recorded]
         smallest, _ = recorded[peaks.index(min(peaks))]
-        # Of small modules, recomputation may need more memory than it saves.
+        # For small modules, recomputation may need more memory than it saves.
         return [way for way in self.ways_out(smallest, ranks, axes) if way.peak < min(peaks)]
 
     def ways_out(
         self, grid: dict[str, int], ranks: int, axes: Sequence[str] | None
     ) -> Iterator[WayOut]:
-        """Yield changes that reduce the memory of a step, for when no grid fits.
+        """Yield changes that may reduce the memory of a step, in the order of their cost in time.
 
-        They are tried in the order of the time that they cost: sharded weights, recomputation,
-        both, autocast, on GPUs offloaded activations, and parameters of half precision; then more
-        ranks until a grid fits. `grid` is the grid of `ranks` ranks that needs the least memory;
-        `axes` is as for `plan`.
+        The changes are sharded weights, recomputation, both, autocast, on GPUs offloaded
+        activations, and parameters of half precision; then more ranks until a grid fits. `grid` is
+        the grid of `ranks` ranks that needs the least memory; `axes` is as for `plan`.
         """
         given = self.options
         extents = [dict(g) for g in grids_of(ranks, self.shapes[0], axes)]
@@ -431,7 +441,7 @@ class _Search:
         for factor in (2, 4, 8, 16):
             found = []
             for wider in grids_of(ranks * factor, self.shapes[0], axes):
-                # Grids that cut as the smallest does, and along one more axis.
+                # Grids with at least the ranks of `grid` along each axis.
                 kept = all(wider.get(axis, 1) >= n for axis, n in grid.items())
                 if kept and "filter" not in wider:
                     with suppress(RuntimeError):

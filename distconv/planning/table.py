@@ -1,4 +1,4 @@
-"""Rows of text and numbers, for terminals, Markdown and reports."""
+"""Tables of text and numbers, formatted for terminals, Markdown and reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 Cell: TypeAlias = "str | tuple[str, float]"
-"""The text of a table's cell; or the text with the number that it shows, by which reports sort."""
+"""A cell of a table: its text, or its text and the number by which reports sort."""
 
 
 def text_of(cell: Cell) -> str:
@@ -25,9 +25,9 @@ def filled(rows: Sequence[Sequence[Cell]]) -> list[int]:
 
 
 def table(rows: Sequence[Sequence[Cell]], right: Sequence[int] = ()) -> str:
-    """Return rows as aligned text, headings first, without columns that are empty below them.
+    """Return rows as aligned text, headings first, without columns that have a heading only.
 
-    Columns of numbers, and those in `right`, are aligned to the right.
+    Columns of numbers, and columns with an index in `right`, are aligned to the right.
     """
     ends = numeric(rows).union(right)
     columns = []
@@ -39,9 +39,9 @@ def table(rows: Sequence[Sequence[Cell]], right: Sequence[int] = ()) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Return rows as a table of Markdown, the first one as headings.
+    """Return rows as a table of Markdown, headings first.
 
-    Columns in `right` are aligned to the right.
+    Columns with an index in `right` are aligned to the right.
     """
     ends = ["---:" if i in right else "---" for i in range(len(rows[0]))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (rows[0], ends, *rows[1:]))
@@ -62,10 +62,10 @@ def milliseconds(seconds: float) -> str:
 
 
 def size_cell(count: int) -> Cell:
-    """Return a cell that shows a number of bytes with its unit; an empty one for 0."""
+    """Return a cell that shows a number of bytes with its unit; an empty cell for 0."""
     return (byte_size(count), count) if count else ""
 
 
 def time_cell(seconds: float) -> Cell:
-    """Return a cell that shows seconds in milliseconds, without the unit; an empty one for 0."""
+    """Return a cell that shows seconds in milliseconds without the unit; an empty cell for 0."""
     return (f"{seconds * 1e3:.4g}", seconds) if seconds else ""

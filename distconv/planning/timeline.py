@@ -1,10 +1,10 @@
-"""`play`: the recordings of some ranks put into time, as ranks compute and wait for each other.
+"""`play`: simulate a recorded step in time, on ranks that compute and wait for each other.
 
 Local operators, Python and messages follow one another in the order of the code. A waiting rank
-continues when its messages have arrived: the other ranks must have sent them, and if messages move
-only while both sides wait, must wait as well. Ranks that are not simulated behave as the waiting
-rank does. Ranks with equal work take different times, and the slower ones are waited for; the extra
-time is measured against the time since they last met.
+continues when its messages have arrived: the other ranks must have sent them and, if messages are
+sent only while both sides wait, must wait as well. Ranks that are not simulated are assumed to
+behave as the waiting rank. Ranks with equal work take different times, so a wait is for the slowest
+of them; the extra time (`Machine.skew`) depends on the time since the rank last waited.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Cost(NamedTuple):
     """The seconds that an exchange of messages, or a collective, takes for one rank."""
 
     total: float
-    """Seconds from start to end where the ranks do nothing else."""
+    """Seconds from start to completion if the ranks do nothing else."""
     posted: float
-    """Seconds of the call that starts it, a part of `total`."""
+    """Seconds of the call that starts the messages or the collective, a part of `total`."""
     after: float
-    """The shortest wait, however late it begins."""
+    """Seconds of the shortest wait, however late the wait begins."""
     both: bool = False
-    """Whether messages move only while their receiving ranks wait as well."""
+    """Whether messages are sent only while their receiving ranks wait as well."""
 
 
 def check_ranks(machine: Machine, ranks: int) -> None:
-    """Raise `ValueError` if ranks need several nodes, and `machine` has no times between nodes."""
+    """Raise ValueError if `ranks` need several nodes and `machine` lacks times between nodes."""
     if ranks > machine.ranks_per_node:
         _link_of(machine, "between")
 
@@ -54,10 +54,10 @@ def messages_cost(
 
     After the LogGP model of Alexandrov et al., "LogGP: Incorporating Long Messages into the LogP
     Model" (SPAA 1995): the latencies of a rank's messages overlap. The host's work for messages
-    (starting and completing an empty one) adds up, and so do the bytes over links of one kind.
+    (starting and completing an empty one) is summed, and so are the bytes over links of one kind.
     Links within and between nodes work at the same time.
 
-    `arriving` and `leaving` hold the other rank and the bytes of each message.
+    `arriving` and `leaving` have the other rank and the bytes of each message.
     """
     posted = after = host = 0.0
     both, rest = False, [0.0]
@@ -95,8 +95,8 @@ def _link_of(machine: Machine, where: str) -> LinkTimes:
 def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine) -> Cost:
     """Return the cost of an `all_reduce` or `all_gather` on `machine`, in seconds.
 
-    `kind` is one of these names, `ranks` the ranks that take part, and `size` the bytes that each
-    of them contributes.
+    `kind` is one of these names, `ranks` are the ranks that take part, and `size` is the bytes that
+    each rank contributes.
     """
     where, count = machine.where(ranks), len(ranks)
     measured = machine.reductions.get(f"{kind} {where}", {})
@@ -140,7 +140,7 @@ def _share(kind: str, ranks: int) -> float:
 
 
 class Segment(NamedTuple):
-    """A stretch of a simulated rank's time with one activity: a local operator, say, or a wait."""
+    """An interval of a simulated rank's time with one activity, such as a wait."""
 
     rank: int
     start: float
@@ -149,17 +149,17 @@ class Segment(NamedTuple):
     """`compute`, `host`, `communication` or `wait`."""
     place: Place
     follows: tuple[int, float] | None = None
-    """The rank and moment that ended a wait, where it is another rank."""
+    """The rank that ended a wait, and the moment on its clock; None if no other rank was late."""
 
 
 class Passage(NamedTuple):
-    """The time from the start of messages, or of a reduction, until a simulated rank waits for it.
+    """The interval from the start of messages, or of a reduction, until a simulated rank waits.
 
-    In this time the rank does other work.
+    The rank does other work in this interval.
     """
 
     place: Place
-    """The place of the step that started them."""
+    """The place of the step at which the messages were started."""
     start: float
     stop: float
 
@@ -171,11 +171,11 @@ class _InFlight:
     start: Start
     cost: Cost
     begun: float
-    """The time when the rank, and ranks with equal work, have started it."""
+    """The time when the slowest of the ranks with equal work has started the messages."""
     posted: float
-    """The time when this rank goes on with other work."""
+    """The time when this rank continues with other work."""
     served: float | None = None
-    """The time when they next wait for anything."""
+    """The time when the slowest of the ranks with equal work next waits for anything."""
 
 
 class _Rank:
@@ -206,24 +206,24 @@ class _Rank:
             self.segments.append(Segment(self.recording.rank, start, stop, what, place, follows))
 
     def wait_for_host(self, place: Place) -> None:
-        """Let the device wait, where it has no more work, until the host has started the next."""
+        """Let the device wait until the time of the host, if later; record a segment "host"."""
         self.add(self.now, self.host, "host", place)
         self.now = max(self.now, self.host)
 
     def all_here(self, machine: Machine) -> float:
         """Return the time at which the slowest of the ranks with equal work reaches this point.
 
-        It is the time on the simulated rank's clock, plus the machine's skew for the time since
-        this rank last waited.
+        It is the time on this rank's clock, plus the machine's skew for the time since this rank
+        last waited.
         """
         return self.now + machine.skew.at(self.now - self.met)
 
 
 class Timeline(NamedTuple):
-    """A simulated step, as `play` returns it: its seconds, and each simulated rank's time.
+    """A simulated step: its seconds, its slowest rank, and the activities of each simulated rank.
 
-    The time of a rank is a list of `Segment`s, stretches with one activity, and a list of
-    `Passage`s, its messages and reductions while it does other work.
+    `segments` has the intervals with one activity by rank, `passages` the intervals in which
+    messages or reductions are in flight while the rank does other work.
     """
 
     seconds: float
@@ -266,7 +266,7 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def play(recordings: Sequence[Recording], machine: Machine, times: OperatorTimes) -> Timeline:
-    """Simulate a step: give times to the recorded events of some ranks of one grid.
+    """Simulate a step from recordings of some ranks of one grid; return its timeline.
 
     `machine` has the times of messages and of Python, `times` those of the local operators.
     """

@@ -1,1 +1,1 @@
-"""Looking at a module on a grid: explain, verify, timelines, reports, and the command line."""
+"""Tools to inspect a module on a grid: explain, verify, timelines, reports, the command line."""

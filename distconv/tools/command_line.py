@@ -39,7 +39,7 @@ class BadArguments(Exception):
 
 @contextmanager
 def complaining(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise `BadArguments` in place of exceptions of these kinds, in a `with` block."""
+    """Raise `BadArguments` with the message of any exception of `kinds` in a `with` block."""
     try:
         yield
     except kinds as error:
@@ -47,10 +47,11 @@ def complaining(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class RankParser(argparse.ArgumentParser):
-    """An argument parser that all ranks of `comm`, or the job, call: all succeed, or all end.
+    """An argument parser for all ranks of `comm`, or of the job: all succeed, or all end.
 
     A command line that differs between ranks is an error, and so is an error of one rank alone,
     such as a file that only others can read. Rank 0 prints the first failing rank's message.
+    Parsing is collective.
     """
 
     def __init__(self, comm: Any = None, **keywords: Any) -> None:
@@ -59,11 +60,11 @@ class RankParser(argparse.ArgumentParser):
         self._parsing = False
 
     def add_subparsers(self, **keywords: Any) -> Any:
-        """Add subcommands, as `argparse` does, with plain parsers that this one calls."""
+        """Add subcommands, as `argparse` does, whose parsers are plain and do not communicate."""
         return super().add_subparsers(**({"parser_class": argparse.ArgumentParser} | keywords))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return parsed arguments and unknown ones, for `parse_args` too. All ranks call it."""
+        """Return parsed and unknown arguments; `parse_args` calls this method. Collective."""
         if self._comm is None:
             return super().parse_known_args(args, namespace)
         given = sys.argv[1:] if args is None else list(args)
@@ -145,7 +146,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def layout(text: str) -> Layout:
-    """Parse `height=height+width,sample` into a `Layout`; `whole` is a layout without cuts."""
+    """Parse `height=height+width,sample` into a `Layout`; the text `whole` partitions nothing."""
     dimensions = {}
     for part in text.split(",") if text != "whole" else ():
         name, equals, axes = part.strip().partition("=")
@@ -171,7 +172,7 @@ def pattern_and_layout(text: str) -> tuple[str, Layout]:
 
 
 def report_file(text: str) -> Path:
-    """Return the path of a report, which is written last; its folder must exist now."""
+    """Return the path of a report, which is written at the end; its folder must exist now."""
     if not has_matplotlib():
         raise argparse.ArgumentTypeError(
             "reports need matplotlib, which is not installed; install it by pip install "
@@ -189,7 +190,10 @@ def report_file(text: str) -> Path:
 
 
 def module_from(factory: str, seed: int) -> nn.Module:
-    """Call the factory of this name, with torch's seed set, and return the module that it makes."""
+    """Return the module made by the function that `factory` names, with torch's seed set.
+
+    Raises BadArguments if there is no such function, or if it does not return a module.
+    """
     path, colon, name = factory.rpartition(":")
     if not colon or not name:
         raise BadArguments(
@@ -242,7 +246,7 @@ def _from_file(path: Path) -> Any:
 
 
 def made_everywhere(factory: str, seed: int) -> nn.Module:
-    """Return the result of `module_from` on every rank; all raise if one rank cannot make it."""
+    """Return `module_from(factory, seed)`; raise on all ranks if one rank fails. Collective."""
     module, problem = None, None
     try:
         module = module_from(factory, seed)
@@ -296,7 +300,10 @@ def add_grid_option(parser: argparse.ArgumentParser) -> None:
 
 
 def grid_of_all_ranks(extents: dict[str, Any], command: str) -> ProcessGrid:
-    """Return a grid of all ranks; raise `BadArguments` if their number does not fit."""
+    """Return a grid of all ranks; raise `BadArguments` if their number does not fit.
+
+    `command` is the name of the command for the message.
+    """
     ranks = prod(extents.values())
     if min(extents.values()) > 0 and ranks != world().size:
         raise BadArguments(
@@ -365,7 +372,7 @@ _AS_GIVEN = ("layout", "loss", "optimizer", "wire", "accumulate")
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """Return torch's type of this name, such as "float32"; None for None."""
+    """Return torch's type with this name, such as "float32"; None for None."""
     return None if name is None else getattr(torch, name)
 
 
@@ -376,7 +383,7 @@ def add_report_option(parser: argparse.ArgumentParser) -> None:
 
 
 def write_report(path: Path | None, page: Callable[[], str]) -> None:
-    """Write a report, if the command line named a file, and say so on stderr; for rank 0."""
+    """Write the HTML of `page()` to `path`, if not None, and report it on stderr; for rank 0."""
     if path is not None:
         with complaining(OSError):
             write_atomically(path, lambda file: file.write(page().encode()))
@@ -384,7 +391,7 @@ def write_report(path: Path | None, page: Callable[[], str]) -> None:
 
 
 def loaded(path: Path) -> Machine:
-    """Return the machine in a file; raise `BadArguments` if it holds none."""
+    """Return the machine in a file; raise `BadArguments` if the file has none."""
     with complaining(ValueError):
         return Machine.load(path)
 
@@ -405,9 +412,9 @@ def check_alone(command: str) -> None:
 
 
 def keep_times(machine: Machine, path: Path) -> None:
-    """Save a machine with the local operators timed on it, if its file can be written."""
+    """Save a machine, with the local operators timed in this run, if its file can be written."""
     if machine.roofline is None:
-        with suppress(OSError):  # another user's file: the times are taken again next time
+        with suppress(OSError):  # another user's file: operators are timed again next time
             machine.save(path)
 
 
@@ -423,7 +430,7 @@ def as_json(record: Any, **more: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of dictionaries and lists with None for NaN and infinite numbers."""
+    """Return `value` with None in place of NaN and infinite numbers in dictionaries and lists."""
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -435,14 +442,14 @@ def _plain(value: Any) -> Any:
 
 
 _SOON, _SELDOM = 2.0, 10.0
-"""Seconds until the first line, and between lines, where stderr is no terminal."""
+"""Seconds until the first line, and between lines, if stderr is not a terminal."""
 
 
 class StatusLine:
     """A command's progress on stderr of the first rank, in a `with` block: one line that changes.
 
-    If stderr is no terminal, the text is printed every 10 seconds with the seconds passed, so that
-    in a log a long computation differs from one that hangs.
+    If stderr is not a terminal, the text is printed every 10 seconds with the seconds passed, so
+    that a log shows that a long computation is running.
     """
 
     def __init__(self, first: bool = True, begin: str = ""):
@@ -451,7 +458,7 @@ class StatusLine:
         self(begin)
 
     def __call__(self, text: str) -> None:
-        """Set the text of the line, in place of the last one; "" to clear the line."""
+        """Replace the text of the line; "" clears the line."""
         self._text = text
         if self._terminal:
             print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """`explain`: layouts, halos, redistributions and memory of each layer of a module on a grid.
 
-It shows the forward pass of a recording (`planning.recorded_step`), made by the same code that will
-run, and agrees with `predict` and `plan`; and the bytes of the backward pass of another recording.
-`planning.recorder` counts the bytes.
+The rows are those of a recorded forward pass (`planning.recorded_step`), made by the same code that
+will run, so `explain` agrees with `predict` and `plan`. The bytes of the backward pass are from
+another recording.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ class Explanation:
     grid: str
     rank: int
     layers: tuple[LayerPlan, ...]
-    """In the order of the forward pass; ends with the first layer that is refused."""
+    """The layers in the order of the forward pass; ends with the first unsupported layer."""
     parameter_bytes: int
     """Bytes of all parameters of a rank."""
     serial_kept_bytes: int | None
-    """Bytes that the serial program keeps for the backward pass; None where the module runs on
-    distributed tensors only."""
+    """Bytes that the serial program keeps for the backward pass; None if the module supports
+    DistTensors only."""
     gradient_bytes: int | None = None
-    """Bytes received in sums of parameters' gradients; None where no backward pass was recorded."""
+    """Bytes received in reductions of parameters' gradients; None without a recorded backward
+    pass."""
 
     @property
     def kept_bytes(self) -> int:
@@ -184,10 +185,10 @@ HEADING = (
 
 
 def cells_of_layer(layer: LayerPlan) -> tuple[Cell, ...]:
-    """Return a layer's row of the table under `HEADING`."""
+    """Return a layer's row in a table with the columns of `HEADING`."""
     kind, moved = layer.kind.lower(), []
     for r in layer.redistributions:
-        # An operator is named where it is not in the name of the layer's type.
+        # The operator is named unless the layer's type has its name.
         how = "" if r.operator in kind else f" by {r.operator.removeprefix(f'{kind}, ')}"
         moved.append(f"{_cut(r.source)} -> {_cut(r.target)}{how}")
     halos = [
@@ -220,6 +221,6 @@ def layout_in_words(layer: LayerPlan) -> str:
 
 
 def _cut(layout: Layout) -> str:
-    """Return a short text of a layout: dimensions, and grid axes whose names differ from them."""
+    """Return a layout as text: partitioned dimensions, axes with other names; or "whole"."""
     text = repr(layout).removeprefix("Layout(").removesuffix(")")
     return re.sub(r"\b(\w+)='\1'", r"\1", text) or "whole"

@@ -1,7 +1,7 @@
 """`infer`: a network applied to whole volumes, from file to file, as one device would compute it.
 
-Where the ranks together lack the memory for a volume, it goes through in slabs along its longest
-dimension. A slab is read with a halo, so that the outputs that are kept of it are the exact ones.
+If the ranks together lack the memory for a volume, it is processed in slabs along its longest
+dimension. A slab is read with a halo, so that the outputs that are kept are exact.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from distconv.tools.slabs import (
 Transform = Callable[[Tensor, Box], Tensor]
 
 _MARGIN = 0.8
-"""The share of the free memory that a forward pass may take."""
+"""The fraction of the free memory that a forward pass may use."""
 
 
 def infer(
@@ -75,32 +75,33 @@ def infer(
 ) -> Path:
     """Apply a network to each volume of a file, and write the results to another. Collective.
 
-    Each rank reads its block of the volume and writes its block of the result. All ranks together
-    compute the result of the plain module on a device with enough memory, in evaluation mode and
-    without gradients.
-    The attributes of the source, such as the affine map and spacing of an image, are kept, where
-    the result has its spatial extents. The module is not changed.
+    Each rank reads its block of the volume and writes its block of the result. The result is that
+    of the plain module on a device with enough memory, in evaluation mode and without gradients.
+    The attributes of the source, such as the affine map and spacing of an image, are kept if the
+    result has its spatial extents. The module is not changed.
 
-    A volume that is too large for all ranks together goes through in slabs along its longest
+    A volume that is too large for all ranks together is processed in slabs along its longest
     dimension. Slabs overlap by the receptive field of the network, so that results are the same;
-    this is checked on random numbers before. Each instance or group norm takes a pass over the
+    this is first checked on random numbers. Each instance or group norm takes a pass over the
     volume for its statistics, before the pass that writes. Finished slabs stay in `sink` with the
-    suffix `.partial`, and another call with the same arguments continues there, also on a grid with
-    other spatial axes, if `slabs` is given.
+    suffix `.partial`, and another call with the same arguments continues with the next slab, also
+    on a grid with other spatial axes, if `slabs` is given.
 
     Parameters
     ----------
-    model: the network; takes (N, channels, *spatial) and returns one tensor of as many dimensions.
+    model: the network; takes (N, channels, *spatial), and returns one tensor with the same number
+        of dimensions.
     source: as for `distconv.data.Dataset`: a path, a list of paths, an array, or a `Source`. A
         volume without a dimension of channels has one channel.
     sink: the file to write, in a format of `distconv.data.save`.
     grid: the process grid.
     field: the name of the array in files that hold several.
-    transform: a function `transform(block, box)` of this rank's block of the input, which lies at
-        `box` in the batch; returns a block of its shape, as `distconv.data.Normalize` does.
+    transform: a function `transform(block, box)` of this rank's block of the input, which covers
+        `box` of the batch; returns a block of the same shape, as `distconv.data.Normalize` does.
     autocast: the type for `torch.autocast` around the network, such as torch.bfloat16.
-    argmax: whether to write the index of the largest channel, as uint8, in place of the channels.
-    slabs: the number of slabs for each volume. As few as memory allows when not given.
+    argmax: whether to write the index of the largest channel instead of the channels, as uint8, or
+        int32 for more than 256 channels.
+    slabs: the number of slabs for each volume; by default the smallest number that fits in memory.
     memory: the bytes that each rank may use; by default most of the free memory.
     overwrite: whether an existing `sink` is replaced.
     restart: whether to discard the unfinished results of another run.
@@ -160,27 +161,28 @@ def infer(
 
 
 class _Task(NamedTuple):
-    """The shape and type of the network's input, and the type of autocast."""
+    """The network's input, of global `shape`, the dimension of slabs, and autocast's type."""
 
     shape: tuple[int, ...]
     dim: int
-    """The dimension that is divided into slabs."""
+    """The dimension along which volumes are processed in slabs."""
     dtype: torch.dtype
     autocast: torch.dtype | None
 
 
 class _Division(NamedTuple):
-    """The slabs of a volume, the number that was asked for, and the bytes that one needs."""
+    """The slabs of a volume, their requested number, and the peak bytes of a rank for a slab."""
 
     slabs: list[Slab]
     asked: int
     peak: int
     extents: Mapping[str, int] = {}
-    """The extents of the inputs of norms, by name, in a pass over the whole volume."""
+    """The extents of the norms' inputs along the dimension of slabs, by name, in the whole
+    volume."""
 
 
 class _Recorded(NamedTuple):
-    """A dry run of the network: the shape and type of its result, and its peak memory in bytes."""
+    """A dry run of the network: shape and type of its result, and a rank's peak bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -190,7 +192,7 @@ class _Recorded(NamedTuple):
 def _written(
     shape: tuple[int, ...], dtype: torch.dtype, argmax: bool
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the written shape and type for a result of `shape` and `dtype`."""
+    """Return the shape and type to write for a result of the network of `shape` and `dtype`."""
     if argmax:
         return replaced_at(shape, 1, 1), torch.int32 if shape[1] > 256 else torch.uint8
     return shape, torch.float32 if dtype == torch.bfloat16 else dtype
@@ -210,7 +212,10 @@ _CONVOLUTIONS = (
 
 
 def _input_shape(net: nn.Module, volume: Source, grid: ProcessGrid) -> tuple[int, ...]:
-    """Return the shape of the network's input: as many volumes as the sample axis has parts."""
+    """Return the global shape of the network's input, with a volume for each rank along `sample`.
+
+    Raises ValueError if the volumes do not have the dimensions of the network's convolutions.
+    """
     found = {len(part.kernel_size) for part in net.modules() if isinstance(part, _CONVOLUTIONS)}
     shape, several = tuple(volume.shape), min(volume.samples, grid.shape["sample"])
     space = max(found, default=len(shape) - 1)
@@ -223,7 +228,7 @@ def _input_shape(net: nn.Module, volume: Source, grid: ProcessGrid) -> tuple[int
 
 
 def _record(net: nn.Module, task: _Task, grid: ProcessGrid) -> _Recorded:
-    """Return a dry run of the network on the grid. Raises ValueError if it does not run there."""
+    """Return a dry run of the network on the grid; raise ValueError if the network does not run."""
     types: list[Any] = []
     hook = net.register_forward_hook(lambda module, given, y: types.append(y))
     how: Any = {"dtype": task.dtype, "autocast": task.autocast, "gpu": grid.computes_on_gpu}
@@ -254,11 +259,11 @@ def _divided(
     free: int,
     slabs: int | None,
 ) -> _Division:
-    """Return a volume in `slabs` slabs, or if that is None in the fewest that fit. Collective.
+    """Return a volume in `slabs` slabs, or for None in the fewest slabs that fit. Collective.
 
-    More slabs, by a quarter each time, are tried until one needs no more than the `free` bytes of a
-    rank. `whole` is the dry run of a pass over all of the volume. Raises DataError if no number of
-    slabs is enough.
+    The number of slabs grows by a quarter, until a slab needs at most the `free` bytes of a rank.
+    `reach` is the receptive field, and `whole` the dry run on the whole volume. Raises DataError if
+    no number of slabs is enough.
     """
     shape, dim = task.shape, task.dim
     with norms.noting() as extents:
@@ -281,7 +286,7 @@ def _divided(
 
 
 def _free_memory(grid: ProcessGrid) -> int:
-    """Return the bytes that a forward pass may take on each rank. Collective."""
+    """Return the bytes that a forward pass may use on each rank, equal on all ranks. Collective."""
     if grid.device.type == "cpu":
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         with suppress(OSError, IndexError, ValueError):
@@ -307,13 +312,13 @@ class _Run:
     norms: GlobalNorms
     division: _Division
     shape: tuple[int, ...]
-    """The shape of the whole result."""
+    """The global shape of the whole result."""
     dtype: torch.dtype
     """The type of the result."""
     progress: Callable[[str], object]
 
     def input(self, first: int, slab: Slab) -> DistTensor:
-        """Return a slab of the volumes from number `first` on. Collective."""
+        """Return a slab's input for a batch that begins with volume number `first`. Collective."""
         count, *others = self.task.shape
         shape = (min(count, self.volume.samples - first), *others)
         shape = replaced_at(shape, self.task.dim, slab.stop - slab.start)
@@ -324,24 +329,24 @@ class _Run:
         return DistTensor(local, shape, cuts, self.grid)
 
     def output(self, first: int, slab: Slab) -> DistTensor:
-        """Return the kept output of a slab of the volumes from number `first` on. Collective."""
+        """Return a slab's kept output for a batch that begins with volume `first`. Collective."""
         y = self.computed(self.input(first, slab), self.task.autocast)
         y = y.narrow(self.task.dim, slab.first, slab.last - slab.first)
         y = y.argmax(1, keepdim=True) if self.argmax else y
         return y.to(self.dtype)  # type: ignore[return-value]
 
     def computed(self, x: DistTensor, autocast: torch.dtype | None) -> Tensor:
-        """Return the output of the network. Collective."""
+        """Return the output of the network for `x`. Collective."""
         kind = self.grid.device.type
         with torch.no_grad(), torch.autocast(kind, autocast) if autocast else nullcontext():
             y: Tensor = self.net(x)
         return y
 
     def statistics(self, first: int, known: list[Statistics]) -> Iterator[list[Statistics]]:
-        """Take the statistics of the norms over the volumes from `first` on. Collective.
+        """Compute the statistics of the norms over the volumes from number `first` on. Collective.
 
-        `known` are those of the first norms, from an earlier run. Yields the statistics so far
-        after each further norm.
+        `known` are the statistics of the first norms, from an earlier run. Yields the list of the
+        statistics so far after each further norm.
         """
 
         def compute(slab: Slab) -> None:
@@ -354,7 +359,7 @@ class _Run:
             yield known
 
     def _read(self, first: int, slab: Slab, box: Box) -> Tensor:
-        """Return this rank's block of a slab, converted and transformed."""
+        """Return this rank's block `box` of a slab, converted and transformed."""
         dim, dtype = self.task.dim, self.task.dtype
         bare = len(self.volume.shape) == len(self.task.shape) - 2
         start, stop = (replaced_at(n, dim, n[dim] + slab.start) for n in (box.start, box.stop))
@@ -373,10 +378,10 @@ class _Run:
         return block
 
     def check_slabs(self, reach: ReceptiveField) -> None:
-        """Raise DataError on every rank unless slabs of a small random volume agree with the whole.
+        """Raise DataError on every rank unless slabs of a small random volume are exact.
 
-        They differ if the network knows the place or the size of its input, as interpolation with
-        align_corners=True, circular padding and coordinates do. Collective.
+        Results differ if the network depends on the position or the size of its input, as
+        interpolation with align_corners=True, circular padding and coordinates do. Collective.
         """
         shape, dim, dtype, _ = self.task
         period, edge = reach.stride, 2 * (reach.stride + reach.reach)
@@ -413,7 +418,7 @@ class _Run:
 
 
 def _write_all(run: _Run, path: Path, facts: Mapping[str, str], restart: bool) -> None:
-    """Compute and write all slabs of all volumes, from the first that is not finished on."""
+    """Compute and write the slabs of all volumes, from the first unfinished slab on. Collective."""
     grid, volume, kind = run.grid, run.volume, kind_to_write(path)
     array = together(grid, lambda: _described(run, kind))
 
@@ -445,7 +450,7 @@ def _write_all(run: _Run, path: Path, facts: Mapping[str, str], restart: bool) -
 
 
 def _described(run: _Run, kind: str) -> Description:
-    """Return the array to write: chunks within a slab, and the attributes that still apply."""
+    """Return the description of the array to write: chunks within a slab, valid attributes."""
     attributes = dict(run.volume.attributes)
     if run.shape[2:] != run.task.shape[2:]:
         for name in ("affine", "spacing", "unit"):
@@ -459,7 +464,7 @@ def _described(run: _Run, kind: str) -> Description:
 
 
 def _same_run(run: _Run, kind: str) -> dict[str, str]:
-    """Return the facts that a run must have in common with the one that it continues."""
+    """Return the facts that must be equal for a run to continue the file of an earlier run."""
     return {
         "result": f"{run.shape} of {run.dtype}, {kind}",
         "slabs": f"{run.task.shape[0]} volumes at a time, {run.division.slabs}",
@@ -472,7 +477,7 @@ def _same_run(run: _Run, kind: str) -> dict[str, str]:
 def _coordinates(volume: Source, shape: tuple[int, ...]) -> dict[int, Coordinate]:
     """Return the coordinates of the source along dimensions of a result (N, C, *spatial).
 
-    Channels have none, and neither have dimensions with another extent than the source.
+    Channels have no coordinates, and neither have dimensions with another extent than the source.
     """
     stored = (volume.samples, *volume.shape)
     moved = len(shape) - len(stored)

@@ -1,12 +1,12 @@
-"""Volumes in slabs: the receptive field that slabs overlap by, and norms over the whole volume.
+"""Division of volumes into slabs: the receptive field, and norms over the whole volume.
 
-The receptive field of a network along one dimension is measured by a dry run. On a grid that
-partitions this dimension alone, a layer needs a halo where its outputs depend on neighbouring
-inputs, and a collective where they depend on all of them.
+Slabs overlap by the receptive field of the network along one dimension, which is measured by a dry
+run. On a grid that partitions this dimension alone, a layer needs a halo if its outputs depend on
+neighbouring inputs, and a collective if its outputs depend on all inputs.
 
-Instance and group norms take mean and variance of each sample over the whole volume. For each norm,
-in the order in which the network calls them, a pass over the slabs computes these statistics, while
-earlier norms use theirs. With all statistics, the norms are affine functions.
+Instance and group norms use mean and variance of each sample over the whole volume. For each norm,
+in the order of the calls, a pass over the slabs computes these statistics, while earlier norms use
+their own statistics. With all statistics, the norms are affine functions.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class ReceptiveField:
     ----------
     reach: an upper bound of the inputs on each side that an output depends on, in elements, rounded
         up to a multiple of `stride`.
-    stride: the product of the strides on the way to the coarsest layer. What begins at a multiple
-        of it is seen by all layers as in the whole.
-    ratio: the number of inputs for each output.
+    stride: the product of the strides up to the coarsest layer, in elements. In a slab that begins
+        at a multiple of `stride`, the windows of all layers begin at the same elements as in the
+        whole volume.
+    ratio: the number of inputs for each output of the network.
     ratios: the number of inputs for each output of a layer, by the names of all calls in order.
     """
 
@@ -62,13 +63,13 @@ class ReceptiveField:
 
 @dataclass(frozen=True)
 class Slab:
-    """A part of a volume along one dimension: what is read, and what is kept of its output.
+    """An interval of a volume along one dimension: the input to read, and the output to keep.
 
     Attributes
     ----------
-    start, stop: the input that is read.
-    first, last: the output that is kept, from the first output of the slab on.
-    place: where it lies in the whole output.
+    start, stop: the interval of the input that is read.
+    first, last: the interval that is kept of the slab's output.
+    place: the position of the kept output in the output of the whole volume.
     """
 
     start: int
@@ -79,7 +80,10 @@ class Slab:
 
 
 def slabs_of(length: int, outputs: int, field: ReceptiveField, count: int) -> list[Slab]:
-    """Return at most `count` slabs whose kept outputs are all `outputs` of an input of `length`."""
+    """Return at most `count` slabs whose kept outputs are all `outputs` of an input of `length`.
+
+    `field` is the receptive field, by which the slabs overlap.
+    """
     stride, reach, ratio = field.stride, field.reach, field.ratio
     edges = sorted({length * k // count // stride * stride for k in range(count)})
     places = [min(int(edge / ratio), outputs) for edge in edges] + [outputs]
@@ -95,7 +99,7 @@ def slabs_of(length: int, outputs: int, field: ReceptiveField, count: int) -> li
 
 
 class _Halo(NamedTuple):
-    """A halo of the dry run: its layer, widths before and after, and the extent of the block."""
+    """A halo of the dry run: its layer, its widths before and after, and the block's extent."""
 
     layer: str
     before: int
@@ -104,7 +108,7 @@ class _Halo(NamedTuple):
 
 
 class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
-    """A trace of movements that knows the layer of each, and the extents of the layers' outputs."""
+    """A list for `trace_movements` that records layers' halos, and the extents of their outputs."""
 
     def __init__(self, module: nn.Module, dim: int, ndim: int) -> None:
         super().__init__(module)
@@ -114,7 +118,7 @@ class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
 
     @property
     def layer(self) -> str:
-        """Return the name and type of the layer that is active."""
+        """Return the name and type of the active layer, for messages."""
         name, module = self.where
         return f"{name} ({type(module).__name__})"
 
@@ -124,7 +128,7 @@ class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
                 self.extents.append((name, x.shape[self._dim]))
 
     def started(self, start: Start) -> None:
-        """Raise for a collective, which needs the whole dimension: a sum over it, or a gather."""
+        """Raise if a collective starts, as outputs then depend on the whole dimension."""
         if start.collective is not None:
             raise _NeedsAll(self.layer)
 
@@ -141,7 +145,7 @@ class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
 
 
 class _NeedsAll(Exception):
-    """A layer, named by the message, whose outputs depend on the whole dimension."""
+    """An error for a layer, named by the message, whose outputs depend on the whole dimension."""
 
 
 def receptive_field(
@@ -152,11 +156,11 @@ def receptive_field(
     Parameters
     ----------
     module: the network, in evaluation mode, before `parallelize`.
-    shape: the shape of its input (N, C, *spatial); any extent of `dim` will do.
+    shape: the shape of its input (N, C, *spatial); the extent of `dim` does not matter.
     dtype: the type of the input.
 
-    Raises ValueError, naming the layer, if outputs depend on the whole dimension, as of norms
-    without running statistics and of attention, or if the network runs on its own extent only.
+    Raises ValueError, naming the layer, if outputs depend on the whole dimension, as with norms
+    without running statistics and with attention, or if the network supports only one extent.
     """
     name = dimension_names(len(shape))[dim]
     try:
@@ -204,7 +208,7 @@ def _refused(layer: str, dimension: str) -> ValueError:
 def _watched(
     module: nn.Module, shape: Sequence[int], dim: int, dtype: torch.dtype, length: int
 ) -> _Watch:
-    """Return the movements of a forward pass on an input of this length along `dim`."""
+    """Return halos and output extents of a dry run on an input of extent `length` along `dim`."""
     axis = dimension_names(len(shape))[dim]
     grid = DryRunGrid({axis: _PARTS})
     hollow = without_elements(module, "infer")
@@ -233,23 +237,23 @@ def _watched(
 _NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
 
 _MOST = 64
-"""The most norms, each of which takes a pass of its own over the volume."""
+"""The largest number of norms; each takes a pass of its own over the volume."""
 
 Statistics = list[list[list[float]]]
 """Mean and variance of a norm, each as (samples, channels)."""
 
 
 class _Observed(Exception):
-    """Ends a forward pass at the norm whose statistics are taken."""
+    """An exception that ends a forward pass at the norm whose statistics are computed."""
 
 
 class GlobalNorm(nn.Module):
-    """An instance or group norm that may be given its statistics.
+    """An instance or group norm that can use statistics of a whole volume instead of its input's.
 
     Attributes
     ----------
     norm: the torch module.
-    mean, variance: the statistics to use, (samples, channels, 1, ...); None for those of the input.
+    mean, variance: the statistics to use, (samples, channels, 1, ...); None for the input's.
     observe: called with the input, if not None.
     """
 
@@ -263,7 +267,7 @@ class GlobalNorm(nn.Module):
         self.give(torch.zeros(1, channels), torch.ones(1, channels))
 
     def give(self, mean: Tensor | None, variance: Tensor | None) -> None:
-        """Use these statistics, (samples, channels), from now on; None for those of the input."""
+        """Use these statistics, (samples, channels), from now on; None for the input's own."""
         space = (1,) * (self._dims - 2)
         self.mean, self.variance = (
             None if t is None else t.view(*t.shape, *space) for t in (mean, variance)
@@ -285,7 +289,7 @@ class GlobalNorm(nn.Module):
         return (y if shift is None else y.add_(shift)).to(self._type_of_result(x))
 
     def _type_of_result(self, x: Tensor) -> torch.dtype:
-        """Return the type of the norm of `x`, which autocast chooses otherwise on CPUs and GPUs."""
+        """Return the type of the norm's result; autocast has different rules on CPUs and GPUs."""
         own = self.norm.weight, self.norm.bias
         if isinstance(self.norm, nn.GroupNorm):
             return result_type(F.group_norm, x, self.norm.num_groups, *own)
@@ -294,7 +298,7 @@ class GlobalNorm(nn.Module):
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance of each sample and channel of an input, in float64. Collective.
 
-        Channels of a group have the same ones.
+        Channels of one group have the same mean and variance.
         """
         over = tuple(range(2, x.dim()))
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -310,7 +314,7 @@ class GlobalNorm(nn.Module):
 
 
 class GlobalNorms:
-    """The norms of a network that take statistics over the whole volume.
+    """The norms of a network that use statistics of the whole volume.
 
     Attributes
     ----------
@@ -323,7 +327,7 @@ class GlobalNorms:
         self._dim = 0
 
     def replace_in(self, net: nn.Module, dims: int) -> None:
-        """Replace the norms of a network, whose input has `dims` dimensions."""
+        """Replace the norms of `net` by `GlobalNorm`s; the input of `net` has `dims` dimensions."""
         for name, part in list(net.named_modules(remove_duplicate=False)):
             # Subclasses may compute other functions.
             if name and type(part) in _NORMS and not getattr(part, "track_running_stats", False):
@@ -334,7 +338,7 @@ class GlobalNorms:
                 net.set_submodule(name, norm)
 
     def measured(self, field: ReceptiveField, dim: int) -> None:
-        """Keep the receptive field of the network along `dim`, and forget norms it does not call.
+        """Set the receptive field of the network along `dim`; remove norms that are not called.
 
         Raises ValueError for a norm that is called several times, and for too many norms.
         """
@@ -358,7 +362,7 @@ class GlobalNorms:
 
     @contextmanager
     def noting(self) -> Iterator[dict[str, int]]:
-        """Yield a dictionary of the extents of the norms' inputs in the calls of a `with` block."""
+        """Yield a dictionary to which calls in a `with` block add the extents of norms' inputs."""
         extents: dict[str, int] = {}
         hooks = []
         for name, norm in self.found.items():
@@ -374,7 +378,7 @@ class GlobalNorms:
                 hook.remove()
 
     def own(self) -> None:
-        """Let every norm take the statistics of its input."""
+        """Let every norm use the statistics of its input."""
         for norm in self.found.values():
             norm.give(None, None)
 
@@ -386,7 +390,7 @@ class GlobalNorms:
         compute: Callable[[Slab], object],
         known: Sequence[Statistics] = (),
     ) -> Iterator[Statistics]:
-        """Take the statistics of all norms, one after the other, and yield each. Collective.
+        """Compute the statistics of all norms, one after the other, and yield each. Collective.
 
         Parameters
         ----------
@@ -409,7 +413,7 @@ class GlobalNorms:
             weights = (weights / weights.sum()).view(-1, 1, 1)
             means, variances = (torch.stack(t) for t in zip(*parts, strict=True))
             mean = (weights * means).sum(0)
-            # As Chan, Golub and LeVeque combine parts.
+            # The formula of Chan, Golub and LeVeque for a variance of parts.
             variance = (weights * (variances + (means - mean).square())).sum(0)
             norm.give(mean, variance)
             yield [mean.tolist(), variance.tolist()]

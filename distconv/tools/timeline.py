@@ -1,7 +1,7 @@
-"""`timeline`: what all ranks do, on one clock, in one file of trace events; and sums of its times.
+"""`timeline`: write what all ranks do, on one clock, to a file of trace events; sum its times.
 
-torch.profiler records the operators of a rank. A transport beside it records when messages start,
-and notes each wait for them in torch's own trace (`torch.profiler.record_function`).
+torch.profiler records the operators of a rank. A transport records when messages start, and marks
+each wait for messages in torch's own trace (`torch.profiler.record_function`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ KINDS = (HALO, REDISTRIBUTION, REDUCTION, GRADIENTS, MESSAGE)
 """Kinds of messages; `message` is an exchange that is neither a halo nor a redistribution."""
 
 ROWS = ("compute", "wait", "device")
-"""What a rank does: torch's operators on the host, waiting for other ranks, and a GPU's work."""
+"""The rows of a rank: torch's operators on the host, waits for other ranks, and a GPU's work."""
 
 _WAIT = "wait for "
-"""Begins the name of an event for a wait, before the kind of messages."""
+"""The beginning of the name of a wait's event, followed by the kind of messages."""
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RECORDED = ("cpu_op", "user_annotation", *_ON_DEVICE)
@@ -52,9 +52,9 @@ Event: TypeAlias = dict[str, Any]
 
 
 class _UnderWay:
-    """Messages that start now; a context around the wait for them.
+    """Messages that start now, and a context around the wait for their completion.
 
-    Adds an event to `messages` at their start, and one at the end of the wait, with times in
+    `messages` gets an event at the start, and another at the end of the wait, with times in
     nanoseconds since 1970. `received` is the bytes that this rank receives, or contributes to a
     reduction.
     """
@@ -89,9 +89,9 @@ class _RecordedRequest:
 class RecordedTransport(WrappedTransport):
     """A transport that adds an event to `messages` for each start and end of messages.
 
-    `movements` is the list of `trace_movements`, to which the library adds what an exchange is for
-    just before it; only the first exchange of a tag has an entry. The adjoint of a transfer has the
-    tag of the transfer, and so the same kind.
+    `movements` is the list of `trace_movements`, to which the library adds the transfer just before
+    its exchange. Only the first exchange of a tag has an entry. The adjoint of a transfer has the
+    same tag, and so the same kind.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ def events_of(
 ) -> list[Event]:
     """Return the trace events of a rank, with times in microseconds by its own clock.
 
-    Times are counted from `since`, in nanoseconds since 1970: in microseconds since 1970 a double
-    would be wrong by a quarter of one, and operators would seem to overlap.
+    Times are relative to `since`, in nanoseconds since 1970. In microseconds since 1970, a double
+    would be wrong by a quarter of a microsecond, and operators would seem to overlap.
 
     Operators, kernels and waits are the events of torch's profiler in `trace`, with the rank in
-    place of the process. `messages` have asynchronous events, from their start to the end of the
-    wait for them.
+    place of the process. `messages` are events of a `RecordedTransport`, from the start of messages
+    to the end of the wait.
     """
     base = (trace.get("baseTimeNanoseconds", 0) - since) / 1000
     names = ("process_name", {"name": f"rank {rank}"}), ("process_sort_index", {"sort_index": rank})
@@ -167,21 +167,21 @@ def events_of(
 
 @contextmanager
 def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None]:
-    """Record the activities of all ranks in a `with` block, and write them to a file.
+    """Record the activities of all ranks in a `with` block, and write them to a file. Collective.
 
-    All ranks enter and leave it together; torch.profiler records. At the end rank 0 writes the
-    file, whole or not at all. After an error within the block nothing is written. Open the file in
+    All ranks enter and leave the block together; torch.profiler records. At the end rank 0 writes
+    the file in one step. After an error within the block nothing is written. Open the file in
     Perfetto (https://ui.perfetto.dev), chrome://tracing or TensorBoard, or print the sums of its
     times by `python -m distconv timeline FILE`.
 
     Each rank is a process with torch's operators, `wait for` other ranks, and on a GPU its kernels.
     Halos, redistributions, reductions and messages are shown from their start to the end of the
-    wait for them. Times of all ranks are on the clock of rank 0, from round trips of messages at
-    the beginning and at the end.
+    wait. Times of all ranks are on the clock of rank 0, from round trips of messages at the
+    beginning and at the end.
 
     Raises OSError on every rank, if rank 0 cannot write the file. Raises RuntimeError on every
-    rank, if torch's profiler is recording on one of them already; and within the block, if the
-    program starts it.
+    rank, if torch's profiler is recording on any rank already; and within the block, if the program
+    starts the profiler.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     True
     """
     path = Path(path)
-    # Of the same ranks, with messages between hosts.
+    # A grid of the same ranks, which sends messages between hosts.
     grid = ProcessGrid(None if grid is None else grid.ranks, sample=-1, device="cpu")
     missing = None if grid.rank or path.absolute().parent.is_dir() else str(path.absolute().parent)
     everyone = grid.all_gather_object((missing, is_profiling()))
@@ -242,7 +242,7 @@ def _exported(recorded: Any, messages: list[Event], rank: int, since: int) -> li
 
 
 def _write(path: Path, grid: ProcessGrid, events: list[Event], offset: Offset) -> None:
-    """Gather all ranks' events on rank 0, which writes the file. All ranks call it together."""
+    """Gather all ranks' events on rank 0, which writes the file. Collective."""
     mine = zlib.compress(json.dumps(events).encode(), 1)
     lengths, errors = zip(*grid.all_gather_object((len(mine), offset.error / 1000)), strict=True)
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -282,7 +282,7 @@ def _write_trace(path: Path, events: list[Event], errors: Sequence[float]) -> No
 
 
 _ROUNDS = 10
-"""Round trips with each rank; the shortest is used."""
+"""Round trips with each rank; the shortest round trip is used."""
 
 
 class Offset(NamedTuple):
@@ -310,9 +310,9 @@ def measure_offsets(grid: ProcessGrid, now: Callable[[], int] = time.time_ns) ->
 
 
 def _round_trip(grid: ProcessGrid, other: int, now: Callable[[], int]) -> Offset:
-    """Send a message from rank 0 to rank `other` and its time back; return its offset, on rank 0.
+    """Return the clock offset of rank `other`, by a message from rank 0 and its reply. Collective.
 
-    All ranks call it.
+    The result is valid on rank 0.
     """
     begin = now()
     _send(grid, 0, other, torch.zeros(1, dtype=torch.int64))
@@ -323,7 +323,7 @@ def _round_trip(grid: ProcessGrid, other: int, now: Callable[[], int]) -> Offset
 
 
 def _send(grid: ProcessGrid, source: int, target: int, message: Tensor) -> None:
-    """Send a message from one rank to another, which receives it in its own `message`."""
+    """Send `message` of rank `source` to `message` of rank `target`. Collective."""
     arriving = [(source, message)] if grid.rank == target else []
     leaving = [(target, message)] if grid.rank == source else []
     grid.transport.exchange(arriving, leaving, grid.transport.next_tag()).wait()
@@ -332,10 +332,10 @@ def _send(grid: ProcessGrid, source: int, target: int, message: Tensor) -> None:
 def on_clock_of_rank_0(
     events: list[Event], before: Offset, after: Offset, since: int
 ) -> list[Event]:
-    """Shift a rank's events to rank 0's clock, in place, with offsets between two measured ones.
+    """Convert the times of a rank's events to rank 0's clock, in place.
 
-    Times are microseconds since `before`. They become microseconds since `since`, a time of rank
-    0's clock in nanoseconds.
+    The clock's offset is interpolated between `before` and `after`. Times are microseconds since
+    `before.at`. They become microseconds since `since`, a time of rank 0's clock in nanoseconds.
     """
     drift = (after.ahead - before.ahead) / max(1, after.at - before.at)
     for event in events:
@@ -345,7 +345,7 @@ def on_clock_of_rank_0(
     return events
 
 
-# The sums of a timeline: each rank's seconds of computing, of waiting, and of hidden messages.
+# The sums of a timeline: each rank's seconds of computing, waiting, and messages in flight.
 
 
 class RankTimes(NamedTuple):
@@ -354,19 +354,19 @@ class RankTimes(NamedTuple):
     rank: int
     seconds: float
     compute: float
-    """Seconds in torch's operators."""
+    """Seconds in torch's operators, or of a GPU's work if that is longer."""
     wait: float
     """Seconds of waiting for other ranks."""
     under_way: dict[str, float]
-    """By kind of messages, the seconds in which any were under way."""
+    """Seconds in which messages of a kind were in flight, by kind."""
     exposed: dict[str, float]
-    """By kind of messages, the seconds in which the rank waited for them."""
+    """Seconds in which the rank waited for messages of a kind, by kind."""
     bytes: dict[str, int]
-    """By kind of messages, the bytes received."""
+    """Bytes received in messages of a kind, by kind."""
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Return the events in a timeline's file; raise ValueError for another file."""
+    """Return the events in a timeline's file; raise ValueError for any other file."""
     content = path.read_bytes()
     try:
         document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
@@ -381,7 +381,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def times_of_ranks(events: Sequence[Event]) -> list[RankTimes]:
-    """Return for each rank the sums of times over its events."""
+    """Return the sums of times over the events of each rank, in the order of ranks."""
     of_ranks: dict[int, list[Event]] = {}
     for event in events:
         if event["ph"] != "M":
@@ -410,7 +410,7 @@ def _of_rank(rank: int, events: list[Event]) -> RankTimes:
 
 
 class Span(NamedTuple):
-    """An operator, a wait, or messages under way; times are in microseconds."""
+    """An operator, a wait, or messages in flight; times are in microseconds."""
 
     begin: float
     end: float
@@ -418,7 +418,7 @@ class Span(NamedTuple):
 
 
 def spans(events: Iterable[Event], row: str) -> list[Span]:
-    """Return the spans of time of a rank's events in a row, one of `ROWS` or `KINDS`.
+    """Return the intervals of a rank's events in a row, one of `ROWS` or `KINDS`.
 
     Operators include those that another operator calls. The name of a wait is the kind of messages.
     """

@@ -1,7 +1,7 @@
 """`count_traffic`: all bytes that other ranks send to this one, by layer and function.
 
-Messages are counted where they leave the library, so that none is missed: halos, redistributions,
-sums and gradients, forward and backward.
+Messages are counted at the transport, so that none is missed: halos, redistributions, reductions
+and gradients, forward and backward.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class LayerTraffic:
 
     layer: str
     """The name of the module that was called, as in `named_modules`; "" for the outermost, and
-    "gradients" for sums of parameters' gradients."""
+    "gradients" for reductions of parameters' gradients."""
     operator: str
-    """The function, such as "torch.conv2d"; "" for none on distributed tensors."""
+    """The function, such as "torch.conv2d"; "" outside of functions on DistTensors."""
     phase: str
     """ "forward" or "backward"."""
     times: int = 0
@@ -75,7 +75,7 @@ class TrafficCount:
 
     @property
     def backward(self) -> int:
-        """Return the bytes received in backward passes, those of gradients included."""
+        """Return the bytes received in backward passes, including reductions of gradients."""
         return sum(entry.bytes for entry in self.entries if entry.phase == "backward")
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class TrafficCount:
         return table([heading, *rows, total])
 
     def count(self, bytes: int) -> None:
-        """Count a message, or a collective, of the function that is running."""
+        """Add a message or collective, and the bytes received, to the running function."""
         layer, operator, phase = self._where()
         key = layer, operator, phase
         entry = self._entries.setdefault(key, LayerTraffic(layer, operator, phase))
@@ -95,7 +95,7 @@ class TrafficCount:
         entry.bytes += bytes
 
     def begin(self, function: Any) -> None:
-        """Note that autograd nodes made from now on belong to `function`."""
+        """Record that autograd nodes made from now on belong to `function`."""
         self._starts.append(torch_private.next_node_number())
         self._labels.append((module_path(), operator_name(function)))
 
@@ -109,7 +109,7 @@ class TrafficCount:
         if number is None:
             return "gradients", "", "backward"
         place = bisect_right(self._starts, number) - 1
-        # Nodes that were made before the context have no label.
+        # Nodes that were made before the context began have no label.
         return (*(self._labels[place] if place >= 0 else ("", "")), "backward")
 
 

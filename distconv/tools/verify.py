@@ -1,4 +1,4 @@
-"""`verify`: the results of a module on a grid against its serial ones, layer by layer."""
+"""`verify`: compare the results of a module on a grid with the serial ones, layer by layer."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from distconv.tensor.dispatch import UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""The largest difference that rounding in another order makes in networks that amplify it
-moderately; a missing halo or a wrong count makes a larger one."""
+"""The largest relative difference that rounding causes, by type, in networks that amplify rounding
+moderately; a missing halo or a wrong count causes a larger one."""
 
 _AMPLIFIED = 100
-"""The amplification of rounding in every addition over the measured one, of rounding in inputs and
-parameters."""
+"""The largest accepted ratio of a difference to the measured effect of rounding. Only rounding of
+inputs and parameters is measured, but every addition rounds."""
 
 _UNTELLING = 0.2
-"""The difference above which nothing is rounding, however much the serial program amplifies."""
+"""The relative difference above which no deviation is accepted as rounding."""
 
 _HALF = 64
-"""The tolerance of types shorter than float32, in units of their rounding."""
+"""The tolerance of types shorter than float32, in units of their machine epsilon."""
 
 _NEGLIGIBLE = 1e-3
-"""The fraction of the largest gradient of all parameters that smaller ones are measured by."""
+"""The fraction of the largest gradient of all parameters to which differences of smaller gradients
+are relative."""
 
 _RANDOM = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -49,23 +50,24 @@ _RANDOM = (
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """A row of `Verification`: one tensor's difference from the serial program's."""
+    """A row of `Verification`: the difference of one tensor from the serial program's tensor."""
 
     layer: str
     """The layer, or the name of a parameter, a buffer, or an input."""
     kind: str
-    """ "output", "buffer", "gradient", or "refused"."""
+    """The tensor is an "output", "buffer" or "gradient"; "refused" is an unsupported layer."""
     difference: float
     """Largest difference, relative to the largest entry of the serial tensor."""
     rounding: float = 0.0
-    """The difference of two serial runs whose inputs and parameters differ in their last place."""
+    """The difference between two serial runs whose inputs and parameters differ in their last
+    place."""
     ok: bool = False
     """Whether the difference is within the tolerance."""
     note: str = ""
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Return the row of the table under `HEADING`."""
+        """Return the row in a table with the columns of `HEADING`."""
         verdict = "" if self.ok else "refused" if self.kind == "refused" else "deviates"
         numbers = ((f"{x:.1e}", x) for x in (self.difference, self.rounding))
         return (self.layer, self.kind, *numbers, verdict, self.note)
@@ -88,7 +90,7 @@ class Verification:
 
     @property
     def first_deviation(self) -> TensorComparison | None:
-        """Return the first row that deviates; later ones may be consequences of it."""
+        """Return the first row that deviates, a possible cause of later deviations; else None."""
         return next((row for row in self.rows if not row.ok), None)
 
     @property
@@ -139,21 +141,20 @@ def verify(
     """Compare, and print, the results of each layer of `module` on `grid` with the serial ones.
 
     Copies of the module run both ways with rank 0's parameters: every rank runs the serial program
-    by itself, then all ranks together the distributed one. Compared are the output of every call of
-    a layer, the buffers after it and, for a random gradient of the outputs, the gradients of all
-    parameters and inputs. The module and the random state are not changed. Every rank needs memory
-    for the serial run and for two copies of all outputs; use a small input. All ranks of the grid
-    call it together.
+    by itself, then all ranks together run the distributed program. Compared are the output of every
+    call of a layer, the buffers after the run and, for a random gradient of the outputs, the
+    gradients of all parameters and inputs. The module and the random state are not changed. Every
+    rank needs memory for the serial run and for two copies of all outputs; use a small input.
+    Collective.
 
     Random numbers on a grid differ from those of serial torch. Dropout layers therefore run in eval
-    mode. The result notes this, and layers that draw random numbers by themselves. float32 is
-    computed without TF32.
+    mode. The result notes these layers, and layers that draw random numbers by themselves. float32
+    is computed without TF32.
 
     Raises TypeError or ValueError on every rank, for arguments that do not fit, or differ between
     ranks. Raises RuntimeError, naming the layer, if the module raises. The message states whether
-    the serial program raised or only the program on the grid.
-    An unsupported layer (`UnsupportedOperation`) raises nothing: it is the last row of the
-    result.
+    the serial program raised or only the program on the grid. An unsupported layer
+    (`UnsupportedOperation`) raises nothing: it is the last row of the result.
 
     Parameters
     ----------
@@ -242,7 +243,7 @@ def _judged(
     grid: ProcessGrid,
     most: float = _UNTELLING,
 ) -> list[TensorComparison]:
-    """Return the rows with the largest numbers of all ranks, judged by these. Collective.
+    """Return the rows with the maxima over all ranks, and with `ok` set accordingly. Collective.
 
     A difference is ok within the tolerance, or within `allowance` times the row's rounding, but at
     most `most`.
@@ -264,11 +265,11 @@ def _judged_by_float64(
     how: tuple[Any, Any, Any, Any],
     serial: _ModuleRun,
 ) -> list[TensorComparison]:
-    """Return the rows, those that deviate judged once more by the module in float64. Collective.
+    """Return the rows; rows that deviate are judged again by runs in float64. Collective.
 
-    Such a row is ok if grid and serial program agree in float64, and differ in their own types at
-    most 100 times as much as the serial program does from itself in float64. A module that cannot
-    compute in float64 keeps its rows.
+    Such a row is ok if grid and serial program agree in float64, and if they differ in their own
+    types by at most 100 times the serial program's difference from its run in float64. If the
+    module cannot compute in float64, the rows are unchanged.
 
     Parameters
     ----------
@@ -289,7 +290,7 @@ def _judged_by_float64(
     exact = _judged(exact, _tolerance(precise.dtypes), _AMPLIFIED, grid)
     agree = {(row.layer, row.kind) for row in exact if row.ok}
     precise.round_as(serial)
-    # Of few elements, some are right by chance where others of their layer are not.
+    # A small tensor may be exact by chance, so the largest difference in a layer counts.
     own: dict[tuple[str, str], float] = {}
     for row in _compared(precise, serial):
         of = _layer(row)
@@ -303,12 +304,15 @@ def _judged_by_float64(
 
 
 def _layer(row: TensorComparison) -> tuple[str, str]:
-    """Return the kind of a row, and its layer, which is the owner of a parameter or buffer."""
+    """Return the kind and the layer of a row; the layer of a parameter or buffer is its module."""
     return row.kind, row.layer if row.kind == "output" else row.layer.rpartition(".")[0]
 
 
 def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> list[Tensor]:
-    """Return the inputs on the grid's device; raise unless all ranks pass equal arguments."""
+    """Return the inputs on the grid's device; raise unless arguments are equal on all ranks.
+
+    Raises TypeError or ValueError on every rank. Collective.
+    """
     inputs = list(input) if isinstance(input, (tuple, list)) else [input]
     problem = None
     if not isinstance(module, nn.Module):
@@ -355,11 +359,10 @@ def _compare(
     seed: int,
     progress: Callable[[TensorComparison], object],
 ) -> tuple[list[TensorComparison], list[str], _ModuleRun]:
-    """Run a module serially and on the grid; return the comparison of all tensors.
+    """Run a module serially and on the grid; return the comparison of all tensors. Collective.
 
     Returns the rows of the result, notes on layers that draw random numbers, and the serial run.
-    `of_inputs` are the layouts of the inputs, `layouts` those of submodules'
-    inputs.
+    `of_inputs` are the layouts of the inputs, `layouts` are those of submodules' inputs.
     """
     plain, model = copy.deepcopy(module).to(grid.device), copy.deepcopy(module)
     quiet = _without_dropout(plain)
@@ -408,10 +411,10 @@ class _ModuleRun(ModuleCalls):
 
     Parameters
     ----------
-    inputs: become leaves of autograd.
-    generator: draws the gradients of the outputs.
+    inputs: the inputs, which become leaves of autograd.
+    generator: the source of random gradients of the outputs.
     serial: the serial run to compare with, whose gradients of the outputs are used again; None to
-        draw them.
+        draw new ones.
     """
 
     def __init__(
@@ -424,13 +427,14 @@ class _ModuleRun(ModuleCalls):
         super().__init__(module)
         self.name = type(module).__name__
         self.outputs: dict[str, list[Tensor] | None] = {}
-        """Outputs by the name of the call; None where an inner layer has just returned the same."""
+        """Outputs by the name of the call; None if an inner layer has just returned the same
+        tensors."""
         self.buffers: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor | None] = {}
-        """Gradients of the parameters, the last one first."""
+        """Gradients of the parameters, from the last parameter to the first."""
         self.of_inputs: dict[str, Tensor | None] = {}
         self.refusal: tuple[str, str] | None = None
-        """The layer that is refused, and why."""
+        """The unsupported layer, and the reason."""
         self.random: str | None = None
         """The first layer that drew random numbers."""
         self.dtypes = {x.dtype for x in (*inputs, *module.parameters()) if _is_continuous(x)}
@@ -500,7 +504,7 @@ class _ModuleRun(ModuleCalls):
         self.dtypes |= {x.dtype for x in tensors if _is_continuous(x)}
 
     def round_as(self, other: _ModuleRun) -> None:
-        """Round all tensors to the types that they have in another run."""
+        """Convert all tensors to the types of the same tensors in another run."""
         for name, several in self.outputs.items():
             theirs = other.outputs.get(name)
             if several and theirs and len(several) == len(theirs):
@@ -523,7 +527,7 @@ class _ModuleRun(ModuleCalls):
 
 
 def _compared(run: _ModuleRun, serial: _ModuleRun) -> Iterator[TensorComparison]:
-    """Yield the comparison of each tensor of two runs. All ranks call it for a run on a grid."""
+    """Yield the comparison of each tensor of two runs. Collective for a run on a grid."""
 
     def differs(name: str, note: str, kind: str = "output") -> TensorComparison:
         return TensorComparison(name, kind, math.inf, note=note)
@@ -574,7 +578,7 @@ def _is_continuous(x: Tensor) -> bool:
 
 
 def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a copy of `x`, floating-point numbers changed in their last place at random."""
+    """Return a copy of `x`; floating-point numbers are changed in their last place at random."""
     if not _is_continuous(x):
         return x.clone()
     up = torch.rand(x.shape, generator=generator, device="cpu").to(x.device) < 0.5
@@ -584,14 +588,14 @@ def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
 def _shaken_input(x: Tensor, generator: torch.Generator) -> Tensor:
     """Return a copy of an input whose numbers are changed in their last place at random.
 
-    Whole numbers stay as they are: they may be indices.
+    Whole numbers are not changed, as they may be indices.
     """
     shaken = _shaken(x, generator)
     return torch.where(x == x.round(), x, shaken) if x.is_floating_point() else shaken
 
 
 def _without_dropout(module: nn.Module) -> list[str]:
-    """Put dropout layers into eval mode, and return the names of those that were in training."""
+    """Put dropout layers into eval mode; return the names of those that were in training mode."""
     names = []
     for name, part in module.named_modules():
         if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1) > 0:
@@ -623,10 +627,10 @@ def _largest(x: Tensor | None) -> float:
 def _comparison(
     name: str, kind: str, actual: Tensor, expected: Tensor, scale: float = 0.0
 ) -> TensorComparison:
-    """Compare a tensor with the serial one. All ranks call it for a DistTensor.
+    """Return the comparison of a tensor with the serial tensor. Collective for a DistTensor.
 
-    `name` and `kind` are the layer and the kind of tensor, for the row of the result; `scale`
-    is the largest magnitude in the layer's tensors, to which the difference is relative.
+    `name` and `kind` are the layer and the kind of tensor, for the row of the result; `scale` is
+    the largest magnitude in the layer's tensors, to which the difference is relative.
     """
     whole = actual.detach()
     if isinstance(whole, DistTensor):
@@ -643,8 +647,8 @@ def _comparison(
 def _difference(actual: Tensor, expected: Tensor, scale: float) -> float:
     """Return the largest difference from `expected`, relative to its largest magnitude.
 
-    It is relative to `scale` if that is larger. For integers, return the fraction of elements that
-    differ.
+    A larger `scale` replaces that magnitude. For integers, the result is the fraction of elements
+    that differ.
     """
     if not expected.numel():
         return 0.0

@@ -1,1 +1,1 @@
-"""The commands of `python -m distconv`, related ones in one module."""
+"""The commands of `python -m distconv`; related commands share a module."""

@@ -1,4 +1,4 @@
-"""`python -m distconv infer` and `data`: networks on whole volumes, and what files hold."""
+"""`python -m distconv infer` and `data`: apply networks to volumes; inspect and convert files."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def _load(net: nn.Module, path: Path) -> None:
 
 
 def _weights(path: Path) -> dict[str, Any]:
-    """Return a state_dict from a file, or the one under "state_dict" or "model" in it.
+    """Return the state_dict in a file, which may be its entry "state_dict" or "model".
 
-    No code in the file is run.
+    No code in the file is run. Raises ValueError for other content.
     """
     if path.suffix == ".safetensors":
         safetensors = import_package("safetensors.torch", f"{path}: reading it", "safetensors")
@@ -150,7 +150,7 @@ def _convert(given: argparse.Namespace) -> int:
     grid = shared.grid_of_all_ranks({"sample": -1}, "data convert")
     chosen = {k: getattr(given, k) for k in ("chunks", "memory", "overwrite", "restart")}
     with complaining(DataError), StatusLine(grid.rank == 0, "reading") as say:
-        # One array alone needs no name in the result.
+        # A single array needs no name in the result.
         found = together(grid, lambda: _sources(given))
         source: Any = found if len(found) > 1 else next(iter(found.values()))
         convert(source, given.output, grid, readers=given.grid, progress=say, **chosen)
@@ -160,7 +160,7 @@ def _convert(given: argparse.Namespace) -> int:
 
 
 def _described(source: Source) -> str:
-    """Return the lines of `data describe` about a source itself."""
+    """Return the text that `data describe` prints about a source."""
     size = source.samples * prod(source.shape) * source.dtype.itemsize
     return "\n".join(
         [
@@ -173,9 +173,9 @@ def _described(source: Source) -> str:
 
 
 def _read_by_ranks(source: Source, topology: Topology) -> str:
-    """Return the lines of `data describe` about the boxes that the ranks of a grid read."""
+    """Return the text that `data describe` prints about the blocks that ranks of a grid read."""
     shape = source.shape
-    # Three dimensions with ranks along depth are a volume without channels.
+    # A sample of three dimensions, with ranks along depth, is a volume without channels.
     bare = len(shape) == 3 and topology.extent("depth") > 1
     whole = (topology.extent("sample"), *((1,) if bare else ()), *shape)
     cuts = default_cuts(len(whole), topology)[1 + bare :]

@@ -1,7 +1,7 @@
 """`python -m distconv launch`: writes the batch script of a job, and submits it.
 
 The scripts are templates, one for each scheduler. A job is the parsed command line, whose help
-explains each option; a machine's file adds `variables` of the environment, and `options` of the
+explains each option. A machine's file adds `variables` of the environment, and `options` of the
 command that starts the ranks.
 """
 
@@ -31,7 +31,7 @@ _JOB = {
     "lsf": re.compile(r"Job <(\d+)>"),
     **{name: re.compile(r"^(\S+)\s*$", re.MULTILINE) for name in ("flux", "pbs")},
 }
-"""What each scheduler prints of a job that it has received."""
+"""Patterns of a submitted job's number in the output of each scheduler."""
 
 _AFTER = {
     "slurm": ["--dependency=afterany:{}"],
@@ -39,21 +39,22 @@ _AFTER = {
     "flux": ["--dependency=afterany:{}"],
     "pbs": ["-W", "depend=afterany:{}"],
 }
-"""Options of the commands of `SCHEDULERS` for a job that starts when another has ended."""
+"""Options of the commands in `SCHEDULERS` for a job that starts when another has ended."""
 
 TRANSPORTS = ("mpi", "torch", "nccl")
 
 LAUNCHERS = "mpiexec mpirun srun jsrun lrun flux torchrun sbatch bsub qsub".split()
-"""Programs that start ranks, or jobs, which the script does itself."""
+"""Programs that start ranks or jobs. The command of a job may not be one, as the script starts the
+ranks."""
 
 MARK = "# Written by: python -m distconv launch"
-"""Begins the line of a script that holds the options it was made with."""
+"""The beginning of the script's line that has the options of this command."""
 
 _TOLD = (
     "machine scheduler nodes ranks_per_node time cores_per_rank gpus_per_node transport name "
     "account queue mpi warn requeue chain setup directive"
 ).split()
-"""Options that make the same script again."""
+"""Options that determine the script."""
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +140,7 @@ def _run(job: Namespace) -> int:
 
 
 def _as_given(job: Namespace) -> str:
-    """Return the command line's options as text, with which `launch` makes the same script."""
+    """Return the options of the command line as text; `launch` writes the same script from them."""
     words: list[str] = []
     for option in _TOLD:
         given = getattr(job, option)
@@ -263,7 +264,7 @@ def _check_gpus(ranks: int, gpus: int, transport: str | None) -> None:
 
 
 def _check_texts(job: Namespace) -> None:
-    """Raise `ValueError` for a text that would leave its word, or its line, in the script."""
+    """Raise `ValueError` for a text that would not be one word, or one line, in the script."""
     for name in ("name", "account", "queue", "mpi"):
         text = getattr(job, name)
         if text is not None and not re.fullmatch(r"[\w.@:%+=-]+", text):
@@ -301,7 +302,7 @@ def _script_of(job: Namespace, origin: str) -> str:
 
 
 def _title_of(job: Namespace) -> str:
-    """Return the name of the job: the given one, or that of its program or module."""
+    """Return the name of the job, by default the name of its program or module."""
     if job.name is not None:
         return str(job.name)
     words = list(job.command_line)
@@ -312,11 +313,11 @@ def _title_of(job: Namespace) -> str:
 
 
 def _word(value: str) -> str:
-    """Quote a value as one word of the shell, which replaces `$NAME` and `${NAME:-/tmp}` only."""
+    """Quote a value as one word of a shell that expands only `$NAME` and `${NAME:-/tmp}` in it."""
     if re.fullmatch(r"[\w./:,=+@-]+", value):
         return value
     replaced = r"\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*(?::-[\w./-]*)?\}"
-    # Any other character with a meaning in quotes stands for itself behind a backslash.
+    # A backslash removes the meaning of any other special character in quotes.
     quoted = re.sub(rf'({replaced})|([$`"\\])', lambda found: found[1] or f"\\{found[2]}", value)
     return f'"{quoted}"'
 
@@ -338,7 +339,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _submit(job: Namespace, script: str) -> int:
-    """Give a script to the scheduler, and return the exit status of its command."""
+    """Submit a script, or a chain of jobs; return the exit status of the scheduler's command."""
     submit = SCHEDULERS[job.scheduler]
     if shutil.which(submit[0]) is None:
         raise BadArguments(

@@ -134,7 +134,7 @@ def _add_graph_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _as_run(machine: Machine, given: argparse.Namespace) -> Machine:
-    """Return the machine as the step of a command line sees it; see `Machine.in_graph`."""
+    """Return `machine`, or for `--graph` the machine that replays steps (`Machine.in_graph`)."""
     if not given.graph:
         return machine
     if given.shard or given.shard_parameters:
@@ -161,7 +161,7 @@ def _predict(given: argparse.Namespace) -> int:
             options["progress"] = lambda layer: say(recorded.format(layer.name))
             found = predict(*step, **options)
     finally:
-        # Also of a step that cannot be predicted to its end.
+        # The times are also saved if the prediction fails.
         shared.keep_times(machine, given.machine)
     more = {"peak": found.peak, "seconds_per_sample": found.seconds_per_sample}
     print(as_json(found, critical_path=found.longest, **more) if given.json else found)
@@ -224,7 +224,7 @@ PLAN = Command(
 )
 
 
-# `python -m distconv timeline`: adds up the times in a file that `distconv.timeline` wrote.
+# `python -m distconv timeline`: sums the times in a file that `distconv.timeline` wrote.
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -248,7 +248,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    """Print each rank's sums of times, and write the report, on rank 0."""
+    """Print the sums of each rank's times, and write the report, on rank 0; return the status."""
     if not shared.is_first():
         return 0
     with complaining(OSError, ValueError):

@@ -132,7 +132,7 @@ def _study(given: argparse.Namespace) -> int:
 
 
 def _on_first(work: Callable[[], Any]) -> Any:
-    """Return the result of a function run on rank 0, while others sleep; all raise its error."""
+    """Return `work()` of rank 0, while others sleep; raise its error on all ranks. Collective."""
     found = problem = None
     if world().rank == 0:
         try:
@@ -148,7 +148,10 @@ def _on_first(work: Callable[[], Any]) -> Any:
 
 
 def _asked(given: argparse.Namespace) -> Study:
-    """Return a study, still without times, with the cases that the command line names."""
+    """Return a study without times, with the cases that the command line names.
+
+    Raises BadArguments for options that do not fit.
+    """
     kind, shapes, grids = given.kind, given.shape, given.grids
     if grids is not None and given.ranks:
         raise BadArguments("--grids determines the numbers of ranks; leave --ranks out")
@@ -177,7 +180,7 @@ def _asked(given: argparse.Namespace) -> Study:
 
 
 def _facts(given: argparse.Namespace) -> dict[str, str]:
-    """Return rank 0's conditions of measurement, which must be equal in all rounds of a study."""
+    """Return rank 0's conditions of measurement, equal in all rounds of a study. Collective."""
     facts = {
         "host": platform.node(),
         "cores": str(os.cpu_count()),
@@ -197,7 +200,7 @@ def _facts(given: argparse.Namespace) -> dict[str, str]:
 
 
 def _check_module(given: argparse.Namespace, study: Study) -> None:
-    """Raise `BadArguments` on all ranks if a case is refused, or raises, in a dry run."""
+    """Raise `BadArguments` on all ranks if a case is unsupported, or raises, in a dry run."""
     module = shared.made_everywhere(given.factory, given.seed)
     cut: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
     try:
@@ -239,7 +242,7 @@ def _compare(given: argparse.Namespace) -> int:
 
 
 def _compared(base: tuple[str, Study], other: tuple[str, Study]) -> Iterator[str]:
-    """Yield a table of two studies' common cases, and notes on different conditions."""
+    """Yield a table of the cases that two studies share, and notes on different conditions."""
     (name, mine), (other_name, theirs) = base, other
     rows: list[Sequence[Cell]] = [("ranks", "grid", name, other_name, "ratio", "")]
     for case in mine.measured:

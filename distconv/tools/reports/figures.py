@@ -1,7 +1,7 @@
-"""Figures of reports, drawn by matplotlib: SVG that stands within a page.
+"""Figures of reports, drawn by matplotlib as SVG, to be embedded in a page.
 
-What a mark is for is shown where the pointer is held over it: its title is written as the name of
-its group of SVG, from which `_svg` makes an element of its own.
+Marks have titles, which browsers show under the pointer. matplotlib writes a title as the id of an
+SVG group, from which `_svg` makes an element `<title>`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("#4477aa", "#dd4f63", "#228833", "#b08c00", "#2a93b5", "#aa3377", "#d9662b", "#777f88")
-"""Colours that all readers can tell apart, on light and dark ground (after Paul Tol)."""
+"""Colours that all readers can distinguish, on light and dark backgrounds (after Paul Tol)."""
 
 WIDE, NARROW = 12.0, 6.0
 """Widths of figures in inches."""
@@ -44,7 +44,7 @@ def has_matplotlib() -> bool:
 
 
 def _svg(draw: Callable[[Axes], object], width: float, height: float) -> Markup:
-    """Return a figure as SVG: `draw` draws on its axes. Sizes are in inches."""
+    """Return a figure as SVG, drawn by `draw` on the figure's axes. Sizes are in inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -60,7 +60,7 @@ def _svg(draw: Callable[[Axes], object], width: float, height: float) -> Markup:
 
 
 class Bar(NamedTuple):
-    """A coloured stretch of time in a figure of `lanes`; times are in seconds."""
+    """A coloured interval of time in a figure of `lanes`; times are in seconds."""
 
     begin: float
     end: float
@@ -73,7 +73,7 @@ def lanes(
 ) -> Markup:
     """Return rows of bars over an axis from `begin` to `end` seconds, a row for each name.
 
-    `colours` has an entry of the legend for each name.
+    `colours` has the entries of the legend, by name.
     """
 
     def draw(axes: Axes) -> None:
@@ -111,7 +111,7 @@ def _joined(spans: Iterable[Bar], least: float) -> Iterator[Bar]:
 
 
 def _legend(axes: Axes, colours: Mapping[str, str]) -> None:
-    """Explain colours, by the names that they stand for, above the axes."""
+    """Draw a legend of names with their colours above the axes."""
     from matplotlib.patches import Patch
 
     if colours:
@@ -120,10 +120,10 @@ def _legend(axes: Axes, colours: Mapping[str, str]) -> None:
 
 
 def strip(names: Sequence[str], titles: Sequence[str], heights: Sequence[float]) -> Markup:
-    """Return a row of cells, one for each call of a layer, with columns beneath.
+    """Return a row of cells, one for each call of a layer, with columns below.
 
-    Cells of one name have one colour. The column beneath a cell is as long as its number in
-    `heights` is large. `titles` explain the cells.
+    Cells of one name have one colour. The length of the column below a cell is proportional to the
+    cell's number in `heights`. `titles` are shown under the pointer.
     """
     known = dict.fromkeys(names)
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(known)}
@@ -167,10 +167,10 @@ def chart(
     Parameters
     ----------
     title: the title of the figure.
-    curves: the curves, of which those without points are left out.
-    x_ticks: the marks of the x axis, with their texts.
-    text: returns the text of a mark of the y axis.
-    logarithmic: the axes that are: "xy", "x" or "y".
+    curves: the curves; curves without points are left out.
+    x_ticks: the ticks of the x axis, with their texts.
+    text: returns the text of a tick of the y axis.
+    logarithmic: the axes with a logarithmic scale: "xy", "x" or "y".
     """
 
     from matplotlib.ticker import LogLocator

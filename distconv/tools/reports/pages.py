@@ -1,7 +1,7 @@
 """Pages for a browser, each in one file: headings, numbers, tables that sort, figures.
 
-Every page is well-formed XML as well, so that a test can take it apart. It is readable on a phone,
-on dark screens and on paper, and loads nothing.
+Every page is also well-formed XML, so that a test can parse it. Pages are readable on a phone, on
+dark screens and on paper, and load no other files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from distconv.tools.version import __version__
 
 
 class Alert(NamedTuple):
-    """A sentence in a conspicuous box: green if `good`, else red."""
+    """A highlighted sentence: green if `good`, else red."""
 
     text: str
     good: bool = False
@@ -46,7 +46,7 @@ class Alert(NamedTuple):
 
 @dataclass
 class Section:
-    """A part of a page: a heading, a sentence `note` on how to read it, and what stands below."""
+    """A section of a page: a heading, a sentence `note` on how to read the section, and content."""
 
     title: str = ""
     note: str = ""
@@ -55,15 +55,16 @@ class Section:
     nodes: Sequence[Mapping[str, Any]] = ()
     """The ranks of a grid by nodes, from `grid_section`."""
     rows: Sequence[Sequence[Cell]] = ()
-    """A table, headings first. Columns that are empty but for their heading are left out."""
+    """A table, headings first. Columns with a heading only are left out."""
     marked: Collection[int] = ()
-    """The indices of highlighted rows, counted from 0 beneath the headings."""
+    """The indices of highlighted rows, counted from 0 below the headings."""
 
     @property
     def table(self) -> dict[str, Any] | None:
-        """Return the table as the template writes it; None without rows.
+        """Return the table in the form that the template expects; None without rows.
 
-        Numbers beside the first column have bars, in proportion to the largest of their column.
+        Numbers outside the first column have bars, in proportion to the largest number in the
+        column.
         """
         if not self.rows:
             return None
@@ -84,7 +85,7 @@ class Section:
 
 
 def _value(cell: Cell) -> float:
-    """Return the number of a cell, to sort by; -1 for a cell that is a text."""
+    """Return the number by which a cell is sorted; -1 for a cell that is a text."""
     return -1 if isinstance(cell, str) else cell[1]
 
 
@@ -98,7 +99,7 @@ def page(
 
 MOST_NODES = 16
 MOST_RANKS = 32
-"""The most nodes of a drawing, and the most ranks drawn for a node or a replica."""
+"""The largest number of nodes in a drawing, and of ranks drawn for a node or a replica."""
 
 
 def grid_section(grid: Mapping[str, int], ranks_per_node: int | None) -> list[Section]:
@@ -110,7 +111,7 @@ def grid_section(grid: Mapping[str, int], ranks_per_node: int | None) -> list[Se
     cut = [axis for axis in AXES if axis != "sample" and topology.extent(axis) > 1]
     within = ranks_per_node or topology.size // topology.extent("sample")
     name, groups = "node" if ranks_per_node else "replica", -(-topology.size // within)
-    # A row has the ranks along the last cut axis, where they are few.
+    # A row has the ranks along the last partitioned axis, if these are few.
     last = topology.extent(cut[-1]) if len(cut) > 1 else topology.size
     columns = last if last <= 5 else 4
     nodes = []
@@ -242,7 +243,7 @@ ACTIVITIES = {
     "communication": COLOURS[4],
     "wait": COLOURS[1],
 }
-"""The colours of a rank's activities in a predicted step."""
+"""The colours of a rank's activities in a drawing of a predicted step."""
 
 IN_MS = "Times are in milliseconds."
 
@@ -318,7 +319,7 @@ def _step(found: Prediction, machine: Machine) -> list[Section]:
     ]
 
 
-# `scale`: a study of a step on more and more ranks.
+# `scale`: a study of a step on increasing numbers of ranks.
 
 
 def scale_page(study: Study) -> str:
@@ -378,13 +379,13 @@ def _curves(
     ]
 
 
-# `timeline`: the activities of every rank, and the messages under way.
+# `timeline`: the activities of every rank, and the messages in flight.
 
 MOST_TIMELINES = 16
-"""The most ranks whose timelines are drawn."""
+"""The largest number of ranks whose timelines are drawn."""
 
 OF_ROWS = dict(zip((*ROWS, *KINDS), (COLOURS[i] for i in (0, 1, 0, 2, 5, 3, 6, 7)), strict=True))
-"""The colours of a rank's rows, and of kinds of messages."""
+"""The colours of the rows of a rank: activities, and kinds of messages."""
 
 
 def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) -> str:

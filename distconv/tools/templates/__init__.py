@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 @cache
 def _environment() -> Environment:
-    """Return jinja2's environment, in which a line with a tag alone leaves no line behind."""
+    """Return jinja2's environment, in which a line with only a tag produces no line of output."""
     return Environment(
         loader=PackageLoader(__name__, "."),
         autoescape=select_autoescape(("html.j2",)),
@@ -22,8 +22,8 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the text of a template of this folder, filled in with `values`.
+    """Return the text of a template in this folder, with `values` for its variables.
 
-    Values are escaped in templates of HTML, and inserted as they are in all others.
+    Values are escaped in templates of HTML, and inserted unchanged in all others.
     """
     return _environment().get_template(template).render(values)
