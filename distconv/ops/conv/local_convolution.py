@@ -297,10 +297,10 @@ class LocalConvolution:
 
 
 def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
-    """Return a view of `y` without surplus elements at the begin and end of spatial dimensions.
+    """Return a view of `y` without surplus elements at both ends of each spatial dimension.
 
-    `crop` has for each spatial dimension the number of elements to drop at the begin and at the
-    end; None to drop none.
+    `crop` has for each spatial dimension the numbers of elements to drop before and after the
+    others; None to drop none.
     """
     if crop is None:
         return y

@@ -77,7 +77,7 @@ class SynchronizedNorm(ShardFunction):
 def _channels(x: Tensor, form: Form) -> tuple[int, int]:
     """Return the numbers of samples and of channels that the kernels see for the block `x`.
 
-    They are (N, C), or (1, N * C) if each sample has its own statistics.
+    The result is (N, C), or (1, N * C) if each sample has its own statistics.
     """
     n, c = x.shape[:2]
     return (1, n * c) if form.of_each_sample else (n, c)
