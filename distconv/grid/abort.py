@@ -1,4 +1,4 @@
-"""Ending of all ranks of the job if one rank raises or is interrupted, so that none waits for it."""
+"""Ending all ranks of the job if one rank raises, so that no other rank waits for messages."""
 
 from __future__ import annotations
 
