@@ -48,7 +48,7 @@ def abort_when_a_rank_raises() -> None:
 
     The traceback has no frames of the library, unless DISTCONV_DEBUG=1.
 
-    If several ranks raise, usually one of them prints its error: rank 0 at once, any other rank
+    If several ranks raise, usually only one rank prints its error: rank 0 at once, any other rank
     only if the job has not ended some seconds later. Processes started by a rank, such as workers,
     behave as before. `sys.exit` is not an uncaught exception for Python, and does not end the other
     ranks.
@@ -231,7 +231,7 @@ def _timer(seconds: float, act: Callable[..., object], argument: Any) -> threadi
     return timer
 
 
-# Ending ranks that would wait in MPI for ever, after an interrupt or the loss of their launcher.
+# Ending ranks that would wait in MPI forever, after an interrupt or the loss of their launcher.
 #
 # While a rank waits in MPI, Python raises no KeyboardInterrupt. Interrupted ranks would wait for
 # messages that are never sent. One thread watches for interrupts, for the end of the launcher, and

@@ -258,7 +258,7 @@ class Board:
             self._send(asking, _request("answer", None, value))
 
     def _announce(self, key: str) -> None:
-        """Record on this rank and all its descendants that the counter `key` has been announced."""
+        """Announce the counter `key` on this rank and on all ranks below it in the tree."""
         self.announced.add(key)
         for link in list(self._down.values()):
             self._send(link, _request("announce", key))

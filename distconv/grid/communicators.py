@@ -379,4 +379,4 @@ def _close() -> None:
         closing.run(abort=ABANDONED.is_set())
 
 
-atexit.register(_close)  # now, so that it runs after all ranks' programs have ended; see `Watch`
+atexit.register(_close)  # now, so that `_close` runs after the programs of all ranks have ended

@@ -210,8 +210,8 @@ class Journal:
     def compares_on(self, device: torch.device) -> bool:
         """Return whether the ranks can compare the contents of tensors on `device`.
 
-        It takes several ranks, and a device that is not capturing a graph: during a capture the
-        host cannot read elements.
+        False for a single rank, and while `device` captures a graph, as the host cannot read
+        elements during a capture.
         """
         return self.compares and not (is_accelerator(device) and is_capturing(device))
 

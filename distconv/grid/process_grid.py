@@ -131,8 +131,9 @@ _grids: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
 class ProcessGrid(Grid):
     """P_N x P_S ranks: `sample` partitions the mini-batch, the other axes partition each sample.
 
-    Ranks are numbered row-major over (sample, channel, filter, depth, height, width), so the ranks
-    that share a sample are neighbours, on one node where they fit.
+    P_N is the number of ranks along `sample`; P_S, the product of the other numbers, is the number
+    of ranks that share a sample. Ranks are numbered row-major over (sample, channel, filter, depth,
+    height, width), so ranks that share a sample have consecutive numbers, on one node if possible.
 
     Raises ValueError on every rank if the extents do not fit the number of ranks, or if device or
     transport is not available. Raises RuntimeError on every rank if the environment shows that

@@ -95,9 +95,9 @@ class Watch:
         self._looking.start()
 
     def connect(self, comm: Any, journal: Journal) -> None:
-        """Connect this thread with those of the other ranks of `comm`, to compare journals.
+        """Connect the watching threads of all ranks of `comm`, to compare journals. Collective.
 
-        `journal` is this rank's journal. Collective.
+        `journal` is this rank's journal.
         """
         alone, self._board, self._journal = self._board, open_board(comm), journal
         alone.wake()

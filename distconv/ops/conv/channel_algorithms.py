@@ -170,8 +170,8 @@ class LocalLayer:
     def empty_result(self, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the local result for a weight without elements, which torch does not support.
 
-        The result is zero plus the bias. In the autograd graph it depends on all operands. Its type
-        is the type that autocast gives the operator.
+        The result is zero plus the bias, in the type that autocast chooses for the operator. In the
+        autograd graph the result depends on all operands.
         """
         zero = buffer[:0].reshape(1, 0) @ weight[:0].reshape(0, 1)
         saved: Tensor = _Zero.apply(buffer, weight, bias)
@@ -276,9 +276,9 @@ class LayerCall(NamedTuple):
         return tuple(a for a in self.weights.cuts[dim] if a not in taken)
 
     def block(self, shape: tuple[int, ...], cuts: Cuts) -> _WeightBlock:
-        """Return how this rank gets its block of a weight or bias of global shape `shape`.
+        """Return the indices by which this rank gets its block of a weight or bias of `shape`.
 
-        `cuts` has for each dimension the grid axes that partition the weight or bias.
+        `shape` is the global shape, `cuts` has for each dimension the grid axes that partition it.
         """
         box = rank_box(shape, cuts, self.x.topology, self.x.rank)
         return _WeightBlock(
@@ -294,9 +294,9 @@ algorithm: Callable[[], str] = _CHOSEN.get
 def local_layer(layer: LayerCall) -> LocalLayer:
     """Return one rank's share of the call `layer`. No communication.
 
-    The grid axes that partition a distributed weight decide how channels and filters are divided.
-    The algorithm set by `parallel` divides them over the remaining axes, which partition the
-    channels of the input but not the weight.
+    Channels and filters are divided over the grid axes that partition the weight, if it is
+    distributed. The algorithm set by `parallel` decides for the remaining axes, which partition
+    the channels of the input but not the weight.
     """
     if layer.groups > 1:
         return _grouped_local_layer(layer)
@@ -378,7 +378,7 @@ def _interval(needs: IndexMap, outputs: Interval) -> Interval:
 def _over_groups(layer: LayerCall) -> Axes:
     """Return the grid axes that partition the filters of a grouped layer, and so its groups.
 
-    These are the axes that partition dimension 0 of the weight or the channels of the input.
+    The result has all axes that partition dimension 0 of the weight or the channels of the input.
     """
     given, cut = layer.weight_axes(0), layer.x.cuts[layer.dimension]
     axes = (*given, *(a for a in cut if a not in given))
@@ -417,8 +417,8 @@ def _division(layer: LayerCall, of_filters: int, of_channels: int) -> Division:
 def _communication_in_the_middle(layer: LayerCall, division: Division) -> int:
     """Return the number of elements that ranks in the middle of the grid receive, in both passes.
 
-    The ranks are all those with one block of samples and space, which has neighbours on all sides.
-    They differ only along the axes that partition channels or filters.
+    These ranks share one block of samples and space, which has neighbours on all sides. Their
+    coordinates differ only along the axes that partition channels or filters.
     """
     topology, d = layer.x.topology, layer.dimension
     middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})

@@ -18,7 +18,7 @@ from distconv.ops.support.arguments import TensorMeta, check_on_meta
 from distconv.ops.support.operands import Placement
 from distconv.ops.support.windows import window_needs
 
-# The arguments of a convolution, from which each rank derives plans without messages.
+# The arguments of a convolution, from which each rank derives plans without communication.
 
 
 Sides = tuple[int, ...]
@@ -93,10 +93,7 @@ class Convolution:
             )
 
     def refuse_standing_windows(self) -> None:
-        """Raise RuntimeError if a stride or a dilation is below 1.
-
-        torch may not check them for tensors without elements.
-        """
+        """Raise RuntimeError if a stride or a dilation is below 1."""
         for what, numbers in (("stride", self.stride), ("dilation", self.dilation)):
             if min(numbers) < 1:
                 raise RuntimeError(f"{self.name}: non-positive {what} {numbers} is not supported")
@@ -178,7 +175,7 @@ class TransposedConvolution(Convolution):
         arguments = strides, self.padding, extras, self.groups, dilations
         tensors = (None if n is None else TensorMeta(n) for n in (x, weight, bias))
         made: Shape = check_on_meta(self.function, *tensors, *arguments)
-        # `check_on_meta` does not check these, nor do kernels on ranks with an empty block.
+        # `check_on_meta` does not check output_padding, nor do kernels for an empty block.
         if any(e >= max(s, d) for e, s, d in zip(extras, strides, dilations, strict=True)):
             raise RuntimeError(
                 f"{name}: output_padding={extras} must be smaller than stride={strides} or "

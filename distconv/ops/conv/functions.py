@@ -102,7 +102,7 @@ def _may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
     `method` is the user's choice, or None for the default: overlap if the mean number of elements
     of a rank's block is `smallest` or more. Windows and blocks may still make overlap impossible.
     """
-    # torch decomposes complex convolutions above the level at which they overlap.
+    # torch computes a complex convolution from real ones, at a level above the overlapped method.
     if method == "assembled" or not any(x.cuts[2:]) or x.dtype.is_complex:
         return False
     ranks = x.topology.parts(cutting_axes(x.cuts))
@@ -256,7 +256,8 @@ def without_outputs(
 ) -> DistTensor:
     """Return an output without elements, or raise the error of serial torch. No communication.
 
-    Serial torch runs on zeros with the global shapes, so all ranks return or raise together.
+    Serial torch runs on zeros with the global shapes and at most two samples, so all ranks return
+    or raise together.
     """
     arguments = spec.stride, spec.padding, spec.output_padding, spec.groups, spec.dilation
     few = min(x.shape[0], _SAMPLES), *x.shape[1:]

@@ -259,9 +259,10 @@ class LocalConvolution:
         bias: Sequence[int] | None,
         mask: Sequence[bool],
     ) -> OperandGradients:
-        """Return the gradients of `x`, weight and bias, for those that `mask` asks for, else None.
+        """Return the gradients of `x`, weight and bias.
 
-        `dy` is the gradient of the output, `bias` the shape of the bias or None.
+        `dy` is the gradient of the output, and `bias` the shape of the bias, or None. `mask` has
+        three flags, which of the gradients to compute; the others are None.
         """
         d = piece.flat
         if piece.crop is not None:

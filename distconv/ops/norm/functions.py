@@ -64,8 +64,8 @@ def batch_norm_over(
     """Return the batch norm of `input`, by statistics over the ranks along the grid axes `axes`.
 
     Collective. If `axes` is None, statistics are over the global mini-batch. Otherwise each group
-    of ranks along `axes` has its own statistics, and the running statistics are updated with the
-    mean over the groups, so they are equal on all ranks. The other arguments are those of
+    of ranks along `axes` has its own statistics. Running statistics are updated with the mean over
+    the groups, and so stay equal on all ranks. The other arguments are those of
     `torch.nn.functional.batch_norm`.
     """
     channelwise = running_mean, running_var, weight, bias
@@ -161,6 +161,11 @@ def _decide(
     eps: float,
     kinds: tuple[Kind | None, ...],
 ) -> _Statistics:
+    """Return the ranks and elements of the statistics of a batch norm; no communication.
+
+    `kinds` has shape and type of each argument with a number for each channel, or None. Raises the
+    errors of torch's batch norm, on all ranks.
+    """
     elements = prod(x.shape)
     if len(x.shape) < 2 and elements:
         raise ValueError(f"batch_norm: expected at least 2 dimensions, got {len(x.shape)}")
@@ -275,7 +280,7 @@ def group_norm_over(
     check_on_meta(F.group_norm, any_type(x), num_groups, any_type(weight), any_type(bias), eps)
     channels, cuts = x.shape[1] // num_groups, x.cuts
     if num_groups % x.grid.topology.parts(cuts[1]) and channels != 1:
-        # Some groups lie on several ranks.
+        # Some groups of channels are partitioned over several ranks.
         return redistribute(
             group_norm_over(axes, uncut(x, [1], name), num_groups, weight, bias, eps), cuts, name
         )

@@ -142,11 +142,13 @@ def channels_of(x: Tensor, form: Form) -> Runs:
 
 @lru_cache(maxsize=4096)
 def _whole(shape: torch.Size, form: Form) -> Runs:
+    """Return the division of a block of `shape` into one run for each channel, with all samples."""
     return Runs((1, 1, form.groups, shape[1] // form.groups, 1), tuple(shape), False)
 
 
 @lru_cache(maxsize=4096)
 def _divided(shape: tuple[int, ...], form: Form, last: bool) -> Runs:
+    """Return the division of a block of `shape` into short runs; `last` for channels last."""
     samples = shape[0] if form.of_each_sample else 1
     channels = form.groups, shape[1] // form.groups
     positions = prod(shape[2:])

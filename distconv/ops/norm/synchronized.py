@@ -208,7 +208,7 @@ def _run_length(x: Tensor, channels: Sequence[int]) -> int | None:
 def _of_channels(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and 1 / sqrt(variance + eps) of each channel of this rank's block `x`.
 
-    Both have shape (C,); they are zeros for a block without elements.
+    Both have shape (C,), and are zero for a block without elements.
     """
     channels = x.shape[1]
     if not x.numel():

@@ -86,9 +86,9 @@ class Border(NamedTuple):
         buffer.narrow(self.dim, 0, len(self.repeated)).copy_(inner)
 
     def fold(self, gradient: Tensor) -> None:
-        """Add the gradients of the padding to those of the repeated elements, in place.
+        """Add gradients of the padding to gradients of the repeated elements, in place.
 
-        `gradient` is the gradient of the buffer. The adjoint of `fill`.
+        `gradient` is the gradient of the buffer. This is the adjoint of `fill`.
         """
         outer = gradient.narrow(self.dim, 0, len(self.repeated)).clone()
         gradient.index_add_(self.dim, constant(gradient.device, self.repeated), outer)
