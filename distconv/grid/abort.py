@@ -1,4 +1,4 @@
-"""Ending the whole job if one rank raises, so that no other rank waits for its messages."""
+"""Ending all ranks of the job if one rank raises, so that no other rank waits for messages."""
 
 from __future__ import annotations
 
@@ -23,32 +23,35 @@ from distconv.grid.words import hide_own_frames
 from distconv.transport.launch import is_copy, launched, place_by_torch, running_mpi
 
 _GRACE = 2.5
-"""Seconds that other ranks wait for rank 0 to report, so that a common error is printed once."""
+"""Seconds for which other ranks wait for the report of rank 0, so that a common error is printed
+once."""
 
 _ABORTING = 5.0
 """Seconds allowed for MPI's abort."""
 
 _LAST = 4.0
-"""Seconds allowed for functions registered with atexit, and for flushing files, before that."""
+"""Seconds allowed before the abort for functions registered with atexit, and again for flushing
+files."""
 
 _WRITING = 2.0
-"""Seconds allowed for a report to be taken from a full pipe."""
+"""Seconds allowed for writing a report to a full pipe."""
 
 AT_LAST = 2 * _LAST + _ABORTING + _WRITING
-"""Seconds after which a process that aborts its job ends, whatever its threads wait for."""
+"""Seconds after which a process that aborts its job ends, even if its threads still wait."""
 
 _FORWARDING = 0.5
-"""Seconds allowed for the launcher to forward the report, which an abort may cut off."""
+"""Seconds allowed for the launcher to forward the report, which an abort may discard."""
 
 
 def abort_when_a_rank_raises() -> None:
-    """Let an uncaught exception print its traceback and end all ranks of the job.
+    """Install a hook by which an uncaught exception prints its traceback and ends all ranks.
 
     The traceback has no frames of the library, unless DISTCONV_DEBUG=1.
 
-    If several ranks raise, one of them reports its error: rank 0 at once, any other after some
-    seconds in which the job has not ended. Processes started by a rank, such as workers, behave as
-    before. `sys.exit` is no uncaught exception to Python, and does not end the other ranks.
+    If several ranks raise, usually only one rank prints its error: rank 0 at once, any other rank
+    only if the job has not ended some seconds later. Processes started by a rank, such as workers,
+    behave as before. `sys.exit` is not an uncaught exception for Python, and does not end the other
+    ranks.
     """
     hook = getattr(sys, "excepthook", sys.__excepthook__)
     if not isinstance(hook, _Abort):
@@ -69,13 +72,13 @@ class _Abort:
             self._report(kind, error, traceback)  # type: ignore[operator]
             if is_copy():
                 sys.stderr.flush()
-                os._exit(1)  # or Python would end MPI, which waits for other ranks
+                os._exit(1)  # otherwise Python would finalize MPI, which waits for other ranks
             return
 
         def report() -> None:
             if rank:
                 time.sleep(_GRACE + min(0.1 * rank, 2.0))
-            with contextlib.suppress(Exception):  # where it is closed
+            with contextlib.suppress(Exception):  # standard output may be closed
                 sys.stdout.flush()
             print(f"distconv: rank {rank} of {ranks} raised", file=sys.stderr)
             self._report(kind, error, traceback)  # type: ignore[operator]
@@ -88,14 +91,15 @@ class _Abort:
             if not rank:
                 report()
         finally:
-            # Rank 0 saves after its report, and the others before: so they do not overtake it.
+            # Rank 0 reports before functions registered with atexit run, and the other ranks after
+            # that, so that the report of rank 0 comes first.
             abort_job(report if rank else None)
 
 
 def _place() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; (0, 1) if it is no rank.
+    """Return this process's rank and the number of ranks; (0, 1) for a process that is not a rank.
 
-    Before MPI has started, the rank is known only under torchrun and MPICH's launcher; other
+    Before MPI has started, the rank is known only under torchrun and MPICH's launcher. Other
     launchers end the job by themselves when a process ends.
     """
     if is_copy():
@@ -114,22 +118,22 @@ def _place() -> tuple[int, int]:
 
 
 def flush_files() -> None:
-    """Flush all open files of the program, for some seconds: a full pipe takes nothing."""
+    """Flush all open files of the program, for at most four seconds, as a full pipe blocks."""
     flushing = threading.Thread(target=_flush_files, daemon=True)
     try:
         flushing.start()
-    except RuntimeError:  # there is no thread to be had
+    except RuntimeError:  # no thread can be started
         _flush_files()
     else:
         flushing.join(_LAST)
 
 
 def _flush_files() -> None:
-    """Flush all open files of the program: text layers first, then the buffers beneath them."""
+    """Flush all open files of the program: first text layers, then the buffers below them."""
     texts: list[io.IOBase] = []
     buffers: list[io.IOBase] = []
     others: list[io.IOBase] = []
-    gc.unfreeze()  # or files that were open when the program called gc.freeze would stay unseen
+    gc.unfreeze()  # so that gc finds files that were open when the program called gc.freeze
     for thing in gc.get_objects():
         kind = type(thing)
         if issubclass(kind, io.TextIOBase):
@@ -144,11 +148,14 @@ def _flush_files() -> None:
 
 
 ABANDONED = threading.Event()
-"""Set when the job is about to be aborted, so that nobody waits for other ranks any more."""
+"""Set when the job is about to be aborted, so that no thread waits for other ranks any longer."""
 
 
 def say(text: str) -> None:
-    """Write a line to standard error, as far as that takes it within seconds, and raise nothing."""
+    """Write a line to standard error, within two seconds.
+
+    Text that a full pipe does not accept in this time is dropped. Raise nothing.
+    """
     left = memoryview(f"{text}\n".encode(errors="replace"))
     until = time.monotonic() + _WRITING
     with contextlib.suppress(OSError):
@@ -157,24 +164,24 @@ def say(text: str) -> None:
 
 
 def _takes_more(seconds: float) -> bool:
-    """Return whether standard error takes more bytes within some seconds."""
+    """Return whether standard error accepts more bytes within `seconds`."""
     waiting = select.poll()
     waiting.register(2, select.POLLOUT)
     return bool(waiting.poll(1000 * max(seconds, 0)))
 
 
 def abort_job(report: Callable[[], None] | None = None) -> NoReturn:
-    """End all ranks of the job; this process does not return.
+    """End all ranks of the job, and this process.
 
-    First, within seconds, functions registered with atexit run and open files are flushed. Then
-    `report` is called, to print an error. Where one of them neither returns nor lets another thread
-    begin, the thread of `end_when_abandoned` ends the process.
+    First, functions registered with atexit run and open files are flushed, for at most four seconds
+    each. Then `report` is called, to print an error. If a step neither returns nor lets another
+    thread start, the thread of `end_when_abandoned` ends the process. Does not return.
     """
     try:
         ABANDONED.set()
         limit = _timer(_LAST, _abort, report)
         with contextlib.suppress(BaseException):
-            atexit._run_exitfuncs()  # but not MPI's, which waits for other ranks
+            atexit._run_exitfuncs()  # without MPI's finalization, which waits for other ranks
         limit.cancel()
         _abort(report)
     finally:
@@ -182,7 +189,7 @@ def abort_job(report: Callable[[], None] | None = None) -> NoReturn:
 
 
 def _abort(report: Callable[[], None] | None) -> NoReturn:
-    """Flush files, call `report`, and end all ranks. Any thread may call it."""
+    """Flush files, call `report`, and end all ranks. Any thread may call this function."""
     try:
         # MPI may be busy in another thread's wait; the launcher ends the other ranks in any case.
         _timer(_LAST + _ABORTING, os._exit, 1)
@@ -197,15 +204,15 @@ def _abort(report: Callable[[], None] | None) -> NoReturn:
 
 
 def _end_all() -> None:
-    """End all ranks by their launcher; under torchrun it is enough that this process ends."""
+    """End all ranks by MPI or the launcher; under torchrun return, as it ends the other ranks."""
     if place_by_torch():
-        return  # and torchrun ends the others, or starts all anew
+        return  # torchrun ends the other ranks when this process ends, or restarts all
     if MPI := running_mpi():
-        if not _takes_more(0):  # MPI would wait with its own words, and let no thread run
+        if not _takes_more(0):  # writing its message, MPI would block all threads of the process
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         MPI.COMM_WORLD.Abort(1)
-    # Before MPI has started, MPICH's launcher treats any exit status as success, but no signal, and
-    # no request to abort, which MPI would send as this line.
+    # Before MPI has started, MPICH's launcher treats any exit status as success. It ends the job
+    # for a process that a signal kills, and for a request to abort, which MPI sends as this line.
     with contextlib.suppress(KeyError, ValueError, OSError):
         os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=1\n")
         time.sleep(_FORWARDING)
@@ -213,7 +220,10 @@ def _end_all() -> None:
 
 
 def _timer(seconds: float, act: Callable[..., object], argument: Any) -> threading.Timer:
-    """Call `act(argument)` in a thread after some seconds, where a thread can begin."""
+    """Call `act(argument)` in a thread after `seconds`, and return the timer, to cancel the call.
+
+    If no thread can be started, `act` is not called.
+    """
     timer = threading.Timer(seconds, act, (argument,))
     timer.daemon = True
     with contextlib.suppress(RuntimeError):
@@ -221,31 +231,31 @@ def _timer(seconds: float, act: Callable[..., object], argument: Any) -> threadi
     return timer
 
 
-# Ending ranks that would wait in MPI for ever, after an interrupt or the loss of their launcher.
+# Ending ranks that would wait in MPI forever, after an interrupt or the loss of their launcher.
 #
 # While a rank waits in MPI, Python raises no KeyboardInterrupt. Interrupted ranks would wait for
-# messages that are never sent. One thread watches for interrupts, for the launcher's end, and for
-# an abort of the job that does not come to its end; another one, in each worker process that
-# multiprocessing starts, ends the worker with its rank.
+# messages that are never sent. One thread watches for interrupts, for the end of the launcher, and
+# for an abort that takes too long. In each worker process that multiprocessing starts, another
+# thread ends the worker when its rank ends.
 
 
 PATIENCE = 5.0
-"""Seconds that a rank has after an interrupt, to report or to save its results."""
+"""Seconds for which a rank runs after an interrupt, to report or to save its results."""
 
 _INTERVAL = 1.0
-"""Seconds between two looks at the parent process."""
+"""Seconds between two checks of the parent process."""
 
 _watched_in: int | None = None
-"""The process in which the thread runs."""
+"""The id of the process in which `end_when_abandoned` has started its thread; None before."""
 
 
 def end_when_abandoned() -> None:
-    """Start a thread that ends this process after an interrupt, or with its launcher.
+    """Start a thread that ends this process after an interrupt, or when its launcher has ended.
 
-    Five seconds after an interrupt (Ctrl-C) the process ends, even if it has caught the
-    KeyboardInterrupt: an interrupted rank no longer knows which messages the others send it. If the
-    program has a handler of its own for SIGINT, nothing is done then. When the launcher, or any
-    other process that started this rank, is gone, the rank ends at once.
+    The process ends five seconds after an interrupt (Ctrl-C), even if the program has caught the
+    KeyboardInterrupt, as the ranks' messages no longer match after an interrupt. The thread ignores
+    interrupts if the program has its own handler for SIGINT. When the launcher, or another process
+    that started this rank, has ended, the rank ends within about a second.
     """
     global _watched_in
     if _watched_in == os.getpid():
@@ -257,9 +267,9 @@ def end_when_abandoned() -> None:
 
 
 def _signals() -> int | None:
-    """Return a pipe into which Python writes the numbers of arriving signals, or None.
+    """Return the file descriptor of a pipe to which Python writes the numbers of arriving signals.
 
-    None if other code uses `signal.set_wakeup_fd`, or in a thread other than the main one.
+    Return None if other code uses `signal.set_wakeup_fd`, and in any thread but the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -275,7 +285,11 @@ def _signals() -> int | None:
 
 
 def _watch(launcher: int, signals: int | None) -> None:
-    """Wait for an interrupt, or the end of process `launcher`, and end this process."""
+    """End this process some seconds after an interrupt, and when process `launcher` has ended.
+
+    `signals` is the file descriptor from which to read numbers of signals, or None. The process
+    also ends if an abort of the job takes too long.
+    """
     last: float | None = None
     aborted: float | None = None
     arriving = select.poll()  # unlike select(), also for a program with more than 1,024 files
@@ -301,7 +315,10 @@ def _watch(launcher: int, signals: int | None) -> None:
 
 
 def _end(why: str) -> None:
-    """Print `why`, flush files, and kill this process and its group. Any thread may call it."""
+    """Print the reason `why`, flush files, and kill this process; with its group, if it leads one.
+
+    Any thread may call this function.
+    """
     try:
         say(f"distconv: process {os.getpid()} {why}")
         flush_files()
@@ -312,17 +329,17 @@ def _end(why: str) -> None:
 
 
 def _leave_signals_to_the_rank() -> None:
-    """Detach a process forked from a rank from the rank's pipe of signals."""
+    """In a process forked from a rank, stop writing signal numbers to the rank's pipe."""
     if _watched_in is not None:
-        with contextlib.suppress(ValueError):  # raised in other threads than the main one
+        with contextlib.suppress(ValueError):  # raised in any thread but the main thread
             signal.set_wakeup_fd(-1)
 
 
 def _end_with_the_rank(_: object) -> None:
-    """In a worker process of multiprocessing, start a thread that ends it with its rank.
+    """In a worker process of multiprocessing, start a thread that ends the worker with its rank.
 
-    Without the thread, workers of a DataLoader end with their parent only, which is no rank under
-    `forkserver`, and other workers do not end.
+    Without this thread, workers of a DataLoader would end only with their parent process, which
+    under `forkserver` is not a rank, and other workers would not end at all.
     """
     rank = multiprocessing.parent_process()
     if rank is None or not launched():

@@ -1,8 +1,8 @@
-"""A board on which the watching threads of all ranks leave notes for each other.
+"""A store of notes and counters on rank 0, through which the watching threads of ranks communicate.
 
-The ranks form a tree: each has a link to the rank above it, and rank 0 keeps the notes. Notes and
-questions go up the tree, and answers come down. Nothing else is sent. A call waits at most some
-seconds for a rank that has stopped.
+The ranks form a tree: each rank has a link to its parent in the tree, and rank 0 is the root. Notes
+and requests are sent up the tree, answers and announcements down. A call waits at most some seconds
+for a rank that has stopped.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.link import Link, LinkLost, LinkMessage, message, open_links
 
 ALARM, LEFT = "alarm", "left"
-"""The counters of ranks that raise the alarm, and of ranks whose programs have ended. The first
-alarm, and the last end, are announced to all ranks."""
+"""The names of two counters: ranks that have raised the alarm, and ranks whose programs have ended.
+All ranks are informed of the first alarm, and of the end of the last program."""
 
 _FANOUT = 64
-"""The number of ranks of a group, of groups of a larger group, and so on; the first rank of a group
-is above the others. The tree of 65,536 ranks has three levels, and rank 0 has 141 links."""
+"""The number of ranks in a group, of groups in a larger group, and so on. The first rank of a group
+is the parent of the others. The tree of 65,536 ranks has three levels, and rank 0 has 141 links."""
 
 _ANSWER = 5.0
-"""Seconds that the rank above has for an answer; after them it counts as lost."""
+"""Seconds allowed for an answer of the parent rank, which counts as lost afterwards."""
 
 _FAREWELL = 5.0
-"""Seconds that the ranks below have to close their links, at the end of their programs."""
+"""Seconds allowed for the child ranks to close their links, at the end of their programs."""
 
 _REACH = 20.0
-"""Seconds allowed for the links to be made."""
+"""Seconds allowed for opening the links."""
 
 
 def above(rank: int) -> int:
-    """Return the rank above `rank`, which is not 0: its last digit to the base 64 replaced by 0."""
+    """Return the parent of `rank` in the tree; `rank` must not be 0.
+
+    The parent has 0 in place of the last digit of `rank` to the base 64 that is not 0.
+    """
     place = 1
     while rank // place % _FANOUT == 0:
         place *= _FANOUT
@@ -50,7 +53,7 @@ def above(rank: int) -> int:
 
 
 def below(rank: int, size: int) -> Iterator[int]:
-    """Yield the ranks, of `size` ranks in all, whose rank `above` is `rank`."""
+    """Yield the children of `rank` in the tree of `size` ranks."""
     place = 1
     while place < size and rank % (place * _FANOUT) == 0:
         yield from range(rank + place, min(rank + place * _FANOUT, size), place)
@@ -58,9 +61,9 @@ def below(rank: int, size: int) -> Iterator[int]:
 
 
 def open_board(comm: ObjectCommunicator) -> Board:
-    """Return a board of the ranks of `comm`, which all call it.
+    """Return a board that connects the ranks of `comm`. Collective.
 
-    A rank that cannot reach the rank above it prints so, and has a board without the others.
+    A rank that cannot connect to its parent prints a warning, and gets a board without other ranks.
     """
     up = [above(comm.rank)] if comm.rank else []
     try:
@@ -78,13 +81,14 @@ def open_board(comm: ObjectCommunicator) -> Board:
 
 
 class Board:
-    """Notes of all ranks, kept by rank 0; one thread of a rank calls the methods, but for `wake`.
+    """One rank's access to the notes and counters that rank 0 keeps for `size` ranks.
 
-    `links` has the links to the ranks `above` and `below`. A board without them has no notes.
+    `links` has the links to parent and children in the tree, by rank; a board without links has no
+    notes. Only one thread of a rank may call the methods, except for `wake`.
 
     Attributes
     ----------
-    announced: the counters, `ALARM` or `LEFT`, that have been announced to all ranks.
+    announced: the counters, `ALARM` or `LEFT`, that rank 0 has announced to all ranks.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, links: Mapping[int, Link] | None = None):
@@ -93,10 +97,11 @@ class Board:
         self._up = self._down.pop(above(rank)) if rank else None
         self._notes: dict[str, Any] | None = {} if links and not rank else None
         self._asking: deque[Link | None] = deque()
-        """Who waits for an answer from above, in order: a rank below, or this rank for None."""
+        """The links of child ranks that wait for an answer of the parent, in order of the requests;
+        None for a request of this rank."""
         self._answers: deque[Any] = deque()
         self._parted = False
-        """Whether a rank below has been lost, whose last note may not arrive."""
+        """Whether the link to a child rank has been lost, whose last note may be missing."""
         self._woken, self._waker = socket.socketpair()
         self.announced: set[str] = set()
 
@@ -106,22 +111,28 @@ class Board:
         return self._up is not None or self._notes is not None
 
     def post(self, key: str, value: Any) -> None:
-        """Leave a note, a value for JSON, under the name `key`."""
+        """Store `value`, which JSON can represent, on rank 0 under the name `key`."""
         self._ask("post", key, value)
 
     def add(self, key: str) -> int | None:
-        """Add 1 to a counter, and return it; None if the others cannot be reached."""
+        """Add 1 to the counter `key`, and return its value; None if rank 0 cannot be reached."""
         count = self._ask("add", key)
         return count if isinstance(count, int) else None
 
     def read(self, keys: Sequence[str]) -> list[Any]:
-        """Return the notes of these names, None for one that is not there or cannot be read."""
+        """Return the values stored under the names `keys`; None for a missing value.
+
+        All are None if rank 0 cannot be reached.
+        """
         notes = self._ask("read", keys)
         found = isinstance(notes, list) and len(notes) == len(keys)
         return notes if found else [None] * len(keys)
 
     def serve(self, seconds: float) -> None:
-        """Pass messages on for at most `seconds`; return earlier after a message or a wake-up."""
+        """Handle messages of other ranks for at most `seconds`.
+
+        Return earlier after a message, or when another thread calls `wake`.
+        """
         waiting = select.poll()
         waiting.register(self._woken, select.POLLIN)
         links = self._links()
@@ -132,7 +143,7 @@ class Board:
             if any(number == self._woken.fileno() for number, _ in ready):
                 self._woken.recv(1)
         except OSError:
-            # The program has closed a file of a link, or its limit forbids to wait for files.
+            # The program has closed a link's file, or its limit of open files forbids polling.
             time.sleep(min(max(seconds, 0.0), 1.0))
             for link in links:
                 self._lose(link)
@@ -142,15 +153,15 @@ class Board:
                 pass
 
     def wake(self) -> None:
-        """End the present call of `serve`, or the next one. Any thread may call it."""
-        with suppress(OSError):  # which has been closed
+        """End the running call of `serve`, or the next call. Any thread may call this method."""
+        with suppress(OSError):  # the board has been closed
             self._waker.send(b"x")
 
     def close(self) -> None:
-        """Wait until the programs of all ranks have ended, or cannot be reached; close all links.
+        """Wait until the programs of all ranks have ended, then close all links.
 
-        The ranks below close theirs first. If one of them has been lost, nobody can count all ranks
-        that have ended, and the wait takes five seconds.
+        The wait also ends if rank 0 cannot be reached. Child ranks close their links first. If the
+        link to a child has been lost, some ends are never counted, and the wait lasts five seconds.
         """
         until = math.inf
         while self.reaches and LEFT not in self.announced and time.monotonic() < until:
@@ -169,9 +180,10 @@ class Board:
         return [*self._down.values(), *([] if self._up is None else [self._up])]
 
     def _ask(self, kind: str, key: Any, value: Any = None) -> Any:
-        """Handle this rank's own request; return the answer, or None, also if none comes in time.
+        """Send a request of this rank to rank 0, and return the answer.
 
-        Posts have no answer.
+        `kind` is "post", "add" or "read". Return None for a post, which has no answer, and if no
+        answer arrives in time.
         """
         if self._notes is not None:
             return self._kept(kind, key, value)
@@ -189,7 +201,7 @@ class Board:
         return self._answers.popleft() if self._answers else None
 
     def _kept(self, kind: str, key: Any, value: Any) -> Any:
-        """Handle a request where the notes are kept, and return its answer."""
+        """Handle a request on rank 0, which keeps the notes, and return the answer."""
         notes = self._notes
         assert notes is not None
         if kind == "read":
@@ -200,9 +212,9 @@ class Board:
         return count
 
     def _handle_message(self, link: Link) -> bool:
-        """Handle a message of a link, and return whether one had come.
+        """Handle the next message of `link`, and return whether a message had arrived.
 
-        A message that is none of a board's is ignored.
+        Messages in an unexpected format are ignored.
         """
         try:
             arrived = link.poll()
@@ -211,7 +223,7 @@ class Board:
             return False
         if arrived is None:
             return False
-        # A value of an unexpected kind fails in one of these ways.
+        # Messages in an unexpected format raise one of these errors.
         with suppress(ValueError, TypeError, IndexError):
             kind, key, value = json.loads(bytes(arrived.payload.numpy()))
             if link is not self._up:
@@ -223,7 +235,10 @@ class Board:
         return True
 
     def _pass_up(self, link: Link, kind: str, key: Any, value: Any, arrived: LinkMessage) -> None:
-        """Handle the request of a rank below."""
+        """Handle a child's request: on rank 0 answer it, on other ranks forward it to the parent.
+
+        `arrived` is the message that `link` has delivered; the other arguments are its contents.
+        """
         if self._notes is not None:
             answer = self._kept(kind, key, value)
         elif self._up is not None:
@@ -243,7 +258,7 @@ class Board:
             self._send(asking, _request("answer", None, value))
 
     def _announce(self, key: str) -> None:
-        """Announce a counter to this rank and all below it."""
+        """Announce the counter `key` on this rank and on all ranks below it in the tree."""
         self.announced.add(key)
         for link in list(self._down.values()):
             self._send(link, _request("announce", key))
@@ -255,7 +270,7 @@ class Board:
             self._lose(link)
 
     def _lose(self, link: Link | None) -> None:
-        """Close a link. Without the one above, all ranks that wait for an answer get None."""
+        """Close a lost link. If it led to the parent, answer all waiting requests with None."""
         if link is None:
             return
         link.close()

@@ -1,6 +1,6 @@
-"""The communicators, transports and journals of this process, each made once for all grids.
+"""The communicators, transports and journals of this process, which all its grids share.
 
-MPI offers about two thousand communicators, and a program may make more grids than that.
+MPI supports about two thousand communicators, and a program may make more grids.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ from distconv.transport.torch import (
     common_store,
 )
 
-# A test of the carrier between accelerators, by messages with known values.
+# A test of a transport between accelerators, by messages with known values.
 #
-# On one vendor's machines batches of messages corrupted halos silently. One exchange and one
-# reduction of every kind find such a carrier before a program trusts it.
+# On one vendor's machines batches of messages silently corrupted halos. One exchange and one
+# collective of every kind find such a transport before a program uses it.
 
 
 _VARIABLE = "DISTCONV_SELFTEST"
 
 _ELEMENTS = 2**15
-"""Elements of a message: enough that libraries send it in several steps."""
+"""The elements of a test message: so many that libraries send the message in several steps."""
 
 _SUMMED = torch.float32, torch.bfloat16
 
 
 def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) -> list[str]:
-    """Test a carrier, and return a text for each wrong result. All ranks of `comm` call it.
+    """Test the transport `carrier` on `device`, and return a text for each wrong result.
 
-    The texts are the same on all ranks. Nothing is tested if DISTCONV_SELFTEST=0 on a rank.
+    The texts are the same on all ranks. Return an empty list without a test if DISTCONV_SELFTEST=0
+    on any rank. Collective over the ranks of `comm`.
     """
     if not all(comm.allgather(os.environ.get(_VARIABLE) != "0")):
         return []
@@ -72,7 +73,10 @@ def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) ->
 
 
 def check_carrier(carrier: Transport, comm: Communicator, device: torch.device) -> None:
-    """Test a carrier; raise RuntimeError on all ranks if any rank gets wrong values. Collective."""
+    """Raise RuntimeError on all ranks if any rank receives wrong values in a test of a transport.
+
+    Collective over the ranks of `comm`.
+    """
     wrong = found_wrong(carrier, comm, device)
     if not wrong:
         return
@@ -111,18 +115,19 @@ def _wrong_here(carrier: Transport, comm: Communicator, device: torch.device) ->
     return wrong
 
 
-# Closing the carriers between accelerators at the end of the program, which takes limited time.
+# Closing the transports between accelerators at the end of the program, within limited time.
 
 
 _PATIENCE = 10.0
 """Seconds allowed for closing, and again for aborting. The programs of all ranks have ended by
-then, so no result is lost with a message that is still under way."""
+then, so no result is lost with a message that is still in flight."""
 
 
 class Closing:
-    """Closes the carriers that `carriers()` returns, when the program ends.
+    """Closes the transports that `carriers()` returns, at the end of the program.
 
-    Its threads start now, as Python 3.12 and later start none at the end of a program.
+    The constructor starts the threads that close, as Python 3.12 and later do not start threads at
+    the end of a program.
     """
 
     def __init__(self, carriers: Callable[[], Iterable[StreamTransport]]):
@@ -130,10 +135,10 @@ class Closing:
         self._close, self._abort = (_Ready(partial(self._end, abort)) for abort in (False, True))
 
     def run(self, abort: bool) -> None:
-        """Close the carriers: at once for `abort`, else when their work is done.
+        """Close the transports: at once if `abort`, otherwise when their work is done.
 
-        All graphs of the device are emptied before. Carriers that are not closed within a limit are
-        aborted.
+        All captured graphs of the device are released first. Transports that are not closed within
+        ten seconds are aborted.
         """
         release_graphs()
         if not abort and self._close.ends_within(_PATIENCE):
@@ -153,7 +158,7 @@ class Closing:
 
 
 class _Ready:
-    """A daemon thread that waits to do its work."""
+    """A daemon thread that is started now, and calls `work` when `ends_within` is called."""
 
     def __init__(self, work: Callable[[], None]):
         self._work, self._begun = work, threading.Event()
@@ -161,7 +166,7 @@ class _Ready:
         self._thread.start()
 
     def ends_within(self, seconds: float) -> bool:
-        """Let the thread begin, and return whether its work is done within `seconds`."""
+        """Let the thread do its work, and return whether the work is done within `seconds`."""
         self._begun.set()
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -173,17 +178,21 @@ class _Ready:
 
 _LONGER = 60.0
 """Seconds by which the time limit of torch's groups between accelerators exceeds DISTCONV_TIMEOUT,
-whose report says more."""
+so that the report of the watching thread, which is more detailed, comes first."""
 
 _LONGEST = timedelta(days=365)
 
 
 _Key = tuple[str, tuple[str, ...], tuple[int, ...]]
-"""The name of a carrier, the device of each rank, and the ranks."""
+"""The key of a transport: its name, the device of each rank, and the ranks' numbers in the job."""
 
 
 class _Store:
-    """The communicators, transports and journals that this process has made, and its GPU."""
+    """The communicators, transports and journals that this process has made, and its GPU.
+
+    `carriers` has the transports that send messages; `transports` has the same wrapped, for the
+    watching thread and the journal.
+    """
 
     def __init__(self) -> None:
         self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
@@ -195,7 +204,7 @@ class _Store:
         self.side: SideStream | None = None
         self.closing: Closing | None = None
         self.wraps: list[Callable[[WatchedTransport], Transport]] = []
-        """The functions that wrap transports now, the outermost last."""
+        """The functions of all active contexts `carried_by`, the innermost context last."""
 
 
 @cache
@@ -204,10 +213,11 @@ def _store() -> _Store:
 
 
 def communicator(ranks: tuple[int, ...], purpose: str) -> Communicator:
-    """Return the communicator of `ranks`, given by their numbers in the job, for one purpose.
+    """Return the communicator of `ranks`, numbers in the job, for `purpose`.
 
-    Each purpose, such as "reductions", has a communicator of its own, so that messages do not mix.
-    All these ranks make it together at the first call; later calls look it up.
+    Each purpose, such as "reductions", has its own communicator, so that messages of different
+    purposes cannot be confused. The first call is collective over `ranks`; later calls return the
+    same object.
     """
     made = _store().communicators
     key = (purpose, ranks)
@@ -217,9 +227,10 @@ def communicator(ranks: tuple[int, ...], purpose: str) -> Communicator:
 
 
 def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Transport:
-    """Return the transport called `name` among `ranks`, whose tensors live on `devices`.
+    """Return the transport called `name` between `ranks`, numbers in the job.
 
-    All these ranks call it together. Only the first call communicates.
+    `devices` has the device of each rank. Only the first call communicates. Collective over
+    `ranks`.
     """
     carrier = _carrier(ranks, name, devices)
     if len(ranks) == 1:
@@ -239,11 +250,11 @@ def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tr
 
 @contextmanager
 def carried_by(wrap: Callable[[WatchedTransport], Transport]) -> Iterator[None]:
-    """Send this rank's messages through the carriers that `wrap` returns, within the context.
+    """Send this rank's messages by the transports that `wrap` returns, within the context.
 
-    `wrap(transport)` is called for each transport of this process, also for those made within the
-    context. It returns a carrier that records messages and passes them to `transport.carrier`. No
-    communication.
+    `wrap(transport)` is called for each transport of this process, also for transports made within
+    the context. It returns a transport that may record messages, and sends them by
+    `transport.carrier`. No communication.
     """
     store = _store()
     store.wraps.append(wrap)
@@ -260,9 +271,9 @@ def carried_by(wrap: Callable[[WatchedTransport], Transport]) -> Iterator[None]:
 
 
 def journal(ranks: tuple[int, ...]) -> Journal:
-    """Return the journal of `ranks`, numbers in the job, which all grids on them share.
+    """Return the journal of `ranks`, numbers in the job, which all grids of these ranks share.
 
-    All these ranks make it together at the first call, which starts the thread that watches waits.
+    The first call is collective over `ranks`, and starts the thread that watches waits.
     """
     made = _store().journals
     if ranks not in made:
@@ -293,7 +304,10 @@ def _carrier(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tra
 
 
 def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Transport:
-    """Make a new carrier called `name` among the ranks of `comm`, which all call it."""
+    """Return a new transport called `name` between the ranks of `comm`. Collective.
+
+    `devices` has the device of each rank.
+    """
     device = torch.device(devices[comm.rank])
     if name == "torch" and not is_accelerator(device):
         return TorchTransport(comm, store_of(comm))
@@ -305,7 +319,7 @@ def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Trans
     if name == "nccl":
         return NCCLTransport(comm, device, _side_stream(device))
     if not is_accelerator(device):
-        from distconv.transport.mpi import MPITransport  # which imports MPI
+        from distconv.transport.mpi import MPITransport  # here, as the module imports MPI
 
         of_mpi: Any = comm
         return MPITransport(of_mpi)
@@ -326,9 +340,9 @@ def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Trans
 
 
 def store_of(comm: Communicator) -> Store:
-    """Return a store of torch.distributed for the ranks of `comm`, which all call it.
+    """Return a key-value store of torch.distributed that the ranks of `comm` share. Collective.
 
-    It is None for a single rank.
+    For a single rank that torch has not started the store is None.
     """
     if isinstance(comm, TorchCommunicator):
         return comm.store
@@ -336,18 +350,18 @@ def store_of(comm: Communicator) -> Store:
 
 
 def gpu() -> torch.device | None:
-    """Return the GPU that this rank took for an earlier grid, or None."""
+    """Return the GPU that this rank uses on earlier grids, or None."""
     return _store().gpu
 
 
 def use_gpu(device: torch.device) -> None:
-    """Make `device` this rank's GPU for all later grids, and torch's current device."""
+    """Make `device` this rank's GPU for later grids, and torch's current device."""
     torch.accelerator.set_device_index(device)
     _store().gpu = device
 
 
 def _side_stream(device: torch.device) -> SideStream:
-    """Return the one stream, made at the first call, on which this process sends all messages."""
+    """Return the stream on which this process sends all messages; make it at the first call."""
     store = _store()
     if store.side is None:
         store.side = SideStream(device)
@@ -359,10 +373,10 @@ def _between_accelerators() -> list[StreamTransport]:
 
 
 def _close() -> None:
-    """Close the carriers between accelerators: at once if the job was aborted, else when idle."""
+    """Close the transports between accelerators: at once if the job is aborted, else when idle."""
     closing = _store().closing
     if closing is not None:
         closing.run(abort=ABANDONED.is_set())
 
 
-atexit.register(_close)  # now, so that it runs after all ranks' programs have ended; see `Watch`
+atexit.register(_close)  # now, so that `_close` runs after the programs of all ranks have ended

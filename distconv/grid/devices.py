@@ -1,7 +1,7 @@
-"""The choice of each rank's device, and of the carrier of messages, alike on all ranks.
+"""The choice of each rank's device, and of the transport of messages, which all ranks share.
 
-Every rank offers the devices that it sees, and the device that the program asks for. The choice
-follows from the offers of all ranks alone, so it can be tested without GPUs and messages.
+Every rank makes an offer: the devices that the rank sees, and the device that the program requests.
+The choice depends on the offers of all ranks only, so it can be tested without GPUs and messages.
 """
 
 from __future__ import annotations
@@ -20,41 +20,44 @@ from distconv.transport import torch as torch_transport
 from distconv.transport.launch import switched_on
 
 _ON_HOSTS = "mpi", "torch"
-"""The transports between hosts, by preference."""
+"""The transports between CPUs, in order of preference."""
 
 _ON_ACCELERATORS = "torch", "mpi", "nccl"
-"""The transports between accelerators, by preference."""
+"""The transports between accelerators, in order of preference."""
 
 _VARIABLE = "DISTCONV_TRANSPORT"
 
 _SHARE = "DISTCONV_SHARE_GPUS"
-"""Set to 1 to let NCCL, or its like, run several ranks on one GPU, which many versions refuse."""
+"""The variable to set to 1 so that NCCL, RCCL or oneCCL runs several ranks on one GPU, which many
+versions do not support."""
 
 
 class Offer(NamedTuple):
-    """The devices and transports that a rank wants and can use; every rank gets all offers."""
+    """The devices and transports that one rank requests and can use; gathered from all ranks."""
 
     device: str | None
-    """The device that the program asks for, a kind or one device; None for any."""
+    """The requested device, such as "cuda" or "cuda:1"; None for any."""
     transport: str | None
+    """The name of the requested transport; None for any."""
     gpus: tuple[str, ...] = ()
-    """The identities of the GPUs that this rank sees; none where the program asks for a CPU."""
+    """The identities of the GPUs that this rank sees; empty if the program requests a CPU."""
     missing: Mapping[str, str] = {}
-    """The reasons why this rank cannot use transports, by their names."""
+    """For each transport that this rank cannot use, by name, the reason."""
     may_share: bool = False
     """Whether NCCL may run several ranks on one GPU."""
     kind: str = "cpu"
-    """The kind of these GPUs, by torch's name."""
+    """The device type of `gpus`, such as "cuda"; "cpu" if this rank sees no accelerator."""
 
 
 class Choice(NamedTuple):
-    """The devices of all ranks of a grid, and its transport, as all ranks have agreed."""
+    """The devices of all ranks of a grid, and the transport; equal on all ranks."""
 
     devices: tuple[str, ...]
-    """The device of each rank, as the rank itself numbers its devices."""
+    """The device of each rank, such as "cuda:0", as the rank itself numbers its devices."""
     transport: str
+    """The name of the transport."""
     notice: str | None = None
-    """A warning about speed, if there is a reason for one."""
+    """A warning about speed, or None."""
 
 
 def make_offer(
@@ -63,10 +66,10 @@ def make_offer(
     kept: torch.device | None,
     by_mpi: bool = True,
 ) -> Offer:
-    """Return this rank's offer for the arguments of `ProcessGrid`; no communication.
+    """Return this rank's offer for the arguments of `ProcessGrid`. No communication.
 
-    `kept` is the GPU that the rank has on other grids, and keeps. `by_mpi` is False if MPI has not
-    started the ranks.
+    `kept` is the GPU that this rank has on earlier grids, which it keeps, or None. `by_mpi` is
+    whether MPI has started the ranks. Raises ValueError for an unknown device or transport.
     """
     given, transport = transport, transport or os.environ.get(_VARIABLE) or None
     if transport not in (None, *_ON_ACCELERATORS):
@@ -92,9 +95,9 @@ def make_offer(
 
 
 def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
-    """Return, for each transport that this rank cannot use on a kind of device, the reason.
+    """Return, for each transport that this rank cannot use on devices of type `kind`, the reason.
 
-    `by_mpi` is False if MPI has not started the ranks.
+    `by_mpi` is whether MPI has started the ranks.
     """
     reasons = {
         "mpi": None if by_mpi else "MPI has not started the ranks; start them with mpiexec",
@@ -107,10 +110,10 @@ def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
 def choose(offers: Sequence[Offer]) -> Choice:
     """Return the devices and the transport that follow from the offers of all ranks.
 
-    A rank without a requested GPU takes the least used GPU that it sees, in rank order, so the
-    ranks of a node take its GPUs in turn. Messages between GPUs travel by torch's NCCL if every
-    rank has a GPU of its own, and by MPI if ranks share GPUs; messages between CPUs by MPI, or by
-    torch's gloo if MPI has not started the ranks.
+    In rank order, each rank without a requested GPU gets the GPU that it sees and the fewest ranks
+    have, so the ranks of a node get the node's GPUs in turn. By default messages between GPUs are
+    sent by torch's NCCL if every rank has its own GPU, and by MPI if ranks share GPUs. Messages
+    between CPUs are sent by MPI, or by torch's gloo if MPI has not started the ranks.
 
     Raises ValueError if a requested device or transport is not available, or ranks request
     different ones.
@@ -141,10 +144,11 @@ def choose(offers: Sequence[Offer]) -> Choice:
 def _transport(
     asked: str | None, names: Sequence[str], offers: Sequence[Offer], sharing: str | None = None
 ) -> str:
-    """Return the transport `asked` for, or the first of `names` that all ranks can use.
+    """Return the requested transport `asked`, or by default the first of `names` that all can use.
 
-    `sharing` is a message about ranks that share a GPU, which NCCL refuses. Raises ValueError if
-    some rank cannot use the transport asked for, or if none of `names` is possible.
+    `sharing` is the text of an error if ranks share a GPU, which only MPI supports, else None.
+    Raises ValueError if some rank cannot use the requested transport, or if no transport of `names`
+    is possible on all ranks.
     """
     obstacles = {
         name: _obstacle([o.missing.get(name) for o in offers])
@@ -165,7 +169,7 @@ def _transport(
 
 
 def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
-    """Return a warning with a way out if ranks share GPUs, else None.
+    """Return a warning with a remedy if ranks share GPUs, else None.
 
     `gpus` has the identity of each rank's GPU.
     """
@@ -178,15 +182,18 @@ def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
 
 
 def _obstacle(each: Sequence[str | None]) -> str | None:
-    """Return the first rank's reason in `each` that is not None, with the rank; else None.
+    """Return why a transport cannot be used, with the first rank that cannot use it, or None.
 
-    `each` has for every rank the reason why it cannot use a transport, or None.
+    `each` has for every rank the reason why the rank cannot use the transport, or None.
     """
     return next((f"{one} (rank {rank})" for rank, one in enumerate(each) if one), None)
 
 
 def _sharing(gpus: Sequence[str]) -> str | None:
-    """Return a message that names two ranks with the same identity in `gpus`; None without any."""
+    """Return the text of an error that names two ranks that share a GPU; None if no ranks do.
+
+    `gpus` has the identity of each rank's GPU.
+    """
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if first < rank:
@@ -198,7 +205,10 @@ def _sharing(gpus: Sequence[str]) -> str | None:
 
 
 def _device_numbers(offers: Sequence[Offer]) -> list[int]:
-    """Return each rank's GPU, as its number among the GPUs that the rank itself sees."""
+    """Return the number of each rank's GPU among the GPUs that the rank itself sees.
+
+    Raises ValueError if a rank does not see the requested GPU, or sees no GPU.
+    """
     given = [(o.device or "").partition(":")[2] for o in offers]
     for rank, (o, number) in enumerate(zip(offers, given, strict=True)):
         if len(o.gpus) <= int(number or 0):

@@ -1,4 +1,4 @@
-"""The interface that operators use of a grid: a `ProcessGrid`, or the grid of a dry run."""
+"""The abstract class of grids, by which operators use a `ProcessGrid` or the grid of a dry run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from distconv.transport.interface import Transport
 
 
 class Grid(ABC):
-    """A grid of ranks with named axes, seen from one rank, with the means to reach the others.
+    """A grid of ranks with named axes, with which one rank communicates with the others.
 
     Attributes
     ----------
-    topology: the arithmetic of rank numbers and coordinates.
+    topology: the number of ranks along each axis, and conversions between ranks and coordinates.
     rank: this rank's number in the grid.
     size: the number of ranks.
-    device: this rank's device, on which all its DistTensors on the grid live.
-    computes_on_gpu: whether operators run on a GPU, or would in a dry run.
-    transport: the carrier of the grid's messages.
-    journal: the calls and messages of this rank, compared with the other ranks of the grid.
-    tensor_type: the class of the grid's tensors, if it is not DistTensor itself.
+    device: the device of all this rank's shards on the grid.
+    computes_on_gpu: whether operators run on a GPU, or would do so in a dry run.
+    transport: the transport of the grid's messages.
+    journal: the calls and messages of this rank, for comparison with the other ranks of the grid.
+    tensor_type: the subclass of DistTensor for the grid's tensors; None for DistTensor itself.
     """
 
-    # No properties: every operator asks for them.
+    # Plain attributes, not properties, as every operator reads them.
     topology: Topology
     rank: int
     size: int
@@ -70,10 +70,10 @@ class Grid(ABC):
 
     @abstractmethod
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
-        """Return the communicator of the ranks that differ from this one along `axes` only.
+        """Return the communicator of this rank and the ranks that differ from it along `axes` only.
 
-        These ranks make it together at the first call. It has `size` and `rank`. Reductions that
-        run at the same time need different purposes.
+        The communicator has attributes `size` and `rank`. Reductions that run at the same time need
+        different purposes. The first call is collective over the ranks of the communicator.
 
         Examples
         --------
@@ -85,7 +85,7 @@ class Grid(ABC):
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in rank order. All ranks of the grid call it together.
+        """Return the values of all ranks of the grid, in rank order. Collective.
 
         Examples
         --------
@@ -97,7 +97,7 @@ class Grid(ABC):
     def waiting(self) -> Wait:
         """Return a context for code that waits for other ranks.
 
-        The watching thread of `grid/stall.py` sees the wait, and reports it if it lasts too long.
+        The watching thread of `grid/stall.py` reports the wait if it lasts too long.
         """
         return Wait(self.journal.waiting)
 

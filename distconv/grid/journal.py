@@ -1,4 +1,4 @@
-"""The calls and messages of this rank, compared with those of the other ranks: all must be equal.
+"""A journal of this rank's calls and messages, which must equal the journals of the other ranks.
 
 An entry is the text of a call with its arguments, or of a collective *step*: an exchange, or a
 reduction outside a backward pass. The ranks compare a running checksum of their entries: before
@@ -6,8 +6,8 @@ each of the first 16 steps of a function, with each call of a parallelized modul
 steps without waiting. If checksums differ, the ranks exchange their latest entries, and all raise
 the same error.
 
-Of the calls of a function on cut tensors the first 16 are entries, and every 64th later; with
-DISTCONV_DEBUG=1 all. Other steps are entries without arguments. The contents of tensors are
+The first 16 calls of a function on partitioned tensors are entries, and later every 64th call; with
+DISTCONV_DEBUG=1 every call. Other steps are entries without arguments. The contents of tensors are
 compared by the same rule (`comm/checksums.py`).
 """
 
@@ -48,15 +48,15 @@ from distconv.transport.interface import (
 )
 from distconv.transport.launch import switched_on
 
-# This rank's present waits for other ranks, where the watching thread can see them.
+# This rank's present waits for other ranks, which the watching thread of `stall.py` reads.
 
 
 class Wait:
     """A context during which the host waits for other ranks.
 
     `peers()` returns the numbers of the awaited ranks; `peers` is None if all ranks are awaited.
-    `seen` is the time, of `time.monotonic` in seconds, at which the watching thread first saw the
-    wait; 0 before.
+    `seen` is the time (`time.monotonic`, in seconds) at which the watching thread first saw the
+    wait, or 0.
     """
 
     __slots__ = ("_before", "_waiting", "peers", "seen")
@@ -74,8 +74,9 @@ class Wait:
 class StreamWait:
     """A wait for the ranks `peers` that was queued on the current stream of a GPU.
 
-    `step` is the number of this rank's collective step, `operator` the running function or None,
-    `seen` as for `Wait`. The wait is over when the GPU has reached `event`.
+    `step` is the number of this rank's collective step, and `operator` the running function or
+    None. `seen` is the time (`time.monotonic`, in seconds) at which the watching thread first saw
+    the wait, or 0. The wait is over when the GPU has reached `event`.
     """
 
     def __init__(self, device: torch.device, peers: Iterable[int], step: int, operator: Any):
@@ -84,13 +85,13 @@ class StreamWait:
 
 
 class Waiting:
-    """The present waits of this rank, for the watching thread.
+    """The present waits of this rank for other ranks, which the watching thread reads.
 
     Attributes
     ----------
     now: the innermost wait of the host, or None.
-    of_streams: waits of a GPU's streams, in the order in which they were queued.
-    checks: functions that raise `RuntimeError` if a carrier between accelerators has met an error.
+    of_streams: the waits of a GPU's streams, in the order in which the waits were queued.
+    checks: functions that raise `RuntimeError` if a carrier between accelerators reports an error.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class Waiting:
     def oldest_of_streams(self) -> StreamWait | None:
         """Return the earliest queued wait of a stream that is not over, or None.
 
-        Only the watching thread may call it.
+        Waits that are over are removed. Only the watching thread may call this method.
         """
         given = self.of_streams
         while given and has_passed(given[0].event, given[0].device):
@@ -111,17 +112,17 @@ class Waiting:
 
 _VARIABLE = "DISTCONV_DEBUG"
 _FIRST, _EVERY = 16, 64
-"""The number of first calls of a kind that are compared, and the distance of later ones. Every 64
-steps the ranks take the result of one comparison, and start the next without waiting."""
+"""The first 16 calls of a kind are compared, and later every 64th call. Every 64 steps the ranks
+finish one comparison, and start the next without waiting."""
 _KEPT = 1024
-"""The number of latest entries that are kept, to be named where ranks differ."""
+"""The number of latest entries that are kept for error messages."""
 _KINDS = 4096
-"""The number of kinds of uses after which their counts are reset."""
+"""The number of kinds of uses at which their counts are reset."""
 _BACKWARD = {"backward", torch.autograd.backward, torch.autograd.grad}
 
 
 class DivergenceError(RuntimeError):
-    """Raised on all ranks of a grid if they run different operators, or with different arguments.
+    """Raised on all ranks of a grid that run different operators, or with different arguments.
 
     A program that catches the error on all ranks may continue.
     """
@@ -130,10 +131,10 @@ class DivergenceError(RuntimeError):
 
 
 class Entries(NamedTuple):
-    """The latest entries of one rank's journal, from number `first` on.
+    """The latest entries of one rank's journal; `first` is the number of the first of them.
 
-    `lines` has the program line of each entry, or None. Lines may differ between ranks, texts may
-    not.
+    `texts` has the texts, which must be equal on all ranks. `lines` has the line of the user's
+    program for each entry, or None; lines may differ between ranks.
     """
 
     first: int
@@ -141,7 +142,7 @@ class Entries(NamedTuple):
     lines: Sequence[str | None]
 
     def words(self, number: int) -> str:
-        """Return the text of entry `number` with its line, for an error message."""
+        """Return the text of entry `number` with its line of the program, for an error message."""
         index = number - self.first
         if not 0 <= index < len(self.texts):
             return "no recorded step"
@@ -150,9 +151,9 @@ class Entries(NamedTuple):
 
 
 def first_difference(ranks: Sequence[Entries]) -> int | None:
-    """Return the number of the first entry that differs between ranks.
+    """Return the number of the first entry that differs between `ranks`.
 
-    None if all kept entries agree: an earlier entry, no longer kept, differed.
+    None if all kept entries are equal, so that an entry that is no longer kept must have differed.
     """
     begin = max(entries.first for entries in ranks)
     end = max(entries.first + len(entries.texts) for entries in ranks)
@@ -169,16 +170,15 @@ class Journal:
     ----------
     thread: the id of the thread that may communicate.
     debug: whether every call and step is compared, as with DISTCONV_DEBUG=1.
-    number: the number of steps of this rank, reductions of gradients included.
-    place: the number of the latest entry if its text has arguments, else None; a tensor made next
-        is named by it in later entries.
+    number: the number of steps of this rank, including reductions of gradients.
+    place: the number of the latest entry if its text has arguments, else None. Later entries name a
+        tensor made now by this number.
     written: the number of entries.
 
     Parameters
     ----------
     comm: a `Communicator` that nothing else uses; None for a single rank, which compares nothing.
-    waiting: the list of this rank's waits, which the watching thread reads; the journal enters its
-        own waits.
+    waiting: the waits of this rank, to which the journal adds its own waits.
     """
 
     def __init__(self, comm: Any, waiting: Waiting):
@@ -186,7 +186,7 @@ class Journal:
         self.compares = comm is not None
         self.debug = self.compares and switched_on(_VARIABLE)
         self._compares_all = self.debug
-        """Whether every step is compared for now."""
+        """Whether every step is compared, with DISTCONV_DEBUG=1 or in `comparing_all`."""
         self.any_order = 0
         """The number of active contexts in which ranks may start backward passes in any order."""
         self.number = self.written = 0
@@ -194,31 +194,33 @@ class Journal:
         self._checksum = 0
         """The running checksum of all entries."""
         self._known_from = 0
-        """The first entry by which tensors are told apart."""
+        """The number of the first entry by which later entries may name a tensor."""
         self._since = 0
-        """The number of steps since the last comparison began."""
+        """The number of steps since the start of the last comparison."""
         self._last: deque[tuple[str, str | None]] = deque(maxlen=_KEPT)
         """The texts and lines of the latest entries."""
         self._calls: dict[Any, int] = {}
         self._steps: dict[Any, int] = {}
         self._counts: dict[Hashable, int] = {}
-        """The numbers of calls and steps of each function, and of uses of other kinds."""
+        """The numbers of calls and of steps of each function, and of uses of other kinds."""
         self.next_tag = tags()
         self.thread = threading.get_ident()
         self._under_way: Comparison | None = None
 
     def compares_on(self, device: torch.device) -> bool:
-        """Return whether ranks can compare tensors on `device`: several ranks, and no capture.
+        """Return whether the ranks can compare the contents of tensors on `device`.
 
-        A device that captures a graph cannot return the elements of a tensor.
+        False for a single rank, and while `device` captures a graph, as the host cannot read
+        elements during a capture.
         """
         return self.compares and not (is_accelerator(device) and is_capturing(device))
 
     def is_due(self, kind: Hashable, device: torch.device) -> bool:
-        """Count a use of `kind`; return whether ranks compare its tensors, which are on `device`.
+        """Count a use of `kind`, and return whether the ranks should compare its tensors.
 
-        They compare the first 16 uses, and then every 64th, but none while a graph is captured. All
-        ranks that make the same calls get the same answer; nothing is sent.
+        The ranks compare the first 16 uses and then every 64th, but none while `device`, on which
+        the tensors are, captures a graph. All ranks with the same calls get the same result. No
+        communication.
         """
         if not self.compares_on(device):
             return False
@@ -228,10 +230,10 @@ class Journal:
         return count <= _FIRST or not count % _EVERY or self.debug
 
     def enter_call(self, function: Any) -> None:
-        """Write an entry for the running call of `function`, if it is among the calls to compare.
+        """Write an entry for the running call of `function`, if this call is to be compared.
 
-        Calls in backward passes and in other threads are left out, as their order may differ, and
-        so are backward passes while they may come in `any_order`.
+        Calls within backward passes and in other threads have no entry, as their order may differ
+        between ranks. The same holds for calls of backward within contexts counted by `any_order`.
         """
         if threading.get_ident() != self.thread or not self.compares:
             return
@@ -245,13 +247,14 @@ class Journal:
         if function != "backward":
             self.place = self.written
         elif self._compares_all:
-            self.compare()  # before sums of gradients, which are not entered
+            self.compare()  # before reductions of gradients, which have no entries
 
     def step(self, kind: str, tag: int = 0) -> None:
-        """Begin a collective step of this kind, such as "exchange", and compare ranks if it is due.
+        """Write an entry for a collective step, such as "exchange", and compare ranks if it is due.
 
-        `tag` is the tag of an exchange, which must be equal on all ranks. Raises DivergenceError on
-        every rank if ranks differ, and RuntimeError if two threads use the grid at once.
+        `kind` is the name of the step. `tag` is the tag of an exchange, which must be equal on all
+        ranks. Raises DivergenceError on every rank if ranks differ, and RuntimeError if two threads
+        use the grid at the same time.
         """
         self._begin_step()
         function, arguments, _ = CURRENT.call
@@ -259,7 +262,7 @@ class Journal:
         if outside and kind == "all_reduce":
             # Gradients are reduced as they become ready, in orders that differ between ranks.
             return
-        # Only the count decides, as it is the same on all ranks: arguments that are new to one rank
+        # Only the count decides, as it is the same on all ranks. Arguments that are new to one rank
         # may be known to another, which would send its messages while the first waits to compare.
         count = self._steps[function] = self._steps.get(function, 0) + 1
         compared = self._compares_all or count <= _FIRST
@@ -280,9 +283,9 @@ class Journal:
 
     @contextmanager
     def comparing_all(self, event: str) -> Iterator[None]:
-        """Compare every step within the context, and at its beginning and its end.
+        """Compare the ranks at every step within the context, and at its start and end. Collective.
 
-        `event` is the text of an entry for the beginning. All ranks enter the context together.
+        `event` is the text of an entry that is written at the start.
         """
         before, self._compares_all = self._compares_all, self.compares
         try:
@@ -293,9 +296,10 @@ class Journal:
             self._compares_all = before
 
     def agrees(self, event: str, number: int) -> bool:
-        """Write entry `event`, compare all entries; return whether `number` is equal on all ranks.
+        """Return whether `number` is equal on all ranks, after a comparison of all entries.
 
-        Collective. Raises DivergenceError on every rank if entries differ.
+        An entry with the text `event` is written first. Raises DivergenceError on every rank if
+        entries differ. Collective.
         """
         if not self.compares:
             return True
@@ -306,24 +310,33 @@ class Journal:
         return self._wait()
 
     def latest(self) -> int | None:
-        """Return `place`, to mark a tensor made now; None on a thread that must not communicate."""
+        """Return the number of the entry that names a tensor made now, or None.
+
+        None if the latest entry has no arguments, and on a thread that may not communicate.
+        """
         return self.place if threading.get_ident() == self.thread else None
 
     def compare(self) -> None:
-        """Compare all entries, and wait. Raises DivergenceError on every rank if they differ."""
+        """Compare all entries between ranks, and wait for the result. Collective.
+
+        Raises DivergenceError on every rank if entries differ.
+        """
         if self.compares:
-            self._begin_step()  # so that a rank that has left is known not to take part
+            self._begin_step()  # so that reports show that a rank that has ended does not take part
             self._start()
             self._wait()
 
     def latest_entries(self, most: int = _KEPT) -> Entries:
-        """Return at most `most` of the latest entries. The watching thread calls it, too."""
+        """Return the latest entries, `most` at most. Any thread may call this method."""
         last = list(self._last)[-most:]
         texts, lines = zip(*last, strict=True) if last else ((), ())
         return Entries(self.written - len(last) + 1, texts, lines)
 
     def _begin_step(self) -> None:
-        """Count a collective step, after a check that this thread may communicate."""
+        """Count a collective step, after a check that this thread may communicate.
+
+        Raises RuntimeError if two threads use the grid at the same time.
+        """
         if threading.get_ident() != self.thread:
             self._change_thread()
         self.number += 1
@@ -334,9 +347,9 @@ class Journal:
         self.written += 1
 
     def _start(self, number: int = 0) -> None:
-        """Start to compare the checksum of all entries, and `number`.
+        """Start to compare between ranks the checksum of all entries, and `number`.
 
-        An earlier comparison is finished first.
+        An earlier comparison is finished first, which may raise DivergenceError. Collective.
         """
         self._wait()
         self._since = 0
@@ -345,7 +358,7 @@ class Journal:
     def _wait(self) -> bool:
         """Finish the comparison that was started last; return whether its numbers were equal.
 
-        Raises DivergenceError on every rank if entries differ.
+        Return True if none was started. Raises DivergenceError on every rank if entries differ.
         """
         if self._under_way is None:
             return True
@@ -357,7 +370,7 @@ class Journal:
         return numbers_alike
 
     def _differences(self) -> str:
-        """Return the error message for ranks that differ, and reset the journal. Collective."""
+        """Return the error message for different entries, and reset the journal. Collective."""
         tag = self.next_tag()
         told = self.latest_entries(), place_of(self.thread), tag, CURRENT.error
         with Wait(self.waiting):
@@ -391,10 +404,10 @@ class Journal:
         )
 
     def _change_thread(self) -> None:
-        """Let only the calling thread communicate from now on.
+        """Make the calling thread the only one that may communicate.
 
-        Raises RuntimeError unless the thread that did so before has ended, or waits for a lock or a
-        queue.
+        Raises RuntimeError unless the previous thread has ended, or waits for a lock or a queue. In
+        a backward pass nothing changes, as autograd has threads of its own.
         """
         if backward_pass() != -1:
             return  # autograd computes on behalf of the thread that called backward()
@@ -408,28 +421,28 @@ class Journal:
         self.thread = threading.get_ident()
 
 
-# A carrier that shows its waits to the watching thread, and enters its steps in the journal.
+# A transport that records its waits for the watching thread, and its steps in the journal.
 
 
 Peers = Callable[[], Iterable[int]]
-"""A function that returns the ranks that a wait is for."""
+"""A function that returns the numbers of the ranks for which a wait waits."""
 
 
 class WrappedTransport:
-    """A transport around another one, `carrier`, to which subclasses pass the messages on."""
+    """A transport that wraps another transport, `carrier`, by which subclasses send messages."""
 
     def __init__(self, carrier: Transport):
         self.name, self.ordered, self.next_tag = carrier.name, carrier.ordered, carrier.next_tag
         self.carry_by(carrier)
 
     def carry_by(self, carrier: Transport) -> None:
-        """Pass all later messages to `carrier`."""
-        # Every message allocates memory, without a call in between.
+        """Send all later messages by `carrier`."""
+        # `empty` is copied, as every message allocates memory, and a method would cost a call.
         self.carrier, self.empty = carrier, carrier.empty
 
 
 class _WatchedRequest:
-    """A request whose `wait` runs within the context `wait()`, which the watching thread sees."""
+    """A request whose `wait` runs in the context `wait()`, so that the watching thread sees it."""
 
     __slots__ = ("_request", "_wait")
 
@@ -442,7 +455,7 @@ class _WatchedRequest:
 
 
 class WatchedTransport(WrappedTransport):
-    """A carrier that shows its waits to the watching thread, and enters its steps in the journal.
+    """A transport that records its waits for the watching thread, and its steps in the journal.
 
     `members(group)` returns the ranks of the communicator `group`, as numbers in the grid.
     """
@@ -474,7 +487,7 @@ class WatchedTransport(WrappedTransport):
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         self._journal.step("all_reduce")
         peers = partial(self._members, group)
-        with Wait(self._waiting, peers):  # where the ranks of a group have to connect first
+        with Wait(self._waiting, peers):  # the first call for a group connects its ranks
             request = self.carrier.all_reduce(tensor, group)
         return _WatchedRequest(request, partial(self._visible, peers))
 
@@ -490,10 +503,11 @@ class WatchedTransport(WrappedTransport):
 
     @contextmanager
     def _on_stream(self, device: Any, peers: Peers) -> Iterator[None]:
-        """Let the watching thread see that the host waits, within the context, for `peers()`.
+        """Record a wait of the host for `peers()` within the context, and then one of the stream.
 
-        The host may wait while ranks connect. After the context the thread sees a wait of the
-        current stream, unless the stream is being captured: that wait happens at each replay.
+        The host may wait within the context until ranks are connected. After the context a wait of
+        the current stream of `device` is recorded. None is recorded while a graph is captured, as
+        the wait then happens at each replay.
         """
         with Wait(self._waiting, peers):
             yield

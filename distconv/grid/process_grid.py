@@ -1,4 +1,4 @@
-"""`ProcessGrid`: the ranks of a job, or some of them, as a grid with named axes."""
+"""`ProcessGrid`: all or some ranks of a job as a grid with named axes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 
 def axes_of_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> tuple[str, ...]:
-    """Return the grid axis of each mesh dimension: `axes[name]`, or by default its own name."""
+    """Return the grid axis of each mesh dimension: `axes[name]`, or by default the name itself.
+
+    Raises ValueError if a dimension has no grid axis, or two dimensions have the same.
+    """
     named = tuple((axes or {}).get(name, name) for name in mesh.mesh_dim_names or ())
     if len(named) != mesh.ndim or len(set(named)) < len(named) or not set(named) <= set(AXES):
         raise ValueError(
@@ -52,9 +55,9 @@ def axes_of_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> tuple[str,
 
 
 def arranged(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[list[int], dict[str, int]]:
-    """Return the mesh's ranks in the order of a grid, and the grid's extents by axis.
+    """Return the mesh's ranks in the order of a grid, and the number of ranks along each grid axis.
 
-    `axes` names the grid axis of each mesh dimension. Raises `ValueError` if ranks do not ascend
+    `axes` has the grid axis of each mesh dimension. Raises `ValueError` if ranks do not ascend
     along each dimension.
     """
     _check_ascending(mesh.mesh)
@@ -64,7 +67,10 @@ def arranged(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[list[int], dict[str
 
 
 def _check_ascending(ranks: torch.Tensor) -> None:
-    """Raise ValueError if ranks do not ascend along each dimension, as torch would sort them."""
+    """Raise ValueError if ranks do not ascend along each dimension of the mesh `ranks`.
+
+    torch would sort such ranks when it creates the mesh's process groups.
+    """
     for dimension in range(ranks.dim()):
         if not (ranks.diff(dim=dimension) > 0).all():
             raise ValueError(
@@ -74,17 +80,17 @@ def _check_ascending(ranks: torch.Tensor) -> None:
 
 
 def mesh_axes(grid: Grid) -> tuple[str, ...]:
-    """Return the axes of a grid's mesh: all with several ranks, or `sample` if there is none."""
+    """Return the axes of the device mesh of `grid`: those with several ranks, or only "sample"."""
     return tuple(axis for axis, n in grid.shape.items() if n > 1) or ("sample",)
 
 
 def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
-    """Return a device mesh of the ranks of `grid`, which all call it.
+    """Return a device mesh of torch.distributed with the ranks and the axes of `grid`. Collective.
 
-    `ranks` are their numbers in the job. If the program has no default group of torch.distributed,
-    this initialises one. Raises ValueError on every rank if the grid lacks ranks of the job, if the
-    ranks do not ascend along its axes, or if the program's default group numbers the ranks
-    differently.
+    `ranks` has the number in the job of each rank of the grid. If the program has no default group
+    of torch.distributed, one is initialised. Raises ValueError on every rank if the grid does not
+    have all ranks of the job, if ranks do not ascend along its axes, or if the program's default
+    group numbers the ranks differently.
     """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -114,25 +120,26 @@ def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
     return mesh  # type: ignore[no-any-return]
 
 
-if launched():  # a rank may raise before it makes a grid, for which the others wait
+if launched():  # a rank may raise before it makes a grid, while other ranks wait to make the grid
     abort_when_a_rank_raises()
     keep_launcher_from_children()
 
 _grids: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
-"""All grids of this process, by identity, since several grids may be equal."""
+"""All grids of this process, by `id`, as several grids may be equal."""
 
 
 class ProcessGrid(Grid):
     """P_N x P_S ranks: `sample` partitions the mini-batch, the other axes partition each sample.
 
-    Ranks are numbered row-major over (sample, channel, filter, depth, height, width), so the ranks
-    that share a sample are neighbours, on one node where they fit.
+    P_N is the number of ranks along `sample`; P_S, the product of the other numbers, is the number
+    of ranks that share a sample. Ranks are numbered row-major over (sample, channel, filter, depth,
+    height, width), so ranks that share a sample have consecutive numbers, on one node if possible.
 
-    Raises ValueError on every rank, when the extents do not fit the number of ranks, or device or
-    transport is not available. Raises RuntimeError on every rank, when the environment shows
-    several processes that do not know each other, which DISTCONV_ALLOW_SINGLE=1 allows; and in a
-    worker process, which is no rank. Raises TypeError for any other axis. Warns if one rank is
-    alone in a job of several tasks.
+    Raises ValueError on every rank if the extents do not fit the number of ranks, or if device or
+    transport is not available. Raises RuntimeError on every rank if the environment shows that
+    several processes were started without a connection between them, unless
+    DISTCONV_ALLOW_SINGLE=1; and in a worker process, which is not a rank. Raises TypeError for any
+    other axis. Warns if one rank is alone in a job of several tasks.
 
     Parameters
     ----------
@@ -140,16 +147,16 @@ class ProcessGrid(Grid):
         torch.distributed, `comm` of another grid, or rank numbers in the job. By default all ranks
         of the job: those started by mpiexec or torchrun, or in a default group of
         torch.distributed.
-    sample, channel, filter, depth, height, width: ranks along each axis; their product is the
-        number of ranks. One may be -1 and is inferred.
-    device: this rank's device, such as "cpu", "cuda" or "cuda:1". By default, where torch finds
-        accelerators, the one that the fewest ranks have, in rank order. A rank keeps it on other
-        grids. It becomes torch's current device.
-    transport: the carrier of messages: "torch", by torch.distributed (NCCL, RCCL or oneCCL between
-        GPUs that each belong to one rank, and gloo between CPUs); "nccl", by cupy between such
-        GPUs; or "mpi", through the host for GPUs unless the MPI is GPU-aware. By default
-        DISTCONV_TRANSPORT, and else the first of these that is possible; on CPUs "mpi", except
-        under torchrun.
+    sample, channel, filter, depth, height, width: the number of ranks along each axis. The product
+        is the number of ranks of the grid. One axis may be -1, which is inferred.
+    device: this rank's device, such as "cpu", "cuda" or "cuda:1". By default, if torch finds
+        accelerators, each rank in order gets the accelerator that the fewest ranks have. A rank
+        keeps its accelerator on later grids. The accelerator becomes torch's current device.
+    transport: the library that sends messages: "torch", by torch.distributed (NCCL, RCCL or oneCCL
+        between GPUs that each belong to one rank, and gloo between CPUs); "nccl", by cupy between
+        such GPUs; or "mpi", for GPUs through the host unless the MPI is GPU-aware. The default is
+        DISTCONV_TRANSPORT if set; otherwise, between GPUs, the first of "torch", "mpi" and "nccl"
+        that is possible, and between CPUs "mpi", except under torchrun.
 
     Examples
     --------
@@ -205,7 +212,7 @@ class ProcessGrid(Grid):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the numbers that the grid's ranks have in the job, in grid order.
+        """Return the number in the job of each rank of the grid, in the grid's order.
 
         Examples
         --------
@@ -216,10 +223,10 @@ class ProcessGrid(Grid):
 
     @property
     def comm(self) -> Any:
-        """Return the communicator of the grid's ranks, in grid order, for the program's own use.
+        """Return a communicator of the grid's ranks, in grid order, for the program's own use.
 
-        It is mpi4py's if MPI started the ranks. Otherwise it has the same methods for small
-        objects: `rank`, `size`, `bcast(value)`, `allgather(value)`.
+        If MPI started the ranks, the result is a communicator of mpi4py. Otherwise it has the same
+        interface for small objects: `rank`, `size`, `bcast(value)`, `allgather(value)`.
 
         Examples
         --------
@@ -233,15 +240,16 @@ class ProcessGrid(Grid):
     def from_device_mesh(
         cls, mesh: DeviceMesh, axes: Mapping[str, str] | None = None, **options: Any
     ) -> ProcessGrid:
-        """Return a grid with the ranks of a device mesh of torch.distributed, which all call it.
+        """Return a grid with the ranks and dimensions of a device mesh of torch.distributed.
 
-        Raises ValueError if a mesh dimension has no axis, or two have the same.
+        Collective over the ranks of the mesh. Raises ValueError if a mesh dimension has no grid
+        axis, or two dimensions have the same.
 
         Parameters
         ----------
         mesh: a mesh whose dimensions are named by axes of the grid, in any order.
-        axes: the grid axis for each name of a dimension, if the names differ: {"dp": "sample"}.
-        options: `device` and `transport`, as for any grid.
+        axes: the grid axis for each name of a mesh dimension that differs: {"dp": "sample"}.
+        options: `device` and `transport`, as in `ProcessGrid`.
 
         Examples
         --------
@@ -259,8 +267,8 @@ class ProcessGrid(Grid):
     def device_mesh(self) -> DeviceMesh:
         """Return the grid's ranks as a device mesh of torch.distributed, without axes of one rank.
 
-        All ranks call it together the first time. The grid must have all ranks of the job. If the
-        program has no default group of torch.distributed, this initialises one.
+        The grid must have all ranks of the job; otherwise ValueError is raised. If the program has
+        no default group of torch.distributed, one is initialised. Collective at the first access.
 
         Examples
         --------
@@ -289,17 +297,17 @@ class ProcessGrid(Grid):
             return self._comm.allgather(value)
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
-        """Return the weighted mean of the ranks' values, such as a metric of their samples.
+        """Return the weighted mean over the ranks of `value`, such as a metric of local samples.
 
-        All ranks of the grid call it together. Ranks that share samples pass the same value, with
-        the number of its samples as weight. A value of weight 0 is ignored, even NaN; where all
-        weights are 0, the mean is NaN.
+        Collective. Ranks that share samples pass the same value, with the number of samples as
+        weight. A value of weight 0 is ignored, even NaN. If all weights are 0, the mean is NaN.
 
-        Raises ValueError on every rank, where a weight is negative or not finite on one.
+        Raises ValueError on every rank if a weight is negative or not finite on any rank.
 
         Parameters
         ----------
-        value: a number, or a tensor of one element.
+        value: this rank's number, or a tensor of one element.
+        weight: the weight of this rank's value, 0 or more.
 
         Examples
         --------
@@ -352,7 +360,7 @@ class ProcessGrid(Grid):
 
 
 class _OfTheRank:
-    """A stand-in for the carrier of a grid in a process forked from a rank: every use raises."""
+    """A replacement for a grid's transport in a process forked from a rank: every use raises."""
 
     def __getattr__(self, name: str) -> NoReturn:
         check_is_rank()
@@ -360,12 +368,13 @@ class _OfTheRank:
 
 
 def _leave_messages_to_the_rank() -> None:
-    """In a forked process, such as a reading worker, let any use of a grid's messages raise.
+    """In a forked process, such as a reading worker, make grids raise when a message is to be sent.
 
-    The process would wait for ever. Coordinates and boxes need no messages, and still work.
+    Otherwise the process, which is not a rank, would wait forever. Coordinates and boxes need no
+    messages, and still work.
     """
     for grid in list(_grids.values()):
-        # Past the guard of a grid's attributes: this process is no rank.
+        # By `__dict__`, as `Grid` forbids to change its attributes.
         grid._comm = grid.__dict__["transport"] = _OfTheRank()  # type: ignore[assignment]
         grid._communicators = {}
 
@@ -380,11 +389,11 @@ def _agreed(
     device: str | torch.device | None,
     transport: str | None,
 ) -> tuple[Topology, list[devices.Offer]]:
-    """Agree on a grid's topology; return it, and the offers of devices of all ranks. Collective.
+    """Return the grid's topology, and the offers of devices from all ranks. Collective.
 
-    `extents` has the requested number of ranks along each axis; `debug` says whether this rank
-    compares every step. Raises ValueError on every rank if the ranks' requests differ, or one
-    cannot be met.
+    `extents` has the requested number of ranks along each axis, or -1. `debug` is whether this rank
+    compares every step. Raises ValueError on every rank if the requests of ranks differ, or the
+    request of a rank cannot be met.
     """
     mine: tuple[Topology, devices.Offer, bool] | str
     try:
@@ -414,9 +423,10 @@ def _agreed(
 
 
 def _fit(extents: dict[str, int], ranks: int) -> Topology:
-    """Return the topology of `ranks` ranks with these extents; one of them may be -1, inferred.
+    """Return the topology of `ranks` ranks, with `extents[axis]` ranks along each axis.
 
-    Raises ValueError if the extents do not fit.
+    One extent may be -1, which is inferred. Raises ValueError if the extents do not fit the number
+    of ranks.
     """
     for axis, n in extents.items():
         if isinstance(n, bool) or not isinstance(n, Integral) or (n < 1 and n != -1):

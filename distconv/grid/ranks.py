@@ -1,4 +1,4 @@
-"""All ranks of the job, started by MPI or by torch, and the ranks of one grid among them."""
+"""The communicator of all ranks of the job, started by MPI or torch, and the ranks of a grid."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from distconv.transport.interface import Communicator
 from distconv.transport.torch import NO_LIMIT, TorchCommunicator
 
 _LATE = 2.0
-"""Seconds after its time limit in which torch's own error of a missing rank may come."""
+"""Seconds allowed after the time limit for torch to raise its own error about a missing rank."""
 
 
 def world() -> Communicator:
     """Return the communicator of all ranks of the job.
 
-    It is for grids; a program uses `ProcessGrid.comm`. The first call starts MPI, or connects to
-    the store of torchrun or of torch.distributed's default group. A process that none of these
-    has started is the only rank. Raises RuntimeError in a worker process, which is no rank, and
-    where MPI has not been started or has ended.
+    Grids use this communicator; a program uses `ProcessGrid.comm`. The first call starts MPI, or
+    connects to the store of torchrun or of torch.distributed's default group. A process started
+    without MPI and torchrun is the only rank. Raises RuntimeError in a worker process, which is not
+    a rank, and if MPI has not been initialized or has been finalized.
     """
     launch.check_is_rank()
     job = _world()
@@ -40,7 +40,7 @@ def world() -> Communicator:
 
 
 def world_if_rank() -> Communicator | None:
-    """Return `world()`, or None in a worker process, which is no rank."""
+    """Return the communicator of all ranks of the job, or None in a process that is not a rank."""
     try:
         return world()
     except RuntimeError:
@@ -76,10 +76,10 @@ def _by_torch() -> TorchCommunicator:
 
 
 def _met_by_environment() -> tuple[Any, int, int]:
-    """Return the store at MASTER_ADDR, this process's rank, and the number of ranks.
+    """Return torch's key-value store at MASTER_ADDR, this process's rank, and the number of ranks.
 
-    Raises RuntimeError where the ranks have not met within DISTCONV_TIMEOUT seconds, and ValueError
-    for a rank that cannot be.
+    Raises RuntimeError if the ranks have not connected within DISTCONV_TIMEOUT seconds, and
+    ValueError if RANK is not a rank of WORLD_SIZE. Collective.
     """
     from torch import distributed
 
@@ -100,7 +100,7 @@ def _met_by_environment() -> tuple[Any, int, int]:
         except Exception as error:
             met.set_exception(error)
 
-    # In a thread, since torch waits for ever for the answer of a port that another program has.
+    # In a thread, as torch waits forever for an answer if another program uses the port.
     Thread(target=meet, name="distconv meeting", daemon=True).start()
     try:
         return met.result(waited.total_seconds() + _LATE)
@@ -116,7 +116,11 @@ def _met_by_environment() -> tuple[Any, int, int]:
 
 
 def ranks_of(comm: Any) -> tuple[int, ...]:
-    """Return the numbers in the job of the ranks of `comm`, as `ProcessGrid` takes it."""
+    """Return the job's numbers of the ranks of `comm`, the argument of `ProcessGrid`.
+
+    Raises TypeError for a `comm` of an unsupported type, and ValueError for numbers that are not
+    ranks of the job, or do not include this rank.
+    """
     job = world()
     if isinstance(comm, (range, list, tuple)):
         return _by_number(comm, job)

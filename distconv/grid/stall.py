@@ -1,10 +1,10 @@
-"""A thread that notices if ranks wait for each other in vain, reports it, and ends the job.
+"""A thread on each rank that detects ranks waiting for each other in vain, reports, and aborts.
 
-About once a second it looks at the waits of the host and of a GPU's streams. It acts if a wait
-lasts longer than DISTCONV_TIMEOUT seconds (300 by default), as for a killed rank; if the awaited
-rank has left the program; if two waiting ranks have taken different steps; or if NCCL has met an
-error. Then it asks all ranks for their place in the program, prints one message with the first step
-in which they differ, and aborts the job.
+About once a second the thread checks the waits of the host and of a GPU's streams. It acts if a
+wait lasts longer than DISTCONV_TIMEOUT seconds (300 by default), such as for a killed rank; if the
+program of an awaited rank has ended; if two waiting ranks have run different steps; or if NCCL has
+reported an error. Then the thread asks all ranks for their place in the program, prints one message
+with the first step in which ranks differ, and aborts the job.
 """
 
 from __future__ import annotations
@@ -34,21 +34,24 @@ from distconv.grid.words import (
 _VARIABLE = "DISTCONV_TIMEOUT"
 _DEFAULT = 300.0
 _GRACE = 2.0
-"""Seconds that messages of a rank that has left may still be on their way."""
+"""Seconds for which messages of a rank whose program has ended may still be in flight."""
 _ANSWER = 5.0
-"""Seconds that the other ranks have for their answers."""
+"""Seconds allowed for the answers of other ranks."""
 _COMPARED, _COMPARED_IN_ALL = 256, 2**20
-"""The largest number of latest steps that the ranks compare then: of each rank, and of all."""
+"""The largest number of latest steps that a report compares: for each rank, and over all ranks."""
 _TURN = 3.0
-"""Seconds from the report of one rank to that of the next, where ranks cannot ask each other."""
+"""Seconds between the reports of consecutive ranks, where ranks cannot ask each other."""
 _READ = 256
-"""The number of ranks whose notes are read at once."""
+"""The largest number of ranks whose notes are read by one request."""
 _UNKNOWN = Entries(1, (), ())
-"""The entries of a rank that has not told them."""
+"""The entries of a rank that has not sent its entries."""
 
 
 def time_limit() -> float:
-    """Return the seconds that a wait may last, by DISTCONV_TIMEOUT, or raise ValueError."""
+    """Return the seconds that a wait may last, by DISTCONV_TIMEOUT, 300 by default.
+
+    Raises ValueError if DISTCONV_TIMEOUT is not a positive number.
+    """
     text = os.environ.get(_VARIABLE, str(_DEFAULT))
     try:
         seconds = float(text)
@@ -63,7 +66,10 @@ def time_limit() -> float:
 
 
 def time_limit_or_default() -> float:
-    """Return `time_limit()`, or the default where that raises, which a grid does on all ranks."""
+    """Return the seconds that a wait may last; 300 if DISTCONV_TIMEOUT is not a positive number.
+
+    `ProcessGrid` raises for such a value, on all ranks.
+    """
     try:
         return time_limit()
     except ValueError:
@@ -71,16 +77,16 @@ def time_limit_or_default() -> float:
 
 
 class Watch:
-    """A thread that watches this rank's waits for the other ranks of a journal.
+    """A thread that watches the waits of this rank for the other ranks of a journal.
 
-    `rank` is this rank's number among the `size` ranks of the journal.
+    `rank` is this rank's number among the `size` ranks of the journal; `waiting` has the waits.
     """
 
     def __init__(self, rank: int, size: int, waiting: Waiting):
         self._rank, self._size, self._waiting = rank, size, waiting
         self._journal, self._board = Journal(None, waiting), Board()
         self._limit = time_limit_or_default()
-        # A large job asks the first rank less often.
+        # Each rank of a large job sends requests to rank 0 less often.
         self._period = max(min(1.0, self._limit / 8), size / 2000)
         self._compared = max(1, min(_COMPARED, _COMPARED_IN_ALL // size))
         self._answered = False
@@ -89,7 +95,10 @@ class Watch:
         self._looking.start()
 
     def connect(self, comm: Any, journal: Journal) -> None:
-        """Begin to inform the other ranks' watches about this rank's journal. All ranks call it."""
+        """Connect the watching threads of all ranks of `comm`, to compare journals. Collective.
+
+        `journal` is this rank's journal.
+        """
         alone, self._board, self._journal = self._board, open_board(comm), journal
         alone.wake()
         if not _WATCHES:
@@ -97,7 +106,10 @@ class Watch:
         _WATCHES.append(self)
 
     def leave(self) -> None:
-        """Tell the other ranks that this rank's program has ended, and after how many steps."""
+        """Let the thread inform the other ranks that this rank's program has ended, and then end.
+
+        Return at once.
+        """
         self._leaving.set()
         self._board.wake()
 
@@ -111,11 +123,11 @@ class Watch:
             board = self._board
             board.serve(due - time.monotonic())
             if board is not self._board:
-                board.close()  # of the time before `connect`
+                board.close()  # the board from before `connect`
             if time.monotonic() >= due:
                 due = time.monotonic() + self._period
                 why = None
-                with suppress(Exception):  # of what the program changes meanwhile: look again
+                with suppress(Exception):  # the program may change data meanwhile: check again
                     why = self._wrong()
                 if why:
                     self._alarm(why)
@@ -126,7 +138,7 @@ class Watch:
         self._board.close()
 
     def _wrong(self) -> str | None:
-        """Return the reason to report, if ranks wait too long or in vain; else None."""
+        """Return the reason why this rank waits too long or in vain, for the report; else None."""
         wait = self._waiting.now
         host = _seconds(wait)
         too_long = f"for more than {_VARIABLE}={self._limit:g} seconds"
@@ -152,7 +164,10 @@ class Watch:
         return "in vain: they ran different steps" if late and self._has_parted() else None
 
     def _gone(self, peers: Iterable[int] | None, step: int) -> Iterator[int]:
-        """Yield the ranks of `peers`, or of all for None, that have ended before step `step`."""
+        """Yield the ranks of `peers` whose programs have ended before collective step `step`.
+
+        If `peers` is None, all ranks are checked.
+        """
         [left] = self._board.read([LEFT])
         if left:
             ranks = range(self._size) if peers is None else peers
@@ -161,7 +176,7 @@ class Watch:
                     yield rank
 
     def _notes(self, name: str, ranks: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yield each rank that has left a note of this name, with the note."""
+        """Yield each of `ranks` that has posted a note called `name`, and the note."""
         ranks = list(ranks)
         for first in range(0, len(ranks), _READ):
             some = ranks[first : first + _READ]
@@ -169,15 +184,16 @@ class Watch:
             yield from ((rank, n) for rank, n in zip(some, notes, strict=True) if n is not None)
 
     def _has_parted(self) -> bool:
-        """Return whether this waiting rank's latest entries differ from the next waiting rank's.
+        """Return whether the latest journal entries of this rank and the next rank differ.
 
-        Each waiting rank posts its entries. If any ranks differ, two neighbours do.
+        Each waiting rank posts checksums of its entries; the rank after the last is rank 0. If all
+        ranks wait and any two of their journals differ, those of two consecutive ranks differ.
         """
         first, texts, _ = self._journal.latest_entries(self._compared)
         sums = [crc32(text.encode()) for text in texts]
         self._board.post(f"waits/{self._rank}", (first, sums))
         [note] = self._board.read([f"waits/{(self._rank + 1) % self._size}"])
-        with suppress(ValueError, TypeError):  # where there is no note, or none of this kind
+        with suppress(ValueError, TypeError):  # no note, or a note in another format
             other, others = note
             begin = max(first, other)
             pairs = zip(sums[begin - first :], others[begin - other :], strict=False)
@@ -185,7 +201,7 @@ class Watch:
         return False
 
     def _state(self) -> _State:
-        """Return this rank's place in the program, in words, and its latest journal entries."""
+        """Return this rank's place in the program as text, its latest journal entries and error."""
         what, journal = "elsewhere", self._journal
         wait, given = self._waiting.now, self._waiting.oldest_of_streams()
         if wait is not None and wait.seen:
@@ -199,40 +215,43 @@ class Watch:
         return _State(what, journal.latest_entries(self._compared), error_of(journal.thread))
 
     def _answer(self) -> None:
-        """Post this rank's state, once, as soon as any rank has raised the alarm."""
+        """Post this rank's state if any rank has raised the alarm, unless posted already."""
         if not self._answered and ALARM in self._board.announced:
             self._answered = True
             self._board.post(f"state/{self._rank}", self._state())
 
     def _alarm(self, why: str) -> None:
-        """Report the states of all ranks and end the job, unless another rank does so already."""
+        """Report the states of all ranks and abort the job, for the reason `why`.
+
+        If another rank has raised the alarm first, that rank reports.
+        """
         try:
             reporters = self._board.add(ALARM)
             self._answer()
-            if reporters is None:  # each rank decides alone, and one may end the job for all
+            if reporters is None:  # rank 0 is out of reach: ranks report in turn until one aborts
                 time.sleep(min(_TURN * self._rank, 10 * _TURN))
             elif reporters > 1:
-                self._serve(4 * _ANSWER)  # the first to report ends the job
+                self._serve(4 * _ANSWER)  # the rank that reports first aborts the job
             states = self._states()
             say(_report(why, self._size, states, self._board.reaches))
         finally:
             abort_job()
 
     def _serve(self, seconds: float) -> None:
-        """Forward messages of other ranks for some seconds."""
+        """Handle and forward messages of other ranks for `seconds`."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self._board.serve(left)
 
     def _states(self) -> dict[int, _State]:
-        """Return, by rank, the states of ranks that answer within some seconds, or have ended."""
+        """Return the state of each rank that answers within some seconds or has ended, by rank."""
         states = {self._rank: self._state()}
         end = time.monotonic() + _ANSWER
         while len(states) < self._size and time.monotonic() < end and self._board.reaches:
             for rank, steps in self._notes("left", set(range(self._size)) - set(states)):
                 states[rank] = _State(f"has left the program, after {steps} collective steps")
             for rank, note in self._notes("state", set(range(self._size)) - set(states)):
-                with suppress(ValueError, TypeError):  # a note of another kind
+                with suppress(ValueError, TypeError):  # a note in another format
                     what, entries, error = note
                     states[rank] = _State(str(what), Entries(*entries), error)
             self._serve(min(0.1, self._period))
@@ -240,9 +259,10 @@ class Watch:
 
 
 class _State(NamedTuple):
-    """The place of a rank in its program, in words, and the latest entries of its journal.
+    """The place of a rank in its program as text, and the latest entries of its journal.
 
-    `error` is the last error that a function on DistTensors has raised there.
+    `error` is the text of the last error that a function on DistTensors has raised on this rank, or
+    None.
     """
 
     what: str
@@ -251,9 +271,10 @@ class _State(NamedTuple):
 
 
 def _report(why: str, size: int, states: dict[int, _State], reached: bool) -> str:
-    """Return the report: the reason, each rank's place, and the first step that differs.
+    """Return the text of a report: the reason, each rank's place, and the first differing step.
 
-    `reached` tells whether the others could be asked.
+    `states` has the states of ranks that answered, out of `size` ranks. `reached` is whether other
+    ranks could be asked.
     """
     silent = "does not answer; it was killed or stopped, or runs code that blocks all threads"
     if not reached:
@@ -285,7 +306,7 @@ def _report(why: str, size: int, states: dict[int, _State], reached: bool) -> st
 
 
 def _seconds(wait: Wait | StreamWait | None) -> float:
-    """Return the seconds since the watching thread first saw a wait; 0 for a new one or None."""
+    """Return the seconds since the watching thread first saw `wait`; 0 if it is new or None."""
     if wait is None:
         return 0.0
     now = time.monotonic()
@@ -294,12 +315,12 @@ def _seconds(wait: Wait | StreamWait | None) -> float:
 
 
 _WATCHES: list[Watch] = []
-"""The watches of this process, which leave together when its program ends."""
+"""The watching threads of this process, which end together when its program ends."""
 
 
 def _leave_together(process: int) -> None:
     if os.getpid() != process or ABANDONED.is_set():
-        return  # a forked child is none of the ranks, and an aborted job has none left
+        return  # a forked child is not a rank, and an aborted job has no ranks left
     for watch in _WATCHES:
         watch.leave()
     for watch in _WATCHES:

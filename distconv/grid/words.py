@@ -1,4 +1,4 @@
-"""How messages name ranks, lines of the program, modules, and calls with their layouts."""
+"""Texts for messages: ranks, lines of the user's program, modules, and calls with layouts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from distconv.geometry.topology import Topology
 from distconv.torch_private import CODE_OF_MODULE_CALL, autocast_is_on
 from distconv.transport.launch import switched_on
 
-# Texts that say in what ranks agree or differ, for error messages.
+# Texts of error messages about values on which ranks agree or differ.
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return numbers of ranks as text, such as "rank 3" or "ranks 0-2, 5"."""
+    """Return rank numbers as text, such as "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -42,9 +42,10 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def by_ranks(texts: Sequence[str], between: str) -> str:
-    """Return all ranks' texts as one, ranks of equal texts together: "ranks 0-2: a; rank 3: b".
+    """Return the texts of all ranks as one text, such as "ranks 0-2: a; rank 3: b".
 
-    `between` stands between ranks and text.
+    `texts` has the text of each rank. Ranks with equal texts are named together. `between`, such as
+    ": ", separates the ranks from their text.
     """
     return "; ".join(
         f"{ranks_in_words(r for r, text in enumerate(texts) if text == said)}{between}{said}"
@@ -53,16 +54,19 @@ def by_ranks(texts: Sequence[str], between: str) -> str:
 
 
 def errors_in_words(met: Sequence[str | None]) -> str:
-    """Return the last error of each rank as a sentence; "" where all have met the same, or none."""
+    """Return a sentence with the last error of each rank, or "" if the errors are equal.
+
+    `met` has the text of each rank's last error, or None for a rank without an error.
+    """
     if len(set(met)) < 2:
-        return ""  # the ranks have caught it together
+        return ""  # all ranks have caught the same error, or none
     return f"Errors differ. {by_ranks([error or 'no error' for error in met], ': ')}."
 
 
 def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a text for each value that differs: "x is 1 on rank 0 and 2 on rank 1".
+    """Return a text for each value that differs between ranks: "x is 1 on rank 0 and 2 on rank 1".
 
-    `everyone` has the values of each rank by name; a name that a rank lacks is "missing" there.
+    `everyone` has for each rank its values by name. A value that a rank lacks counts as "missing".
     """
     found = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
@@ -80,7 +84,7 @@ def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
 
 # Lines of the user's program, such as "train.py:41 in main", that threads are running now.
 #
-# They are read from Python's stack of frames on request.
+# The lines are read from Python's stack of frames on request.
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -94,17 +98,17 @@ _LIBRARIES = (
 
 
 def user_line() -> str:
-    """Return the innermost line of the user's program in the current stack of calls."""
+    """Return the innermost line of the user's program that the current thread is running."""
     return _user_line(sys._getframe(1))
 
 
 def place_of(thread: int) -> str:
-    """Return the innermost line of the user's program that a thread, by its id, is running."""
+    """Return the innermost line of the user's program that the thread of id `thread` is running."""
     return _user_line(sys._current_frames().get(thread))
 
 
 def is_parked(thread: int) -> bool:
-    """Return whether a thread, by its id, has ended, or waits in Python's threading or queue."""
+    """Return whether a thread, given by its id, has ended or waits for a lock or a queue."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return True
@@ -112,21 +116,21 @@ def is_parked(thread: int) -> bool:
 
 
 def is_of_program(file: str) -> bool:
-    """Return whether a source file belongs to the user's program, not to an installed library."""
+    """Return whether the source file `file` belongs to the user's program, not to a library."""
     return not file.startswith((*_OWN, *_LIBRARIES))
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, its caller, and so on."""
+    """Yield `frame`, its caller, and all further callers, outwards."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _user_line(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's program from `frame` outwards.
+    """Return the innermost line of the user's program from `frame` outwards, for a message.
 
-    If there is none, the innermost line of an installed library.
+    If no such line exists, return the innermost line of another library.
     """
     fallback = None
     for outer in outwards(frame):
@@ -141,7 +145,7 @@ def _user_line(frame: FrameType | None) -> str:
 
 def _line(frame: FrameType) -> str:
     file = Path(frame.f_code.co_filename)
-    with suppress(OSError, ValueError):  # where it lies elsewhere, or the current folder is gone
+    with suppress(OSError, ValueError):  # the file is elsewhere, or the current folder is removed
         file = file.relative_to(Path.cwd())
     function = frame.f_code.co_name
     within = "" if function == "<module>" else f" in {function}"
@@ -149,11 +153,11 @@ def _line(frame: FrameType) -> str:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Remove the library's frames from the traceback of an error, and of the errors it came from.
+    """Remove the library's frames from the tracebacks of `error` and of the errors that caused it.
 
-    Of an error that the library raised, only the frames of the user's program are kept: the last is
-    the line that made the call. With DISTCONV_DEBUG=1, and for errors of the library's own
-    commands, nothing is removed.
+    If the library raised the error, the traceback then ends at the line of the user's program that
+    called the library. Nothing is removed with DISTCONV_DEBUG=1, or for errors of the library's own
+    commands.
     """
     seen: set[int] = set()
     chain: list[BaseException | None] = [error]
@@ -166,7 +170,7 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the library's frames, or as it is if no program has called it."""
+    """Return `traceback` without the library's frames; unchanged without a frame of the user."""
     entries = []
     outer = traceback
     while outer is not None:
@@ -187,11 +191,11 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
 
 
 _BEHALF: ContextVar[list[nn.Module] | None] = ContextVar("distconv_behalf", default=None)
-"""The calls of modules, innermost first, for which deferred work is done now."""
+"""The modules, innermost first, for whose earlier calls deferred work runs now; None otherwise."""
 
 
 def module_calls() -> list[nn.Module]:
-    """Return the modules that are being called, innermost first."""
+    """Return the torch modules whose calls are running in this thread, innermost first."""
     return [
         frame.f_locals["self"]
         for frame in outwards(sys._getframe(1))
@@ -201,9 +205,9 @@ def module_calls() -> list[nn.Module]:
 
 @contextmanager
 def on_behalf_of(modules: list[nn.Module]) -> Iterator[None]:
-    """Let `module_path` name these modules, innermost first, within the context.
+    """Name `modules`, innermost first, in messages and records within the context.
 
-    It is for work of these modules that is done only after their calls.
+    The context is for work that a call of these modules has deferred until after the call.
     """
     token = _BEHALF.set(modules)
     try:
@@ -213,9 +217,10 @@ def on_behalf_of(modules: list[nn.Module]) -> Iterator[None]:
 
 
 def module_path() -> str:
-    """Return the name of the module that is being called, as the outermost module names it.
+    """Return the name of the module whose call is running, such as "encoder.conv1".
 
-    "" for the outermost module itself, and outside of any call.
+    The name is that within the outermost module. Return "" for the outermost module itself, and
+    outside of any call.
     """
     calls = _BEHALF.get()
     calls = module_calls() if calls is None else calls
@@ -224,7 +229,7 @@ def module_path() -> str:
 
 
 def _name_within(outer: nn.Module, inner: nn.Module) -> str:
-    """Return the name of `inner` within `outer`; its class name if `outer` does not contain it."""
+    """Return the name of the submodule `inner` of `outer`; otherwise the class name of `inner`."""
     for modules in (outer.named_children(), outer.named_modules()):
         for name, part in modules:
             if part is inner:
@@ -236,29 +241,29 @@ def _name_within(outer: nn.Module, inner: nn.Module) -> str:
 
 
 Call = tuple[Any, Sequence[Any], Mapping[str, Any] | None]
-"""A torch function on DistTensors, or the name of a method, with its arguments."""
+"""A torch function on DistTensors, or the name of a method, with its arguments and keywords."""
 
 NO_CALL: Call = (None, (), None)
-"""Marks that no such function is running."""
+"""The `Call` of a thread that is not running a function on DistTensors."""
 
 _THREADS: dict[int, dict[str, Any]] = {}
-"""The `CURRENT` of each thread."""
+"""The attributes of `CURRENT` in each thread, by the thread's id."""
 
 
 _WORDS = 300
-"""The number of characters of an error that other ranks are told."""
+"""The largest number of characters of an error that is shown to other ranks."""
 
 
 class CurrentCall(threading.local):
-    """The outermost torch function on DistTensors that the current thread is running."""
+    """The call on DistTensors that the current thread is running, and the thread's last error."""
 
     def __init__(self) -> None:
         _THREADS[threading.get_ident()] = self.__dict__
 
     call: Call = NO_CALL
-    """The outermost function on DistTensors; `NO_CALL` where none is running."""
+    """The outermost running function on DistTensors with its arguments, or `NO_CALL`."""
     error: str | None = None
-    """The last error that a function on DistTensors has raised, in words."""
+    """The text of the last error that a function on DistTensors has raised, or None."""
 
 
 CURRENT = CurrentCall()
@@ -267,8 +272,8 @@ CURRENT = CurrentCall()
 class running:
     """A context in which the journal and errors name `name(*arguments)` as the running function.
 
-    A context within a running function on DistTensors has no effect. Every operator enters one; a
-    generator would take 0.7 us longer.
+    Within a running function on DistTensors the context has no effect. It is a class, as every
+    operator enters such a context and a generator would take 0.7 us longer.
     """
 
     __slots__ = ("_before", "_call")
@@ -288,10 +293,10 @@ class running:
 
 
 def note_error(function: Any, error: BaseException) -> None:
-    """Keep an error that `function` raises, for other ranks that may wait for this one in vain.
+    """Keep the text of `error`, which `function` raises, for reports of ranks that wait in vain.
 
-    The program may catch it, and only this rank may have met it. An error that says that it is on
-    all ranks, by an attribute `on_all_ranks`, is not kept.
+    If only this rank raises, and the program catches the error, other ranks may wait for this rank.
+    An error with a true attribute `on_all_ranks` is not kept.
     """
     if not getattr(error, "on_all_ranks", False):
         words, kind = str(error).partition("\n")[0][:_WORDS], type(error).__name__
@@ -299,31 +304,43 @@ def note_error(function: Any, error: BaseException) -> None:
 
 
 def error_of(thread: int) -> str | None:
-    """Return the last error of functions on DistTensors in a thread, by its id; or None."""
+    """Return the last error that the thread of id `thread` raised in a function on DistTensors.
+
+    None if it raised none.
+    """
     error: str | None = _THREADS.get(thread, {}).get("error")
     return error
 
 
 def operator_name(function: Any) -> str:
-    """Return the name of a torch function, or of any callable, as a user writes it."""
+    """Return the name of `function` as a user writes it, such as "torch.sum".
+
+    `function` is a torch function, another callable, or a name, which is returned unchanged.
+    """
     if isinstance(function, str):
         return function
     return resolve_name(function) or getattr(function, "__name__", repr(function))
 
 
 def operator_of(thread: int) -> str | None:
-    """Return the name of the function on DistTensors that a thread, by its id, runs; or None."""
+    """Return the name of the function on DistTensors that a thread, given by its id, is running.
+
+    None if it runs none.
+    """
     function, _, _ = _THREADS.get(thread, {}).get("call", NO_CALL)
     return None if function is None else operator_name(function)
 
 
 PARAMETERS: Any = WeakIdKeyDictionary()
-"""The parameters of parallelized modules, each with its index in its module."""
+"""The index of each parameter of parallelized modules within its module, by the parameter."""
 
 
 @lru_cache(maxsize=8192)
 def function_in_words(function: Any, topology: Topology | None) -> str:
-    """Return a function and a grid as text: " in sum on ProcessGrid(height=2)"; "" for None."""
+    """Return text that names a function and a grid, such as " in sum on ProcessGrid(height=2)".
+
+    Return "" if `function` is None.
+    """
     if function is None:
         return ""
     on = "" if topology is None else f" on ProcessGrid({topology})"
@@ -331,11 +348,12 @@ def function_in_words(function: Any, topology: Topology | None) -> str:
 
 
 def call_in_words(call: Call, known_from: int) -> str:
-    """Return a call with its arguments as text, which must be equal on all ranks.
+    """Return a call with its arguments as text, for comparison between ranks.
 
     For example " in torch.sum((4, 8) float32 Layout(width='width') on ProcessGrid(width=2), 1)".
-    Active types of autocast are added. A tensor made after journal entry `known_from` or a later
-    one is named by that entry.
+    The text has the types of active autocast, and nothing that may differ between ranks of a
+    correct program. A tensor made after journal entry `known_from` or later is named by the number
+    of the entry.
     """
     function, arguments, keywords = call
     words = [_in_words(x, known_from) for x in arguments]
@@ -349,7 +367,10 @@ def call_in_words(call: Call, known_from: int) -> str:
 
 
 def _in_words(argument: Any, known_from: int) -> str:
-    """Return the text of an argument, without anything that may differ between ranks."""
+    """Return the text of an argument of a call, for comparison between ranks.
+
+    Values that may differ between ranks, such as device numbers, are left out.
+    """
     kind = type(argument)
     if kind in _AS_WRITTEN:
         return str(argument)
@@ -362,7 +383,7 @@ def _in_words(argument: Any, known_from: int) -> str:
     if isinstance(argument, dict):
         return _in_words([*argument.items()], known_from)
     if kind is str:
-        name: str = argument.partition(":")[0]  # a device has another number on each rank
+        name: str = argument.partition(":")[0]  # device numbers differ between ranks
         return name
     if isinstance(argument, np.generic):
         value = argument.item()
@@ -386,4 +407,4 @@ _AS_WRITTEN = {
     *(int, bool, float, complex, type(None)),
     *(torch.dtype, torch.memory_format, Layout),
 }
-"""The types whose texts tell everything."""
+"""The types whose text `str` is complete and equal on all ranks for equal values."""

@@ -1,1 +1,1 @@
-"""Convolution and transposed convolution, on cut planes and cut channels."""
+"""Convolution and transposed convolution of tensors partitioned in space and channels."""

@@ -1,12 +1,13 @@
 """The division of channels and filters over ranks, for convolutions and fully connected layers.
 
 One algorithm covers the three of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN
-Training" (SC'19). The weight is cut over some grid axes in channels and over others in filters.
-Each rank gathers the inputs of its channels, halos included, and computes their contribution to its
-filters. A reduce-scatter adds the contributions up over the ranks that share the filters. If only
-channels are cut, no input moves (stationary-x); if only filters are cut, nothing is reduced
-(stationary-y); over several axes the weight can be cut in both (stationary-w). Groups of channels
-that lie on one rank receive nothing from other ranks.
+Training" (SC'19). The channels of the weight are partitioned over some grid axes, and its filters
+over other axes. Each rank gathers the inputs of its channels, halos included, and computes the
+contribution of these channels to its filters. A reduce-scatter sums the contributions over the
+ranks that have the same filters. If only channels are partitioned, only halos of the input are sent
+(stationary-x). If only filters are partitioned, no output is reduced (stationary-y). Over several
+axes both can be partitioned (stationary-w). A grouped layer whose groups each lie on one rank sends
+no channels.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _CHOSEN: ContextVar[str] = ContextVar("distconv_parallel", default="auto")
 
 @contextmanager
 def parallel(algorithm: str) -> Iterator[None]:
-    """Divide the channels of layers that are called in this context by `algorithm`.
+    """Divide the channels and filters of layers that are called within the context by `algorithm`.
 
-    It is one of `ALGORITHMS`, the same on all ranks.
+    `algorithm` is one of `ALGORITHMS`, the same on all ranks.
     """
     token = _CHOSEN.set(algorithm)
     try:
@@ -51,24 +52,25 @@ def parallel(algorithm: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Division:
-    """The grid axes over which a layer's weights are cut in channels and in filters."""
+    """The grid axes over which the channels and the filters of a weight are partitioned."""
 
     channels: Axes = ()
     filters: Axes = ()
 
     @property
     def output(self) -> Axes:
-        """Return the axes that cut the filters of the output: `filters`, then `channels`.
+        """Return the grid axes that partition the output's filters: `filters`, then `channels`.
 
-        The ranks along `channels` compute contributions to the same filters, and divide the sums.
+        The ranks along `channels` compute contributions to the same filters. The reduce-scatter
+        leaves each of these ranks a part of the filters.
         """
         return (*self.filters, *self.channels)
 
     @property
     def algorithm(self) -> str:
-        """Return the operand that is not moved: "x" (input), "y" (output) or "w" (weight).
+        """Return the operand that is not redistributed: "x" (input), "y" (output), "w" (weight).
 
-        Returns "" if neither channels nor filters are cut.
+        Return "" if neither channels nor filters are partitioned.
         """
         if self.channels and self.filters:
             return "w"
@@ -77,20 +79,22 @@ class Division:
 
 @dataclass(frozen=True)
 class _WeightBlock:
-    """The way in which a rank gets its block of a weight or bias.
+    """How a rank gets its block of a weight or bias.
 
-    A distributed weight is gathered by `needs` and `cuts`; a plain one is indexed by `slices`.
+    A DistTensor is gathered by `needs` and `cuts`; a plain tensor is indexed by `slices`.
     """
 
     needs: tuple[IndexMap, ...]
+    """For each dimension the map from indices of the block to the elements to gather."""
     cuts: Cuts
+    """For each dimension the grid axes that partition the gathered weight or bias."""
     slices: Slices | None
-    """The block's index in the plain tensor; None for the whole of it."""
+    """The block's index in the plain tensor; None if the block is the complete tensor."""
 
     def of(self, operand: Tensor, operator: str) -> Tensor:
-        """Return this rank's block of `operand`, a weight or bias. All ranks call it.
+        """Return this rank's block of `operand`, a weight or bias. Collective for a DistTensor.
 
-        A DistTensor may be gathered; `operator` names the movement in the records.
+        `operator` is the layer's name, under which communication is recorded.
         """
         if isinstance(operand, DistTensor):
             return gather_inputs(operand, self.needs, self.cuts, operator)
@@ -99,16 +103,18 @@ class _WeightBlock:
 
 @dataclass(frozen=True)
 class LocalLayer:
-    """A rank's part of a layer: the inputs it gathers, its local operator, and its outputs.
+    """One rank's share of a layer: inputs to gather, the local operator, and outputs.
 
     Attributes
     ----------
-    operator: the layer's name and algorithm, under which its communication is recorded.
-    cuts, needs: the cuts and index maps with which inputs are gathered.
-    stays: whether every rank has channels and filters, and receives no inputs but halos; the same
-        on all ranks.
-    blocks: the number of blocks into which the weight is cut.
-    box: the box of outputs that the local operator computes; it contains groups of filters in full.
+    operator: the layer's name and algorithm, under which communication is recorded.
+    cuts, needs: for each dimension of the gathered input the grid axes that partition it, and the
+        index map from outputs to the inputs that they need.
+    stays: whether every rank has channels and filters, and receives no inputs except halos; the
+        same on all ranks.
+    blocks: the number of blocks into which the weight is partitioned.
+    box: the global indices of the outputs that the local operator computes, with all filters of
+        each group.
     groups: the argument `groups` of the local operator.
     """
 
@@ -120,7 +126,7 @@ class LocalLayer:
     box: Box
     groups: int
     _summed: bool
-    """Whether results must be summed over ranks that hold other channels."""
+    """Whether results must be summed over ranks that have other channels."""
     _weight: _WeightBlock
     _bias: _WeightBlock
     _shape: tuple[int, ...]
@@ -135,9 +141,9 @@ class LocalLayer:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return this rank's weight, the bias for the local operator, and the bias for `output`.
 
-        The bias is this rank's block. It is the second result if the local operator is to add it,
-        and the third if `output` is to add it after the sum over the ranks; the other result is
-        None. Without a bias both are None. All ranks call it.
+        This rank's block of the bias is the third result if outputs are summed over ranks, as
+        `output` must add the bias after the sum; otherwise it is the second. The other result is
+        None, and both are None if `bias` is None. Collective.
         """
         own = self._weight.of(weight, self.operator)
         if bias is None:
@@ -146,10 +152,12 @@ class LocalLayer:
         return (own, None, bias) if self._summed else (own, bias, None)
 
     def alone(self, x: Placement) -> tuple[tuple[int, ...], tuple[int, ...], Cuts]:
-        """Return input shape, output shape and input cuts for the ranks that share these channels.
+        """Return shape of input, shape of output and cuts of input for this rank's channels alone.
 
-        The shapes have only this rank's channels and filters, and the cuts do not cut channels. If
-        `stays`, halos travel among these ranks only, so a plan can be made from this geometry.
+        The shapes are global, except that they have only this rank's channels and filters. The cuts
+        (the grid axes that partition each dimension) leave channels unpartitioned. If `stays`,
+        halos are exchanged only between ranks with the same channels, so the plan of the exchange
+        can be made from the results.
         """
         d = self._dimension
         own = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
@@ -160,10 +168,10 @@ class LocalLayer:
         )
 
     def empty_result(self, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the local operator's result for a weight without elements, which torch refuses.
+        """Return the local result for a weight without elements, which torch does not support.
 
-        It is zero, plus the bias. It depends on all operands in the autograd graph, and has the
-        type that autocast gives the operator.
+        The result is zero plus the bias, in the type that autocast chooses for the operator. In the
+        autograd graph the result depends on all operands.
         """
         zero = buffer[:0].reshape(1, 0) @ weight[:0].reshape(0, 1)
         saved: Tensor = _Zero.apply(buffer, weight, bias)
@@ -171,9 +179,9 @@ class LocalLayer:
         return block if bias is None else block + self._along(bias, block)
 
     def output(self, block: Tensor, bias: Tensor | None, grid: Grid) -> DistTensor:
-        """Return the layer's output: the sum of the ranks' `block`s, scattered, plus `bias`.
+        """Return the layer's output: the reduce-scatter of the ranks' `block`s, plus `bias`.
 
-        All ranks call it. `bias` is None if the local operator has added it already.
+        `bias` is None if the local operator has already added the bias. Collective.
         """
         shape, made, operator = self._shape, self._made, self.operator
         y = block
@@ -186,15 +194,16 @@ class LocalLayer:
         return DistTensor(y, shape, made, grid)
 
     def _along(self, bias: Tensor, block: Tensor) -> Tensor:
-        """Return a view of a bias, (filters,), that broadcasts to `block`."""
+        """Return a view of `bias`, of shape (filters,), that broadcasts to the output `block`."""
         return bias.view(-1, *(1,) * (block.dim() - 1 - self._dimension))
 
 
 class _Zero(ShardFunction):
-    """An autograd function that returns 0 and saves buffer and weight, as a convolution does.
+    """An autograd function that returns 0 and saves `buffer` and `weight`, as a convolution does.
 
-    Ranks without elements apply it in place of the convolution. torch.utils.checkpoint computes
-    dropped activations again when a saved tensor is read; so it does this on all ranks or on none.
+    Ranks without elements apply this function instead of the convolution. torch.utils.checkpoint
+    recomputes activations when backward reads a saved tensor. As every rank saves the same tensors,
+    either all ranks recompute, or none.
     """
 
     @staticmethod
@@ -204,16 +213,20 @@ class _Zero(ShardFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # which makes a checkpoint compute again
+        saved = ctx.saved_tensors  # makes a checkpoint recompute activations
         if not torch.is_grad_enabled():
             return None, None, None
-        # A second backward pass reaches the operands from each gradient, as of a convolution.
+        # A second backward pass reaches the operands from each gradient, as for a convolution.
         zero = sum(t.reshape(-1)[:0].sum() for t in saved)
         return *(zero.to(t.dtype).expand(t.shape) for t in saved), None
 
 
 class WeightMeta(NamedTuple):
-    """The global shape and the cuts of a layer's weight, the shape of its bias, and their types."""
+    """The metadata of a layer's weight and bias: global shapes, `cuts` of the weight, and types.
+
+    `cuts` has for each dimension of the weight the grid axes that partition it. `bias` is the shape
+    of the bias, or None.
+    """
 
     shape: tuple[int, ...]
     cuts: Cuts
@@ -222,7 +235,7 @@ class WeightMeta(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> WeightMeta:
-        """Return the shapes, cuts and types of a layer's weight and bias, distributed or whole."""
+        """Return the metadata of a layer's weight and bias, DistTensors or plain tensors."""
         shape = tuple(weight.shape)
         cuts = weight.cuts if isinstance(weight, DistTensor) else ((),) * len(shape)
         if bias is None:
@@ -231,14 +244,14 @@ class WeightMeta(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """A layer as seen by one rank: the argument of `local_layer`, and the key of its cache.
+    """One call of a layer on one rank, from which `local_layer` derives the rank's share.
 
     Attributes
     ----------
     operator: the layer's name, for records of communication.
     x: the placement of the input.
     outputs: the global shape of the output.
-    needs: the index map of every dimension; `Same` for the channels.
+    needs: for each dimension the index map from outputs to inputs; `Same` for the channels.
     algorithm: one of `ALGORITHMS`, as `parallel` has set it.
     dimension: the dimension of channels in the input, and of filters in the output.
     transposed: whether the weight is (channel, filter, *kernel).
@@ -255,12 +268,18 @@ class LayerCall(NamedTuple):
     transposed: bool = False
 
     def weight_axes(self, dim: int) -> Axes:
-        """Return axes that cut dimension `dim` of the weight, but no samples or space of `x`."""
+        """Return the grid axes that partition dimension `dim` of the weight.
+
+        Axes that partition samples or space of `x` are left out.
+        """
         taken = cutting_axes(replaced_at(self.x.cuts, self.dimension, ()))
         return tuple(a for a in self.weights.cuts[dim] if a not in taken)
 
     def block(self, shape: tuple[int, ...], cuts: Cuts) -> _WeightBlock:
-        """Return this rank's block of a weight or bias of global `shape`, cut by `cuts`."""
+        """Return the indices by which this rank gets its block of a weight or bias of `shape`.
+
+        `shape` is the global shape, `cuts` has for each dimension the grid axes that partition it.
+        """
         box = rank_box(shape, cuts, self.x.topology, self.x.rank)
         return _WeightBlock(
             (Same(),) * len(shape), cuts, box.slices if cutting_axes(cuts) else None
@@ -268,16 +287,16 @@ class LayerCall(NamedTuple):
 
 
 algorithm: Callable[[], str] = _CHOSEN.get
-"""Return the algorithm that `parallel` has set; "auto" outside of it."""
+"""Return the algorithm that the context `parallel` has set; "auto" outside of such a context."""
 
 
 @lru_cache(maxsize=4096)
 def local_layer(layer: LayerCall) -> LocalLayer:
-    """Return a rank's part of a layer.
+    """Return one rank's share of the call `layer`. No communication.
 
-    The cuts of a distributed weight decide how the layer is divided. The algorithm set by
-    `parallel` is used where they leave a choice: if the weight is whole, or if some axis cuts the
-    channels of the input but not the weight.
+    Channels and filters are divided over the grid axes that partition the weight, if it is
+    distributed. The algorithm set by `parallel` decides for the remaining axes, which partition
+    the channels of the input but not the weight.
     """
     if layer.groups > 1:
         return _grouped_local_layer(layer)
@@ -310,10 +329,10 @@ def local_layer(layer: LayerCall) -> LocalLayer:
 
 
 def _grouped_local_layer(layer: LayerCall) -> LocalLayer:
-    """Return a rank's part of a grouped layer: its own filters, and the channels of their groups.
+    """Return one rank's share of a grouped layer: its filters, and the channels of their groups.
 
-    The channels of a group that lies on several ranks are sent to all of these ranks. Each of them
-    computes all filters of the group, and keeps only its own.
+    If a group is partitioned over several ranks, each of these ranks gathers all channels of the
+    group, computes all its filters, and keeps only its own filters.
     """
     x, d, axes = layer.x, layer.dimension, _over_groups(layer)
     made = replaced_at(x.cuts, d, axes)
@@ -351,22 +370,27 @@ def _grouped_local_layer(layer: LayerCall) -> LocalLayer:
 
 
 def _interval(needs: IndexMap, outputs: Interval) -> Interval:
-    """Return the shortest interval of inputs that an interval of outputs needs."""
+    """Return the interval of inputs, [start, stop), that the interval `outputs` needs."""
     start, stop = outputs
     return next(iter(needs.intervals(0, start, stop))) if start < stop else (0, 0)
 
 
 def _over_groups(layer: LayerCall) -> Axes:
-    """Return the axes over which the filters of a grouped layer, and so its groups, are cut."""
+    """Return the grid axes that partition the filters of a grouped layer, and so its groups.
+
+    The result has all axes that partition dimension 0 of the weight or the channels of the input.
+    """
     given, cut = layer.weight_axes(0), layer.x.cuts[layer.dimension]
     axes = (*given, *(a for a in cut if a not in given))
     return cut if len(axes) == len(cut) else axes
 
 
 def _division(layer: LayerCall, of_filters: int, of_channels: int) -> Division:
-    """Return the division of a layer without groups; the same on all ranks.
+    """Return the grid axes for channels and filters of a layer without groups.
 
-    `of_filters` and `of_channels` are the numbers, 0 or 1, of the weight's two dimensions.
+    The result is the same on all ranks. `of_filters` and `of_channels` are the dimensions, 0 or 1,
+    of filters and channels in the weight. Of several possible divisions, the one with the least
+    communication is returned.
     """
     filters, channels = layer.weight_axes(of_filters), layer.weight_axes(of_channels)
     topology, cut = layer.x.topology, layer.x.cuts[layer.dimension]
@@ -391,10 +415,10 @@ def _division(layer: LayerCall, of_filters: int, of_channels: int) -> Division:
 
 
 def _communication_in_the_middle(layer: LayerCall, division: Division) -> int:
-    """Return the number of elements received by all ranks that share one block of space.
+    """Return the number of elements that ranks in the middle of the grid receive, in both passes.
 
-    These ranks differ only along the axes that cut channels or filters. Their block of samples and
-    space lies in the middle of the grid, and has neighbours on all sides.
+    These ranks share one block of samples and space, which has neighbours on all sides. Their
+    coordinates differ only along the axes that partition channels or filters.
     """
     topology, d = layer.x.topology, layer.dimension
     middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
@@ -418,15 +442,17 @@ def communication_volume(
 ) -> int:
     """Return the number of elements that `rank` receives in both passes of a layer without groups.
 
-    Forward it receives the inputs that it gathers, and contributions to its outputs; backward, the
-    gradients of these inputs and outputs that other ranks hold.
+    Forward, the rank receives the inputs that it gathers, and contributions to its outputs.
+    Backward, it receives gradients of its own inputs from ranks that gathered them, and gradients
+    of the outputs to which it contributed.
 
     Parameters
     ----------
     inputs, outputs: the global shapes of input and output.
-    cuts: the cuts of the input.
-    needs: the index map of every dimension.
-    dimension: the dimension of the channels.
+    cuts: for each dimension the grid axes that partition the input.
+    needs: for each dimension the index map from outputs to inputs.
+    dimension: the dimension of the channels in the input, and of the filters in the output.
+    division: the grid axes that partition channels and filters of the weight.
     """
     d, same = dimension, (Same(),) * len(outputs)
     computed, made = replaced_at(cuts, d, division.filters), replaced_at(cuts, d, division.output)

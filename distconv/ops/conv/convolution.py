@@ -1,4 +1,4 @@
-"""A convolution, and a transposed one, as plans: what a rank needs, and what it computes."""
+"""Arguments of convolutions and transposed convolutions, and the index maps that follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distconv.ops.support.arguments import TensorMeta, check_on_meta
 from distconv.ops.support.operands import Placement
 from distconv.ops.support.windows import window_needs
 
-# The arguments of a convolution, from which each rank derives plans without messages.
+# The arguments of a convolution, from which each rank derives plans without communication.
 
 
 Sides = tuple[int, ...]
@@ -27,7 +27,7 @@ Sides = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Convolution:
-    """The arguments of a convolution, in which each output needs one window of inputs.
+    """The arguments of a convolution: each output needs one window of inputs.
 
     Attributes
     ----------
@@ -50,9 +50,10 @@ class Convolution:
         return self.function.__name__
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
-        """Return the global shape of the output; raise for arguments that torch refuses.
+        """Return the global shape of the output, or raise for arguments that torch rejects.
 
-        Called with global shapes, it raises on all ranks or on none.
+        `x`, `weight` and `bias` are global shapes, so all ranks raise, or none. Raises RuntimeError
+        if torch does not support the arguments.
         """
         groups, padding = self.groups, self.padding
         if x[1] != weight[1] * groups:
@@ -69,7 +70,7 @@ class Convolution:
         arguments = self.stride, padding, self.dilation, groups
         tensors = (None if n is None else TensorMeta(n) for n in (x, weight, bias))
         made: Shape = check_on_meta(self.function, *tensors, *arguments)
-        # Without elements, only some versions of torch check this.
+        # For tensors without elements, only some versions of torch check this.
         for window, size in zip(self.index_maps(weight[2:]), x[2:], strict=True):
             if window.extent > size + sum(window.padding):
                 raise RuntimeError(
@@ -82,7 +83,8 @@ class Convolution:
     def refuse_empty(self, weight: Shape, sizes: Sequence[int]) -> None:
         """Raise RuntimeError if one of `sizes` is 0.
 
-        They are the sizes of the global shape `weight` that torch's kernels refuse to be 0.
+        `sizes` are the sizes of those dimensions of the global shape `weight` that must have
+        elements for torch's kernels.
         """
         if 0 in sizes:
             raise RuntimeError(
@@ -91,7 +93,7 @@ class Convolution:
             )
 
     def refuse_standing_windows(self) -> None:
-        """Raise RuntimeError for a stride or a dilation below 1, which torch checks by elements."""
+        """Raise RuntimeError if a stride or a dilation is below 1."""
         for what, numbers in (("stride", self.stride), ("dilation", self.dilation)):
             if min(numbers) < 1:
                 raise RuntimeError(f"{self.name}: non-positive {what} {numbers} is not supported")
@@ -102,30 +104,31 @@ class Convolution:
         return tuple(map(Window, kernel, self.stride, self.dilation, sides))
 
     def inputs_to_gather(self, maps: tuple[Any, ...], cuts: Cuts) -> Sequence[IndexMap]:
-        """Return for each spatial dimension the index map that gathers an assembled buffer.
+        """Return for each spatial dimension the index map of the inputs that a rank gathers.
 
-        `maps` are the results of `index_maps`, `cuts` the cuts of the input. A dimension that is
-        whole on every rank may have `Same` in place of its map; the local operator then pads it.
+        `maps` is the result of `index_maps`; `cuts` has for each dimension the grid axes that
+        partition the input. A dimension that is not partitioned may have `Same` instead of its map;
+        the local operator then pads it.
         """
         return window_needs(maps, cuts)
 
     def fewest_to_overlap(self, weight: Shape, sizes: Thresholds) -> int:
-        """Return the number of inputs per rank from which overlapping is faster than assembling.
+        """Return the number of input elements per rank from which overlap is faster than assembly.
 
-        `weight` is the shape of a weight that every rank holds in full, `sizes` are the thresholds
-        of the device.
+        `weight` is the shape of a weight that is replicated on every rank; `sizes` are the
+        thresholds of the device.
         """
-        # Every side of the block costs another convolution, which reads the weights once more.
-        # Where a rank has fewer inputs than weights, or few inputs, assembling was measured to be
-        # faster.
+        # Every side of the block needs another convolution, which reads the weights once more.
+        # Assembly was measured to be faster for a rank with fewer inputs than weights, or with few
+        # inputs.
         return max(prod(weight), sizes.overlapped)
 
     def buffer(self, maps: tuple[Any, ...], x: Placement, box: Box) -> LocalInput:
-        """Return the local operator's arguments for computing the outputs in `box` from a buffer.
+        """Return padding and shape for computing the outputs in `box` from the gathered inputs.
 
-        `maps` are the results of `index_maps`, `x` is the placement of the whole input. Ranks
-        without outputs call the operator with an input of the result's `shape`, the smallest that
-        it accepts.
+        `maps` is the result of `index_maps`; `x` is the placement of the global input. The `shape`
+        of the result is the smallest input that the local operator accepts, for ranks without
+        outputs.
         """
         empty = not prod(box.shape)
         padding = tuple(
@@ -139,7 +142,7 @@ class Convolution:
 def _sides(
     padding: str | tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """Return the padding before and after each spatial dimension."""
+    """Return the padding, a number or "valid" or "same", as (before, after) of each dimension."""
     if padding == "valid":
         return [(0, 0)] * len(kernel)
     if padding == "same":
@@ -148,19 +151,19 @@ def _sides(
     return [(int(p), int(p)) for p in padding]
 
 
-# Transposed convolution: each input reaches a window of outputs.
+# Transposed convolution: each input contributes to a window of outputs.
 
 
 @dataclass(frozen=True, eq=False)
 class TransposedConvolution(Convolution):
-    """The arguments of a transposed convolution: each input reaches a window of outputs."""
+    """The arguments of a transposed convolution: each input contributes to a window of outputs."""
 
     output_padding: Sides
 
     transposed = True
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
-        """Return the global shape of the output; raise for arguments that torch refuses."""
+        """Return the global shape of the output, or raise for arguments that torch rejects."""
         name, strides, dilations = self.name, self.stride, self.dilation
         extras = self.output_padding
         self.refuse_empty(weight, weight)
@@ -172,7 +175,7 @@ class TransposedConvolution(Convolution):
         arguments = strides, self.padding, extras, self.groups, dilations
         tensors = (None if n is None else TensorMeta(n) for n in (x, weight, bias))
         made: Shape = check_on_meta(self.function, *tensors, *arguments)
-        # The check does not see these, nor do ranks whose block is empty.
+        # `check_on_meta` does not check output_padding, nor do kernels for an empty block.
         if any(e >= max(s, d) for e, s, d in zip(extras, strides, dilations, strict=True)):
             raise RuntimeError(
                 f"{name}: output_padding={extras} must be smaller than stride={strides} or "
@@ -182,9 +185,12 @@ class TransposedConvolution(Convolution):
 
     @cached
     def has_no_outputs(self, x: Shape, kernel: Shape) -> bool:
-        """Return whether a spatial dimension of the output of input `x` has no positions."""
+        """Return whether the output has size 0 along a spatial dimension.
+
+        `x` is the global shape of the input, `kernel` the spatial shape of the kernel.
+        """
         maps = self.index_maps(kernel)
-        # Other numbers of dimensions are an error, found later.
+        # A wrong number of dimensions raises an error later.
         return any(m.output_size(n) == 0 for m, n in zip(maps, x[2:], strict=False))
 
     def index_maps(self, kernel: Shape) -> tuple[TransposedWindow, ...]:
@@ -195,27 +201,31 @@ class TransposedConvolution(Convolution):
     def inputs_to_gather(
         self, maps: tuple[TransposedWindow, ...], cuts: Cuts
     ) -> Sequence[IndexMap]:
-        """Return for each spatial dimension the index map that gathers an assembled buffer.
+        """Return for each spatial dimension the index map of the inputs that a rank gathers.
 
-        `maps` are the results of `index_maps`, `cuts` the cuts of the input. A dimension that is
-        whole on every rank has `Same` in place of its map.
+        `maps` is the result of `index_maps`; `cuts` has for each dimension the grid axes that
+        partition the input. A dimension that is not partitioned has `Same` instead of its map.
         """
         return [m if axes else Same() for m, axes in zip(maps, cuts[2:], strict=True)]
 
     def fewest_to_overlap(self, weight: Shape, sizes: Thresholds) -> int:
-        """Return the number of inputs per rank from which overlapping is faster than assembling.
+        """Return the number of input elements per rank from which overlap is faster than assembly.
 
-        `weight` is the shape of a weight that every rank holds in full, `sizes` are the thresholds
-        of the device.
+        `weight` is the shape of a weight that is replicated on every rank; `sizes` are the
+        thresholds of the device.
         """
-        # As for convolution, the sides read the weights again. Assembling saves less here, as it
+        # As for convolution, the sides read the weights again. Assembly saves less here, as it
         # computes outputs that are cropped.
         return max(prod(weight) // 4, sizes.overlapped_transposed)
 
     def buffer(self, maps: tuple[TransposedWindow, ...], x: Placement, box: Box) -> LocalInput:
-        """Return the local operator's arguments for the outputs in `box`, and how to crop them."""
-        # Along a cut dimension the local result starts where its first input writes first, and
-        # ends where its last input writes last, unless more outputs follow that no input reaches.
+        """Return padding, output padding and crop for the outputs in `box` of gathered inputs.
+
+        `maps` is the result of `index_maps`; `x` is the placement of the global input.
+        """
+        # Along a partitioned dimension the local result begins at the first output of its first
+        # input, and ends at the last output of its last input, or at the end of the box if outputs
+        # follow to which no input contributes.
         empty = not prod(box.shape)
         padding, extra, crop = [], [], []
         rows = zip(maps, x.shape[2:], box.start[2:], box.stop[2:], x.cuts[2:], strict=True)

@@ -1,4 +1,4 @@
-"""torch's convolutions on DistTensors: the rules, and the choice of a method for each call."""
+"""Rules of torch's convolutions for DistTensors, and the choice of a method for each call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from distconv.tensor.one_rank import serial_by
 from distconv.tensor.redistribution import gather_by, plan_to_gather
 from distconv.torch_private import in_selective_checkpoint, without_modes
 
-# The user's choice between the two ways to compute a convolution on a cut plane.
+# The user's choice between two methods for a convolution of a partitioned plane or volume.
 #
 # By default `_may_overlap` chooses, by the size of a block.
 
@@ -97,11 +97,12 @@ chosen_method: Callable[[], str | None] = _FORCED.get
 
 
 def _may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
-    """Return whether a convolution of `x` should compute while its halos travel, if blocks allow.
+    """Return whether a convolution of `x` should overlap the halo exchange with computation.
 
-    `method` is the user's choice, or None. By default blocks of `smallest` elements and more do.
+    `method` is the user's choice, or None for the default: overlap if the mean number of elements
+    of a rank's block is `smallest` or more. Windows and blocks may still make overlap impossible.
     """
-    # torch decomposes complex convolutions above the level at which they overlap.
+    # torch computes a complex convolution from real ones, at a level above the overlapped method.
     if method == "assembled" or not any(x.cuts[2:]) or x.dtype.is_complex:
         return False
     ranks = x.topology.parts(cutting_axes(x.cuts))
@@ -112,14 +113,14 @@ def _may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
 
 
 def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
-    """Warn on rank 0 if its block, the largest of all, is too large for some GPU libraries.
+    """Warn if rank 0's block is so large that some GPU libraries return wrong numbers for it.
 
-    These libraries return wrong numbers for it. Python shows each warning once.
+    Only rank 0, whose block is the largest, warns. No communication.
 
     Parameters
     ----------
-    x: the input of the convolution; only half precision on GPUs is concerned.
-    elements: the number of this rank's inputs or outputs, whichever is larger.
+    x: the input of the convolution; only half precision on GPUs can cause a warning.
+    elements: the larger of the numbers of elements of this rank's input and output blocks.
     operator: the name of the convolution, for the warning.
     """
     grid = x.grid
@@ -137,41 +138,42 @@ def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
         )
 
 
-# Convolution, and transposed convolution, of tensors cut in samples, channels and space.
+# Convolution and transposed convolution of tensors partitioned in samples, channels and space.
 #
-# `channel_algorithms` divides channels and filters over the ranks. Each rank computes its part of
-# the outputs from its block of the input and halos of other ranks: assembled in one buffer, or
-# overlapped with their exchange. Partial sums over channels are added up over the ranks.
+# `channel_algorithms` divides channels and filters over the ranks. Each rank computes its block of
+# the outputs from its block of the input and halos of other ranks. The halos are assembled with the
+# block in one buffer, or their exchange overlaps with computation. Partial sums over channels are
+# summed over the ranks.
 
 
 class _Plan(NamedTuple):
-    """A rank's plan for computing its part of a convolution; cached by global metadata."""
+    """One rank's plan for its block of a convolution's output; cached by global metadata."""
 
     layer: LocalLayer
     inputs: Plan | None
-    """The plan that gathers the layer's inputs; None if every rank has its own."""
+    """The plan that gathers the inputs; None if every rank's block has all inputs it needs."""
     local: LocalConvolution
     buffer: LocalInput
-    """The arguments of the local operator on the gathered inputs."""
+    """The padding and cropping with which the local operator runs on the gathered inputs."""
     boundary: Boundary | None
-    """How to compute while halos travel; None if the inputs are gathered first."""
+    """The halo slabs with which computation overlaps the exchange; None to gather inputs first."""
     made: tuple[int, ...]
-    """The shape of the outputs of the local operator."""
+    """The shape of the local operator's output."""
     weighted: bool
     """Whether the global weight has elements; this rank's block of the weight may have none."""
     elements: int
-    """The number of the rank's inputs or outputs, whichever is larger."""
+    """The larger of the numbers of elements of the rank's input and output blocks."""
 
 
 def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convolution) -> DistTensor:
-    """Return a convolution of `x`. All ranks call it.
+    """Return the convolution of `x`. Collective.
 
     Parameters
     ----------
-    weight, bias: distributed, or plain and equal on all ranks.
+    weight, bias: DistTensors, or plain tensors that are equal on all ranks.
     spec: torch's function and its other arguments.
     """
-    # Boundaries would be added to results that torch keeps.
+    # The overlapped method changes its result in place, which a selective checkpoint may keep.
     way = chosen_method()
     if way != "assembled" and in_selective_checkpoint():
         way = "assembled"
@@ -181,13 +183,16 @@ def convolve(x: DistTensor, weight: Tensor, bias: Tensor | None, spec: Convoluti
 
 
 def _convolve_block(x: DistTensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
-    """Return the outputs of this rank's part; `weight` and `bias` are this rank's blocks."""
+    """Return this rank's block of the convolution, before any sum over ranks. Collective.
+
+    `weight` and `bias` are this rank's blocks.
+    """
     layer, operator = plan.layer, plan.layer.operator
     if plan.elements > FEWEST_IN_DOUBT:
         warn_of_large_block(x, plan.elements, operator)
     if plan.boundary is not None:
         return overlapped_convolution(x, weight, bias, plan.local, plan.boundary, operator)
-    # Only the local operator reads the buffer, and makes its gradient.
+    # Only the local operator reads the buffer and computes its gradient.
     computes = 0 not in plan.made and (weight.numel() > 0 or not plan.weighted)
     buffer = gather_by(plan.inputs, x, layer.cuts, operator, owns_gradient=computes)
     if buffer.shape[1] == 1:
@@ -236,20 +241,24 @@ def _plan(
     return _Plan(layer, inputs, local, buffer, boundary, made, weighted, elements)
 
 
-# Transposed convolutions whose output has no positions: what serial torch makes of them.
+# Transposed convolutions whose output has no elements, with the results of serial torch.
 #
-# Its kernels disagree: some return an output without elements, some raise, by the number of samples
-# and the device. So does its check on the meta device, by the version.
+# torch's kernels disagree: depending on the number of samples and the device, some return an output
+# without elements, and some raise. torch's check on the meta device differs between versions.
 
 
 _SAMPLES = 2
-"""The number of samples from which kernels do alike."""
+"""The smallest number of samples from which all larger numbers give the same result."""
 
 
 def without_outputs(
     x: DistTensor, weight: Tensor, bias: Tensor | None, spec: TransposedConvolution
 ) -> DistTensor:
-    """Return the output without elements, or raise what serial torch raises. No communication."""
+    """Return an output without elements, or raise the error of serial torch. No communication.
+
+    Serial torch runs on zeros with the global shapes and at most two samples, so all ranks return
+    or raise together.
+    """
     arguments = spec.stride, spec.padding, spec.output_padding, spec.groups, spec.dilation
     few = min(x.shape[0], _SAMPLES), *x.shape[1:]
     with without_modes():
@@ -262,7 +271,7 @@ def without_outputs(
     cuts = x.cuts[0], (), *x.cuts[2:]
     block = empty_block(shard_of(x), box_on_rank(outputs, cuts, x.grid).shape).to(made.dtype)
     for t in (weight, bias):
-        if t is not None:  # its gradient is zero, as in serial torch, and not None
+        if t is not None:  # as in serial torch, the gradient of `t` is zero, and not None
             block = block + shard_of(t).reshape(-1)[:0].sum().to(made.dtype)
     return DistTensor(block, outputs, cuts, x.grid)
 
@@ -275,9 +284,9 @@ _DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padd
 
 
 def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
-    """Register the rule of torch's `function`, a convolution of `n` spatial dimensions.
+    """Register the rule of torch's `function`, a convolution over `n` spatial dimensions.
 
-    `kind` is the class of its arguments, `Convolution` or `TransposedConvolution`.
+    `kind` is the class that holds the arguments: `Convolution` or `TransposedConvolution`.
     """
 
     @implements(function)
@@ -305,10 +314,11 @@ def _convolution(function: Callable[..., Tensor], n: int, kind: Any) -> None:
 def _of_blocks(
     function: Callable[..., Tensor], n: int, input: Tensor, weight: Tensor, *args: Any, **named: Any
 ) -> Any:
-    """Return a convolution of the block of one rank, for `serial_by`.
+    """Return torch's `function` of plain tensors on a grid of one rank, for `serial_by`.
 
-    The rule chooses the kernels of volumes and the format of one channel, and warns of blocks in
-    doubt. `n` is the number of spatial dimensions.
+    Return NotImplemented where the rule does more: for volumes and for inputs of one channel, which
+    need other kernels or formats, for unexpected shapes, and for very large blocks, of which the
+    rule warns. `n` is the number of spatial dimensions.
     """
     if n == 3 or input.dim() < n + 1 or weight.dim() != n + 2:
         return NotImplemented
@@ -318,7 +328,7 @@ def _of_blocks(
 
 
 def _hashable(argument: Any) -> Any:
-    """Return an argument as a key of a cache: a list as a tuple, a 0-d tensor as its number."""
+    """Return `argument` as a hashable value: a list as a tuple, a 0-d tensor as a number."""
     if isinstance(argument, (tuple, list)):
         return tuple(map(_hashable, argument))
     return argument.item() if isinstance(argument, Tensor) else argument
@@ -328,10 +338,11 @@ def _hashable(argument: Any) -> Any:
 def _specification(
     kind: Any, function: Callable[..., Tensor], n: int, *given: Any, named: tuple[str, ...]
 ) -> Convolution:
-    """Return an object of class `kind` with the arguments of torch's `function` after the bias.
+    """Return an object of class `kind` that holds the arguments of torch's `function` after `bias`.
 
-    `given` are the values of these arguments. The last of them were passed by keyword, under the
-    names `named`. Equal arguments give the same cached object, which other caches find faster.
+    `given` has the values of the arguments: first the positional ones, then those passed by keyword
+    under the names `named`. Equal arguments return the same cached object, so caches keyed by this
+    object compare by identity.
     """
     names = ["stride", "padding", "dilation", "groups"]
     if kind.transposed:

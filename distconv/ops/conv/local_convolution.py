@@ -1,4 +1,4 @@
-"""The local operator of convolutions that overlap with their halo exchange, and its gradients."""
+"""The convolution that one rank computes on its block or buffer, and the gradients."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from distconv.torch_private import ShardFunction
 
 # Convolutions of volumes on CPUs, by the oneDNN kernels that are fast for them.
 #
-# torch chooses its kernel by the size of the input without its last dimension: one sample with up
-# to 20,480 channels x depth x height goes through a matrix of all windows, unless the kernel is
-# larger than 3 along height and width. That matrix is several times the input and takes up to eight
-# times as long. Blocks of a cut volume are below that size even if the whole is above. And with few
-# channels, oneDNN has faster kernels for gradients than the one that it chooses itself.
+# torch chooses its kernel by the size of the input without its last dimension. For one sample with
+# up to 20,480 channels x depth x height, torch copies all windows to a matrix, unless the kernel is
+# larger than 3 along height and width. That matrix is several times as large as the input, and the
+# convolution takes up to eight times as long. Blocks of a partitioned volume are below that size
+# even if the global volume is above. And with few channels, oneDNN has faster kernels for gradients
+# than the kernel that oneDNN chooses itself.
 #
-# Results differ from torch's by rounding. Weight gradients of some kernels add up all positions one
-# by one in the type of the input, as torch's do for planes and large volumes: with 1e5 positions
-# of one sign their measured error was 2e-5 of the largest.
+# Results differ from torch's by rounding. Weight gradients of some kernels sum all positions one by
+# one in the type of the input, as torch's do for planes and large volumes. With 1e5 positions of
+# one sign, the measured error was 2e-5 of the largest gradient.
 
 
 OperandGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -39,32 +40,37 @@ _MOST_ELEMENTS = 20480
 """The largest channels x depth x height for which torch does not use oneDNN for one sample
 (`use_mkldnn` in ATen/native/Convolution.cpp, torch 2.6 to 2.13)."""
 _FEWEST_PRODUCTS = 2**21
-"""The fewest products of an input and a weight with which oneDNN was measured to be no slower."""
+"""The number of products (an input times a weight) from which oneDNN was measured to be no slower
+than torch's other kernels."""
 _LARGE_WEIGHT = 2**21
-"""Elements of a weight that does not stay in a cache: oneDNN brings it into another order in each
-call, and with fewer results than `_FEWEST_PLACES` took up to twice as long as torch's product."""
+"""The number of elements from which a weight does not stay in a cache. oneDNN reorders the weight
+in each call. With fewer output positions than `_FEWEST_PLACES`, oneDNN took up to twice as long as
+torch's matrix product."""
 _FEWEST_PLACES = 64
 _MANY_CHANNELS = 16
-"""The fewest channels with which oneDNN's own gradients are fastest. With fewer, its input gradient
-was measured to take up to four times as long as a convolution with the flipped weight, and its
-weight gradient up to three times as long where the depth is padded by zeros in memory. The zeros
-cost a copy of the input, so they are used where torch would make the matrix of all windows."""
+"""The number of channels from which oneDNN's own gradients are fastest. With fewer channels,
+oneDNN's input gradient was measured to take up to four times as long as a convolution with the
+flipped weight. Its weight gradient took up to three times as long as on an input padded with zeros
+along the depth. The zeros cost a copy of the input, so the input is padded only where torch would
+make the matrix of all windows."""
 
 _by_onednn: Any = torch.ops.aten.mkldnn_convolution
 torch_gradients: Any = torch.ops.aten.convolution_backward
-"""torch's function for the gradients of a convolution of any dimensions."""
+"""torch's function for the gradients of a convolution of any number of dimensions."""
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    """Return `torch.convolution` of a volume, for use where autograd records nothing.
+    """Return `torch.convolution` of a volume, by oneDNN where its kernel is faster.
+
+    Autograd must not be recording.
 
     Parameters
     ----------
-    x: (samples, channels, depth, height, width), as in all functions here.
+    x: a tensor of shape (samples, channels, depth, height, width).
     arguments: stride, padding, dilation, transposed, output padding and groups, in the order of
         `torch.convolution`.
     """
-    # Transposed, oneDNN was measured to be no faster.
+    # For transposed convolutions oneDNN was measured to be no faster.
     if arguments[3] or not gains(x, weight, *arguments):
         return torch.convolution(x, weight, bias, *arguments)
     stride, padding, dilation, *_, groups = arguments
@@ -80,14 +86,18 @@ def convolution_gradients(
     bias: Sequence[int] | None,
     *rest: Any,
 ) -> OperandGradients:
-    """Return the gradients of input, weight and bias of `convolution`.
+    """Return the gradients of input, weight and bias of a convolution of a volume.
 
-    In grad mode they can be differentiated again.
+    A gradient that is not asked for is None. In grad mode the gradients can be differentiated
+    again.
 
     Parameters
     ----------
+    dy: the gradient of the output.
+    x: the input, of shape (samples, channels, depth, height, width).
     bias: the shape of the bias, or None.
-    rest: the `arguments` of `convolution`, and a flag for each of the three gradients to compute.
+    rest: stride, padding, dilation, transposed, output padding and groups, then three flags: which
+        of the gradients to compute.
     """
     *arguments, mask = rest
     if torch.is_grad_enabled() or not gains(x, weight, *arguments):
@@ -108,7 +118,7 @@ def convolution_gradients(
             if few and not together and padding[0]:
                 zeros = x.new_zeros(*x.shape[:2], padding[0], *x.shape[3:])
                 inputs, arguments[1] = torch.cat([zeros, x, zeros], 2), (0, *padding[1:])
-            # For tensors in oneDNN's own layout torch always uses oneDNN's gradients.
+            # For tensors in oneDNN's own memory layout torch always uses oneDNN's gradients.
             inputs, outputs = inputs.to_mkldnn(), dy.to_mkldnn()
         mask = [together, of_weight, of_bias]
         given, dw, sums = torch_gradients(outputs, inputs, weight, bias, *arguments, mask)
@@ -122,12 +132,17 @@ def convolution_gradients(
 
 
 def recorded_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    """Return `convolution` of a volume, recorded by autograd for gradients of any order."""
+    """Return the convolution of a volume, recorded by autograd for gradients of any order.
+
+    The arguments are those of `convolution`.
+    """
     y: Tensor = _Volumes.apply(x, weight, bias, arguments)
     return y
 
 
 class _Volumes(ShardFunction):
+    """An autograd function of `convolution`, with `convolution_gradients` as its backward."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]
@@ -145,7 +160,10 @@ class _Volumes(ShardFunction):
 
 
 def gains(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether to use this module's kernels; False for convolutions of no volumes."""
+    """Return whether to convolve `x` by the oneDNN kernels of this module: float32 volumes on CPUs.
+
+    `arguments` are stride, padding, dilation, transposed, output padding and groups.
+    """
     return (
         len(weight.shape) == 5
         and x.device.type == "cpu"
@@ -156,7 +174,7 @@ def gains(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
             *(tuple(a) if isinstance(a, list) else a for a in arguments),
         )
         and onednn_is_on()
-        # Such as FlopCounterMode and selective checkpoints, which look for torch's convolution.
+        # Modes such as FlopCounterMode and selective checkpoints look for torch's convolution.
         and not others_look_on()
     )
 
@@ -172,14 +190,14 @@ def _pays(
     extra: Shape,
     groups: int,
 ) -> bool:
-    """Return whether oneDNN was measured to be no slower than torch's other kernels.
+    """Return whether oneDNN was measured to be no slower than torch's kernels for these shapes.
 
     `x` and `weight` are the shapes of input and weight, `extra` is the output padding.
     """
     if groups > 1 or prod(weight[2:]) == 1:
-        return False  # other kernels of oneDNN's, or one product of matrices
+        return False  # oneDNN has other kernels for groups; 1 x 1 x 1 is one matrix product
     if transposed and any(map(ge, extra, stride)):
-        return False  # which oneDNN lacks
+        return False  # oneDNN does not support this output padding
     places = x[2:]
     if not transposed:
         rows = zip(x[2:], weight[2:], stride, padding, dilation, strict=True)
@@ -193,19 +211,25 @@ def _pays(
 
 
 def _taken_by_torch(x: Shape, weight: Shape) -> bool:
-    """Return whether torch.convolution itself uses oneDNN for operands of these shapes."""
+    """Return whether torch.convolution itself always uses oneDNN for operands of these shapes.
+
+    `x` and `weight` are the shapes of input and weight.
+    """
     if weight[3:] == (1, 1):
-        return False  # not always
+        return False  # torch uses oneDNN for some of these shapes only
     return x[0] > 1 or min(weight[3:]) > 3 or prod(x[:4]) > _MOST_ELEMENTS
 
 
 @dataclass(frozen=True)
 class LocalConvolution:
-    """The convolution, plain or transposed, that a rank runs on its block, a slab or a buffer.
+    """The convolution that a rank runs on its block, on a halo slab or on an assembled buffer.
+
+    The argument `piece` of its methods gives the padding and the cropping for that input.
 
     Attributes
     ----------
     function: torch's function, such as torch.conv2d.
+    transposed: whether the convolution is a transposed one.
     """
 
     function: Callable[..., Tensor]
@@ -215,6 +239,7 @@ class LocalConvolution:
     transposed: bool = False
 
     def forward(self, piece: LocalInput, x: Tensor, weight: Any, bias: Any) -> Tensor:
+        """Return the convolution of `x`; autograd must not be recording."""
         d = piece.flat
         if d is not None:
             # One plane of a volume: two-dimensional convolution is several times as fast.
@@ -234,6 +259,11 @@ class LocalConvolution:
         bias: Sequence[int] | None,
         mask: Sequence[bool],
     ) -> OperandGradients:
+        """Return the gradients of `x`, weight and bias.
+
+        `dy` is the gradient of the output, and `bias` the shape of the bias, or None. `mask` has
+        three flags, which of the gradients to compute; the others are None.
+        """
         d = piece.flat
         if piece.crop is not None:
             dy = F.pad(dy, [n for crop in reversed(piece.crop) for n in crop])
@@ -246,10 +276,7 @@ class LocalConvolution:
         return dx, dw, db
 
     def recorded(self, piece: LocalInput, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the convolution of `x`, recorded by autograd for gradients of any order.
-
-        `piece` holds the padding and the crop that belong to this input.
-        """
+        """Return the convolution of `x`, recorded by autograd for gradients of any order."""
         _, padding, *_, extra, groups = arguments = self._arguments(piece)
         if x.dim() == 5 and gains(x, weight, *arguments):
             y = recorded_convolution(x, weight, bias, *arguments)
@@ -260,7 +287,7 @@ class LocalConvolution:
         return crop_outputs(y, piece.crop)
 
     def _arguments(self, piece: LocalInput) -> tuple[Any, ...]:
-        """Return the arguments of torch.convolution after the bias, for the input of `piece`."""
+        """Return the arguments of torch.convolution after the bias, for an input with `piece`."""
         stride, padding, dilation, extra = self.stride, piece.padding, self.dilation, piece.extra
         if piece.flat is not None:
             d = piece.flat - 2
@@ -271,12 +298,10 @@ class LocalConvolution:
 
 
 def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
-    """Return `y` without some first and last elements of each spatial dimension.
+    """Return a view of `y` without surplus elements at both ends of each spatial dimension.
 
-    Parameters
-    ----------
-    crop: for each spatial dimension, the numbers of elements to drop before and after; None to
-        drop none.
+    `crop` has for each spatial dimension the numbers of elements to drop before and after the
+    others; None to drop none.
     """
     if crop is None:
         return y

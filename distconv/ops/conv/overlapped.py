@@ -1,10 +1,10 @@
-"""Convolutions that compute while their halos travel, and copy no activation.
+"""Convolutions that overlap the halo exchange with computation, and copy no activation.
 
-The local operator runs on the rank's own block, with zeros in place of the halos. After the halos
-have arrived, their contributions are added, one side after the other (`make_boundary`). Backward,
-the gradients of the halos are computed first and travel while the full local pass runs; the weight
-gradient is the sum of the contributions of block and sides. Only the halos are saved beside the
-input.
+Forward, the local operator runs on the rank's own block, with zeros in place of the halos. When the
+halos have arrived, their contributions are added to the outputs, one side of the block after the
+other (`make_boundary`). Backward, the gradients of the halos are computed and sent first; the
+gradients of the block are computed during that exchange. The weight gradient is the sum of the
+contributions of block and sides. Only the input, the weight and the halos are saved for backward.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def overlapped_convolution(
     edge: Boundary,
     operator: str,
 ) -> Tensor:
-    """Return this rank's block of a convolution, computed while the halos of `x` travel.
+    """Return this rank's block of the convolution of `x`, computed during the halo exchange.
 
-    All ranks call it.
+    Collective.
 
     Parameters
     ----------
-    local: the local operator.
-    edge: this rank's boundary.
+    weight, bias: this rank's blocks.
+    local: the local convolution.
+    edge: the plan of the exchange, and the halo slabs along the sides of this rank's block.
     operator: the layer's name, under which the exchange is recorded.
     """
     record_gather(x, edge.plan, x.cuts, operator)
@@ -53,7 +54,11 @@ def overlapped_convolution(
 
 
 def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
-    """Return the input tensor of a halo slab, taken from the received messages `halos`."""
+    """Return the input tensor of the halo slab `slab`, assembled from received messages.
+
+    `halos` has the messages, in the order of the exchange's plan. Elements that no message contains
+    are zero. If one message is the complete input, the message itself is returned.
+    """
     if slab.whole is not None:
         inputs: Tensor = slab.whole.of(halos)
         return inputs
@@ -71,6 +76,8 @@ def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
 
 
 class _OverlappedConvolution(ShardFunction):
+    """Compute a convolution, and its gradients, during the halo exchange of `transfer`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -90,7 +97,7 @@ class _OverlappedConvolution(ShardFunction):
             y[slab.outputs].add_(local.forward(slab.piece, inputs, taps, None))
         ctx.save_for_backward(x, weight, *halos)
         ctx.context = local, edge, transfer, None if bias is None else bias.shape
-        # Not `y`: a view made by an autograd function cannot be changed in place.
+        # Not `y`: callers cannot change a view that an autograd function returns in place.
         return made
 
     @staticmethod
@@ -107,7 +114,7 @@ class _OverlappedConvolution(ShardFunction):
                 dx = accumulate(dx, plan, transfer.grid)
             return dx, dw, db, None, None, None
 
-        # Gradients of halos first: they travel during the remaining computation.
+        # Gradients of halos first: their exchange overlaps with the remaining computation.
         leaving = {i: dy.new_zeros(shape) for i, shape in edge.composed} if of_input else {}
         of_taps = []
         for slab in edge.slabs:

@@ -1,1 +1,1 @@
-"""Normalisation, with statistics over cut dimensions."""
+"""Batch, group, instance, layer and root-mean-square norm over partitioned dimensions."""

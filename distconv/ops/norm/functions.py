@@ -1,4 +1,4 @@
-"""Batch, instance, group and layer norm on DistTensors."""
+"""Rules of torch's batch, instance, group, layer and root-mean-square norm for DistTensors."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from distconv.tensor.one_rank import serial_by
 from distconv.tensor.redistribution import redistribute
 from distconv.torch_private import without_modes
 
-# Batch normalisation with statistics over the whole mini-batch, or over a part of the ranks.
+# Batch normalisation with statistics over the global mini-batch, or over groups of ranks.
 
 
 SPATIAL = ("depth", "height", "width")
 Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-"""Shape and type of a tensor."""
+"""The shape and the type of a tensor."""
 
 
 def batch_norm_over(
@@ -61,11 +61,12 @@ def batch_norm_over(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> DistTensor:
-    """Normalise a batch by statistics over the ranks that differ from this one along `axes`.
+    """Return the batch norm of `input`, by statistics over the ranks along the grid axes `axes`.
 
-    All ranks call it. If `axes` is None, these are all axes that cut the input: statistics are over
-    the global batch. With fewer axes each group of ranks has statistics of its own; the running
-    statistics take their mean over the groups, and so stay the same on every rank.
+    Collective. If `axes` is None, statistics are over the global mini-batch. Otherwise each group
+    of ranks along `axes` has its own statistics. Running statistics are updated with the mean over
+    the groups, and so stay equal on all ranks. The other arguments are those of
+    `torch.nn.functional.batch_norm`.
     """
     channelwise = running_mean, running_var, weight, bias
     x = distributed_input("batch_norm", input, *channelwise)
@@ -81,7 +82,7 @@ def batch_norm_over(
             own_channels(t, x, "batch_norm") for t in channelwise
         )
         if running_mean is not None and running_var is not None:
-            # The backward pass needs their current values.
+            # The backward pass needs the values before the update.
             own = running_mean, running_var = running_mean.clone(), running_var.clone()
             publish = partial(gather_running_statistics, x, running, own, "batch_norm")
     block = x.shard
@@ -107,24 +108,28 @@ def batch_norm_over(
 
 
 def _of_blocks(input: Tensor, *args: Any, **named: Any) -> Any:
-    """Return the batch norm of the block of one rank, for `serial_by`."""
+    """Return torch's batch norm of plain tensors on a grid of one rank, for `serial_by`.
+
+    Return NotImplemented for an input so large that torch's batch norm is not the fastest.
+    """
     if not _suits_torch(input.numel(), is_accelerator(input.device)):
         return NotImplemented
     return F.batch_norm(with_batch_stride(input), *args, **named)
 
 
 def _mean_size(x: DistTensor) -> float:
-    """Return the mean number of elements of the blocks, which only channels partition.
+    """Return the mean number of elements of a block of `x` that is partitioned in channels only.
 
-    All ranks decide by the same number, as the graph of torch's norm differs from `normalize`'s.
+    The number is the same on all ranks. All ranks must choose the same norm by this number, as the
+    autograd graphs of torch's norm and of `normalize` differ.
     """
     return x.numel() / x.grid.topology.parts(x.cuts[1] if x.dim() > 1 else ())
 
 
 def _suits_torch(elements: float, accelerator: bool) -> bool:
-    """Return whether torch's batch norm is fastest for blocks with a mean size of `elements`.
+    """Return whether torch's batch norm is the fastest for blocks with a mean of `elements`.
 
-    `accelerator` says whether operators on the block run on an accelerator.
+    `accelerator` is whether operators on the block run on an accelerator.
     """
     return elements <= thresholds(accelerator).own_batch_norm
 
@@ -135,13 +140,13 @@ implements(F.batch_norm)(
 
 
 class _Statistics(NamedTuple):
-    """The ranks and elements of the statistics of one call of batch norm."""
+    """The ranks and elements over which one call of batch norm takes its statistics."""
 
     training: bool
-    """Whether the batch's own statistics are used; torch uses none for an empty batch."""
+    """Whether statistics of the mini-batch are used; False for an empty mini-batch, as in torch."""
     norm: Norm
     rest: tuple[str, ...]
-    """Axes that cut the input, but along which ranks do not share statistics."""
+    """The grid axes that partition the input, but along which ranks do not share statistics."""
     groups: int
     """The number of groups of ranks that have elements, and so statistics."""
 
@@ -156,6 +161,11 @@ def _decide(
     eps: float,
     kinds: tuple[Kind | None, ...],
 ) -> _Statistics:
+    """Return the ranks and elements of the statistics of a batch norm; no communication.
+
+    `kinds` has shape and type of each argument with a number for each channel, or None. Raises the
+    errors of torch's batch norm, on all ranks.
+    """
     elements = prod(x.shape)
     if len(x.shape) < 2 and elements:
         raise ValueError(f"batch_norm: expected at least 2 dimensions, got {len(x.shape)}")
@@ -173,7 +183,7 @@ def _decide(
             )
         )
     if elements:
-        # torch's own checks of sizes and types, on two samples of the same channels.
+        # Run torch's own checks of sizes and types, on two samples with the same channels.
         like = ((2, x.shape[1]), x.dtype), *kinds
         serial: Any = F.batch_norm
         with without_modes():  # as for `check_on_meta`
@@ -187,10 +197,10 @@ def _decide(
 
 
 def own_channels(values: Any, x: DistTensor, operator: str) -> Any:
-    """Return the part of `values` that belongs to this rank's channels of `x`; None for None.
+    """Return the elements of `values` for this rank's channels of `x`; None if `values` is None.
 
-    `values` has one number for each channel, and is distributed or equal on all ranks. `operator`
-    is the name of the norm, under which a redistribution is recorded.
+    `values`, of shape (channels,), is a DistTensor, or a plain tensor that is equal on all ranks.
+    `operator` is the name of the norm, under which a redistribution is recorded. Collective.
     """
     shape, cuts = tuple(x.shape[1:2]) or (0,), x.cuts[1:2] or ((),)
     return local_operand(values, shape, cuts, x.grid, operator)
@@ -199,10 +209,11 @@ def own_channels(values: Any, x: DistTensor, operator: str) -> Any:
 def gather_running_statistics(
     x: DistTensor, running: Sequence[Tensor | None], own: Sequence[Tensor | None], operator: str
 ) -> None:
-    """Copy `own`, each rank's updated statistics of its channels, to `running` on all ranks.
+    """Gather `own`, each rank's updated statistics of its channels, to `running` on all ranks.
 
-    Nothing is done for statistics that a rank has updated in place. `operator` is the name of the
-    norm, under which the redistribution is recorded.
+    `x` is the input of the norm. A statistic that is the same object in `own` and `running` has
+    been updated in place, and is skipped. `operator` is the name of the norm, under which the
+    redistribution is recorded. Collective.
     """
     pairs = [
         (t, o)
@@ -219,22 +230,23 @@ def gather_running_statistics(
 
 
 def _of_no_elements(norm: Callable[..., Tensor], block: Tensor, *args: Any) -> Tensor:
-    """Return torch's norm of a block without elements, with the graph of all other ranks.
+    """Return torch's `norm` of a block without elements, with the autograd graph of other ranks.
 
-    Ones stand in for the block, and for parameters without elements.
+    `args` are the arguments of `norm` after the input, up to `eps`. The norm is computed of ones in
+    place of the block and of parameters without elements.
     """
     empty = [isinstance(t, Tensor) and not t.numel() for t in args]
     filled = [filled_block(t) if e else t for t, e in zip(args, empty, strict=True)]
-    # Any number that keeps the ones finite, as that of the call may be 0.
+    # Not the `eps` of the call, which may be 0: the norm of the ones would not be finite.
     y = norm(filled_block(block), *filled, eps=1.0)
     return y[tuple(map(slice, block.shape))]
 
 
 def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, int]:
-    """Return the fewest elements per channel in a group of ranks, and the number of groups.
+    """Return the fewest elements per channel in any group of ranks, and the number of groups.
 
-    Ranks along the axes `group` form a group; groups without elements are left out. The numbers are
-    the same on every rank.
+    Each group consists of ranks along the grid axes `group`. Groups without elements are left out.
+    Both numbers are the same on all ranks.
     """
     sizes = [x.shape[0], *x.shape[2:]]
     cuts = [x.cuts[0], *x.cuts[2:]]
@@ -244,7 +256,7 @@ def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, in
     return smallest, prod(filled)
 
 
-# Normalisation of each sample and group of channels, or each sample and channel.
+# Normalisation of each sample and group of channels (group norm), or sample and channel (instance).
 
 
 def group_norm_over(
@@ -255,10 +267,12 @@ def group_norm_over(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> DistTensor:
-    """Normalise each sample and group of channels by statistics over the ranks along `axes`.
+    """Return the group norm of `input`, by statistics over the ranks along the grid axes `axes`.
 
-    All ranks call it. If `axes` is None, these are all axes that cut the plane. With () each rank
-    uses the statistics of its own block, which differs from the serial norm.
+    Collective. If `axes` is None, statistics of a sample and group of channels are over the global
+    plane or volume, as in the serial norm. With () each rank uses statistics of its own block, and
+    the result differs from the serial norm. The other arguments are those of
+    `torch.nn.functional.group_norm`.
     """
     name = "group_norm"
     x = as_distributed(input, common_grid("group_norm", (input, weight, bias)))
@@ -266,7 +280,7 @@ def group_norm_over(
     check_on_meta(F.group_norm, any_type(x), num_groups, any_type(weight), any_type(bias), eps)
     channels, cuts = x.shape[1] // num_groups, x.cuts
     if num_groups % x.grid.topology.parts(cuts[1]) and channels != 1:
-        # Some groups lie on several ranks.
+        # Some groups of channels are partitioned over several ranks.
         return redistribute(
             group_norm_over(axes, uncut(x, [1], name), num_groups, weight, bias, eps), cuts, name
         )
@@ -308,7 +322,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalise each sample and channel over the plane; update running statistics if given."""
+    """Normalise each sample and channel over space, and update running statistics. Collective."""
     operands = input, running_mean, running_var, weight, bias
     x = as_distributed(input, common_grid("instance_norm", operands))
     check_parameter_types("instance_norm", x, weight, bias)
@@ -333,7 +347,7 @@ def instance_norm(
             for running, batch in ((running_mean, mean), (running_var, variance)):
                 own = gather_whole(batch.mean(0), "instance_norm")
                 running.lerp_(own.to(running.dtype), momentum)
-    # torch repeats the weight for each sample: the backward pass uses it as it is now.
+    # torch copies the weight for each sample, so its backward pass uses the present values.
     kept = None if weight is None else weight.clone()
     return group_norm_over(None, x, max(x.shape[1], 1), kept, bias, eps)
 
@@ -351,7 +365,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> DistTensor:
-    """Normalise each sample over the last dimensions, cut or not."""
+    """Normalise each sample over its last dimensions, partitioned or not. Collective."""
     x = as_distributed(input, common_grid("layer_norm", (input, weight, bias)))
     check_parameter_types("layer_norm", x, weight, bias)
     check_on_meta(
@@ -368,7 +382,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> DistTensor:
-    """Divide by the root of the mean square over the last dimensions, cut or not."""
+    """Divide by the root mean square over the last dimensions, partitioned or not. Collective."""
     x = as_distributed(input, common_grid("rms_norm", (input, weight)))
     check_on_meta(F.rms_norm, any_type(x), tuple(normalized_shape), any_type(weight), eps)
     return _normalize_last(x, normalized_shape, weight, None, eps, "rms_norm")
@@ -382,7 +396,10 @@ def _normalize_last(
     eps: float | None,
     name: str,
 ) -> DistTensor:
-    """Return layer_norm or rms_norm, by `name`, over the dimensions of `normalized_shape`."""
+    """Return the layer norm or root-mean-square norm of `x` over its last dimensions. Collective.
+
+    `name` is "layer_norm" or "rms_norm"; `normalized_shape` are the sizes of the last dimensions.
+    """
     block, first = x.shard, x.dim() - len(normalized_shape)
     over = tuple(range(first, x.dim()))
     group = cutting_axes(x.cuts[first:])

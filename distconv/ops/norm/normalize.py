@@ -1,10 +1,11 @@
-"""Normalisation of blocks by statistics over dimensions and ranks: one function for all norms.
+"""Normalisation of a block by statistics over dimensions and ranks: one function for all norms.
 
-`normalize` saves the input, and mean and variance of each statistic. Forward, statistics travel in
-one message; backward, the sums of gradients do. In between torch's kernels for batch normalisation
-run on the block, in its memory format: on accelerators those for synchronised batch norm
-(`synchronized`), else the ones here. These take a tensor (N, C, *spatial) with numbers for each
-channel; if each sample is normalised alone, the channels are the N * C channels of one sample.
+`normalize` saves the input and its means and variances for backward. The forward pass exchanges
+statistics in one collective, the backward pass sums of gradients. Before and after it, torch's
+kernels for batch normalisation run on the block, in its memory format: on accelerators kernels for
+synchronised batch norm (`synchronized.py`), otherwise the kernels in this file. All kernels take a
+tensor (N, C, *spatial), with one mean and variance for each channel. If each sample is normalised
+by its own statistics, the kernels see one sample of N * C channels.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ from distconv.torch_private import ShardFunction
 
 
 def check_parameter_types(name: str, x: DistTensor, *parameters: Tensor | None) -> None:
-    """Raise on every rank if types differ; float32 parameters may go with half inputs.
+    """Raise on every rank if `parameters` have another type than the input `x`.
 
-    `name` is the name of the norm, for the error.
+    Inputs in half precision may have float32 parameters. `name` is the name of the norm, for the
+    error.
     """
     half = accumulation_type(x.dtype) != x.dtype
     if not (half and all(p is None or p.dtype == torch.float32 for p in parameters)):
@@ -58,17 +60,19 @@ def normalize(
     grid: Grid,
     running: RunningStatistics | None = None,
 ) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps) * weight + bias for the block `x`.
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias for this rank's block `x`.
 
-    The ranks along `norm.group` call it.
+    Collective over the ranks along `norm.group`, over which mean and variance are taken.
 
     Parameters
     ----------
-    weight, bias: this rank's numbers, one for each channel or for each spatial position.
+    x: a block of shape (N, C, *spatial).
+    weight, bias: this rank's blocks, with a number for each channel or each spatial position.
+    norm: the elements and ranks of the statistics, and `eps`.
     running: the running statistics to update, if any.
     """
     form, x = norm.form, in_format_of(x, x)
-    # The choice is the same on all ranks, whose functions exchange messages.
+    # All ranks choose the same, as the functions exchange different messages.
     synchronized = (
         grid.computes_on_gpu and form.centered and not (form.weighs_elements or x.is_meta)
     )
@@ -84,17 +88,20 @@ def normalize(
 
 
 def _zero_of(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return the sum of no elements of weight and bias, which is 0 and has a graph; or None.
+    """Return a 0 that depends on weight and bias in the autograd graph, or None if neither can.
 
-    Where ranks exchange no statistics, the memory format of its block lets each choose torch's
-    group norm or this one. Gradients of torch's lead back to weight and bias. Those of this norm do
-    by this number, so that all ranks take the same exchanges when they are differentiated again.
+    Where ranks exchange no statistics, each rank chooses between torch's group norm and
+    `normalize` by the memory format of its block. The gradients of torch's group norm depend on
+    weight and bias in the graph. This 0 makes the gradients of `normalize` depend on both, too. So
+    all ranks run the same exchanges when gradients are differentiated again.
     """
     sums = [p.reshape(-1)[:0].sum() for p in (weight, bias) if p is not None and p.requires_grad]
     return sum(sums[1:], sums[0]) if sums and torch.is_grad_enabled() else None
 
 
 class _NormalizeBlock(ShardFunction):
+    """An autograd function of `normalize` on CPUs, and for all norms without a GPU kernel."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -108,7 +115,7 @@ class _NormalizeBlock(ShardFunction):
     ) -> Tensor:
         mean, variance = moments(x, norm, grid)
         if running is not None:
-            # Before anything is saved: a checkpoint stops recomputation at that point.
+            # Before tensors are saved, as a checkpoint stops recomputation there.
             running.update(mean, variance)
         if not norm.form.centered:
             variance, mean = variance + mean.square(), torch.zeros_like(mean)
@@ -165,11 +172,12 @@ def _gradients(
     norm: Norm,
     grid: Grid,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias; the last two have a number for each channel.
+    """Return the gradients of input, weight and bias for the gradient `dy` of a norm's output.
 
     dx = gain * dy - mean(gain * dy) - standardised x * mean(gain * dy * standardised x), with means
-    over the elements of a statistic, and gain = weight / sqrt(variance + eps). `weight` is
-    (1, groups, channels of a group).
+    over the elements of a statistic, and gain = weight / sqrt(variance + eps). `weight` has shape
+    (1, groups, channels of a group). The gradients of weight and bias have shape (channels,), and
+    are sums over this rank's elements. Collective over the ranks along `norm.group`.
     """
     dy = in_format_of(dy, x)
     gain = _gain(weight, variance, norm.eps)
@@ -191,7 +199,10 @@ def _gradients(
 
 
 def _of_groups(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
-    """Return a weight or bias as (1, groups, channels of a group), in the type of `mean`."""
+    """Return a weight or bias in the shape (1, groups, channels of a group), or None for None.
+
+    `mean`, of shape (samples, groups), gives the number of groups and the type.
+    """
     if parameter is None:
         return None
     groups = mean.shape[1]
@@ -200,16 +211,17 @@ def _of_groups(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
 
 
 def _gain(weight: Tensor | None, variance: Tensor, eps: float) -> Tensor:
-    """Return weight / sqrt(variance + eps), (samples, groups, channels of a group or 1).
+    """Return weight / sqrt(variance + eps), of shape (samples, groups, channels of a group or 1).
 
-    `weight` is (1 or samples, groups, channels of a group) or None, `variance` (samples, groups).
+    `weight` has shape (1 or samples, groups, channels of a group), or is None for 1. `variance` has
+    shape (samples, groups).
     """
     device, dtype, n = variance.device, variance.dtype, variance.numel()
     if not n:
         return variance.unsqueeze(2)
     weight = filled(device, (1,), 1.0, dtype) if weight is None else weight
     rows = weight.expand(*variance.shape, weight.shape[-1]).reshape(1, n, -1)
-    # One kernel in place of a sum, a root and a product.
+    # One kernel instead of a sum, a root and a product.
     numbers = None, None, filled(device, (n,), 0.0, dtype), variance.flatten()
     gain, _, _ = torch.native_batch_norm(rows, *numbers, False, 0.0, eps)
     return gain.view(*variance.shape, -1)
@@ -223,10 +235,10 @@ def _affine(
     bias: Tensor | None,
     norm: Norm,
 ) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps) * weight + bias for a block `x`.
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias for this rank's block `x`.
 
-    `mean` and `variance` are (samples, groups); `weight` and `bias` are (samples, groups, channels
-    of a group), or broadcast to it.
+    `mean` and `variance` have shape (samples, groups). `weight` and `bias` broadcast to (samples,
+    groups, channels of a group).
     """
     if not x.numel():
         return torch.empty_like(x)
@@ -243,7 +255,7 @@ def _affine(
         y = in_type(scaled, x.dtype)
     else:
         numbers = weight, bias, mean.unsqueeze(2), variance.unsqueeze(2)
-        # Kernels for channels last read them without regard to strides.
+        # Kernels for channels last ignore the strides of weight, bias, mean and variance.
         w, b, m, v = [t if t is None else runs.spread(t).flatten().contiguous() for t in numbers]
         y, _, _ = torch.native_batch_norm(runs.of(block), w, b, m, v, False, 0.0, eps)
     # A view could not be changed in place afterwards.
@@ -252,14 +264,15 @@ def _affine(
 
 _MANY_CHANNELS = 16
 _MANY_ELEMENTS = 2**17
-"""Channels and elements above which `addcmul` normalises a block with channels last faster than
-torch's batch norm: measured 0.8 of its time, and 0.65 with twice as many elements."""
+"""The numbers of channels and elements from which `addcmul` normalises a block in channels last
+faster than torch's batch norm: in 0.8 of the time, and in 0.65 with twice the elements."""
 
 
 def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, norm: Norm) -> Tensor:
-    """Return the sums of dy * (x - mean) / sqrt(variance + eps) and of dy over the rank's elements.
+    """Return this rank's sums of dy * (x - mean) / sqrt(variance + eps), and of dy.
 
-    Their shape is (2, samples, groups, channels of a group).
+    The sums are over the block, for each channel or for each sample and channel. The result has
+    shape (2, samples, groups, channels of a group).
     """
     if not x.numel():
         return mean.new_zeros((2, *mean.shape, x.shape[1] // max(norm.form.groups, 1)))
@@ -267,8 +280,8 @@ def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, norm: Norm) -> 
     runs = runs_of(x, norm.form)
     own = [runs.spread(t.unsqueeze(2)) for t in (mean, variance)]
     ones = filled(x.device, (runs.shape[2 if runs.matrices else 1],), 1.0, mean.dtype)
-    # Without elements, as `native_batch_norm` returns them outside of training: CUDA's kernel would
-    # take these numbers in place of the running statistics.
+    # Saved mean and inverse deviation without elements, as `native_batch_norm` returns them in
+    # evaluation. CUDA's kernel would use saved numbers instead of the running statistics.
     none = filled(x.device, (0,), 1.0, mean.dtype)
     statistics = zip(*(t.unbind() for t in own), strict=True) if runs.matrices else [own]
     kernel = torch.ops.aten.native_batch_norm_backward

@@ -1,4 +1,4 @@
-"""Statistics of norms over all ranks: moments, running statistics, and their gradients."""
+"""Mean and variance of norms over ranks, running statistics, and gradients of any order."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from distconv.ops.support.operands import (
 
 # The dimensions of a norm's statistics, and the shapes in which torch's kernels take blocks.
 #
-# The kernels for batch normalisation add up the elements of a channel one by one, in the type of
-# the statistics. Here each run of a few hundred elements is passed as a channel of its own, so that
-# few elements are added one by one, and with channels last many runs at once. The results for runs
-# are added up pairwise.
+# torch's kernels for batch normalisation sum the elements of a channel one by one, in the type of
+# the statistics, which loses digits. Here each channel is divided into runs of a few hundred
+# elements, and each run is passed as a channel of its own. With channels last, one call takes many
+# runs side by side. The sums of runs are summed pairwise.
 
 
 class Form(NamedTuple):
-    """The elements of a block (N, C, *spatial) over which a norm takes each of its statistics.
+    """The elements of a block (N, C, *spatial) over which a norm takes mean and variance.
 
     Attributes
     ----------
-    groups: the number of groups of channels.
-    of_each_sample: whether each sample has statistics of its own.
-    centered: whether the mean is subtracted; otherwise deviations are from 0.
+    groups: the number of groups of channels in the block; each has its own mean and variance.
+    of_each_sample: whether each sample has its own mean and variance.
+    centered: whether the mean is subtracted; otherwise the mean square replaces the variance.
     weighs_elements: whether weight and bias have a number for each spatial position, not for each
         channel.
-    in_runs: whether sums are taken over runs, as on CPUs.
+    in_runs: whether long channels are summed in runs, as on CPUs.
     """
 
     groups: int
@@ -51,13 +51,13 @@ class Form(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The elements and ranks over which a norm takes its statistics.
+    """The elements and ranks over which a norm takes mean and variance.
 
     Attributes
     ----------
-    form: the elements of a rank's block.
-    group: the grid axes along which ranks share statistics.
-    counts: the number of elements of a statistic on each rank along `group`, in rank order.
+    form: the elements of each rank's block.
+    group: the grid axes along which ranks share mean and variance.
+    counts: the number of elements of one mean on each rank along `group`, in rank order.
     eps: the number that is added to variances.
     """
 
@@ -68,16 +68,17 @@ class Norm(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The division of a block (N, C, *spatial) without gaps into runs of elements.
+    """The division of a dense block (N, C, *spatial) into runs: elements that a kernel sums alone.
 
     Attributes
     ----------
     numbers: the shape of a tensor with one number for each run: (samples, runs before the channels,
-        groups, channels of a group, runs after them). Samples are 1 if all share their statistics.
-    shape: the shape in which kernels take the block, with runs as channels: its own shape, (1,
-        runs, elements of a run), or with channels last (matrices, elements, runs).
-    matrices: whether `shape` is (matrices, elements, runs); each matrix is a kernel call of its
-        own.
+        groups, channels of a group, runs after the channels). `samples` is 1 if all samples share
+        their statistics.
+    shape: the shape in which kernels take the block, with runs as channels: the block's own shape;
+        (1, runs, elements of a run); or with channels last (matrices, elements of a run, runs).
+    matrices: whether `shape` is (matrices, elements of a run, runs); each matrix needs its own
+        kernel call.
     """
 
     numbers: tuple[int, int, int, int, int]
@@ -85,19 +86,19 @@ class Runs(NamedTuple):
     matrices: bool
 
     def of(self, x: Tensor) -> Tensor:
-        """Return a view of the block `x` in the shape for the kernels."""
+        """Return a view of the block `x` in `shape`, for the kernels."""
         if self.matrices:
             return x.permute(0, *range(2, x.dim()), 1).view(self.shape)
         return x if x.shape == self.shape else x.view(self.shape)
 
     def calls(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the parts of `of(x)`, one for each kernel call."""
+        """Return views of the block `x` for the kernel, one for each call."""
         return self.of(x).unbind() if self.matrices else (self.of(x),)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Return `numbers` in a shape that broadcasts to `of(x)`, with one number for each run.
+        """Return `numbers` with one number for each run, in a shape that broadcasts to `shape`.
 
-        They are given as (samples, groups, channels of a group or 1), or for each run.
+        `numbers` has shape (samples, groups, channels of a group or 1), or one number for each run.
         """
         if numbers.numel() != prod(self.numbers):
             numbers = numbers[:, None, :, :, None].expand(self.numbers)
@@ -106,25 +107,24 @@ class Runs(NamedTuple):
         return numbers.reshape(1, self.shape[1], *(1,) * (len(self.shape) - 2))
 
     def collect(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return the results of the kernel calls of `calls`, joined, each of shape `numbers`.
+        """Return the results of all kernel calls, joined to one tensor of shape `numbers` each.
 
-        `parts` has for each call its results, such as means and variances, with a number for each
-        run.
+        `parts` has for each kernel call its results, such as means and variances of the runs.
         """
         rows = parts[0] if len(parts) == 1 else map(torch.stack, zip(*parts, strict=True))
         return [row.view(self.numbers) for row in rows]
 
 
 def runs_of(x: Tensor, form: Form) -> Runs:
-    """Return the runs of a block with elements, for kernels that add elements up."""
+    """Return the runs of the block `x`, not empty, for kernels that sum elements."""
     last = has_channels_last(x) or (not form.of_each_sample and x.shape[1:].numel() == x.shape[1])
     return _divided(tuple(x.shape), form, last)
 
 
 def by_groups(x: Tensor, form: Form) -> Tensor:
-    """Return a view of a block with elements that has the groups as its channels.
+    """Return a view of the block `x`, not empty, with each group of channels as one channel.
 
-    With channels last the block itself is returned.
+    In channels last no such view exists, and `x` itself is returned.
     """
     if form.groups == x.shape[1] or has_channels_last(x):
         return x
@@ -132,20 +132,23 @@ def by_groups(x: Tensor, form: Form) -> Tensor:
 
 
 def channels_of(x: Tensor, form: Form) -> Runs:
-    """Return the runs of a block for kernels that add nothing up.
+    """Return the runs of the block `x` for kernels that work element by element.
 
-    If samples share their statistics, runs are whole channels of the mini-batch.
+    Such kernels need no short runs: unless each sample has statistics of its own, a run is a
+    channel with all samples.
     """
     return runs_of(x, form) if form.of_each_sample and x.shape[0] > 1 else _whole(x.shape, form)
 
 
 @lru_cache(maxsize=4096)
 def _whole(shape: torch.Size, form: Form) -> Runs:
+    """Return the division of a block of `shape` into one run for each channel, with all samples."""
     return Runs((1, 1, form.groups, shape[1] // form.groups, 1), tuple(shape), False)
 
 
 @lru_cache(maxsize=4096)
 def _divided(shape: tuple[int, ...], form: Form, last: bool) -> Runs:
+    """Return the division of a block of `shape` into short runs; `last` for channels last."""
     samples = shape[0] if form.of_each_sample else 1
     channels = form.groups, shape[1] // form.groups
     positions = prod(shape[2:])
@@ -165,50 +168,51 @@ def _divided(shape: tuple[int, ...], form: Form, last: bool) -> Runs:
 
 
 _FEW = 2**10
-"""The most elements of a channel that are one run: joining more runs takes longer."""
+"""The largest channel, in elements, that is not divided, as joining several runs takes longer."""
 
 _ROW = 512
-"""Elements of a run in a row: a register holds 16 sums, each of 32 elements."""
+"""The elements of a run in contiguous memory: a register holds 16 sums, each of 32 elements."""
 
 _COLUMNS, _COLUMN = 1024, 256
-"""Runs side by side whose sums stay in the first cache, and the elements of each. Such a matrix
-stays in the second cache while a kernel reads it twice."""
+"""With channels last, the number of runs side by side whose sums stay in the first-level cache, and
+the elements of each run. Such a matrix stays in the second-level cache while a kernel reads it
+twice."""
 
 
 def divisor_from(n: int, least: int) -> int:
-    """Return the smallest divisor of n from `least` to 16 * `least`; n if there is none."""
+    """Return the smallest divisor of `n` from `least` to 16 * `least`; `n` if there is none."""
     return next((k for k in range(max(least, 1), min(n, 16 * least)) if n % k == 0), n)
 
 
 _FEWEST = 2**13
-"""Elements of a sample above which a call for each sample is faster than a copy of all."""
+"""The elements of a sample from which a kernel call for each sample is faster than a copy."""
 
 
 def rows_if_small(x: Tensor, form: Form) -> Tensor:
-    """Return `x`, made contiguous if a copy takes less time than a kernel call for each sample."""
+    """Return `x`, as a contiguous copy if that takes less time than a kernel call per sample."""
     each = form.of_each_sample and x.shape[0] > 1 and has_channels_last(x)
     return x.contiguous() if each and not (form.in_runs and x[0].numel() >= _FEWEST) else x
 
 
 def in_format_of(x: Tensor, other: Tensor) -> Tensor:
-    """Return `x` without gaps, in the memory format of `other`."""
+    """Return `x` as a dense tensor in the memory format of `other`; a copy only if needed."""
     last = has_channels_last(other)
     form = CHANNELS_LAST[x.dim()] if last else torch.contiguous_format
     return with_batch_stride(x.contiguous(memory_format=form))
 
 
 def with_batch_stride(x: Tensor) -> Tensor:
-    """Return the block with the strides that torch's kernels expect of its memory format.
+    """Return a view of the block `x` whose batch stride is that of its memory format.
 
-    A dimension of one sample may have any stride. If its stride is not that of the memory format,
-    the kernels read a gradient of the other memory format in the wrong order.
+    The batch dimension of a single sample may have any stride. With another stride than that of the
+    memory format, torch's kernels read gradients of the other memory format in the wrong order.
     """
     if not x.numel() or x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == x.numel():
         return x
     return x.as_strided(x.shape, (x.numel(), *x.stride()[1:]))
 
 
-# Mean and variance over dimensions that may be cut.
+# Mean and variance over dimensions that may be partitioned.
 #
 # Means and variances of runs, and of ranks, are combined by the pairwise update of Chan, Golub
 # and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
@@ -219,10 +223,10 @@ def with_batch_stride(x: Tensor) -> Tensor:
 def element_counts_of_peers(
     x: Placement, over: tuple[int, ...], group: tuple[str, ...], block: int = 1
 ) -> tuple[int, ...]:
-    """Return the number of elements of one statistic on each rank along `group`, in rank order.
+    """Return the number of elements of one mean on each rank along the axes `group`, in rank order.
 
-    A statistic covers the dimensions `over` of `x`; if channels are not among them, it covers
-    `block` channels.
+    The mean is over the dimensions `over` of `x`. If channels are not among these dimensions, it is
+    over `block` channels. No communication.
     """
     peers = x.topology.peers(x.rank, group)
     boxes = (rank_box(x.shape, x.cuts, x.topology, peer).shape for peer in peers)
@@ -230,9 +234,10 @@ def element_counts_of_peers(
 
 
 def moments(x: Tensor, norm: Norm, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance, (samples, groups), in `accumulation_type`.
+    """Return mean and biased variance over the blocks `x` of all ranks along `norm.group`.
 
-    They are over the block `x` and the blocks of all ranks along `norm.group`, which call it.
+    Both have shape (samples, groups) and the accumulation type of `x`. Collective over the ranks
+    along `norm.group`.
     """
     if x.numel():
         own = _of_block(x, norm.form)
@@ -245,10 +250,11 @@ def moments(x: Tensor, norm: Norm, grid: Grid) -> tuple[Tensor, Tensor]:
 def combined(
     own: Tensor, grid: Grid, group: tuple[str, ...], counts: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance over the elements of all ranks along `group`, which call it.
+    """Return mean and biased variance over the elements of all ranks along the axes `group`.
 
-    `own` holds mean and variance of this rank's elements, (2, ...), or zeros on a rank without
-    elements. `counts` are the numbers of elements of a statistic on these ranks.
+    `own`, of shape (2, ...), has mean and biased variance of this rank's elements, or zeros on a
+    rank without elements. `counts` has the number of elements of one mean on each of these ranks.
+    Collective over the ranks along `group`.
     """
     if not group:
         mean, variance = own.unbind()
@@ -265,9 +271,10 @@ def combined(
 def _of_equal_parts(
     means: Tensor, variances: Tensor, over: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the union of parts that have equal numbers of elements.
+    """Return mean and biased variance of the union of parts with equal numbers of elements.
 
-    `means` and `variances` are those of the parts, which lie along the dimensions `over`.
+    `means` and `variances` have the mean and the variance of each part; the parts are joined along
+    the dimensions `over`.
     """
     between, mean = torch.var_mean(means, over, correction=0)
     return mean, between.add_(variances.mean(over))
@@ -275,13 +282,13 @@ def _of_equal_parts(
 
 @remembered
 def _shares(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return each rank's fraction of all elements."""
+    """Return each rank's fraction of all elements, for ranks with `counts` elements."""
     numbers = torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
     return numbers.to(dtype)
 
 
 def _of_block(x: Tensor, form: Form) -> Tensor:
-    """Return mean and biased variance of a block, as (2, samples, groups)."""
+    """Return mean and biased variance of the block `x`, not empty, as (2, samples, groups)."""
     x = rows_if_small(x, form) if form.of_each_sample else x
     x = by_groups(to_accumulation_type(x), form)
     runs = runs_of(x, form)
@@ -300,7 +307,7 @@ def _of_runs(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.stride(1) == 1 or x.numel() <= _LITTLE:
         mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
         return mean, variance
-    # torch.var_mean takes thirty times as long on CPUs.
+    # On CPUs torch.var_mean takes thirty times as long as the following functions.
     mean = x.mean(over, keepdim=True)
     if x.numel() <= _PIECE:
         return mean.flatten(), torch.ops.aten.mse_loss(x, mean, 0).mean(over)
@@ -310,27 +317,28 @@ def _of_runs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _LITTLE = 2**14
-"""Elements below which one call is faster than three, although it is slow for rows."""
+"""The elements up to which one call is faster than three calls, although it is slow for rows."""
 
 _PIECE = 2**18
-"""Elements processed at once: fresh memory of an activation's size costs more than arithmetic."""
+"""The elements processed at once: allocating memory of an activation's size takes longer than the
+arithmetic."""
 
 
 # The running statistics of a norm, and their update in training.
 
 
 class RunningStatistics(NamedTuple):
-    """Running mean and variance of this rank's channels, and how a mini-batch changes them.
+    """Running mean and variance of this rank's channels, and how a mini-batch updates them.
 
     Attributes
     ----------
     mean, variance: tensors (channels,), which are updated in place.
     momentum: the weight of the mini-batch.
-    elements: the number of elements of a statistic on all ranks.
-    rest, groups: the grid axes that separate groups of ranks with statistics of their own, and the
-        number of groups that have elements. Running statistics take the mean over the groups.
-    publish: a collective function that makes the updated statistics known to all ranks; None if
-        every rank has all channels.
+    elements: the number of elements of one mean on all ranks that share it.
+    rest, groups: the grid axes along which ranks do not share statistics, and the number of groups
+        of ranks that share statistics and have elements. The update is the mean over the groups.
+    publish: a collective function that gathers the updated statistics to all ranks; None if every
+        rank has all channels.
     """
 
     mean: Tensor
@@ -343,9 +351,9 @@ class RunningStatistics(NamedTuple):
     publish: Callable[[], None] | None
 
     def update(self, mean: Tensor, variance: Tensor) -> None:
-        """Take in the mini-batch's mean and biased variance, one number for each channel.
+        """Update the running statistics with the mean and biased variance of a mini-batch.
 
-        Collective.
+        `mean` and `variance` have one number for each channel. Collective.
         """
         mean, variance = mean.flatten(), variance.flatten() * (self.elements / (self.elements - 1))
         if self.rest:
@@ -363,9 +371,11 @@ class RunningStatistics(NamedTuple):
 def recorded_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, norm: Norm, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias, recorded for differentiation to any order.
+    """Return the gradients of input, weight and bias of a norm, recorded by autograd.
 
-    Collective. `dy` is the gradient of the norm of the block `x`.
+    So the gradients can be differentiated again, to any order. `dy` is the gradient of the norm of
+    the block `x`; gradients of weight and bias are of this block only. Collective over the ranks
+    along `norm.group`.
     """
     form, count = norm.form, max(sum(norm.counts), 1)
     groups, channels = form.groups, x.shape[1] // max(form.groups, 1)

@@ -1,11 +1,11 @@
 """Batch norm and group norm on accelerators, by torch's kernels for synchronised batch norm.
 
-torch.nn.SyncBatchNorm is made of these kernels. Each does in one launch what takes several
-operators elsewhere: the statistics of a block, their combination over the ranks with the update of
-the running statistics, the normalisation, and the sums and the input gradient of the backward pass.
-A launch takes the host 5 to 10 us, which decides the speed of small blocks. All arguments are
-contiguous, as some of the kernels read memory without regard to strides. Messages do not depend on
-the memory format and the size of a rank's block, on which the choice of kernels does.
+torch.nn.SyncBatchNorm uses the same kernels. Each kernel replaces several operators by one launch:
+statistics of a block, the combination of statistics over ranks with the update of running
+statistics, the normalisation, and in backward the sums and the input gradient. A launch takes 5 to
+10 us of host time, which decides the speed of small blocks. All arguments are contiguous, as some
+kernels ignore strides. The choice of kernels depends on the memory format and the size of a rank's
+block; the messages do not.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from distconv.torch_private import ShardFunction
 
 
 class SynchronizedNorm(ShardFunction):
-    """Normalise a block (N, C, *spatial) by statistics over several ranks.
+    """An autograd function that normalises a block (N, C, *spatial) by statistics over ranks.
 
-    Statistics are of each channel. If `norm.form.of_each_sample`, they are of each sample and group
-    of channels. The block is then contiguous, and samples and channels together are the channels of
-    the kernels: each has the numbers of its group.
+    Each channel has its own statistics, or each sample and group of channels if
+    `norm.form.of_each_sample`. In the second case the block is contiguous, and the kernels see one
+    sample of N * C channels, each with the mean and deviation of its group.
     """
 
     @staticmethod
@@ -75,7 +75,10 @@ class SynchronizedNorm(ShardFunction):
 
 
 def _channels(x: Tensor, form: Form) -> tuple[int, int]:
-    """Return the samples and the channels as which the kernels see a block."""
+    """Return the numbers of samples and of channels that the kernels see for the block `x`.
+
+    The result is (N, C), or (1, N * C) if each sample has its own statistics.
+    """
     n, c = x.shape[:2]
     return (1, n * c) if form.of_each_sample else (n, c)
 
@@ -83,7 +86,10 @@ def _channels(x: Tensor, form: Form) -> tuple[int, int]:
 def _for_kernel(
     parameter: Tensor | None, x: Tensor, form: Form, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return a weight or bias for each channel of the kernels, in their type, contiguous."""
+    """Return a weight or bias with a number for each channel that the kernels see; None for None.
+
+    The result is contiguous and has the type `dtype`.
+    """
     if parameter is None:
         return None
     parameter = in_type(parameter, dtype)
@@ -93,9 +99,9 @@ def _for_kernel(
 
 
 def _statistics_of_groups(x: Tensor, form: Form, eps: float) -> tuple[Tensor, Tensor]:
-    """Return mean and 1 / deviation of groups of channels.
+    """Return this rank's mean and 1 / sqrt(variance + eps) of each sample and group of channels.
 
-    Each is expanded to (N * groups, channels of a group).
+    Both are expanded to the shape (N * groups, channels of a group).
     """
     groups = x.shape[0] * form.groups
     own = _of_channels(x.view(1, groups, x.numel() // max(groups, 1)), eps)
@@ -112,7 +118,11 @@ def _gradients(
     norm: Norm,
     grid: Grid,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias. The ranks along `norm.group` call it."""
+    """Return the gradients of input, weight and bias, for the gradient `dy` of the norm's output.
+
+    Gradients of weight and bias are sums over this rank's block. Collective over the ranks along
+    `norm.group`.
+    """
     form, (n, c) = norm.form, x.shape[:2]
     split = n, form.groups, c // max(form.groups, 1)
     dy, weight = in_format_of(dy, x), _for_kernel(weight, x, form, mean.dtype)
@@ -147,9 +157,9 @@ def _gradient_of_input(
 
     Parameters
     ----------
-    weight: a number for each channel of the kernels, as in `mean` and `invstd`; or None.
-    total: for each channel the sums over all ranks of dy and of dy * (x - mean). If channels of a
-        group have one statistic, they are the group's sums of w * dy and of w * dy * (x - mean).
+    weight, mean, invstd: a number for each channel that the kernels see; `weight` may be None.
+    total: for each channel the sums over all ranks of dy and of dy * (x - mean). If each sample has
+        its own statistics, the sums of w * dy and of w * dy * (x - mean) over the channel's group.
     """
     if not x.numel():
         return torch.empty_like(x)
@@ -176,18 +186,18 @@ def _gradient_of_input(
 
 
 _RUN, _MANY = 2**15, 2**16
-"""Elements of a run, at least, and of a channel in runs.
+"""The fewest elements of a run, and of a channel of one sample that is divided into runs.
 
-torch's kernels add up each channel in one block of threads, which leaves most of an accelerator
-idle if channels are few and large. On an H100 the statistics of 64 channels of 2**19 elements take
-431 us, and 69 us in runs of 2**16; those of 128 channels of 2**15 elements 17 and 13 us, beside
-eight launches more for both passes."""
+torch's kernels sum each channel in one block of threads, which leaves most of an accelerator idle
+if channels are few and large. On an H100 the statistics of 64 channels of 2**19 elements take 431
+us, and 69 us in runs of 2**16 elements. For 128 channels of 2**15 elements the times are 17 and 13
+us, but runs need eight more launches for both passes."""
 
 
 def _run_length(x: Tensor, channels: Sequence[int]) -> int | None:
-    """Return the elements of a run if the kernels take a contiguous block in runs, else None.
+    """Return the number of elements of a run, or None if the kernels should not divide the block.
 
-    The kernels see the block as (N, C, positions); `channels` are N and C.
+    The kernels see the block as (N, C, positions); `channels` is (N, C).
     """
     positions = x.numel() // prod(channels)
     if positions < _MANY or not x.is_contiguous():
@@ -196,7 +206,10 @@ def _run_length(x: Tensor, channels: Sequence[int]) -> int | None:
 
 
 def _of_channels(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return mean and 1 / sqrt(variance + eps) of this rank's elements of each channel."""
+    """Return mean and 1 / sqrt(variance + eps) of each channel of this rank's block `x`.
+
+    Both have shape (C,), and are zero for a block without elements.
+    """
     channels = x.shape[1]
     if not x.numel():
         zeros = x.new_zeros((2, channels), dtype=accumulation_type(x.dtype))
@@ -223,9 +236,9 @@ def _affine(
     invstd: Tensor,
     eps: float,
 ) -> Tensor:
-    """Return (x - mean) * invstd * weight + bias for the block `x` seen as (N, C, positions).
+    """Return (x - mean) * invstd * weight + bias for the block `x`, seen as (N, C, positions).
 
-    `channels` are N and C; the other arguments have a number for each of the C channels.
+    `channels` is (N, C). The other tensors have a number for each of the C channels.
     """
     if not x.numel():
         return torch.empty_like(x)
@@ -242,9 +255,10 @@ def _affine(
 def _sums(
     dy: Tensor, x: Tensor, channels: Sequence[int], mean: Tensor, invstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of dy, dy * (x - mean) and dy * (x - mean) * invstd over the rank's elements.
+    """Return this rank's sums of dy, of dy * (x - mean) and of dy * (x - mean) * invstd.
 
-    Each is (C,). `dy` has the memory format of `x`; `channels` are N and C.
+    The sums are over each channel, of shape (C,). `dy` has the memory format of `x`; `channels` is
+    (N, C) as the kernels see the block.
     """
     n, c = channels
     if not x.numel():
@@ -257,7 +271,7 @@ def _sums(
     elif x.is_contiguous():
         dy, x = dy.view(n, c, -1), x.view(n, c, -1)
     if length is not None:
-        # Only the third sum, which is not asked for, depends on the second of the numbers.
+        # Only the third sum, which is not requested, depends on the argument after the mean.
         parts = torch.batch_norm_backward_reduce(dy, x, mean, mean, None, True, False, False)
         sum_dy, sum_dy_xmu = torch.stack(parts[:2]).view(2, *split).sum((1, 3))
         return sum_dy, sum_dy_xmu, sum_dy_xmu * invstd
@@ -275,9 +289,10 @@ def _combined(
     grid: Grid,
     running: RunningStatistics | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the statistics over all ranks along `norm.group`, and update running statistics.
+    """Return mean and 1 / sqrt(variance + eps) over ranks, and update running statistics.
 
-    Collective. `mean` and `invstd` are this rank's; they may be expanded. The results are flat.
+    The results are over all ranks along `norm.group`, and have one dimension. `mean` and `invstd`
+    are those of this rank's block, of any shape, also expanded. Collective.
     """
     _, group, counts, eps = norm
     in_kernel = group and running and not running.rest and running.mean.dtype == mean.dtype
@@ -289,7 +304,7 @@ def _combined(
         means, invstds = parts.unbind(1)
         kept = running if running and in_kernel else None
         numbers = constant(parts.device, tuple(counts[i] for i in filled), parts.dtype)
-        # The first argument only gives its type.
+        # The kernel uses only the type of its first argument.
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
             means,
             means,

@@ -1,1 +1,1 @@
-"""Pooling on cut planes."""
+"""Pooling of partitioned planes and volumes."""

@@ -1,4 +1,4 @@
-"""Adaptive pooling on cut planes, maximum and average."""
+"""Adaptive maximum and average pooling of partitioned planes and volumes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from distconv.tensor.redistribution import gather_inputs
 from distconv.torch_private import adaptive_max_pool
 
 _MOST = 2**20
-"""The largest number of windows that are computed one by one."""
+"""The largest supported number of output positions, as each may need a call of its own."""
 
 
 def _adaptive(
     name: str, input: DistTensor, output_size: Any, pool: Callable[..., Tensor], n: int
 ) -> DistTensor:
-    """Pool adaptively over the last `n` dimensions by torch's function `pool`. Collective.
+    """Return `input`, pooled adaptively over its last `n` dimensions. Collective.
 
-    `name` is the function that the user called, for errors and records. A dimension with fewer
-    outputs than parts becomes whole on every rank. This avoids empty blocks; in the heads of
-    networks the dimension is about to be flattened anyway.
+    `pool(x, output_size)` pools a plain tensor. `name` is the function that the user called, for
+    errors and records. A dimension with fewer outputs than ranks along it is replicated in the
+    result. This avoids empty blocks; the heads of networks flatten the dimension next anyway.
+    Raises UnsupportedOperation for too many output positions.
     """
     sizes = tuple(input.shape[2:])
     windows = [AdaptiveWindow(m) for m in _adaptive_sizes(output_size, sizes, n)]
     shape = (*input.shape[:2], *(w.output_size(m) for w, m in zip(windows, sizes, strict=True)))
-    torch.empty(shape, device="meta")  # raises for sizes beyond numbers
+    torch.empty(shape, device="meta")  # raises for sizes that overflow
     if prod(shape[2:]) > _MOST:
         reason = f"{prod(shape[2:])} windows, which may be computed one by one"
         way_out = f"Choose an output_size of at most {_MOST} positions, or use F.interpolate"
@@ -49,7 +50,7 @@ def _adaptive(
         axes if m >= input.grid.topology.parts(axes) else ()
         for m, axes in zip(shape, input.cuts, strict=True)
     )
-    # For windows without overlap, a plan shows whether they stay within the blocks.
+    # For windows without overlap, the plan finds whether each window is within one block.
     needs = [
         Window(size // m, size // m) if m and size % m == 0 else window
         for window, size, m in zip(windows, sizes, shape[2:], strict=True)
@@ -73,14 +74,16 @@ def _pooled(
     pool: Callable[..., Tensor],
     outputs: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return the outputs of a buffer: pooled by torch run by run, and joined.
+    """Return the outputs of `buffer`: each combination of runs pooled by one call, and joined.
 
-    Each call divides the first spatial dimension that is left.
+    Each recursive call divides one more spatial dimension into runs, from first to last.
 
     Parameters
     ----------
-    runs: the runs along each dimension that is left; these are the last ones.
-    outputs: the number of outputs along each spatial dimension before them.
+    buffer: the gathered inputs, of shape (N, C, *spatial).
+    runs: for each of the last dimensions, those not yet divided, the runs along the dimension.
+    pool: a function of a tensor and its number of outputs along each spatial dimension.
+    outputs: the number of outputs along each spatial dimension divided already.
     """
     if not runs:
         return pool(buffer, outputs)
@@ -127,10 +130,10 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
             if input.shard.numel() and 0 not in outputs:
                 shard = local(input.shard, outputs)
             else:
-                # Torch's gradient raises without outputs, on the ranks that have inputs.
+                # torch's gradient would raise on ranks that have inputs but no outputs.
                 shard = empty_block(input.shard, box_on_rank(shape, input.cuts, input.grid).shape)
             return DistTensor(shard, shape, input.cuts, input.grid)
-        # An average over a whole dimension is a sum over ranks, with no gathering at all.
+        # An average over a complete dimension is an all-reduce, and no input is gathered.
         over = [d for d, m in enumerate(outputs, 2) if m == 1]
         pooled = mean(input, over, keepdim=True) if over else input
         if outputs == tuple(pooled.shape[2:]):
@@ -143,10 +146,10 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
 
 def _adaptive_max_pool(local: Callable[..., Any], functions: Any, n: int, places: bool) -> None:
-    """Register the rule of `functions`, adaptive max pooling over `n` dimensions.
+    """Register the rule of torch's `functions`, adaptive max pooling over `n` dimensions.
 
-    `local` is torch's function, which returns maxima and places. If the rule returns `places`, too,
-    planes are made whole on every rank.
+    `local` is torch's function for plain tensors, which returns maxima and their indices. If
+    `places`, the rule returns indices, too, and gathers the pooled dimensions on every rank.
     """
     name = f"adaptive_max_pool{n}d"
 

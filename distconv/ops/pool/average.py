@@ -1,4 +1,4 @@
-"""Average pooling on cut planes."""
+"""Average and power-average pooling of partitioned planes and volumes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from distconv.tensor.base import whole_number
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
-# Checks and stand-ins for blocks that torch's pooling refuses.
+# A check of types, and an input for backward passes that do not read their input.
 
 
 def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
     """Raise NotImplementedError on every rank unless `implemented`.
 
-    `implemented` says whether torch can pool the type of `input`; `name` is the name of the pooling
-    function, for the error.
+    `implemented` is whether torch can pool tensors of the type of `input`. `name` is the name of
+    the pooling function, for the error.
     """
     if not implemented:
         raise NotImplementedError(
@@ -51,10 +51,11 @@ def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
 
 
 def unread_input(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a stand-in of `shape` for the input that a backward pass of pooling does not read.
+    """Return a tensor of shape `shape` to pass as the input to torch's backward pass of pooling.
 
-    torch takes only the shape of this input, and its memory format, which is that of `like`. On
-    GPUs torch copies the input if it is not contiguous, so memory is allocated for it there.
+    torch reads only the shape and the memory format of this input, not its elements. The memory
+    format is that of `like`. On GPUs torch would copy an input that is not contiguous, so the
+    result has memory of its own there.
     """
     if is_accelerator(like.device) or has_channels_last(like):
         return empty_in_format(shape, like)
@@ -63,7 +64,7 @@ def unread_input(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 _AVERAGED = (torch.float64, torch.float32, torch.int64)
 _HALF = (torch.float16, torch.bfloat16)
-"""Half types that torch averages, the second only in one or two dimensions."""
+"""The half-precision types that are supported in one and two dimensions, not in three."""
 
 
 def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
@@ -84,7 +85,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         check_pooled_type(name, input, input.dtype in (*_AVERAGED, *(_HALF if n < 3 else ())))
         windows = make_windows(kernel_size, stride, padding, 1, ceil_mode, n)
         kernels, strides, paddings, _ = window_arguments(windows)
-        # torch's one-dimensional form takes no divisor.
+        # avg_pool1d has no argument `divisor_override`.
         if divisor_override is not None:
             divisor_override = whole_number(divisor_override, "divisor_override")
         override = () if n == 1 else (divisor_override,)
@@ -95,8 +96,8 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
             shard = local(with_some_channel(input.shard), *arguments).reshape(plan.block)
             return DistTensor(shard, plan.shape, input.cuts, input.grid)
         divisor = divisor_override or _divisor(input, plan, count_include_pad)
-        # The largest divisor that the pooling can apply by itself, so that sums of small types stay
-        # in range.
+        # The divisor that the local pooling applies: as large as possible, so that sums of small
+        # types do not overflow.
         first = divisor if isinstance(divisor, int) else prod(kernels)
         if not input.is_floating_point():
             first = 1
@@ -112,7 +113,10 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> tuple[int, ...]:
-    """Return the divisors of the averages [start, stop) along a dimension of `size` elements."""
+    """Return the number of elements of the windows [start, stop) along a dimension.
+
+    `size` is the global size of the dimension. Padding counts if `include_pad`.
+    """
     counts = []
     for o in range(start, stop):
         first = o * window.stride - window.padding[0]
@@ -123,7 +127,10 @@ def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool)
 
 @lru_cache(maxsize=4096)
 def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: bool) -> int | None:
-    """Return the divisor of every average of the plane; None if divisors differ."""
+    """Return the divisor that all averages of the global plane share; None if divisors differ.
+
+    `sizes` are the global spatial sizes. Padding counts if `include_pad`.
+    """
     every = [
         _counts(w, n, 0, w.output_size(n), include_pad) for w, n in zip(windows, sizes, strict=True)
     ]
@@ -131,7 +138,10 @@ def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: b
 
 
 def _divisor(x: DistTensor, plan: PlannedWindows, include_pad: bool) -> Tensor | int:
-    """Return the divisor of each of this rank's averages; a number if the whole plane has one."""
+    """Return the divisors of this rank's averages, of the spatial shape of its output block.
+
+    If all averages of the global plane have the same divisor, return the number.
+    """
     windows, box = plan.windows, plan.box
     uniform = _uniform(windows, tuple(x.shape[2:]), include_pad)
     if uniform is not None:
@@ -150,13 +160,14 @@ def _average(
     ceil_mode: bool,
     divisor: int,
 ) -> Tensor:
-    """Return the sum over each window, divided by `divisor`.
+    """Return the sums of `x` over windows of its last dimensions, each divided by `divisor`.
 
-    The windows slide over the last one, two or three dimensions of `x`.
+    `kernel`, `stride` and `padding` have a number for each of the last one, two or three dimensions
+    of `x`.
     """
     if len(kernel) == 1:
         flat = (1, *kernel), (1, *stride), (0, *padding)
-        # In place: an autograd function may not return a view that callers change in place.
+        # In place, as callers may not change a view in place that an autograd function returns.
         return _average(x.unsqueeze(2), *flat, ceil_mode, divisor).squeeze_(2)
     pool = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
     return pool(x, kernel, stride, padding, ceil_mode, divisor_override=divisor)
@@ -171,7 +182,7 @@ def _power_average(function: Any, average: Any, spatial: int) -> None:
         stride: Sizes | None = None,
         ceil_mode: bool = False,
     ) -> Tensor:
-        """Return the p-norm over windows, computed from an average as torch does."""
+        """Return the p-norm over windows, computed from an average as in torch."""
         if not isinstance(kernel_size, int) and (spatial == 1 or len(kernel_size) != spatial):
             expected = "a number" if spatial == 1 else f"a number or {spatial} of them"
             raise TypeError(f"lp_pool{spatial}d: kernel_size={kernel_size!r}; expected {expected}")

@@ -1,4 +1,4 @@
-"""Max pooling on cut planes, with and without the places of the maxima, and its inverse."""
+"""Max pooling of partitioned planes, with or without indices of the maxima, and max unpooling."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ from distconv.torch_private import ShardFunction, max_pool_with_places, unpooled
 
 
 def lowest_value(x: Tensor) -> float:
-    """Return the smallest number of the type of `x`, the padding of max pooling."""
+    """Return the lowest number of the type of `x` (-inf for floats), the padding of max pooling."""
     return -torch.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
 
 
 def buffer_starts(x: Placement, plan: PlannedWindows) -> tuple[int, ...]:
-    """Return for each spatial dimension the position at which this rank's buffer starts.
+    """Return for each spatial dimension the global position at which this rank's buffer begins.
 
-    Along a dimension that is not cut the local operator pads by itself, outside the buffer.
+    `x` is the placement of the input. The position is negative if the buffer begins with padding.
+    Along a dimension that is not partitioned it is 0, as the local operator adds the padding.
     """
     box = plan.box
     rows = zip(plan.windows, x.shape[2:], box.start[2:], box.stop[2:], x.cuts[2:], strict=True)
@@ -64,28 +65,31 @@ def buffer_starts(x: Placement, plan: PlannedWindows) -> tuple[int, ...]:
 
 
 class Border(NamedTuple):
-    """The padding in front of a buffer along one dimension, filled with elements of the plane.
+    """The padding in front of a buffer along dimension `dim`, filled with elements of the input.
 
-    A padding position repeats an element that all windows over this position contain, too. So
-    maxima stay the same, and a window that holds only `lowest_value` finds a position in the plane,
-    as in torch.
+    A padding position repeats an element that is in every window over this position. So the maxima
+    stay the same, and the index of a maximum always lies within the input, also if all elements of
+    the window are `lowest_value`, as in torch.
 
     Attributes
     ----------
-    dim: the dimension.
-    repeated: for each padding position the position in the buffer that it repeats.
+    dim: the dimension of the buffer.
+    repeated: for each padding position the position in the buffer whose element is repeated there.
     """
 
     dim: int
     repeated: tuple[int, ...]
 
     def fill(self, buffer: Tensor) -> None:
-        """Write the repeated elements to the padding, in place."""
+        """Write the repeated elements to the padding of `buffer`, in place."""
         inner = buffer.index_select(self.dim, constant(buffer.device, self.repeated))
         buffer.narrow(self.dim, 0, len(self.repeated)).copy_(inner)
 
     def fold(self, gradient: Tensor) -> None:
-        """Add the padding's gradients to the gradients of the elements it repeats, in place."""
+        """Add gradients of the padding to gradients of the repeated elements, in place.
+
+        `gradient` is the gradient of the buffer. This is the adjoint of `fill`.
+        """
         outer = gradient.narrow(self.dim, 0, len(self.repeated)).clone()
         gradient.index_add_(self.dim, constant(gradient.device, self.repeated), outer)
 
@@ -93,9 +97,10 @@ class Border(NamedTuple):
 def borders(
     searched: tuple[int, ...], windows: tuple[Window, ...], starts: tuple[int, ...]
 ) -> tuple[Border, ...]:
-    """Return the borders of a buffer of spatial shape `searched` that starts at `starts`.
+    """Return a `Border` for each dimension along which the gathered buffer begins with padding.
 
-    A block that is its own buffer has none, and is not written to.
+    `searched` is the spatial shape of the buffer; `starts` are the global positions at which it
+    begins.
     """
     found = []
     for d, (n, window, start) in enumerate(zip(searched, windows, starts, strict=True), 2):
@@ -112,9 +117,18 @@ def renumber_positions(
     windows: Sequence[Window],
     plane: Sequence[int],
 ) -> Tensor:
-    """Return row-major numbers of positions in `searched` as numbers in the global `plane`.
+    """Return indices of positions in this rank's buffer as indices into the global plane.
 
-    `searched` begins at `starts` in the plane, or before it if a border repeats elements.
+    All indices are row-major over the spatial dimensions. A position in the padding becomes that of
+    the element that is repeated there.
+
+    Parameters
+    ----------
+    index: the indices into the buffer, of any shape.
+    searched: the spatial shape of the buffer.
+    starts: the global positions at which the buffer begins, negative if it begins with padding.
+    windows: the window of each spatial dimension.
+    plane: the global spatial shape.
     """
     rows_are_whole = tuple(searched[1:]) == tuple(plane[1:]) and not any(starts[1:])
     if rows_are_whole and starts[0] >= 0:
@@ -124,17 +138,17 @@ def renumber_positions(
     for local, start, window, size in coordinates:
         position = local + start
         if start < 0:
-            # Positions before the plane repeat elements of it.
+            # Positions before the plane repeat elements of the plane.
             position = torch.where(position < 0, position % window.dilation, position)
         number = number * size + position
     return number
 
 
 def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, places: bool) -> None:
-    """Register the rule of `functions`, max pooling over `n` dimensions.
+    """Register the rule of torch's `functions`, max pooling over `n` dimensions.
 
-    `local` is torch's function for a buffer. With `places` it returns the places of the maxima,
-    too, and so does the rule.
+    `local` is torch's function for plain tensors. With `places`, `local` and the rule return both
+    maxima and their indices.
     """
     name = f"max_pool{n}d"
 
@@ -181,24 +195,27 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
 
 
 class _Planned(NamedTuple):
-    """A rank's plan for one max pooling; cached by global metadata."""
+    """One rank's plan for a call of max pooling; cached by global metadata."""
 
     windows: PlannedWindows
     starts: tuple[int, ...] | None
-    """Where the rank's buffer starts; None if the rank has no outputs."""
+    """The global positions at which the rank's buffer begins; None if the rank has no outputs."""
     border: tuple[Border, ...]
-    """The borders of the buffer."""
+    """The padding in front of the buffer that is filled with elements of the input."""
     arguments: tuple[tuple[int, ...], ...]
-    """Kernels, strides, paddings and dilations, as torch's functions take them."""
+    """The arguments kernel_size, stride, padding and dilation of torch's functions."""
     misses_input: bool
-    """Whether a window covers padding only."""
+    """Whether some window of the global plane covers padding only."""
 
 
 @lru_cache(maxsize=4096)
 def _planned(
     local: Callable[..., Any], x: Placement, windows: tuple[Window, ...], ceil_mode: bool
 ) -> _Planned:
-    """Return the plan; raise what torch's function `local` raises for the global shape."""
+    """Return this rank's plan for max pooling of an input placed as `x`; no communication.
+
+    Raises the error of torch's function `local` for the global shape, on all ranks.
+    """
     arguments = window_arguments(windows)
     check_on_meta(local, TensorMeta(x.shape), *arguments, ceil_mode)
     plan = plan_windows(x, windows)
@@ -212,7 +229,10 @@ def _planned(
 
 
 class _MaxPool(ShardFunction):
-    """torch's max pooling of a buffer with filled borders; it saves places, not the buffer."""
+    """An autograd function of max pooling that saves the indices of the maxima, not the input.
+
+    It fills the padding of each `Border` with elements of the input before it pools.
+    """
 
     @staticmethod
     def forward(
@@ -251,9 +271,9 @@ _max_pool(max_pool_with_places[2], (F.max_pool2d_with_indices,), 2, places=True)
 _max_pool(max_pool_with_places[3], (F.max_pool3d_with_indices,), 3, places=True)
 
 
-# The inverse of max pooling with places in the global plane. Indices from max pooling lie within
-# the window of their input, and neighbours exchange halos of inputs, as for a transposed
-# convolution. If any index lies elsewhere, the plane is gathered.
+# Max unpooling, with indices into the global plane. Indices from max pooling lie within the window
+# of their input. Then ranks exchange halos of inputs, as for a transposed convolution. If any index
+# lies elsewhere, the plane is gathered.
 
 
 def _unpool(function: Callable[..., Tensor], n: int) -> None:
@@ -302,9 +322,10 @@ def _unpool(function: Callable[..., Tensor], n: int) -> None:
 
 
 def _within(windows: list[TransposedWindow], indices: DistTensor, plane: Shape) -> bool:
-    """Return whether every index lies in the window of its input, on all ranks. Collective.
+    """Return whether on all ranks every index lies in the window of its input. Collective.
 
-    Returns True in a dry run, where tensors have no elements.
+    `plane` is the global spatial shape of the output, into which `indices` point. Return True in a
+    dry run, where tensors have no elements.
     """
     if indices.shard.is_meta:
         return True
@@ -321,9 +342,10 @@ def _within(windows: list[TransposedWindow], indices: DistTensor, plane: Shape) 
 def _from_neighbours(
     x: DistTensor, indices: DistTensor, windows: list[TransposedWindow], shape: Shape, name: str
 ) -> DistTensor:
-    """Return the unpooled plane; each rank gathers the inputs that write to its block.
+    """Return max unpooling of `x`, for indices within the window of their input. Collective.
 
-    `shape` is the global shape of the result; `name` is the called function, for records.
+    Each rank gathers only those inputs whose windows meet its block of the output. `shape` is the
+    global shape of the output; `name` is the called function, for records.
     """
     cut = zip(windows, x.cuts[2:], strict=True)
     needs: list[IndexMap] = [Same(), Same(), *(w if axes else Same() for w, axes in cut)]
@@ -335,7 +357,11 @@ def _from_neighbours(
 
 
 def _scatter(values: Tensor, index: Tensor, box: Box, plane: Shape) -> Tensor:
-    """Return this rank's box of a plane of zeros, with `values` at indices of the plane."""
+    """Return this rank's block of an output that is zero except for `values` at `index`.
+
+    `index` has row-major indices into the global plane, of spatial shape `plane`, or -1. `box` is
+    the block's place in the global output; values outside it are dropped.
+    """
     inside = index >= 0
     own = torch.zeros_like(index)
     block = box.shape[2:]
@@ -343,7 +369,7 @@ def _scatter(values: Tensor, index: Tensor, box: Box, plane: Shape) -> Tensor:
         local = position - box.start[d + 2]
         inside &= (local >= 0) & (local < block[d])
         own = own * block[d] + local
-    # Indices outside the block are written to a place after it.
+    # Values outside the block are written to a surplus element after the block.
     beyond = prod(block)
     places = torch.where(inside, own, beyond).flatten(2)
     made = values.new_zeros((*values.shape[:2], beyond + 1))
