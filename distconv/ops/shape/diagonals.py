@@ -1,4 +1,4 @@
-"""Diagonals of matrices, and the triangles on their two sides."""
+"""Diagonals of matrices, and their upper and lower triangles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from distconv.tensor.redistribution import overwrite
 
 
 def _triangle(name: str) -> None:
-    """Register torch.tril or torch.triu, by `name`; each rank shifts the diagonal to its block."""
+    """Register the rules of torch.tril or torch.triu, and of the in-place method.
+
+    `name` is "tril" or "triu". Each rank counts the number of the diagonal from the first row and
+    column of its block.
+    """
     function: Callable[..., Tensor] = getattr(torch, name)
     write: Callable[..., Tensor] = getattr(torch.Tensor, f"{name}_")
 
