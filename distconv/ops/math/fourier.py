@@ -39,7 +39,7 @@ _OF_OTHERS = {
     **{"fft": "fft", "rfft": "fft", "hfft": "fft"},
     **{"ifft": "ifft", "irfft": "ifft", "ihfft": "ifft"},
 }
-"""For each transform, the transform that it applies along all dimensions but the last."""
+"""For each transform along the last dimension, the transform along all other dimensions."""
 
 
 def _transform(function: Callable[..., Tensor], kind: str, last: Any) -> None:
@@ -89,8 +89,8 @@ def _transformed(
     """Return torch.fft's transform `kind`, such as "rfft", of `x` along `dims`. Collective.
 
     `name` is the function that the user called, for the records of redistributions. `sizes` has the
-    length to which each dimension is cropped or padded first, -1 for its own; None for all their
-    own. `norm` is torch's.
+    length to which each dimension is cropped or padded first; -1, or None for all dimensions, keeps
+    the length. `norm` is torch's.
     """
     steps, shape, cuts = _steps(kind, x, dims, sizes)
     positions = x.shape if kind in ("fft", "rfft") else shape

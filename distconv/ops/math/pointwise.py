@@ -97,6 +97,7 @@ def pointwise_rule(
     The function may write to a plain first argument, equal on all ranks. If autograd records the
     call, the argument becomes distributed; otherwise it stays plain, and every rank writes the
     global result to it.
+
     Parameters
     ----------
     in_place: whether the function writes to its first argument, and returns it.

@@ -190,6 +190,7 @@ class _Home(NamedTuple):
     The weights, softmax(q k^T), are partitioned over samples and heads, v along its positions, over
     the same grid axes. v is redistributed to match the weights, and the result is redistributed
     to be partitioned along its positions, as v was.
+
     Attributes
     ----------
     weights: the term of the weights.

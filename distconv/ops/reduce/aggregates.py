@@ -39,7 +39,7 @@ class _VectorNorm(ShardFunction):
     """The norm over dimensions `over`, computed from the norms of the blocks along `axes`.
 
     The gradient is torch's gradient of the norm of the global tensor. Autograd through the norms of
-    blocks would differ from it if another block has zeros, infinities or nan.
+    blocks would return another gradient if another block has zeros, infinities or nan.
     """
 
     @staticmethod
@@ -152,7 +152,7 @@ def cdist(
     p: float = 2.0,
     compute_mode: str | None = "use_mm_for_euclid_dist_if_necessary",
 ) -> DistTensor:
-    """Return the distances of all vectors in `x1`, (..., P, M), from those in `x2`, (..., R, M).
+    """Return the distances between the vectors of `x1`, (..., P, M), and of `x2`, (..., R, M).
 
     The result, (..., P, R), stays partitioned over the leading dimensions and P. Dimensions M and R
     are gathered first. Collective.

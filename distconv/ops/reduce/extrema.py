@@ -216,7 +216,7 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
 
     @works_along(reduces=True)
     def all_of(input: DistTensor, dim: Dims = (), keepdim: bool = False) -> DistTensor:
-        # To torch nan is the maximum of its group here, but no element attains it.
+        # As in torch.amax, no element equals a result of nan, so all elements get the gradient nan.
         return extreme(full, input, dim, keepdim, largest, nan_attains=False)
 
     @works_along(reduces=True, several=False)

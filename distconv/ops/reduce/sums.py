@@ -1,4 +1,4 @@
-"""Sums, means and counts over any dimensions: sums of each block, and an all-reduce of them."""
+"""Sums, means and counts over any dimensions: sums of each block, followed by an all-reduce."""
 
 from __future__ import annotations
 

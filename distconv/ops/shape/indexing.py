@@ -220,7 +220,7 @@ def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None
 
 
 def _listed(item: Any) -> Any:
-    """Return a list, tuple or array as a tensor, as torch converts it; other items unchanged."""
+    """Return a list, tuple or array converted to a tensor, as by torch; other items unchanged."""
     if isinstance(item, (list, tuple, range, np.ndarray)):
         tensor = torch.as_tensor(item)
         # An empty list of positions is not a list of floating-point numbers.

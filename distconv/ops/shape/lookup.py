@@ -1,4 +1,4 @@
-"""Elements at positions that tensors give, and elements that masks pick."""
+"""Elements at positions in tensors, as in index_select, and elements picked by masks."""
 
 from __future__ import annotations
 

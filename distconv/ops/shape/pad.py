@@ -1,4 +1,4 @@
-"""Padding of partitioned tensors, in all modes: ranks exchange the elements that it repeats."""
+"""Padding of partitioned tensors, in all modes: ranks exchange the elements to repeat."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ MOST_MOVED = 0.75
 Indices of rows count by their bytes. Above this fraction every rank gathers all rows."""
 
 _KEPT = WeakTensorKeyDictionary()
-"""For each tensor of positions, the number of writes to it and the decisions kept for it."""
+"""For each tensor of positions, the number of writes to the tensor, and the kept decisions."""
 
 _latest = 0
 """The number of the latest decision of this rank and its peers."""
@@ -320,7 +320,7 @@ def _exchange(
     d: int,
     operator: str,
 ) -> RowExchange:
-    """Send the indices of the requested rows to the ranks that hold them. Collective.
+    """Send the indices of the requested rows to the ranks that hold the rows. Collective.
 
     Returns the row exchange of `x` along `d`. `counts` has for each rank the number of rows that it
     requests from each of `ranks`, the holders of rows.
