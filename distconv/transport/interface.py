@@ -129,10 +129,7 @@ class Comparison:
 
 
 def with_opposites(numbers: Sequence[int]) -> array[int]:
-    """Return `numbers`, followed by their negatives.
-
-    An all-reduce with MAX gives the maxima and the negated minima, which show whether ranks differ.
-    """
+    """Return `numbers` and their negatives, whose maxima show whether ranks differ."""
     return array("q", (*numbers, *map(neg, numbers)))
 
 
@@ -158,10 +155,7 @@ class ObjectCommunicator(Protocol):
 
 
 class Communicator(ObjectCommunicator, Protocol):
-    """A communicator for distconv's own small messages in host memory.
-
-    Communicators of the same ranks but of another `purpose` never mix their messages.
-    """
+    """A communicator for small messages of distconv, separate for each `purpose`."""
 
     ranks: tuple[int, ...]
     """The numbers in the job of the communicator's ranks, in rank order."""
@@ -171,10 +165,7 @@ class Communicator(ObjectCommunicator, Protocol):
         """Start to compare integers of fewer than 64 bits between all ranks. Collective."""
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> Communicator:
-        """Return a communicator of `ranks`, numbers in the job, for one purpose.
-
-        Collective over `ranks`.
-        """
+        """Return a communicator for `purpose`. Collective over `ranks`, numbers in the job."""
 
     def for_program(self) -> Any:
         """Return the communicator that programs get, as `ProcessGrid.comm`."""
@@ -291,10 +282,7 @@ class Summand(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, library: str) -> Summand:
-        """Return the summand for a contiguous tensor.
-
-        Raises TypeError if `library`, such as "gloo", cannot sum the type.
-        """
+        """Return the summand of a contiguous tensor; raise TypeError if `library` cannot sum it."""
         if tensor.dtype in _ADDED:
             return cls(tensor, None)
         if tensor.dtype in _WIDER:

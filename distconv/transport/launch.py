@@ -116,10 +116,7 @@ def check_is_rank() -> None:
 
 
 def mpi() -> ModuleType:
-    """Return the module `mpi4py.MPI`, whose import initialises MPI.
-
-    Raises RuntimeError in a worker process, and ImportError without mpi4py.
-    """
+    """Import `mpi4py.MPI`, which initialises MPI, and return it; raise RuntimeError in a worker."""
     check_is_rank()
     return _imported_mpi()
 
@@ -223,10 +220,7 @@ def switched_on(name: str, environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def start_line(ranks: int) -> str:
-    """Return the beginning of a command that starts `ranks` ranks, such as "mpiexec -n 4 ...".
-
-    The launcher is that of this process.
-    """
+    """Return a command that starts `ranks` ranks, such as "mpiexec -n 4 ...", by this launcher."""
     if meets_by_torch():
         return f"torchrun --nproc-per-node {ranks} ..."
     return f"{'srun -n' if _STEP_SIZE in launched() else 'mpiexec -n'} {ranks} ..."

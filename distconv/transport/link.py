@@ -56,10 +56,7 @@ class LinkMessage(NamedTuple):
 
 
 def message(numbers: Sequence[int], payload: Tensor | None = None) -> LinkMessage:
-    """Return a message with at most six integers, padded with 0, and a payload of bytes.
-
-    `payload` is a uint8 tensor on the CPU, by default empty.
-    """
+    """Return a message of at most six integers and a `payload`, a uint8 tensor on the CPU."""
     filled = (*numbers, *(0,) * (_NUMBERS - len(numbers)))
     return LinkMessage(filled, torch.empty(0, dtype=torch.uint8) if payload is None else payload)
 

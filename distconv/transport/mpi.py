@@ -96,10 +96,7 @@ class MPICommunicator:
 
 
 def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the numbers of the ranks of `comm` in MPI.COMM_WORLD. No communication.
-
-    Raises ValueError if a rank of `comm` is not in MPI.COMM_WORLD.
-    """
+    """Return the numbers of `comm`'s ranks in MPI.COMM_WORLD; raise ValueError if one has none."""
     ranks = MPI.Group.Translate_ranks(comm.group, None, MPI.COMM_WORLD.group)
     if MPI.UNDEFINED in ranks:
         raise ValueError("ProcessGrid: every rank of comm must be a rank of MPI.COMM_WORLD")

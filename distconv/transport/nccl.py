@@ -26,10 +26,7 @@ _TYPES = {
 
 
 class NCCLTransport:
-    """A carrier between GPUs, of which each rank has its own; see `StreamTransport`.
-
-    `side` is the stream on which all messages of the process start.
-    """
+    """A carrier between GPUs, of which each rank has its own; see `StreamTransport`."""
 
     name, ordered = "nccl", True
 

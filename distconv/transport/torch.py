@@ -58,10 +58,7 @@ _REACH = timedelta(seconds=20)
 
 
 def why_no_process_groups(device: str) -> str | None:
-    """Return why torch cannot send messages between devices of the type `device`; None if it can.
-
-    `device` is a device type of torch, such as "cuda".
-    """
+    """Return why torch cannot send messages between devices of type `device`; None if it can."""
     distributed = torch.distributed
     if not distributed.is_available():
         return "this torch is built without torch.distributed"
@@ -121,10 +118,7 @@ def group_name(purpose: str, ranks: tuple[int, ...]) -> str:
 
 
 def gloo_group(store: Store, name: str, rank: int, size: int) -> ProcessGroup:
-    """Return a new gloo process group, in which this rank has number `rank` of `size`.
-
-    Collective over the ranks of the group, which all pass the same `name`.
-    """
+    """Return a new gloo process group, in which this rank is `rank` of `size`. Collective."""
     from torch.distributed import ProcessGroupGloo
 
     return ProcessGroupGloo(prefixed(name, store), rank, size, timeout=NO_LIMIT)
@@ -138,10 +132,7 @@ def prefixed(name: str, store: Store) -> Store:
 
 
 def start(collective: Callable[..., Any], *arguments: Any) -> Any:
-    """Start a collective or a message of torch.distributed, and return its `Work`.
-
-    Raises RuntimeError with likely reasons if torch cannot start it.
-    """
+    """Start a collective or a message, and return its `Work`; raise RuntimeError with reasons."""
     try:
         return collective(*arguments)
     except RuntimeError as error:
@@ -149,10 +140,7 @@ def start(collective: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def wait_for(work: Any) -> None:
-    """Wait until a started collective or message, a `Work` of torch.distributed, is complete.
-
-    Raises RuntimeError with likely reasons if it fails.
-    """
+    """Wait for a `Work` of torch.distributed; raise RuntimeError with reasons if it fails."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -160,10 +148,7 @@ def wait_for(work: Any) -> None:
 
 
 def complete(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Run `collective(*arguments)` on contiguous tensors, and wait for it.
-
-    gloo does not refer to the memory of the tensors afterwards.
-    """
+    """Run `collective(*arguments)` on contiguous tensors, and wait until their memory is free."""
     wait_for(start(collective, *(lent(a) if isinstance(a, Tensor) else a for a in arguments)))
 
 
@@ -431,10 +416,7 @@ class TorchStreamTransport(TorchTransport):
         return self._side.mark(tensor for _, tensor in (*arriving, *leaving))
 
     def _started(self, collective: Callable[..., Any], *arguments: Any) -> StreamRequest:
-        """Start `collective(*arguments)` on the side stream, after all work on the current stream.
-
-        Returns the request, whose wait makes the current stream wait.
-        """
+        """Start `collective(*arguments)` on the side stream, after work on the current stream."""
         self._side.follow()
         with using(self._side.stream):
             start(collective, *arguments).wait()

@@ -84,10 +84,7 @@ def frexp(input: DistTensor) -> Any:
 def local_response_norm(
     input: DistTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> DistTensor:
-    """Return `input` / (k + alpha * the mean square over `size` adjacent channels) ** beta.
-
-    Collective.
-    """
+    """Return input / (k + alpha * mean square of `size` adjacent channels) ** beta. Collective."""
     check_on_meta(F.local_response_norm, any_type(input), size, alpha, beta, k)
     name = "local_response_norm"
 

@@ -55,10 +55,7 @@ def diff(
 def gradient(
     input: DistTensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> tuple[Tensor, ...]:
-    """Return the estimated derivative along each dimension in `dim`, by halo exchanges. Collective.
-
-    Raises UnsupportedOperation for coordinates, tensors, as `spacing`.
-    """
+    """Return the derivative estimated along each dimension, by halo exchanges. Collective."""
     spacing = 1 if spacing is None else spacing
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing]
     if any(isinstance(h, Tensor) for h in steps):
@@ -71,10 +68,9 @@ def gradient(
 
 
 def _derivative(x: DistTensor, d: int, h: float, edge_order: int) -> Tensor:
-    """Return the derivative of `x` along dimension `d`, whose points have the distance `h`.
+    """Return the derivative along dimension `d`, at points `h` apart. Collective.
 
-    Differences are central, but one-sided at the two ends. `edge_order` is the order of accuracy
-    there, 1 or 2. Collective.
+    Differences are central, but one-sided, of order `edge_order`, at the two ends.
     """
     needs: list[IndexMap] = [Same()] * x.dim()
     needs[d] = Window(2 * edge_order + 1, padding=(edge_order, edge_order))
@@ -100,10 +96,7 @@ def _derivative(x: DistTensor, d: int, h: float, edge_order: int) -> Tensor:
 
 
 def _spacing(y: Tensor, x: Tensor | None, dx: Any, d: int) -> Any:
-    """Return the distances of neighbouring points along dimension `d` of `y`.
-
-    The distances are `dx`, or the differences of the coordinates `x`, if given.
-    """
+    """Return the distances of points along `d`: `dx`, or the differences of coordinates `x`."""
     if x is None:
         return dx
     if x.dim() == 1:

@@ -209,10 +209,7 @@ def stft(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
 
 @implements(torch.istft, torch.Tensor.istft)
 def istft(input: Tensor, *args: Any, **kwargs: Any) -> DistTensor:
-    """Return the signals of (..., frequency, time) spectra. Collective.
-
-    Frequencies and times are gathered first; the leading dimensions stay partitioned.
-    """
+    """Return the signals of (..., frequency, time) spectra; leading dimensions stay partitioned."""
     spectra = as_distributed(input, common_grid("istft", tensors_in(input, args, kwargs)))
     arguments = [gather_whole(x, "istft") for x in args]
     named = {name: gather_whole(x, "istft") for name, x in kwargs.items()}

@@ -80,10 +80,7 @@ def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_blocks(function: Callable[..., Any], *blocks: Any, **named: Any) -> Any:
-    """Return `function(*blocks, **named)`, for a grid of one rank, whose blocks are global tensors.
-
-    Returns NotImplemented with `inplace=True`.
-    """
+    """Return `function` of the blocks on a grid of one rank; NotImplemented if `inplace=True`."""
     if named.get("inplace"):
         return NotImplemented
     return function(*(in_one_format(blocks) if len(blocks) > 1 else blocks), **named)
@@ -223,10 +220,7 @@ _part_of_complex("conj", torch.Tensor.conj)
 
 @implements(torch.detach_, torch.Tensor.detach_)
 def detach_(input: DistTensor) -> DistTensor:
-    """Detach `input` from the autograd graph in place, and return `input`.
-
-    Raises RuntimeError for a view.
-    """
+    """Detach `input` from the autograd graph in place; raise RuntimeError for a view."""
     if input.recipe is not None:
         raise RuntimeError("detach_: views cannot be detached in place; use x = x.detach()")
     if input.is_leaf:
@@ -289,10 +283,7 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def cpu(
     input: DistTensor, memory_format: torch.memory_format = torch.preserve_format
 ) -> DistTensor:
-    """Return `input` itself on a grid of CPUs, or `input` in `memory_format`.
-
-    Raises UnsupportedOperation on a grid of other devices.
-    """
+    """Return `input` on a grid of CPUs; raise UnsupportedOperation on other devices."""
     _require_here("cpu", input, torch.device("cpu"))
     return to(input, "cpu", memory_format=memory_format)  # type: ignore[return-value]
 
@@ -364,10 +355,9 @@ def _made(
     requires_grad: bool = False,
     **kwargs: Any,
 ) -> DistTensor:
-    """Return a new tensor of global `shape`, made by `function`, such as torch.Tensor.new_zeros.
+    """Return a new tensor of global `shape` by `function`, such as torch.Tensor.new_zeros.
 
-    Dimensions of the same size as in `input` are partitioned as in `input`, if both tensors have
-    the same number of dimensions; others are not partitioned.
+    Dimensions of the same number and size as in `input` are partitioned as in `input`.
     """
     torch.empty(shape, device="meta")  # raises for negative sizes
     cuts: Cuts = ((),) * len(shape)
@@ -398,10 +388,7 @@ _new(torch.Tensor.new_empty)
 
 @implements(torch.Tensor.new)
 def new(input: DistTensor, *size: Any) -> DistTensor:
-    """Return an uninitialised tensor of `size`, as `new_empty`, for older programs and LBFGS.
-
-    Raises UnsupportedOperation for arguments other than sizes.
-    """
+    """Return an uninitialised tensor of `size`, as `new_empty`, for older programs and LBFGS."""
     if len(size) == 1 and isinstance(size[0], torch.Size):
         size = tuple(size[0])
     if not all(type(n) is int for n in size):
@@ -420,10 +407,7 @@ def new_full(
 def new_tensor(
     input: DistTensor, data: Any, *, requires_grad: bool = False, **kwargs: Any
 ) -> DistTensor:
-    """Return a copy of `data`, equal on all ranks, as a DistTensor replicated on all ranks.
-
-    A copy of a DistTensor keeps its layout.
-    """
+    """Return a replicated tensor of `data`, equal on all ranks; a DistTensor keeps its layout."""
     if isinstance(data, DistTensor):
         shard, shape, cuts = data.shard.detach().clone(), data.shape, data.cuts
         shard = shard.to(kwargs.get("dtype") or shard.dtype)

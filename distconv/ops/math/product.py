@@ -205,10 +205,7 @@ class _Home(NamedTuple):
     along: Cuts
 
     def applied(self, made: DistTensor, name: str) -> DistTensor:
-        """Return the product `made`, redistributed so that its positions are partitioned as in v.
-
-        `name` is the called function, for the records. Collective.
-        """
+        """Return the product `made` with its positions partitioned as in v. Collective."""
         merged, place = len(self.factors) > 1, self.place
         split = cast(DistTensor, made.unflatten(place, self.factors)) if merged else made
         kept = [tuple(a for a in axes if a not in cutting_axes(self.along)) for axes in made.cuts]
@@ -218,11 +215,7 @@ class _Home(NamedTuple):
 
 
 def _home_of(ranked: Ranked, result: str, sizes: dict[str, int]) -> _Home | None:
-    """Return the partition to which to redistribute the result of a product, or None to keep it.
-
-    `ranked` has the terms with their operands, `result` the letters of the result, and `sizes` the
-    size of each letter.
-    """
+    """Return the partition to which to redistribute the result of a product; None to keep it."""
     if any(len(set(term)) < len(term) for term, _ in ranked):  # of diagonals
         return None
     for (term, x), (other, y) in (ranked, ranked[::-1]) if len(ranked) == 2 else ():
@@ -337,11 +330,7 @@ def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
 
 @implements(torch.bmm, Tensor.bmm)
 def bmm(input: Tensor, mat2: Tensor) -> DistTensor:
-    """Return products of matrices; `input` may be a plain sparse batch, equal on all ranks.
-
-    Collective. Raises UnsupportedOperation for a sparse `mat2`, and for sparse layouts of `input`
-    other than COO.
-    """
+    """Return products of matrices; `input` may be a plain sparse COO batch. Collective."""
     check_on_meta(torch.bmm, input, mat2)
     if _is_sparse(mat2):
         refuse("bmm", "the second operand is sparse", input, way_out="Use x.to_dense()")
@@ -360,10 +349,7 @@ def bmm(input: Tensor, mat2: Tensor) -> DistTensor:
 
 @implements(torch.sparse.mm)
 def sparse_mm(mat1: Tensor, mat2: Tensor, reduce: str | None = None) -> DistTensor:
-    """Return the product of a plain sparse matrix and a distributed dense matrix. Collective.
-
-    Raises UnsupportedOperation for two dense matrices, and for `reduce`.
-    """
+    """Return the product of a plain sparse matrix and a distributed dense matrix. Collective."""
     if mat1.layout is torch.strided or isinstance(mat1, DistTensor):
         refuse("sparse.mm", "both matrices are dense", mat1, mat2, way_out="Use torch.mm")
     if reduce is not None:
@@ -424,12 +410,7 @@ _added(torch.addr, torch.outer, "vec1", "vec2")
 @serial_by(F.linear)
 @works_on_last(lambda weight, bias=None: weight.dim() - 1)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x A^T + b over the last dimension of x, the `input`. Collective.
-
-    x has shape (..., in), the weight A (out, in), the bias b (out,), and the result (..., out).
-    Raises RuntimeError for types or numbers of features that differ, and UnsupportedOperation for a
-    bias of another shape.
-    """
+    """Return x A^T + b for x, (..., in), the weight A, (out, in), and the bias b. Collective."""
     x = distributed_input("linear", input, weight, bias)
     check_same_types("linear", x, weight, bias)
     if x.shape[-1] != weight.shape[-1]:

@@ -67,8 +67,7 @@ class _VectorNorm(ShardFunction):
 def _gradient(x: Tensor, order: float, norm: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient of a block `x` of the input of a norm, as torch's norm_backward does.
 
-    `order` is the order of the norm, not 0, `norm` its value, and `gradient` the gradient of the
-    value; both have size 1 along the reduced dimensions.
+    `norm` is the value of the norm of order `order`, and `gradient` is the gradient of that value.
     """
     if order == 1:
         return x.sgn() * gradient
@@ -91,11 +90,7 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """Return the norm of order `ord` over dimensions `dim`. Collective.
-
-    The norms of the blocks are gathered and combined. Raises UnsupportedOperation for a negative
-    order.
-    """
+    """Return the norm of order `ord`, 0 or more, over dimensions `dim`. Collective."""
     if ord < 0:
         way_out = "Use an order of 0 or more, or x.full_tensor()"
         refuse("vector_norm", f"the order {ord} is not supported", input, way_out=way_out)
@@ -119,11 +114,7 @@ def norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """Return the norm of order `p` over dimensions `dim`. Collective.
-
-    The only matrix norm is the Frobenius norm. Raises UnsupportedOperation for the nuclear norm and
-    for negative orders, and RuntimeError for a Frobenius norm over more than two dimensions.
-    """
+    """Return the norm of order `p` over `dim`; of matrices only the Frobenius norm. Collective."""
     if p == "nuc":
         refuse("norm", "the nuclear norm is not supported", input, way_out="Use x.full_tensor()")
     if p == "fro" and isinstance(dim, Sequence) and len(dim) > 2:
@@ -283,12 +274,10 @@ class _Moments(ShardFunction):
 def _variance(
     input: DistTensor, dim: Any, unbiased: Any, correction: Any, keepdim: bool
 ) -> tuple[DistTensor, DistTensor]:
-    """Return the variance and the mean over dimensions `dim`. Collective.
+    """Return the variance and the mean over dimensions `dim`, as torch.var_mean. Collective.
 
-    The arguments are those of torch.var_mean. The variance is computed from squared deviations, so
-    that large means do not cancel. Raises UnsupportedOperation if `dim` is an empty sequence, if
-    the correction is larger than the number of elements, and for infinite variances of all
-    elements.
+    The variance is computed from squared deviations, so that large means do not cancel. Raises
+    UnsupportedOperation for corrections and dimensions that do not give a finite variance.
     """
     if isinstance(dim, bool):  # var(input, unbiased)
         dim, unbiased = None, dim

@@ -30,10 +30,7 @@ class ValuesAndIndices(NamedTuple):
 
 
 def _worst(x: Tensor, largest: bool) -> Any:
-    """Return the value that never wins a maximum (`largest`) or minimum of the type of `x`.
-
-    A rank without elements contributes the value.
-    """
+    """Return the value that never wins a maximum (`largest`) or minimum, for empty blocks."""
     if x.dtype == torch.bool:
         return not largest
     if x.dtype.is_floating_point:
@@ -43,10 +40,7 @@ def _worst(x: Tensor, largest: bool) -> Any:
 
 
 def _attained(x: Tensor, value: Tensor) -> Tensor:
-    """Return a mask of the elements of `x` that equal the extreme `value`, which is broadcast.
-
-    A nan equals nan.
-    """
+    """Return a mask of the elements of `x` that equal the extreme `value`; nan equals nan."""
     attained = x == value
     void = value.isnan()
     return attained | (x.isnan() & void) if not void.is_cpu or void.any() else attained
@@ -117,10 +111,7 @@ def extreme(
 
 
 def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
-    """Return the global index of the first extremum along dimension `d`. Collective.
-
-    The result is this rank's block, of size 1 along `d`.
-    """
+    """Return the global index of the first extremum along `d`, of size 1 along `d`. Collective."""
     x, start = input.shard.detach(), input.box.start[d]
     function = torch.max if largest else torch.min
     if x.shape[d]:

@@ -43,10 +43,7 @@ def reduction_result(
 def sum(
     input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DistTensor:
-    """Return the sum of the global tensor over dimensions `dim`. Collective.
-
-    The result is not partitioned along `dim`, and is replicated over the grid axes that partitioned
-    `dim`."""
+    """Return the sum over `dim`, replicated over the grid axes that partition `dim`. Collective."""
     return sum_by(torch.sum, input, dim, keepdim, dtype)
 
 

@@ -147,10 +147,7 @@ implements_in_place(torch.Tensor.masked_scatter_, masked_scatter)
 
 @assigns_slices
 def _assign_slices(input: DistTensor, picks: tuple[Any, ...], value: Any) -> None:
-    """Assign `value` to `input[picks]`; each rank writes to its own block. Collective.
-
-    `picks` has an integer or slice for each dimension of `input`, and None for each new dimension.
-    """
+    """Assign to `input` at `picks`: integers, slices, and None for new dimensions. Collective."""
     if input.pending is not None:
         runs = runs_of(input, picks)
         if runs is not None and input.pending.assign(input, picks, runs, value):
@@ -302,11 +299,7 @@ def _cuts_by_index(input: Tensor, items: tuple[Any, ...], value: Any) -> Cuts | 
 
 
 def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
-    """Assign the number `value` where `mask`, over the leading dimensions of `input`, is true.
-
-    Raises IndexError if the shapes do not match, and RuntimeError for a complex number that is
-    assigned to a real tensor.
-    """
+    """Assign a number where `mask`, over the leading dimensions of `input`, is true."""
     if mask.shape != input.shape[: mask.dim()]:
         raise IndexError(
             f"the mask of shape {tuple(mask.shape)} does not match the first dimensions of the "

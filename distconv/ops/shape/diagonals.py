@@ -17,11 +17,7 @@ from distconv.tensor.redistribution import overwrite
 
 
 def _triangle(name: str) -> None:
-    """Register the rules of torch.tril or torch.triu, and of the in-place method.
-
-    `name` is "tril" or "triu". Each rank counts the number of the diagonal from the first row and
-    column of its block.
-    """
+    """Register torch.tril or torch.triu, by `name`; each rank shifts the diagonal to its block."""
     function: Callable[..., Tensor] = getattr(torch, name)
     write: Callable[..., Tensor] = getattr(torch.Tensor, f"{name}_")
 

@@ -52,10 +52,7 @@ def getitem(input: Tensor, index: Any) -> DistTensor:
 
 @takes_slices
 def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
-    """Return `input[index]` as a view. Collective.
-
-    `index` has an integer or slice for each dimension, and None for each new dimension.
-    """
+    """Return a view of `input` at integers, slices, and None for new dimensions. Collective."""
     # `needs` and `cuts` say which elements of `input` this rank gathers, `local` is the index in
     # the gathered elements, `shape` and `kept` are the shape and the cuts of the result.
     needs: list[IndexMap] = []
@@ -105,10 +102,7 @@ def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
 
 
 def _of_pending(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
-    """Return `input[index]` of a pending tensor, whose elements are not yet computed. Collective.
-
-    If the part can be computed without the other elements, `input` stays pending.
-    """
+    """Return a part of a pending tensor, if possible without its other elements. Collective."""
     assert input.pending is not None
     runs = runs_of(input, index)
     part = None if runs is None else input.pending.part(input, index, runs)
@@ -125,10 +119,7 @@ def _of_pending(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
 
 
 def runs_of(input: Tensor, index: Sequence[Any]) -> list[Run] | None:
-    """Return (first position, step, number of positions) for each dimension of `input[index]`.
-
-    `index` has an integer or slice for each dimension. Returns None if it inserts a dimension.
-    """
+    """Return (first, step, count) of the positions in each dimension; None if `index` has None."""
     if None in index:
         return None
     pairs = zip(index, input.shape, strict=True)
@@ -182,10 +173,7 @@ def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
 
 
 def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
-    """Return `input[items]`, where the only tensor among the items is a mask, `items[at]`.
-
-    The picked elements are replicated on every rank. Collective.
-    """
+    """Return `input[items]`, where the only tensor is `items[at]`, a mask. Collective."""
     mask, count = items[at], items[at].dim()
     markers = [slice(None) for _ in range(count)]
     picks = index_per_dimension(input, (*items[:at], *markers, *items[at + 1 :]))
@@ -208,10 +196,7 @@ def _picked(input: Tensor, items: tuple[Any, ...]) -> DistTensor:
 
 
 def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None:
-    """Assign `value` to `input[items]`, for any index of torch. Collective.
-
-    Each rank gathers all operands, assigns to the global tensor, and keeps its block.
-    """
+    """Assign `value` to `input[items]`, any index of torch; operands are gathered. Collective."""
     grid = common_grid("assignment", (input, *items, value))
     whole = gather_whole(input, "assignment").clone()
     picked = tuple(gather_whole(i, "assignment") for i in items)
@@ -393,10 +378,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
 
 @joins_along
 def _joined(pieces: Sequence[DistTensor], d: int, skipped: Sequence[DistTensor] = ()) -> DistTensor:
-    """Return `pieces` concatenated along dimension `d`. Collective.
-
-    The tensors `skipped`, of shape (0,), contribute no elements, but receive gradients.
-    """
+    """Return `pieces` concatenated along `d`; `skipped` only receive gradients. Collective."""
     # To partition a replicated tensor, nothing is sent.
     largest = max(pieces, key=lambda x: (any(x.cuts), x.numel()))
     total = sum(x.shape[d] for x in pieces)

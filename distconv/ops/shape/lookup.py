@@ -92,10 +92,7 @@ def selected(input: Tensor, dim: int, index: Tensor, wraps: bool = False) -> Dis
 
 @keeps_shape
 def rows_at(index: DistTensor, table: DistTensor) -> DistTensor:
-    """Return `table[index]`, partitioned as `index`; each rank looks up its block of `index`.
-
-    `table` is not partitioned. Only ranks with a position out of range raise.
-    """
+    """Return `table[index]`, partitioned as `index`, for a `table` that is not partitioned."""
     own = wrap_negative(index.shard, len(table))
     with in_range("indexing, position", own, len(table)):
         shard = table.shard[own]
@@ -117,10 +114,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
 
 @gathers_along
 def _gathered(x: DistTensor, index: Tensor, d: int) -> DistTensor:
-    """Return torch.gather(x, d, index), without checks of shapes and types. Collective.
-
-    Raises RuntimeError for a position out of range.
-    """
+    """Return torch.gather(x, d, index), without checks of shapes and types. Collective."""
     shape, grid = tuple(index.shape), x.grid
     # Where the index is shorter than the input, their blocks have different positions.
     shorter = [i for i, n in enumerate(shape) if i != d and n != x.shape[i]]
@@ -149,10 +143,7 @@ def _gathered(x: DistTensor, index: Tensor, d: int) -> DistTensor:
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim)
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> DistTensor:
-    """Return the elements of `input` at `indices` along `dim`, as torch.gather. Collective.
-
-    The other dimensions are broadcast against each other. Negative indices count from the end.
-    """
+    """Return the elements at `indices` along `dim`; other dimensions are broadcast. Collective."""
     if indices.dtype != torch.int64:
         raise RuntimeError(
             f"take_along_dim: indices of {indices.dtype}; expected int64, for example "
@@ -214,10 +205,7 @@ def embedding(
 
 
 def _place_of(row: int | None, size: int, wanted: Tensor) -> int | None:
-    """Return the index at which the vector `wanted` holds the row number `row`; None if nowhere.
-
-    A negative `row` is counted from the end of `size` rows.
-    """
+    """Return the index at which `wanted` has row number `row`, modulo `size`; None if nowhere."""
     if row is None:
         return None
     places = (wanted == row % size).nonzero()
@@ -355,10 +343,7 @@ def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
 
 @picks_in_order
 def _picked(input: Tensor, mask: Tensor, grid: Grid, operator: str) -> DistTensor:
-    """Return the rows of `input` where `mask` is true, replicated on every rank. Collective.
-
-    `mask` has the shape of the leading dimensions of `input`, which the caller has checked.
-    """
+    """Return the rows of `input` where `mask` is true, on every rank; no checks. Collective."""
     x, chosen = as_distributed(input, grid), as_distributed(mask, grid)
     behind = x.dim() - chosen.dim()
     shape = tuple(x.shape)
@@ -415,10 +400,7 @@ def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -
 
 
 def check_mask(mask: Tensor, shape: Shape, input: Tensor) -> None:
-    """Raise IndexError unless `mask` has `shape`, the sizes of the dimensions that it indexes.
-
-    `input` is the indexed tensor, for the message.
-    """
+    """Raise IndexError unless `mask` has `shape`, that of the dimensions of `input` to index."""
     if tuple(mask.shape) != shape:
         raise IndexError(
             f"the mask of shape {tuple(mask.shape)} does not match the dimensions {shape} of the "

@@ -248,10 +248,7 @@ def column_stack(tensors: Sequence[Tensor]) -> DistTensor:
 
 
 def _divided(function: Callable[..., Any], along: int | None = None) -> None:
-    """Register the rule of `function`: torch.tensor_split, or a split along dimension `along`.
-
-    torch.vsplit, for example, splits along dimension 0.
-    """
+    """Register torch.tensor_split, or a split along dimension `along`, such as torch.vsplit."""
 
     @implements(function, getattr(Tensor, function.__name__))
     def rule(input: DistTensor, *args: Any, **named: Any) -> tuple[DistTensor, ...]:

@@ -55,10 +55,7 @@ class _Regrouping(NamedTuple):
     """The numbers of elements in a row of the input and in a row of the result."""
 
     def crop(self, buffer: Tensor, box: Box) -> Tensor:
-        """Return the elements of the result's block `box`, with dimensions `old` flattened.
-
-        `buffer` has the gathered rows of the input.
-        """
+        """Return the block `box` of the result from `buffer`, the gathered rows, flattened."""
         first = self.old.start
         start = self.rows.offset(box.start[self.into])
         length = self.rows.after * box.shape[self.into]
@@ -296,10 +293,7 @@ def transpose(input: DistTensor, dim0: int, dim1: int) -> DistTensor:
 @implements(torch.Tensor.expand)
 @takes_sequence("size")
 def expand(input: DistTensor, *sizes: Any) -> DistTensor:
-    """Return a view of `input` with dimensions of one element repeated to `sizes`. Collective.
-
-    New dimensions come first. Repeated and new dimensions are not partitioned.
-    """
+    """Return a view with dimensions of one element, or new ones in front, repeated. Collective."""
     shape = tuple(torch.empty(tuple(input.shape), device="meta").expand(as_sizes(sizes)).shape)
     lead = len(shape) - input.dim()
     if input.unmerged is not None:

@@ -203,10 +203,7 @@ def _peers(grid: Grid, axes: Axes) -> tuple[int, ...]:
 
 
 def _kept(own: Tensor) -> dict[Any, _Known]:
-    """Return the decisions kept for the memory of `own`; none after a write to the memory.
-
-    Decisions that the caller adds to the result are kept, except for an inference tensor.
-    """
+    """Return the decisions kept for the memory of `own`, to look up or add; none after a write."""
     if own.is_inference():
         return {}
     base = base_of(own)
@@ -320,10 +317,9 @@ def _exchange(
     d: int,
     operator: str,
 ) -> RowExchange:
-    """Send the indices of the requested rows to the ranks that hold the rows. Collective.
+    """Return the row exchange of `x` along `d`, after sending the indices of rows. Collective.
 
-    Returns the row exchange of `x` along `d`. `counts` has for each rank the number of rows that it
-    requests from each of `ranks`, the holders of rows.
+    `counts` has for each rank the number of rows that it requests from each holder in `ranks`.
     """
     grid, cuts = x.grid, x.cuts
     here = ranks.index(grid.rank)

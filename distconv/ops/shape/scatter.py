@@ -95,11 +95,7 @@ _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
 
 
 def _cut_as_index(x: DistTensor, d: int, index: Tensor) -> DistTensor:
-    """Return `x`, partitioned along dimension `d` as `index`, if that needs no messages.
-
-    Returns `x` itself if dimension `d` of `x` is partitioned, if the grid axes of `index` partition
-    another dimension of `x`, or if an all-reduce of sums should be used instead.
-    """
+    """Return `x`, partitioned along `d` as `index` if that needs no messages, or `x` itself."""
     axes = index.cuts[d] if isinstance(index, DistTensor) else ()
     if x.cuts[d] or not axes or set(axes) & set(cutting_axes(x.cuts)) or _counts(x, d, index):
         return x
@@ -214,10 +210,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 
 @implements(F.one_hot)
 def one_hot(tensor: DistTensor, num_classes: int = -1) -> DistTensor:
-    """Return one-hot vectors of class numbers along a new last dimension, not partitioned.
-
-    Only a rank that has a class number out of range raises.
-    """
+    """Return one-hot vectors along a new last dimension, which is not partitioned."""
     check_on_meta(F.one_hot, tensor, max(num_classes, 1))
     if num_classes < 0:
         num_classes = int(tensor.max().item()) + 1
@@ -263,10 +256,7 @@ def _written(name: str, input: Tensor, src: Tensor, place: Any) -> Tensor:
 def diagonal_scatter(
     input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> DistTensor:
-    """Return a copy of `input` with `src` on a diagonal of `dim1` and `dim2`. Collective.
-
-    The result is not partitioned along the two dimensions.
-    """
+    """Return a copy with `src` on a diagonal, not partitioned along its dimensions. Collective."""
     name = "diagonal_scatter"
     grid = common_grid(name, (input, src))
     shape = check_on_meta(torch.diagonal_scatter, input, src, offset, dim1, dim2)
@@ -411,11 +401,7 @@ def take(input: Tensor, index: Tensor) -> DistTensor:
 
 @implements(torch.put, torch.Tensor.put)
 def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
-    """Return a copy of `input` with `source` at positions `index` of the flattened tensor.
-
-    The values are added if `accumulate`, else written. Collective. Raises RuntimeError for types
-    that differ, and IndexError if `index` and `source` differ in their numbers of elements.
-    """
+    """Return a copy with `source` at positions `index` of the flattened tensor. Collective."""
     x = as_distributed(input, common_grid("put", (input, index, source)))
     if index.dtype != torch.int64 or source.dtype != x.dtype:
         raise RuntimeError(

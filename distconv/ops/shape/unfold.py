@@ -119,11 +119,7 @@ def fold(
     padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> DistTensor:
-    """Return planes, the sums of all columns at the positions of their windows. Collective.
-
-    The columns of a sample are gathered on every rank that holds the sample. Only the samples stay
-    partitioned.
-    """
+    """Return the sums of columns at their windows, partitioned over samples only. Collective."""
     if not (input.is_floating_point() or input.is_complex()):
         raise NotImplementedError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
     arguments: Any = (output_size, kernel_size, dilation, padding, stride)
