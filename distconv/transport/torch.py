@@ -113,7 +113,7 @@ def common_store(comm: Communicator) -> Store:
 
 
 def group_name(purpose: str, ranks: tuple[int, ...]) -> str:
-    """Return a name for the group of the ranks `ranks`, of one length for any number of ranks."""
+    """Return a name for the group of `ranks`, of the same length for any number of ranks."""
     return f"{purpose} {sha256(repr(ranks).encode()).hexdigest()}"
 
 

@@ -155,7 +155,7 @@ def cdist(
 
 @works_on_last(lambda x2, *_: int(x2.dim() == 2))
 def _distances(x1: Tensor, x2: Tensor, p: float, mode: str, grid: Grid) -> DistTensor:
-    """Return torch.cdist(x1, x2, p) with the `compute_mode` given by `mode`. Collective."""
+    """Return torch.cdist(x1, x2, p), with `mode` as its `compute_mode`. Collective."""
     shape = check_on_meta(torch.cdist, x1, x2, p, mode)
     left, right = as_distributed(x1, grid), as_distributed(x2, grid)
     rows = (*left.shape[:-1], 1), (*left.cuts[:-1], ())

@@ -400,7 +400,7 @@ def _joined(pieces: Sequence[DistTensor], d: int, skipped: Sequence[DistTensor] 
 
 @implements(torch.stack)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
-    """Return tensors of one shape along a new dimension, which is not partitioned. Collective."""
+    """Return tensors of one shape, stacked along a new dimension without partition. Collective."""
     grid = common_grid("stack", tensors)
     check_on_meta(torch.stack, tuple(map(any_type, tensors)), dim)
     return cat([unsqueeze(as_distributed(t, grid), dim) for t in tensors], dim)

@@ -401,7 +401,7 @@ def take(input: Tensor, index: Tensor) -> DistTensor:
 
 @implements(torch.put, torch.Tensor.put)
 def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
-    """Return a copy with `source` at positions `index` of the flattened tensor. Collective."""
+    """Return a copy with `source` written or added at flattened positions `index`. Collective."""
     x = as_distributed(input, common_grid("put", (input, index, source)))
     if index.dtype != torch.int64 or source.dtype != x.dtype:
         raise RuntimeError(
