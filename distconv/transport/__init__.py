@@ -1,1 +1,1 @@
-"""Bytes between ranks, and nothing else: one small interface, and a file for each carrier."""
+"""Carriers, which send and sum tensors between ranks: an interface, and a file per carrier."""

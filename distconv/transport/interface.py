@@ -1,4 +1,4 @@
-"""The interfaces of carriers and communicators, which move bytes between ranks."""
+"""The interfaces of carriers, for tensors, and of communicators, for small Python objects."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ import torch
 from torch import Tensor
 
 SUM_TYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
-"""The types in which other types are summed."""
+"""For types that are summed in a wider type, the wider type."""
 
 Message: TypeAlias = tuple[int, Tensor]
-"""Another rank, and the contiguous tensor that is sent to it or received from it."""
+"""A rank, and a contiguous tensor: the data to send to the rank, or memory for data from it."""
 
 
 class Request(Protocol):
-    """Messages or a reduction that were started, for which a rank can wait."""
+    """A started exchange of messages or a started reduction, for which a rank can wait."""
 
     def wait(self) -> None:
-        """Return when the tensors may be used: messages have arrived, sums are complete.
+        """Wait until all messages have arrived and all sums are complete.
 
-        On a GPU work queued next on the current stream may use them; the host may return earlier.
+        Then the tensors may be read and written. On a GPU the host may return earlier; then only
+        work queued next on the current stream may use the tensors.
         """
 
 
 class ChainedRequest:
-    """Several requests as one: `wait` waits for all of them, and then calls `then`."""
+    """A request that combines several: `wait` waits for all `requests`, and then calls `then`."""
 
     def __init__(
         self, requests: Sequence[Request] = (), then: Callable[[], object] = lambda: None
@@ -51,16 +52,16 @@ class Transport(Protocol):
     """A carrier of messages between the ranks of one grid.
 
     All ranks start exchanges in the order of the program. So an exchange has the same tag on all
-    ranks, and its messages are told apart from others in flight. On a GPU, the carrier reads a
-    tensor after the work that is queued on the current stream when the exchange starts. The
-    argument `group` is a communicator that `ProcessGrid.communicator` returned; all its ranks call
-    a collective together. Tensors are contiguous.
+    ranks, by which its messages are distinguished from others in flight. On a GPU, the carrier
+    reads a tensor after the work that is queued on the current stream when the exchange starts. The
+    argument `group` is a communicator that `ProcessGrid.communicator` returned. All ranks of
+    `group` call a collective together. Tensors are contiguous.
     """
 
     name: str
     ordered: bool
-    """Whether all ranks must start messages of every kind in one order, also of different groups: a
-    GPU may process them one after the other, each waiting for other ranks."""
+    """Whether all ranks must start all messages and reductions in the same order, also those of
+    different groups: a GPU may process them one after the other, each waiting for other ranks."""
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange, the same number on all ranks."""
@@ -71,55 +72,56 @@ class Transport(Protocol):
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start one exchange: receive the messages `arriving`, and send the messages `leaving`."""
+        """Start to receive the messages `arriving` and to send the messages `leaving`."""
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start to sum a tensor in place over the ranks of `group`.
+        """Start to sum `tensor` in place over the ranks of `group`. Collective over `group`.
 
-        Half types and booleans are summed in float32 and int32, and rounded once.
+        Half types are summed in float32 and rounded once, booleans are summed in int32.
         """
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        """Return the tensors of all ranks of `group`, stacked in rank order."""
+        """Return the tensors of all ranks of `group`, stacked in rank order. Collective."""
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the tensor of the first rank of `group`."""
+        """Overwrite `tensor` by that of the first rank of `group`. Collective over `group`."""
 
 
 class StreamTransport(Transport, Protocol):
-    """A carrier between accelerators: a stream waits for its messages, while the host goes on.
+    """A carrier between accelerators: a stream waits for its messages, while the host continues.
 
-    These carriers alone have `ordered` True. An exchange queues its sends before its receives.
+    Only stream carriers have `ordered` True. An exchange queues its sends before its receives.
     """
 
     device: torch.device
     """The accelerator of this rank."""
 
     def check(self) -> None:
-        """Raise `RuntimeError` if the carrier has met an error, such as a lost connection.
+        """Raise `RuntimeError` if the carrier has had an error, such as a lost connection.
 
-        Any thread may call it.
+        Any thread may call this method.
         """
 
     def close(self, abort: bool) -> None:
-        """Close all connections: at once for `abort`, else when their work is done.
+        """Close all connections: at once if `abort`, otherwise after their messages are complete.
 
-        Another thread may abort connections whose closing does not end.
+        If that takes too long, another thread may call `close(abort=True)` meanwhile.
         """
 
 
 class Comparison:
-    """A running all-reduce that compares numbers between ranks.
+    """A started all-reduce that compares integers between ranks.
 
-    The argument `most` is the result of `with_opposites` for this rank's numbers. The argument
-    `wait` is a function that returns when the all-reduce has overwritten `most` by the maxima.
+    The argument `most` has this rank's integers, followed by their negatives. The argument `wait`
+    is a function that returns when the all-reduce has overwritten `most` by the maxima over the
+    ranks.
     """
 
     def __init__(self, wait: Callable[[], object], most: array[int]):
         self._wait, self._most = wait, most
 
     def wait(self) -> list[bool]:
-        """Wait for the all-reduce; return for each number whether all ranks have the same."""
+        """Wait for the all-reduce, and return for each integer whether it is equal on all ranks."""
         self._wait()
         most = self._most
         half = len(most) // 2
@@ -127,14 +129,14 @@ class Comparison:
 
 
 def with_opposites(numbers: Sequence[int]) -> array[int]:
-    """Return `numbers` and their negatives: one all-reduce with MAX tells whether ranks differ."""
+    """Return `numbers` and their negatives, whose maxima show whether ranks differ."""
     return array("q", (*numbers, *map(neg, numbers)))
 
 
 class ObjectCommunicator(Protocol):
-    """The methods for small objects that `ProcessGrid.comm` always has, named as in mpi4py.
+    """The methods of `ProcessGrid.comm` for small Python objects, named as in mpi4py.
 
-    All ranks of the communicator call each method together, and in one order.
+    All ranks of the communicator call the methods together, in the same order.
     """
 
     @property
@@ -149,42 +151,43 @@ class ObjectCommunicator(Protocol):
         """Return the values of all ranks, in rank order."""
 
     def bcast(self, value: Any = None, /) -> Any:
-        """Return the value that the first rank passes, on every rank."""
+        """Return the `value` of the first rank, on every rank."""
 
 
 class Communicator(ObjectCommunicator, Protocol):
-    """A communicator for distconv's own small messages in host memory, all of one purpose."""
+    """A communicator for small messages of distconv, separate for each `purpose`."""
 
     ranks: tuple[int, ...]
-    """The job's numbers of its ranks, in their order."""
+    """The numbers in the job of the communicator's ranks, in rank order."""
     purpose: str
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
-        """Start to compare numbers of fewer than 64 bits between all ranks."""
+        """Start to compare integers of fewer than 64 bits between all ranks. Collective."""
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> Communicator:
-        """Return a communicator for one purpose; `ranks`, numbers in the job, all call it."""
+        """Return a communicator for `purpose`. Collective over `ranks`, numbers in the job."""
 
     def for_program(self) -> Any:
-        """Return the communicator that a program gets as `ProcessGrid.comm`."""
+        """Return the communicator that programs get, as `ProcessGrid.comm`."""
 
 
 # Tags of messages: the number of the exchange that a message belongs to.
 
 
 _MOST = 32767
-"""The number of tags before they repeat; every MPI has as many."""
+"""The number of tags before tags repeat: the smallest limit that the MPI standard allows."""
 
 
 def tags() -> Callable[[], int]:
-    """Return a function of the tags 1, 2, ... of exchanges, which all ranks start in one order."""
+    """Return a function whose calls return the tags 1, 2, ... 32767, and then 1 again."""
     return chain.from_iterable(repeat(range(1, _MOST + 1))).__next__
 
 
 def tags_behind(tag: int, reached: Iterable[int]) -> int:
-    """Return by how many tags a rank at `tag` is behind the latest of `reached`; 0 for the latest.
+    """Return the number of exchanges by which a rank is behind the most advanced rank.
 
-    The latest is not the largest where some ranks have begun again at 1.
+    `tag` is the last tag of the rank, and `reached` has the last tags of all ranks. The most
+    advanced rank may have a small tag, as tags begin at 1 again after the largest.
     """
     half = _MOST // 2
     return max((other - tag + half) % _MOST - half for other in reached)
@@ -192,16 +195,16 @@ def tags_behind(tag: int, reached: Iterable[int]) -> int:
 
 # Pools of memory for messages, which later messages of the same size use again.
 #
-# Fresh memory costs page faults when it is first written, up to several times the cost of the
-# message.
+# Newly allocated memory causes page faults when it is first written, which may take several times
+# as long as the message.
 
 
 ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 KEPT_BYTES = 64 * 2**20
-"""Bytes kept for later messages."""
+"""The largest number of bytes that a pool keeps for later messages."""
 SMALL_BYTES = 64 * 2**10
-"""The largest message, in bytes, whose memory malloc reuses itself, which is cheaper."""
+"""The size in bytes up to which messages get memory from malloc, which is faster than a pool."""
 
 
 def release_idle() -> None:
@@ -211,7 +214,7 @@ def release_idle() -> None:
 
 
 class BufferPool:
-    """Memory for messages on the CPU: it returns to the pool when its tensor is no longer used."""
+    """A pool of CPU memory for messages: memory returns to the pool when no tensor uses it."""
 
     def __init__(self) -> None:
         _POOLS.add(self)
@@ -257,29 +260,29 @@ _POOLS: WeakSet[BufferPool] = WeakSet()
 """All pools of the process."""
 
 
-# Sums of tensors whose type NCCL, gloo or MPI cannot sum, by conversion to one that it can.
+# Sums of tensors whose type NCCL, gloo or MPI cannot sum, by conversion to another type.
 
 
 _ADDED = {
     *(torch.float32, torch.float64),
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
 }
-"""The types that NCCL, gloo and MPI sum."""
+"""The types that NCCL, gloo and MPI can all sum."""
 
 _WIDER = SUM_TYPES | {torch.int16: torch.int32}
 
 
 class Summand(NamedTuple):
-    """A tensor to be summed over ranks, in a type that NCCL, gloo and MPI can sum."""
+    """A tensor to be summed over ranks, converted to a type that NCCL, gloo and MPI can sum."""
 
     numbers: Tensor
     """The tensor itself, its real and imaginary parts, or a copy in a wider type."""
     into: Tensor | None
-    """The tensor that the sum is copied to, where the numbers have memory of their own."""
+    """The tensor to which to copy the sum; None if `numbers` shares its memory."""
 
     @classmethod
     def of(cls, tensor: Tensor, library: str) -> Summand:
-        """Return the summand for a contiguous tensor; TypeError if `library` cannot sum it."""
+        """Return the summand of a contiguous tensor; raise TypeError if `library` cannot sum it."""
         if tensor.dtype in _ADDED:
             return cls(tensor, None)
         if tensor.dtype in _WIDER:
@@ -291,7 +294,7 @@ class Summand(NamedTuple):
         )
 
     def arriving(self, request: Request) -> Request:
-        """Return a request for the sum of the tensor; `request` is the running sum of `numbers`."""
+        """Return a request for the sum in the original tensor; `request` is that of `numbers`."""
         if self.into is None:
             return request
         return ChainedRequest([request], partial(self.into.copy_, self.numbers))

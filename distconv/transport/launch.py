@@ -1,6 +1,6 @@
-"""How the ranks of the job were started and find each other: by MPI, or by torch.
+"""How the ranks of the job were started and connect: by MPI, or by torch.distributed.
 
-MPI starts when a program first needs it. Worker processes of a rank are no ranks.
+MPI is initialised when a program first needs it. Worker processes that a rank starts are not ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 ALLOW_SINGLE = "DISTCONV_ALLOW_SINGLE"
 
 CONTINUE = "DISTCONV_CONTINUE"
-"""The environment variable with the file by which a job's script learns that it must continue."""
+"""The environment variable with the path of a file that a program creates to be continued: the
+job's script queues the job again if the file exists."""
 
 _SIZES = {
     "PMI_SIZE": "the mpiexec of MPICH or Intel MPI, or srun with PMI, which belongs to another MPI "
@@ -31,37 +32,37 @@ _SIZES = {
     "WORLD_SIZE": "a launcher like torchrun, but RANK, MASTER_ADDR and MASTER_PORT, which ranks "
     "need to connect, are not all set",
 }
-"""The variables with the number of processes that launchers set, each with its launcher."""
+"""The launchers' variables for the number of processes, each with its launcher in words."""
 
 _SIZES_OF_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 _STEP_SIZE = "SLURM_STEP_NUM_TASKS"
-"""The tasks of one srun. SLURM_NTASKS is also set in the shell of a whole allocation, where a
-program started by itself is meant to be alone."""
+"""The variable with the number of tasks of one srun. SLURM_NTASKS is also set in the shell of an
+allocation, where a program started without srun is meant to be a single process."""
 
 _ALLOCATED = ("SLURM_NTASKS", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "PBS_NP")
-"""Variables with the number of tasks of a job, also set where a program was started by itself."""
+"""Variables with the number of tasks of a job, also set without the job's launcher."""
 
 _FIRST_UNNUMBERED_STEP = 0xFFFFFFF0
-"""Slurm numbers steps other than the user's srun, such as a batch script, from here."""
+"""The smallest number that Slurm gives to steps other than sruns, such as a batch script."""
 
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables by which ranks of torch.distributed find each other."""
+"""The variables with which ranks of torch.distributed connect."""
 
 _BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""The variable that torchrun alone sets."""
+"""The variable that only torchrun sets."""
 
 _SHARED = "/dev/shm"
 """The shared memory of the processes of a node; containers have 64 MiB of it, or less."""
 
 _FOR_EACH_RANK = 1_060_000
-"""The bytes of it that MPICH was measured to need for each rank."""
+"""The bytes of shared memory that MPICH was measured to need for each rank."""
 
 _copied_from: int | None = None
-"""The rank from which this process was forked."""
+"""The process number of the rank from which this process was forked; None in a rank."""
 
 _has_joined = False
-"""Whether this process has met the other ranks over a store of torch.distributed."""
+"""Whether this process has connected to the other ranks by a store of torch.distributed."""
 
 
 def _note_fork() -> None:
@@ -74,7 +75,8 @@ def _note_fork() -> None:
 def _leave() -> None:
     """End a forked process at its exit, before MPI_Finalize, which would wait for other ranks.
 
-    A process that needs a status other than 0 calls os._exit, as Python advises after os.fork.
+    The exit status is 0. A process that needs another status calls os._exit, as Python advises
+    after os.fork.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -85,18 +87,18 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def is_copy() -> bool:
-    """Return whether this process was forked from a rank after the rank had met the other ranks."""
+    """Return whether this process was forked from a rank that was connected to other ranks."""
     return _copied_from is not None
 
 
 def note_joined() -> None:
-    """Note that this process has met the other ranks over a store of torch.distributed."""
+    """Note that this process has connected to the other ranks by a store of torch.distributed."""
     global _has_joined
     _has_joined = True
 
 
 def check_is_rank() -> None:
-    """Raise `RuntimeError` in a worker process, whose messages would never be answered."""
+    """Raise `RuntimeError` in a worker process, which is not a rank and cannot send messages."""
     if _copied_from is not None:
         raise RuntimeError(
             f"distconv: process {os.getpid()} was forked from process {_copied_from}, a rank of "
@@ -114,7 +116,7 @@ def check_is_rank() -> None:
 
 
 def mpi() -> ModuleType:
-    """Return the module `mpi4py.MPI`, and start MPI; raise RuntimeError in a worker process."""
+    """Import `mpi4py.MPI`, which initialises MPI, and return it; raise RuntimeError in a worker."""
     check_is_rank()
     return _imported_mpi()
 
@@ -128,7 +130,7 @@ def _imported_mpi() -> ModuleType:
 
 
 def check_mpi_runs() -> None:
-    """Raise `RuntimeError` if MPI, once imported, has not been started, or has ended."""
+    """Raise `RuntimeError` if mpi4py.MPI is imported, but MPI is not running."""
     MPI: Any = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_finalized():
         raise RuntimeError(
@@ -144,10 +146,11 @@ def check_mpi_runs() -> None:
 
 
 def keep_launcher_from_children() -> None:
-    """Hide MPI's connection to its launcher, once MPI runs, from processes that this rank starts.
+    """Delete the environment variables by which a child of this rank would connect to the launcher.
 
-    A child that imports mpi4py, as a spawned worker may, would start MPI as this rank once more.
-    MPICH's job then ends, and Open MPI's, which connects by PMIx, crashes or never ends.
+    A child that imports mpi4py, as a spawned worker may, would initialise MPI a second time as this
+    rank. A job of MPICH then ends; a job of Open MPI crashes or never ends. Does nothing before MPI
+    is initialised.
     """
     if _ranks_of_mpi():
         for name in [name for name in os.environ if name == "PMI_FD" or name.startswith("PMIX_")]:
@@ -155,21 +158,22 @@ def keep_launcher_from_children() -> None:
 
 
 def running_mpi() -> Any:
-    """Return the module mpi4py.MPI while MPI runs in this process, else None."""
+    """Return the module mpi4py.MPI if MPI is initialised and not finalised, else None."""
     MPI: Any = sys.modules.get("mpi4py.MPI")
     return MPI if MPI and MPI.Is_initialized() and not MPI.Is_finalized() else None
 
 
 def _ranks_of_mpi() -> int:
-    """Return the number of ranks of MPI, 0 where it does not run."""
+    """Return the number of ranks of MPI.COMM_WORLD; 0 if MPI is not running in this process."""
     MPI = running_mpi()
     return MPI.COMM_WORLD.size if MPI else 0
 
 
 def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
-    """Print a warning if a node has too little shared memory for the ranks of MPICH.
+    """Print a warning if this node has too little shared memory for its ranks of MPICH.
 
-    A rank for which no shared memory is left ends by a bus error, without any message.
+    Without enough shared memory, a rank ends by a bus error without a message. Only the first rank
+    of each node checks.
     """
     ranks = int(environment.get("MPI_LOCALNRANKS", 0))
     if environment.get("MPI_LOCALRANKID") != "0" or not os.path.isdir(_SHARED):
@@ -184,11 +188,11 @@ def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
             file=sys.stderr,
             flush=True,
         )
-        time.sleep(2)  # the launcher drops what it has not yet read when a rank dies
+        time.sleep(2)  # when a rank ends, the launcher drops output that it has not yet read
 
 
 def has_mpi() -> bool:
-    """Return whether `mpi4py.MPI` can be imported; this starts MPI.
+    """Return whether `mpi4py.MPI` can be imported; the import initialises MPI.
 
     Examples
     --------
@@ -211,28 +215,28 @@ def has_default_group() -> bool:
 
 
 def switched_on(name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether an environment variable is set, and to none of 0, false, no and off."""
+    """Return whether the environment variable `name` is set, and not to 0, false, no or off."""
     return environment.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def start_line(ranks: int) -> str:
-    """Return the command by which this process's launcher starts `ranks` ranks."""
+    """Return a command that starts `ranks` ranks, such as "mpiexec -n 4 ...", by this launcher."""
     if meets_by_torch():
         return f"torchrun --nproc-per-node {ranks} ..."
     return f"{'srun -n' if _STEP_SIZE in launched() else 'mpiexec -n'} {ranks} ..."
 
 
 def meets_by_torch() -> bool:
-    """Return whether the ranks of the job find each other by torch.distributed, not by MPI.
+    """Return whether the ranks of the job connect by torch.distributed, not by MPI.
 
-    True under torchrun. True also if torchrun's variables or a default group are set, unless a
-    launcher of MPI has started several ranks. False with DISTCONV_ALLOW_SINGLE=1.
+    True under torchrun. Also true if torchrun's variables are set or torch has a default group,
+    unless a launcher of MPI has started several ranks. False with DISTCONV_ALLOW_SINGLE=1.
     """
     if switched_on(ALLOW_SINGLE):
         return False
     meeting = all(os.environ.get(name) for name in _MEETING)
     if meeting and _BY_TORCHRUN in os.environ:
-        return True  # where MPI or Slurm has started torchrun on each node, too
+        return True  # also if MPI or Slurm has started torchrun on each node
     by_mpi = _ranks_of_mpi() > 1 or any(
         (_whole(os.environ.get(name)) or 1) > 1 for name in _SIZES_OF_MPI
     )
@@ -240,9 +244,9 @@ def meets_by_torch() -> bool:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """Return the launchers' variables that hold the number of processes, with the numbers.
+    """Return the number of processes that each launcher's variable in `environment` gives, by name.
 
-    A variable of Slurm is included if srun has started this process, and no launcher of MPI.
+    A variable of Slurm is included if srun has started this process, and no launcher of MPI has.
     """
     found = {}
     for name in _SIZES:
@@ -259,7 +263,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
 def place_by_torch() -> tuple[int, int] | None:
     """Return this process's rank in torch.distributed and the number of ranks, or None.
 
-    A worker that multiprocessing has started in a rank has the rank's variables, but is no rank.
+    Returns None if the ranks do not connect by torch, and in a worker that multiprocessing has
+    started in a rank.
     """
     if not meets_by_torch():
         return None
@@ -276,7 +281,7 @@ def place_by_torch() -> tuple[int, int] | None:
 def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> None:
     """Raise `RuntimeError` if `ranks` is 1 although a launcher has started several processes.
 
-    Each of them would compute the whole by itself, without an error.
+    Otherwise each process would run the complete program alone, without an error.
     """
     if ranks > 1 or switched_on(ALLOW_SINGLE, environment):
         return
@@ -292,7 +297,7 @@ def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> Non
 def notice_of_tasks(ranks: int, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return a warning if `ranks` is 1 in a job of several tasks, else None.
 
-    The shell of a job may start one process on purpose, so that it is no error.
+    This is not an error, as the shell of a job may start a single process on purpose.
     """
     if ranks > 1 or launched(environment) or switched_on(ALLOW_SINGLE, environment):
         return None
@@ -307,7 +312,7 @@ def notice_of_tasks(ranks: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def _way_out(name: str, size: int) -> str:
-    """Return advice: which launcher has set variable `name`, and how to start `size` ranks."""
+    """Return advice: which launcher sets the variable `name`, and how to start `size` ranks."""
     by_torch = f"torchrun --nproc-per-node {size}"
     if name == "SUBMITIT_LOCAL_NTASKS":
         return (
@@ -337,5 +342,5 @@ def _way_out(name: str, size: int) -> str:
 
 
 def _whole(text: str | None) -> int | None:
-    """Return the integer in the text of a variable; None if there is none."""
+    """Return the integer, 0 or more, that `text` holds; None for other text, or for None."""
     return int(text) if text is not None and text.isdecimal() else None

@@ -1,8 +1,8 @@
 """Links: messages between two ranks at any time, over TCP, for training with servers.
 
-A `Transport` carries exchanges of all ranks of a grid together. A link carries requests and answers
-between a server and a client while other ranks compute. When a process ends, the other ends of its
-links know at once; TCP's keepalive notices a lost machine.
+In an exchange of a `Transport` all ranks of a grid take part. A link sends requests and answers
+between a server and a client, while other ranks compute. When a process ends, the other ends of its
+links get an error at once; TCP's keepalive notices a lost machine.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NUMBERS = 6
 _HEAD = struct.Struct(f"<{_NUMBERS + 1}q")
 
 _GREETING = struct.Struct("<32sq")
-"""The first bytes from a caller: the token of the rank that it calls, and the caller's rank."""
+"""The first bytes on a connection: the secret token of the called rank, and the caller's rank."""
 _GREETED = 5.0
-"""Seconds allowed for each greeting, which a stranger may never send."""
+"""The time limit of a greeting in seconds: a process that is no rank may never send a greeting."""
 
 LOOPBACK = "127.0.0.1"
-"""The address at which the processes of one host reach each other, and nobody else does."""
+"""The address that only processes of the same host can reach."""
 
 _QUIET, _PROBES = 60, 5
 """Seconds without a message after which TCP probes the other machine, and the number of probes
@@ -45,7 +45,7 @@ class LinkLost(ConnectionError):
 
 
 class LinkSilent(LinkLost):
-    """Raised if the rank at the other end of a link does not send or receive in time."""
+    """Raised if the rank at the other end of a link does not send or receive in the time limit."""
 
 
 class LinkMessage(NamedTuple):
@@ -56,13 +56,13 @@ class LinkMessage(NamedTuple):
 
 
 def message(numbers: Sequence[int], payload: Tensor | None = None) -> LinkMessage:
-    """Return a message with these numbers, at most six; missing ones are 0."""
+    """Return a message of at most six integers and a `payload`, a uint8 tensor on the CPU."""
     filled = (*numbers, *(0,) * (_NUMBERS - len(numbers)))
     return LinkMessage(filled, torch.empty(0, dtype=torch.uint8) if payload is None else payload)
 
 
 class Link:
-    """This rank's end of a link to the rank `peer`. Messages arrive whole and in order."""
+    """This rank's end of a link to the rank `peer`. Messages arrive complete and in order."""
 
     def __init__(self, peer: int, connection: socket.socket):
         self.peer, self._connection = peer, connection
@@ -74,7 +74,7 @@ class Link:
         connection.setblocking(False)
 
     def send(self, message: LinkMessage) -> None:
-        """Start to send a message; its payload must not change until sent. Raises LinkLost."""
+        """Start to send a message, whose payload must not change until sent. Raises LinkLost."""
         head = _HEAD.pack(*message.numbers, message.payload.numel())
         self._leaving.append(memoryview(head))
         if message.payload.numel():
@@ -84,8 +84,8 @@ class Link:
     def poll(self) -> LinkMessage | None:
         """Return the next message if it has arrived, else None. Raises LinkLost.
 
-        Also sends as many waiting bytes as the connection takes. If the connection is broken, the
-        messages that arrived before, such as the reason, are returned first.
+        Also sends queued bytes, without blocking. If the connection is broken, the messages that
+        arrived before, such as a message with the reason, are returned first.
         """
         lost = None
         try:
@@ -119,7 +119,8 @@ class Link:
     def receive(self, until: float) -> LinkMessage:
         """Wait for the next message and return it. Raises LinkLost.
 
-        Raises LinkSilent if none has come by `until`, a time of `time.monotonic`, or inf.
+        Raises LinkSilent if no message has arrived by `until`, a time of `time.monotonic` in
+        seconds, or inf.
         """
         while (arrived := self.poll()) is None:
             if time.monotonic() > until:
@@ -130,8 +131,8 @@ class Link:
     def flush(self, until: float) -> None:
         """Wait until all messages are sent. Raises LinkLost, also if a message arrives meanwhile.
 
-        Raises LinkSilent if the other end has not taken the messages by `until`, a time of
-        `time.monotonic`.
+        Raises LinkSilent if the other rank has not received enough by `until`, a time of
+        `time.monotonic` in seconds.
         """
         while self._leaving:
             if self.poll() is not None:
@@ -141,18 +142,18 @@ class Link:
             rest([self])
 
     def close(self) -> None:
-        """Close the link, also in forked processes; messages not yet sent are lost."""
+        """Close the link, also for forks of this process. Messages not yet sent are lost."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def register(self, waiting: select.poll) -> None:
-        """Let the poll object `waiting` wait for data on this link, or for room to send."""
+        """Register this link with a poll object, for data to read and, if needed, room to send."""
         events = select.POLLIN | select.POLLOUT if self._leaving else select.POLLIN
         waiting.register(self._connection, events)
 
     def _push(self) -> None:
-        """Send as many waiting bytes as the connection takes without blocking."""
+        """Send queued bytes until the connection would block. Raises LinkLost."""
         try:
             while self._leaving:
                 count = self._connection.send(self._leaving[0])
@@ -169,7 +170,7 @@ class Link:
 
 
 def rest(links: Iterable[Link]) -> None:
-    """Wait until one of these links can receive or send, for a tenth of a second at most."""
+    """Wait until one of `links` can receive or send, at most a tenth of a second."""
     waiting = select.poll()
     for link in links:
         link.register(waiting)
@@ -184,13 +185,13 @@ def _memory(payload: Tensor) -> memoryview:
 def open_links(
     comm: ObjectCommunicator, called: Sequence[int], calling: Sequence[int], limit: float
 ) -> dict[int, Link]:
-    """Return a link to each rank in `called` and `calling`, by rank. All ranks of `comm` call it.
+    """Return a link to each rank in `called` and `calling`, by rank. Collective over `comm`.
 
     This rank connects to the ranks `called`, and waits `limit` seconds for the ranks `calling` to
-    connect. The link of a rank that does not call in time is lost from the beginning. Raises
+    connect. If a rank does not connect in time, every use of its link raises LinkLost. Raises
     LinkLost if a rank in `called` cannot be reached.
     """
-    limit = min(limit, 1e7)  # a socket takes no infinite time
+    limit = min(limit, 1e7)  # sockets accept no infinite time limit
     token = secrets.token_hex(16)
     hosts = comm.allgather(socket.gethostname())
     here = hosts[comm.rank]
@@ -221,10 +222,10 @@ def open_links(
 def _accepted(
     listener: socket.socket, token: str, calling: Sequence[int], limit: float
 ) -> dict[int, socket.socket]:
-    """Return the connections of the ranks `calling` that call in `limit` seconds, by rank.
+    """Return the connections of those ranks in `calling` that connect in `limit` seconds, by rank.
 
-    Callers are greeted all at once. Those without the right token, or without a whole greeting in
-    some seconds, are turned away.
+    Greetings of several callers are received at the same time. The connection of a caller without
+    the right `token`, or without a complete greeting in 5 seconds, is closed.
     """
     found: dict[int, socket.socket] = {}
     greetings: dict[socket.socket, _Greeting] = {}
@@ -236,7 +237,7 @@ def _accepted(
             for key, _ in waiting.select(min(until - now, _GREETED / 5)):
                 caller: Any = key.fileobj
                 if caller is listener:
-                    with suppress(OSError):  # a caller may have gone already
+                    with suppress(OSError):  # the caller may have disconnected
                         caller, _ = listener.accept()
                         caller.setblocking(False)
                         greetings[caller] = _Greeting(time.monotonic() + _GREETED)
@@ -258,9 +259,9 @@ def _accepted(
 
 
 class _Greeting:
-    """The part of a caller's greeting that has arrived.
+    """The received part of a caller's greeting, which must be complete at the time `until`.
 
-    The rest is due at `until`, a time of `time.monotonic`.
+    `until` is a time of `time.monotonic` in seconds.
     """
 
     def __init__(self, until: float):
@@ -269,7 +270,7 @@ class _Greeting:
     def is_whole(self, caller: socket.socket) -> bool:
         """Receive further bytes, and return whether the greeting is complete.
 
-        The greeting of a caller that has gone is due at once.
+        If the caller has disconnected, the time limit ends at once.
         """
         more = b""
         with suppress(OSError):
@@ -280,7 +281,7 @@ class _Greeting:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Configure a TCP connection: send at once, and notice a lost machine."""
+    """Configure a TCP connection to send without delay and to notice a lost machine."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):

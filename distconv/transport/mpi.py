@@ -1,4 +1,4 @@
-"""MPI as a carrier and as communicators: messages go out of tensors' memory, without pickling."""
+"""A carrier and communicators over MPI, which sends tensors from their memory, not pickled."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from distconv.transport.interface import (
 from distconv.transport.launch import check_is_rank, check_mpi_runs
 
 _ABANDONED: set[MPIRequest] = set()
-"""Abandoned requests, with the memory that MPI still uses."""
+"""Requests whose `wait` an exception prevented, with the memory that MPI still uses."""
 
 
 def release_abandoned() -> None:
     """Free the memory of abandoned requests that MPI has completed.
 
-    A request is abandoned if an exception prevents its `wait`. MPI still uses its memory then, even
-    when the grid is gone.
+    A request is abandoned if an exception prevents its `wait`. Until it is complete, MPI uses the
+    memory of its tensors, even after the grid is deleted.
     """
     for request in tuple(_ABANDONED):
         if MPI.Request.Testall(request.requests):
@@ -58,13 +58,13 @@ class MPIRequest:
         self.requests = []
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At exit Python has taken the names of this module away.
+        # At exit, Python has already deleted the names of this module.
         if self.requests and not at_exit() and not MPI.Is_finalized():
             _ABANDONED.add(self)
 
 
 class MPICommunicator:
-    """A `Communicator` over mpi4py's communicator `comm`, all of whose ranks call its methods."""
+    """A `Communicator` over mpi4py's `comm`, whose ranks all call each method together."""
 
     def __init__(self, comm: MPI.Intracomm, purpose: str = "user"):
         self.mpi, self.purpose = comm, purpose
@@ -96,7 +96,7 @@ class MPICommunicator:
 
 
 def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the numbers of the ranks of `comm` in MPI.COMM_WORLD; no communication."""
+    """Return the numbers of `comm`'s ranks in MPI.COMM_WORLD; raise ValueError if one has none."""
     ranks = MPI.Group.Translate_ranks(comm.group, None, MPI.COMM_WORLD.group)
     if MPI.UNDEFINED in ranks:
         raise ValueError("ProcessGrid: every rank of comm must be a rank of MPI.COMM_WORLD")
@@ -114,7 +114,7 @@ _DATATYPES = {
 
 
 class MPITransport:
-    """A carrier of tensors on CPUs by MPI, over a communicator that nothing else uses."""
+    """A carrier of CPU tensors by MPI, over a communicator `comm` that nothing else uses."""
 
     name, ordered = "mpi", False
 

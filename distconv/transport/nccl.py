@@ -1,8 +1,9 @@
-"""A carrier over NCCL, by cupy: to the host, an exchange is one kernel that it starts.
+"""A carrier of GPU tensors by NCCL, through cupy: the host starts one kernel per exchange.
 
 All communicators of a process send and sum on one side stream, which first waits for the current
 stream. A request's `wait` lets the current stream wait for the side stream; the host never waits.
-Messages have no tags: they are matched by the order in which ranks start them, the same on all.
+Messages have no tags: NCCL matches messages by the order in which ranks start them, which is the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TYPES = {
 
 
 class NCCLTransport:
-    """A carrier between GPUs that each belong to one rank; see `StreamTransport`."""
+    """A carrier between GPUs, of which each rank has its own; see `StreamTransport`."""
 
     name, ordered = "nccl", True
 
@@ -46,7 +47,7 @@ class NCCLTransport:
             self._communicators.pop(key, None)
 
     def next_tag(self) -> int:
-        return 0  # messages of NCCL carry none
+        return 0  # NCCL does not use tags
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return like.new_empty(shape)
@@ -96,13 +97,13 @@ class NCCLTransport:
     def _follow(self, communicator: Any) -> None:
         """Let the stream of messages wait for all work queued on the current stream.
 
-        Raises an error that NCCL has met, such as a lost connection.
+        Raises an earlier error of NCCL on `communicator`, such as a lost connection.
         """
         communicator.check_async_error()
         self._side.follow()
 
     def _communicator(self, group: Communicator) -> Any:
-        """Return NCCL's communicator for `group`, whose ranks all make it at the first call."""
+        """Return NCCL's communicator for `group`. Collective over `group` at the first call."""
         key = group.purpose, group.ranks
         if key not in self._communicators:
             name = group.bcast(self._nccl.get_unique_id() if group.rank == 0 else None)

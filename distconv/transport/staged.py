@@ -1,7 +1,8 @@
 """A carrier of tensors on GPUs by MPI: through pinned host memory, or directly if MPI can.
 
-MPI knows nothing of streams, and must not read memory that a GPU has yet to write. So the host
-waits for the GPU before it sends: not at the start of an exchange, but at the first wait for one.
+MPI does not wait for streams, and must not read memory that a GPU has yet to write. So the host
+waits for the GPU before it passes messages to MPI: not when an exchange starts, but at the first
+wait for an exchange.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class LaunchQueue:
-    """The messages and reductions of a process, on all its grids, that wait to be passed to MPI.
+    """The queue of messages and reductions of all grids of a process, not yet passed to MPI.
 
-    A wait for one of them starts all, in order. So ranks may wait in different orders: every
-    message that another rank waits for is started, and collectives start in the same order on all
-    ranks.
+    A wait for one request starts all queued requests, in order. So ranks may wait in different
+    orders: every message that another rank waits for is started, and collectives start in the same
+    order on all ranks.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[QueuedRequest] = deque()
 
     def add(self, ready: torch.Event, start: Callable[[], Request]) -> QueuedRequest:
-        """Queue `start`, which passes a message to MPI, to be called after the event `ready`."""
+        """Queue a call of `start`, which passes messages to MPI, for after the event `ready`."""
         queued = QueuedRequest(self, ready, start)
         self._waiting.append(queued)
         return queued
@@ -67,14 +68,14 @@ class QueuedRequest:
 
 
 class PinnedCopies:
-    """Copies between one GPU and pinned host memory, each direction on a stream of its own."""
+    """Copies between the GPU `device` and pinned host memory, with a stream for each direction."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._leaving, self._arriving = SideStream(device), SideStream(device)
 
     def host(self, like: Tensor) -> Tensor:
-        """Return uninitialised pinned memory for the contiguous tensor `like`."""
+        """Return an uninitialised tensor in pinned host memory, of the shape and type of `like`."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def now(self) -> torch.Event:
@@ -89,8 +90,8 @@ class PinnedCopies:
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event]:
         """Start to copy contiguous tensors to the host; return the copies and an event.
 
-        Wait for the event before you read the copies; it also covers all work queued earlier on the
-        current stream.
+        The copies are complete after the event, as is all work queued earlier on the current
+        stream.
         """
         leaving = self._leaving.stream
         leaving.wait_event(self.now())
@@ -98,15 +99,15 @@ class PinnedCopies:
         with using(leaving):
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
-                # Other copies must not reuse its memory before.
+                # The memory of the tensor must not be reused before the copy.
                 tensor.record_stream(leaving)
         return hosts, leaving.record_event()
 
     def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Start to copy host tensors into tensors on the GPU, given as pairs.
+        """Start the copies of `pairs` of a host tensor and a GPU tensor, from host to GPU.
 
-        Work queued next on the current stream waits for the copies; the host does not. They start
-        after all earlier uses of the tensors' memory.
+        Work queued next on the current stream waits for the copies; the host does not. The caller
+        ensures that earlier work on the GPU tensors is complete.
         """
         if not pairs:
             return
@@ -153,7 +154,7 @@ class StagedTransport:
         messages = [(rank, host) for (rank, _), host in zip(leaving, hosts, strict=True)]
         sent = self._queue.add(ready, partial(self._mpi.exchange, (), messages, tag))
         pairs = [(host, t) for (_, host), (_, t) in zip(incoming, arriving, strict=True)]
-        # A wait for the sends is a wait for `ready`, after which the receive buffers are free.
+        # A wait for the sends waits for `ready`, after which no work uses the tensors to receive.
         return ChainedRequest((sent, received), partial(self._copies.to_device, pairs))
 
     def all_reduce(self, tensor: Tensor, group: MPICommunicator) -> Request:
@@ -180,10 +181,11 @@ class StagedTransport:
 
 
 def takes_device_memory(comm: Communicator, kind: str) -> bool:
-    """Return whether MPI takes pointers to memory of a kind of accelerator, on all ranks.
+    """Return whether MPI accepts pointers to memory of accelerators of type `kind`, on all ranks.
 
-    All ranks of `comm` call it. DISTCONV_GPU_AWARE_MPI=1 or 0 decides; if it is not set, MPI is
-    asked. Raises ValueError on all ranks if a rank sets the variable to another value.
+    Collective over `comm`. The environment variable DISTCONV_GPU_AWARE_MPI, 1 or 0, decides; by
+    default MPI is queried. Raises ValueError on all ranks if a rank sets the variable to another
+    value.
     """
     answers = comm.allgather(os.environ.get(_VARIABLE) or _asked(kind))
     for rank, answer in enumerate(answers):

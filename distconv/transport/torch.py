@@ -1,8 +1,9 @@
-"""Carriers over torch's own process groups: gloo between hosts, NCCL and others between GPUs.
+"""Carriers over torch's own process groups: gloo for CPU tensors, NCCL and others between GPUs.
 
 Each group of ranks has a process group for each purpose, so that sums of different purposes never
-mix. gloo tells messages apart by tags, and the host waits for them. Between accelerators messages
-are matched by the order in which ranks start them, the same on all, and the current stream waits.
+mix. gloo matches messages by tags, and the host waits for messages. Between accelerators, messages
+are matched by the order in which ranks start them, which is the same on all ranks, and the current
+stream waits for messages.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ ProcessGroup: TypeAlias = Any
 """A backend of torch.distributed, such as `ProcessGroupGloo`."""
 
 NO_LIMIT = timedelta(days=365)
-"""The time limit of gloo, longer than DISTCONV_TIMEOUT, whose report says more."""
+"""The time limit of gloo, longer than DISTCONV_TIMEOUT, which reports more details."""
 
 _REACH = timedelta(seconds=20)
-"""The time allowed for reaching the rank that keeps a store."""
+"""The time limit for a connection to the rank that hosts a store."""
 
 
 def why_no_process_groups(device: str) -> str | None:
-    """Return why torch cannot carry messages between devices of this kind; None if it can."""
+    """Return why torch cannot send messages between devices of type `device`; None if it can."""
     distributed = torch.distributed
     if not distributed.is_available():
         return "this torch is built without torch.distributed"
@@ -67,16 +68,16 @@ def why_no_process_groups(device: str) -> str | None:
 
 
 def open_store(comm: Communicator) -> Store:
-    """Return a new store over TCP, which the first rank keeps; None on ranks that cannot reach it.
+    """Return a new store over TCP, hosted by the first rank, or None on ranks that cannot connect.
 
-    All ranks of `comm` call it. The first rank must leave last. Only processes of one host can
-    reach the store where all ranks run there, and its keys have a prefix that only ranks know.
+    Collective over `comm`. The first rank must drop the store last. If all ranks are on one host,
+    only processes of that host can connect. All keys have a secret prefix, sent to the ranks only.
     """
     from torch.distributed import TCPStore
 
     store: Store = None
     hosts = comm.allgather(socket.gethostname())
-    # The name of a single machine may be unknown to itself.
+    # A single machine may be unable to resolve its own name.
     first = hosts[0] if len(set(hosts)) > 1 else LOOPBACK
     if comm.rank == 0:
         listening = None
@@ -95,9 +96,9 @@ def open_store(comm: Communicator) -> Store:
 
 
 def common_store(comm: Communicator) -> Store:
-    """Return a new store for process groups among the ranks of `comm`, which all call it.
+    """Return a new store for process groups among the ranks of `comm`. Collective over `comm`.
 
-    Raises RuntimeError on every rank if one cannot reach it.
+    Raises RuntimeError on every rank if a rank cannot connect to the store.
     """
     store = open_store(comm)
     hosts = comm.allgather((socket.gethostname(), store is not None))
@@ -112,26 +113,26 @@ def common_store(comm: Communicator) -> Store:
 
 
 def group_name(purpose: str, ranks: tuple[int, ...]) -> str:
-    """Return a name for the group of these ranks, short for any number of ranks."""
+    """Return a name for the group of `ranks`, of the same length for any number of ranks."""
     return f"{purpose} {sha256(repr(ranks).encode()).hexdigest()}"
 
 
 def gloo_group(store: Store, name: str, rank: int, size: int) -> ProcessGroup:
-    """Return the process group of gloo that is called `name`. All its ranks call it."""
+    """Return a new gloo process group, in which this rank is `rank` of `size`. Collective."""
     from torch.distributed import ProcessGroupGloo
 
     return ProcessGroupGloo(prefixed(name, store), rank, size, timeout=NO_LIMIT)
 
 
 def prefixed(name: str, store: Store) -> Store:
-    """Return a view of a store in which all keys begin with `name`."""
+    """Return a view of `store` that puts `name` before every key."""
     from torch.distributed import PrefixStore
 
     return PrefixStore(name, store)
 
 
 def start(collective: Callable[..., Any], *arguments: Any) -> Any:
-    """Start a collective or a message, and return its `Work` of torch.distributed."""
+    """Start a collective or a message, and return its `Work`; raise RuntimeError with reasons."""
     try:
         return collective(*arguments)
     except RuntimeError as error:
@@ -139,7 +140,7 @@ def start(collective: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def wait_for(work: Any) -> None:
-    """Wait until the collective or message whose `start` returned `work` is complete."""
+    """Wait for a `Work` of torch.distributed; raise RuntimeError with reasons if it fails."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -147,15 +148,15 @@ def wait_for(work: Any) -> None:
 
 
 def complete(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Run a collective on contiguous tensors, whose memory the caller may use again afterwards."""
+    """Run `collective(*arguments)` on contiguous tensors, and wait until their memory is free."""
     wait_for(start(collective, *(lent(a) if isinstance(a, Tensor) else a for a in arguments)))
 
 
 def lent(tensor: Tensor) -> Tensor:
-    """Return a tensor over the memory of a contiguous tensor, to be passed to gloo.
+    """Return a tensor that shares, but does not own, the memory of a contiguous CPU tensor.
 
-    gloo's thread holds a tensor for some time after the wait. The result does not own its memory,
-    so the caller's memory is free as soon as the collective is complete.
+    A thread of gloo refers to its tensors for some time after a collective is complete. If gloo
+    gets the result, the caller may free the memory as soon as the collective is complete.
     """
     if not tensor.numel():
         return tensor
@@ -164,7 +165,7 @@ def lent(tensor: Tensor) -> Tensor:
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return an error of torch.distributed, with likely reasons added for the user."""
+    """Return a RuntimeError with an error message of torch.distributed and likely reasons."""
     return RuntimeError(
         f"torch.distributed could not complete the messages of an operator ({error}). If the "
         "error reports a closed connection, another rank has ended. If it reports different sizes "
@@ -176,7 +177,8 @@ def explained(error: RuntimeError) -> RuntimeError:
 class TorchCommunicator:
     """A `Communicator` of ranks that share a store of torch.distributed, or of one rank alone.
 
-    `store` is None for a single rank; `me` is this rank's number in the job.
+    `store` is None for a single rank. `me` is this rank's number in the job, and `ranks` are the
+    numbers of all ranks. `purpose` distinguishes communicators of the same ranks.
     """
 
     def __init__(self, store: Store | None, me: int, ranks: tuple[int, ...], purpose: str):
@@ -186,7 +188,7 @@ class TorchCommunicator:
 
     @cached_property
     def group(self) -> ProcessGroup:
-        """Return gloo's process group of the ranks, which make it together at the first call."""
+        """Return the gloo process group of the ranks. Collective at the first call."""
         name = group_name(self.purpose, self.ranks)
         return gloo_group(self.store, name, self.rank, self.size)
 
@@ -211,7 +213,7 @@ class TorchCommunicator:
         return _unpickled(message)
 
     def _gathered(self, mine: Tensor) -> Tensor:
-        """Return the equally long vectors of all ranks, stacked. All ranks call it."""
+        """Return the vectors `mine` of all ranks, of one length, stacked by rank. Collective."""
         together = mine.new_empty((self.size, len(mine)))
         complete(gather_flat(self.group), together.view(-1), mine)
         return together
@@ -228,7 +230,7 @@ class TorchCommunicator:
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> TorchCommunicator:
         made = TorchCommunicator(self.store, self._me, ranks, purpose)
         if made.size > 1:
-            assert made.group is not None  # made now, and not in the middle of an operator
+            assert made.group is not None  # created now, not in the middle of an operator
         return made
 
     def for_program(self) -> TorchCommunicator:
@@ -255,8 +257,8 @@ class TorchRequest:
         self.works, self._memory = [], None
 
     def __del__(self) -> None:
-        # An exception may leave messages behind, which still arrive in their memory. gloo reports
-        # their completion only to a wait.
+        # After an exception, messages may still be in flight, and write to their memory. gloo
+        # reports that a message is complete only to a wait.
         if not self.works or sys.is_finalizing():
             return
         abandoned = TorchRequest(self.works, self._memory)
@@ -265,16 +267,16 @@ class TorchRequest:
 
 
 def _outlive(request: TorchRequest) -> None:
-    """Wait for an abandoned request, in a thread, to keep its memory until it is complete."""
+    """Keep the memory of an abandoned request until it is complete. Runs in a thread of its own."""
     with suppress(RuntimeError):
         request.wait()
     request.works = []
 
 
 class TorchTransport:
-    """A carrier between hosts by gloo; see `Transport`. All ranks of `comm` make it together.
+    """A carrier of CPU tensors by gloo; see `Transport`. All ranks of `comm` create it together.
 
-    Its process groups meet over `store`, which is None for a single rank.
+    The ranks of a process group find each other by `store`, which is None for a single rank.
     """
 
     name, ordered = "torch", False
@@ -318,16 +320,17 @@ class TorchTransport:
             self._started(self._group_of(group).broadcast, _bytes(tensor), 0).wait()
 
     def _started(self, collective: Callable[..., Any], *arguments: Any) -> Request:
-        """Start a collective of a process group with these arguments, and return its request."""
+        """Start `collective(*arguments)`, a method of a process group, and return its request."""
         given = [lent(a) if isinstance(a, Tensor) else a for a in arguments]
         return TorchRequest([start(collective, *given)], arguments)
 
     def _to_others(
         self, arriving: Sequence[Message], leaving: Sequence[Message]
     ) -> tuple[list[Message], list[Message]]:
-        """Copy the messages of this rank to itself; return all others, as bytes.
+        """Copy the messages from this rank to itself, and return the other messages, as bytes.
 
-        The result has the messages that arrive from other ranks, and those that leave for them.
+        Returns two lists: the messages to receive from other ranks, and the messages to send.
+        Messages without elements are left out.
         """
         _copy_own(self._rank, arriving, leaving)
         arriving, leaving = (
@@ -337,7 +340,7 @@ class TorchTransport:
         return arriving, leaving
 
     def _group_of(self, comm: Communicator) -> ProcessGroup:
-        """Return the process group for `comm`, whose ranks make it together at the first call."""
+        """Return the process group for `comm`. Collective over `comm` at the first call."""
         if isinstance(comm, TorchCommunicator):
             return comm.group
         return self._made(comm, lambda name: gloo_group(self._store, name, comm.rank, comm.size))
@@ -350,10 +353,10 @@ class TorchTransport:
 
 
 class TorchStreamTransport(TorchTransport):
-    """A carrier between accelerators that each belong to one rank; see `StreamTransport`.
+    """A carrier between accelerators, of which each rank has its own; see `StreamTransport`.
 
     A message that takes longer than `limit` is an error. All messages of the process start on the
-    stream `side`.
+    stream `side`. `store` is that of `TorchTransport`.
     """
 
     ordered = True
@@ -372,9 +375,9 @@ class TorchStreamTransport(TorchTransport):
         self.empty = lambda shape, like: like.new_empty(shape)
 
     def check(self) -> None:
-        """Raise RuntimeError if a thread of torch has found an error of NCCL, or its like.
+        """Raise RuntimeError if a thread of torch has found an error of NCCL or another library.
 
-        torch ends the process some time later.
+        Some time after such an error, torch ends the process.
         """
         for group in self._groups.copy().values():
             if error := error_of(group):
@@ -413,17 +416,17 @@ class TorchStreamTransport(TorchTransport):
         return self._side.mark(tensor for _, tensor in (*arriving, *leaving))
 
     def _started(self, collective: Callable[..., Any], *arguments: Any) -> StreamRequest:
-        """Start a collective on the side stream, after all work queued on the current stream."""
+        """Start `collective(*arguments)` on the side stream, after work on the current stream."""
         self._side.follow()
         with using(self._side.stream):
             start(collective, *arguments).wait()
         return self._side.mark(a for a in arguments if isinstance(a, Tensor))
 
     def _group_of(self, comm: Communicator) -> ProcessGroup:
-        """Return the process group for `comm`, whose ranks make it together at the first call.
+        """Return the process group for `comm`. Collective over `comm` at the first call.
 
-        A first all-reduce connects all its ranks; a first batch of messages would connect only
-        some.
+        An all-reduce connects all ranks of a new group. A first batch of messages would connect
+        only the ranks that exchange messages.
         """
 
         def make(name: str) -> ProcessGroup:
@@ -436,13 +439,13 @@ class TorchStreamTransport(TorchTransport):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as a vector of bytes."""
-    # A single element is contiguous whatever its stride, which a view would keep.
+    """Return a view of a contiguous tensor as a vector of bytes."""
+    # A tensor of one element is contiguous with any stride; Tensor.view would keep the stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _copy_own(rank: int, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
-    """Copy the messages that rank `rank`, this one, sends to itself."""
+    """Copy the messages that this rank, number `rank`, sends to itself."""
     into = [tensor for other, tensor in arriving if other == rank]
     own = [tensor for other, tensor in leaving if other == rank]
     for target, source in zip(into, own, strict=True):

@@ -1,6 +1,7 @@
-"""Functions along one dimension, which treat all others element by element.
+"""Functions along one dimension, such as sort, which treat other dimensions element by element.
 
-If that dimension is cut it is made whole first, which is recorded as a redistribution.
+If the dimension is partitioned, the tensor is redistributed first, so that every rank has all
+positions along the dimension. The redistribution is recorded.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ _ALONG = {
     "sort": "dim=-1 descending=False stable=False",
     "topk": "k dim=-1 largest=True sorted=True",
 }
-"""Functions along one dimension, or over all for None: their parameters after the input."""
+"""Functions along dimension `dim`, or over all for None, with their parameters after the input."""
 
 
 def _along(function: Callable[..., Any], name: str, parameters: str) -> Callable[..., Any]:
-    """Return the rule of a function that works along `dim`, which is made whole on every rank.
+    """Return the rule of a torch function that works along its argument `dim`.
 
-    `name` is the name of the function, for the records of redistributions. `parameters` are torch's
-    names after the input, with defaults, such as "k dim=-1".
+    The rule redistributes its input, so that every rank has all positions along `dim`. `name` is
+    the name of the function, for the records of redistributions. `parameters` are torch's names of
+    the arguments after the input, with defaults, such as "k dim=-1".
     """
     pairs = [parameter.partition("=") for parameter in parameters.split()]
     defaults = {key: literal_eval(value) for key, _, value in pairs if value}
@@ -58,7 +60,7 @@ def _along(function: Callable[..., Any], name: str, parameters: str) -> Callable
             every = range(input.dim())
             given = {key: x for key, x in given.items() if key not in ("dim", "keepdim")}
             return apply_along(function, name, input, every, dropped=every, **given)
-        check_on_meta(function, input, **given)  # which refuses True, a number to Python
+        check_on_meta(function, input, **given)  # which raises for True, a number to Python
         d = given["dim"] = normalize_dim(given["dim"], input.dim())
         dropped = [d] if "keepdim" in given and not given["keepdim"] else []
         return apply_along(function, name, input, [d], dropped=dropped, **given)
@@ -82,12 +84,12 @@ def frexp(input: DistTensor) -> Any:
 def local_response_norm(
     input: DistTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> DistTensor:
-    """Divide by (k + alpha * the mean square over `size` neighbouring channels) ** beta."""
+    """Return input / (k + alpha * mean square of `size` adjacent channels) ** beta. Collective."""
     check_on_meta(F.local_response_norm, any_type(input), size, alpha, beta, k)
     name = "local_response_norm"
 
     def normalized(x: Tensor, *args: Any) -> Tensor:
-        # For volumes torch makes a view that the strides of some blocks do not allow.
+        # For volumes torch calls x.view, which raises for the strides of some blocks.
         strided = x.dim() > 4 and not has_channels_last(x)
         return F.local_response_norm(x.contiguous() if strided else x, *args)
 
@@ -131,7 +133,8 @@ def _quantile(name: str) -> None:
         fractions = gather_whole(q, name)
         if not isinstance(fractions, Tensor):
             fractions = torch.full((), fractions, dtype=input.dtype, device=input.device)
-        # torch puts the quantiles of a vector of fractions first; they go last to fit the cuts.
+        # For a vector of fractions, torch puts the dimension of quantiles first. Here it is last,
+        # so that the other dimensions keep their numbers.
         last = apply_along(
             _with_quantiles_last, name, input, [d], function, fractions, d, interpolation,
             dropped=[d],
@@ -158,7 +161,7 @@ _quantile("nanquantile")
 def isin(
     elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> Any:
-    """Return whether each element is among `test_elements`, which are made whole."""
+    """Return whether each element is among `test_elements`, which are gathered. Collective."""
     among = gather_whole(test_elements, "isin")
     if not isinstance(elements, DistTensor):
         grid = test_elements.grid
@@ -179,9 +182,10 @@ def searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Any:
-    """Return the indices at which elements would be inserted in sorted vectors.
+    """Return the indices at which elements of `input` would be inserted in sorted vectors.
 
-    The vectors are the last dimension, which is made whole.
+    The vectors are along the last dimension of `sorted_sequence`, which is gathered first.
+    Collective. Raises UnsupportedOperation for a `sorter`.
     """
     options: Any = dict(out_int32=out_int32, right=right, side=side)
     if sorter is not None:

@@ -1,4 +1,4 @@
-"""Differences of neighbours, sums by the trapezoidal rule, and distances."""
+"""Differences of neighbouring elements, estimated derivatives, and the trapezoidal rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distconv.tensor.redistribution import gather_inputs
 
 
 def _neighbours(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Return `x` without its first, and without its last element along dimension `d`."""
+    """Return `x` without its first element along dimension `d`, and `x` without its last."""
     n = x.shape[d]
     return x.narrow(d, 1, n - 1), x.narrow(d, 0, n - 1)
 
@@ -30,12 +30,12 @@ def diff(
     prepend: Tensor | None = None,
     append: Tensor | None = None,
 ) -> Tensor:
-    """Return the differences of neighbours along one dimension, `n` times over."""
+    """Return the `n`-th differences of neighbouring elements along `dim`. Collective."""
     pieces = [x for x in (prepend, input, append) if x is not None]
     check_on_meta(torch.diff, input, n, dim, prepend, append)
     d = normalize_dim(dim, input.dim())
     x = as_distributed(input, common_grid("diff", pieces))
-    if n == 0:  # torch then joins nothing
+    if n == 0:  # torch then ignores prepend and append
         return x.clone()
     if len(pieces) > 1:
         x = cat(pieces, d)
@@ -55,7 +55,7 @@ def diff(
 def gradient(
     input: DistTensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> tuple[Tensor, ...]:
-    """Return the estimated derivative along each dimension in `dim`; neighbours send halos."""
+    """Return the derivative estimated along each dimension, by halo exchanges. Collective."""
     spacing = 1 if spacing is None else spacing
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing]
     if any(isinstance(h, Tensor) for h in steps):
@@ -68,7 +68,10 @@ def gradient(
 
 
 def _derivative(x: DistTensor, d: int, h: float, edge_order: int) -> Tensor:
-    """Return the derivative along dimension `d` at points `h` apart; one-sided at the ends."""
+    """Return the derivative along dimension `d`, at points `h` apart. Collective.
+
+    Differences are central, but one-sided, of order `edge_order`, at the two ends.
+    """
     needs: list[IndexMap] = [Same()] * x.dim()
     needs[d] = Window(2 * edge_order + 1, padding=(edge_order, edge_order))
     buffer = gather_inputs(x, needs, x.cuts, "gradient")
@@ -93,7 +96,7 @@ def _derivative(x: DistTensor, d: int, h: float, edge_order: int) -> Tensor:
 
 
 def _spacing(y: Tensor, x: Tensor | None, dx: Any, d: int) -> Any:
-    """Return the distances of neighbouring points along `d`: `dx`, or the differences of `x`."""
+    """Return the distances of points along `d`: `dx`, or the differences of coordinates `x`."""
     if x is None:
         return dx
     if x.dim() == 1:

@@ -1,11 +1,11 @@
-"""Fourier transforms: dimensions are made whole by moving their cuts to others.
+"""Fourier transforms, after a redistribution that partitions other dimensions instead.
 
-Each rank then transforms a part of the channels, for example, in place of all of them. If no
-other dimension is large enough, the dimensions are transformed one after the other, each cut while
-another is transformed. Results of inverse transforms are cut in space again.
+Each rank then transforms some of the channels, for example, over all of space. If no other
+dimension is large enough, the dimensions are transformed one after the other, each partitioned
+while another is transformed. Results of inverse transforms are partitioned in space again.
 
-Nothing is moved before the modes are read: a slice of few modes is computed alone, as is the
-inverse transform of few modes that were assigned to zeros; see `ops/support/spectra.py`.
+Nothing is sent before the modes are read. A slice of few modes is computed without the others, and
+so is the inverse transform of few modes that were assigned to zeros; see `ops/support/spectra.py`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ _OF_OTHERS = {
     **{"fft": "fft", "rfft": "fft", "hfft": "fft"},
     **{"ifft": "ifft", "irfft": "ifft", "ihfft": "ifft"},
 }
-"""Transforms, each with the one that it is along all dimensions but the last."""
+"""For each transform along the last dimension, the transform along all other dimensions."""
 
 
 def _transform(function: Callable[..., Tensor], kind: str, last: Any) -> None:
-    """Register the rule of a function of torch.fft.
+    """Register the rule of `function` of torch.fft.
 
-    `kind` is the transform along one dimension; `last` are the dimensions by default, None for all.
+    `kind` is the name of the transform along one dimension, such as "rfft" for rfft2. `last` is the
+    default of the argument `dim`, None for all dimensions.
     """
     name = function.__name__.removeprefix("fft_")
 
@@ -90,10 +91,11 @@ def _transformed(
     sizes: dict[int, int] | None,
     norm: str | None,
 ) -> DistTensor:
-    """Return torch.fft's transform `kind`, such as "rfft", along `dims`. Collective.
+    """Return torch.fft's transform `kind`, such as "rfft", of `x` along `dims`. Collective.
 
-    `name` is the function that the user called, for the records of redistributions. `sizes` are the
-    lengths to which the dimensions are cropped or padded first.
+    `name` is the function that the user called, for the records of redistributions. `sizes` has the
+    length to which each dimension is cropped or padded first; -1, or None for all dimensions, keeps
+    the length. `norm` is torch's.
     """
     steps, shape, cuts = _steps(kind, x, dims, sizes)
     positions = x.shape if kind in ("fft", "rfft") else shape
@@ -110,7 +112,7 @@ def _transformed(
 
 
 Step = tuple[Cuts, list[int]]
-"""Cuts to which a tensor is redistributed, and the dimensions that are then transformed."""
+"""The cuts to which a tensor is redistributed, and the dimensions that are then transformed."""
 
 
 def _in_full(
@@ -120,7 +122,11 @@ def _in_full(
     cuts: Cuts,
     x: DistTensor,
 ) -> DistTensor:
-    """Return all elements of the transform of `x`, by `steps`, partitioned by `cuts`."""
+    """Return all elements of the transform of `x`, partitioned by `cuts`. Collective.
+
+    Each of `steps` is a redistribution and a transform along some dimensions. `sizes` has the
+    length to which each dimension is cropped or padded first.
+    """
     kind, name, last = transform.kind, transform.name, next(reversed(transform.lengths))
     for moved, now in steps:
         x = redistribute(x, moved, name)
@@ -133,18 +139,20 @@ def _in_full(
 def _steps(
     kind: str, x: DistTensor, dims: Sequence[int], sizes: dict[int, int] | None
 ) -> tuple[list[Step], tuple[int, ...], Cuts]:
-    """Return the steps in which `x` is transformed along `dims`, and shape and cuts of the result.
+    """Return the steps in which to transform `x` along `dims`, and the result's shape and cuts.
 
-    No communication.
+    Each step has the cuts to which to redistribute, and the dimensions to transform. `kind` is the
+    name of the transform along one dimension, and `sizes` has the length to which each dimension is
+    cropped or padded first. No communication.
     """
     last, topology, shape = dims[-1], x.grid.topology, list(x.shape)
     to_space = kind in ("ifft", "irfft")
     cuts = _in_space(x.cuts, dims, topology) if to_space else x.cuts
     own = x.cuts
     left = sorted(dims, key=lambda d: bool(cuts[d]))
-    if kind in ("rfft", "ihfft"):  # which take real numbers
+    if kind in ("rfft", "ihfft"):  # whose input is real: the last dimension comes first
         left.sort(key=lambda d: d != last)
-    elif kind in ("irfft", "hfft"):  # which return them
+    elif kind in ("irfft", "hfft"):  # whose result is real: the last dimension comes last
         left.sort(key=lambda d: d == last)
     steps: list[Step] = []
     while left:
@@ -154,7 +162,7 @@ def _steps(
             now = left[: max(whole, 1)]
             moved = moved_elsewhere(shape, cuts, now, topology)
         left = left[len(now) :]
-        # Without room elsewhere the dimensions are whole on every rank.
+        # If other dimensions are too small, the dimensions are gathered on every rank.
         cuts = own = moved or tuple(() if d in now else axes for d, axes in enumerate(own))
         steps.append((cuts, sorted(now, key=dims.index)))
         for d in now:
@@ -166,9 +174,10 @@ def _steps(
 
 
 def _in_space(cuts: Cuts, dims: Sequence[int], topology: Topology) -> Cuts:
-    """Return `cuts` with each spatial dimension in `dims` cut over the grid axis of its name.
+    """Return `cuts` with each spatial dimension in `dims` partitioned over the axis of its name.
 
-    These axes are taken from the dimensions that they cut before; other axes stay.
+    Dimension height, for example, is partitioned over the grid axis "height", which no longer
+    partitions another dimension. All other axes partition the same dimensions as before.
     """
     own = default_cuts(len(cuts), topology)
     own = tuple(axes if d in dims and d > 1 else () for d, axes in enumerate(own))
@@ -205,7 +214,7 @@ def stft(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
 
 @implements(torch.istft, torch.Tensor.istft)
 def istft(input: Tensor, *args: Any, **kwargs: Any) -> DistTensor:
-    """Return the signals of (..., frequency, time) spectra; leading dimensions stay cut."""
+    """Return the signals of (..., frequency, time) spectra; leading dimensions stay partitioned."""
     spectra = as_distributed(input, common_grid("istft", tensors_in(input, args, kwargs)))
     arguments = [gather_whole(x, "istft") for x in args]
     named = {name: gather_whole(x, "istft") for name, x in kwargs.items()}

@@ -1,4 +1,4 @@
-"""Element-wise functions: every element alone, operands broadcast against each other."""
+"""Element-wise functions, with operands broadcast against each other."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_blocks(function: Callable[..., Any], *blocks: Any, **named: Any) -> Any:
-    """Return an element-wise function of the blocks of one rank, for `serial_by`."""
+    """Return `function` of the blocks on a grid of one rank; NotImplemented if `inplace=True`."""
     if named.get("inplace"):
         return NotImplemented
     return function(*(in_one_format(blocks) if len(blocks) > 1 else blocks), **named)
@@ -92,8 +92,8 @@ def pointwise_rule(
     """Return the rule of an element-wise function for DistTensors.
 
     The function may write to a plain first argument, equal on all ranks. If autograd records the
-    call, this argument becomes distributed; otherwise it stays plain, and every rank writes the
-    whole result to it.
+    call, the argument becomes distributed; otherwise it stays plain, and every rank writes the
+    global result to it.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ def pointwise_rule(
 def _alike(tensors: list[Tensor]) -> bool:
     """Return whether all `tensors` are DistTensors of one shape, layout and grid.
 
-    None of them must be moved then.
+    Then nothing is to be redistributed or broadcast.
     """
     first = tensors[0]
     return isinstance(first, DistTensor) and all(
@@ -220,7 +220,7 @@ _part_of_complex("conj", torch.Tensor.conj)
 
 @implements(torch.detach_, torch.Tensor.detach_)
 def detach_(input: DistTensor) -> DistTensor:
-    """Take the tensor itself out of the autograd graph."""
+    """Detach `input` from the autograd graph in place; raise RuntimeError for a view."""
     if input.recipe is not None:
         raise RuntimeError("detach_: views cannot be detached in place; use x = x.detach()")
     if input.is_leaf:
@@ -239,7 +239,7 @@ def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
     if input is None and other is None:
         return torch.nonzero(condition, as_tuple=True)
     made = _where(condition, input, other)
-    # torch.nn.init.trunc_normal_ draws again, into this tensor.
+    # torch.nn.init.trunc_normal_ draws random numbers into the result again.
     return _of_parameter_as(other, made) if isinstance(other, DistTensor) else made
 
 
@@ -248,7 +248,7 @@ def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
 def contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> DistTensor:
-    """Return the tensor with its blocks contiguous in memory; other blocks are copied."""
+    """Return `input` with contiguous blocks; each block that is not contiguous is copied."""
     shard = input.shard.contiguous(memory_format=memory_format)
     return make_fork(input, shard, input.shape, input.cuts)
 
@@ -256,9 +256,10 @@ def contiguous(
 @implements(torch.Tensor.to)
 @keeps_shape
 def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the tensor in another type or memory format, or in the type of a tensor `other`.
+    """Return `input` in another type or memory format, or in the type of a tensor `other`.
 
-    A plain `input` stays plain, even if `other` is distributed.
+    A plain `input` stays plain, even if `other` is distributed. Raises UnsupportedOperation for a
+    device of another type than the grid's.
     """
     args = tuple(_like(x) for x in args)
     kwargs = {k: _like(x) for k, x in kwargs.items()}
@@ -282,15 +283,15 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def cpu(
     input: DistTensor, memory_format: torch.memory_format = torch.preserve_format
 ) -> DistTensor:
-    """Return the tensor itself if its grid is one of CPUs; refuse it on other devices."""
+    """Return `input` on a grid of CPUs; raise UnsupportedOperation on other devices."""
     _require_here("cpu", input, torch.device("cpu"))
     return to(input, "cpu", memory_format=memory_format)  # type: ignore[return-value]
 
 
 def _require_here(operator: str, input: DistTensor, device: torch.device) -> None:
-    """Refuse an operator whose result would lie on `device`, another one than the grid's.
+    """Raise UnsupportedOperation unless `device`, that of a result, is the device of the grid.
 
-    `operator` is its name, for the error.
+    `operator` is the name of the called function, for the error.
     """
     if device != input.device:
         reason = f"the tensors of a grid are on its devices, not on {device}"
@@ -315,9 +316,9 @@ def _like(x: Any) -> Any:
 
 
 def _of_parameter_as(input: DistTensor, made: DistTensor) -> DistTensor:
-    """Return `made`, marked if `input` is a sharded parameter, a view of one, or marked itself.
+    """Return `made`, after marking it if `input` is a sharded parameter, a view of one, or marked.
 
-    Rules that fill a marked tensor draw the random numbers of serial torch.
+    Functions that fill a marked tensor draw the random numbers of serial torch.
     """
     if is_of_parameter(input):
         mark_of_parameter(made)
@@ -354,7 +355,10 @@ def _made(
     requires_grad: bool = False,
     **kwargs: Any,
 ) -> DistTensor:
-    """Return `function`'s new tensor of `shape`, cut as `input` along dimensions of equal size."""
+    """Return a new tensor of global `shape` by `function`, such as torch.Tensor.new_zeros.
+
+    Dimensions of the same number and size as in `input` are partitioned as in `input`.
+    """
     torch.empty(shape, device="meta")  # raises for negative sizes
     cuts: Cuts = ((),) * len(shape)
     if len(shape) == input.dim():
@@ -384,7 +388,7 @@ _new(torch.Tensor.new_empty)
 
 @implements(torch.Tensor.new)
 def new(input: DistTensor, *size: Any) -> DistTensor:
-    """Return `new_empty(...)`; older programs and torch's LBFGS call it `new`."""
+    """Return an uninitialised tensor of `size`, as `new_empty`, for older programs and LBFGS."""
     if len(size) == 1 and isinstance(size[0], torch.Size):
         size = tuple(size[0])
     if not all(type(n) is int for n in size):
@@ -403,7 +407,7 @@ def new_full(
 def new_tensor(
     input: DistTensor, data: Any, *, requires_grad: bool = False, **kwargs: Any
 ) -> DistTensor:
-    """Return a tensor of `data`, which is equal on all ranks; it is whole on each of them."""
+    """Return a replicated tensor of `data`, equal on all ranks; a DistTensor keeps its layout."""
     if isinstance(data, DistTensor):
         shard, shape, cuts = data.shard.detach().clone(), data.shape, data.cuts
         shard = shard.to(kwargs.get("dtype") or shard.dtype)

@@ -1,8 +1,8 @@
-"""Products of matrices and tensors: sums over shared dimensions, cut or not.
+"""Products of matrices and tensors: sums over shared dimensions, partitioned or not.
 
-Everything is an Einstein sum. Each index is cut as in the largest operand that has it cut; the
-other operands are redistributed to fit. For an index that is cut and summed over, the ranks'
-partial sums are added up.
+All products are computed as Einstein sums. Each index is partitioned as in the largest operand in
+which the index is partitioned. The other operands are redistributed to match. If an index is
+partitioned and summed over, an all-reduce sums the partial sums of the ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from distconv.tensor.redistribution import gather_inputs, redistribute
 
 @implements(torch.einsum, torch.functional.einsum)
 def einsum(equation: str, *operands: Any) -> DistTensor:
-    """Return an Einstein sum in torch's notation."""
+    """Return the Einstein sum of `operands` by `equation`, in torch's notation. Collective."""
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
     check_on_meta(torch.einsum, equation, *operands)
@@ -67,10 +67,10 @@ def einsum(equation: str, *operands: Any) -> DistTensor:
 
 
 def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """Return an einsum's terms with letters in place of each ellipsis, and all these letters.
+    """Return an einsum's terms with letters in place of each ellipsis, and all the new letters.
 
     `left` is the equation before "->". The dimensions of ellipses are broadcast against each other,
-    aligned at the last one.
+    aligned at the last dimension.
     """
     terms = left.split(",")
     free = [c for c in ascii_letters if c not in left]
@@ -84,7 +84,7 @@ def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str],
 def contract(
     name: str, terms: Sequence[str], result: str, operands: Sequence[Tensor]
 ) -> DistTensor:
-    """Return the sum of products of operands over the letters that `result` lacks. Collective.
+    """Return the sum of products of operands over all letters not in `result`. Collective.
 
     Parameters
     ----------
@@ -145,16 +145,18 @@ def contract(
 
 
 Ranked = Sequence[tuple[str, Tensor]]
-"""The terms of a product with their operands, the largest first."""
+"""The terms of a product, each with its operand, the largest operand first."""
 
 
 def _cuts_by_batch(
     ranked: Ranked, result: str, sizes: dict[str, int], cuts: dict[str, Axes], topology: Topology
 ) -> dict[str, Axes]:
-    """Return other cuts for a product such as q k^T, whose operands cut different dimensions alike.
+    """Return better cuts, by letter, for a product such as q k^T; {} if `cuts` are best.
 
-    One operand would be gathered. The axes move to dimensions that both operands share with the
-    result, such as samples and heads, where that moves less.
+    Both operands are partitioned over the same grid axes, but along different dimensions, so one
+    operand would be gathered. Instead, the axes may partition dimensions that both operands share
+    with the result, such as samples and heads, if that sends less. `cuts` has the grid axes over
+    which each letter is partitioned, and `sizes` the size of each letter.
     """
     (term, x), (other, y) = ranked
     own, others = (
@@ -183,17 +185,18 @@ def _cuts_by_batch(
 
 
 class _Home(NamedTuple):
-    """The partition to which the result of a product such as softmax(q k^T) v moves.
+    """The partition to which to redistribute the result of a product such as softmax(q k^T) v.
 
-    The weights are partitioned over samples and heads by axes that partition v along its positions.
-    v moves to the weights, and the result to the positions of v.
+    The weights, softmax(q k^T), are partitioned over samples and heads, v along its positions, over
+    the same grid axes. v is redistributed to match the weights, and the result is redistributed
+    to be partitioned along its positions, as v was.
 
     Attributes
     ----------
     weights: the term of the weights.
     place: the dimension of the positions in the result.
-    factors: the factors of these positions, which are merged.
-    along: the cuts of the factors.
+    factors: the sizes of the dimensions that make up the positions, such as height and width.
+    along: the cuts of these dimensions: the grid axes over which each is partitioned.
     """
 
     weights: str
@@ -202,7 +205,7 @@ class _Home(NamedTuple):
     along: Cuts
 
     def applied(self, made: DistTensor, name: str) -> DistTensor:
-        """Return the result `made`, partitioned along its positions. Collective."""
+        """Return the product `made` with its positions partitioned as in v. Collective."""
         merged, place = len(self.factors) > 1, self.place
         split = cast(DistTensor, made.unflatten(place, self.factors)) if merged else made
         kept = [tuple(a for a in axes if a not in cutting_axes(self.along)) for axes in made.cuts]
@@ -212,7 +215,7 @@ class _Home(NamedTuple):
 
 
 def _home_of(ranked: Ranked, result: str, sizes: dict[str, int]) -> _Home | None:
-    """Return the partition to which the result of a product moves; None if it stays."""
+    """Return the partition to which to redistribute the result of a product; None to keep it."""
     if any(len(set(term)) < len(term) for term, _ in ranked):  # of diagonals
         return None
     for (term, x), (other, y) in (ranked, ranked[::-1]) if len(ranked) == 2 else ():
@@ -234,11 +237,11 @@ def _home_of(ranked: Ranked, result: str, sizes: dict[str, int]) -> _Home | None
 def _with_runs_joined(
     terms: Sequence[str], result: str, blocks: Sequence[Tensor]
 ) -> tuple[list[str], list[Tensor]]:
-    """Return an einsum's terms and blocks after flattening summed dimensions that are neighbours.
+    """Return an einsum's terms and blocks after flattening adjacent summed dimensions.
 
-    They are flattened if they are neighbours in every term that has one of them. torch.einsum
-    joins such dimensions itself, but transposes a cut weight to do so, which was measured to take
-    several times as long.
+    Two dimensions are flattened if they are adjacent in every term that has one of the two.
+    torch.einsum itself flattens such dimensions, but transposes a partitioned weight to do so,
+    which was measured to take several times as long.
     """
     terms, blocks = list(terms), list(blocks)
     kept = terms[0][:1]
@@ -308,10 +311,10 @@ def _is_sparse(x: Tensor) -> bool:
 
 
 def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
-    """Return left @ right, one of which is a plain sparse matrix. Collective.
+    """Return left @ right, of a plain sparse matrix and a DistTensor. Collective.
 
-    The other one is a DistTensor: its summed dimension is made whole, its other dimension stays
-    cut.
+    The summed dimension of the DistTensor is gathered first; its other dimension stays partitioned.
+    Raises UnsupportedOperation if the DistTensor is a batch of matrices.
     """
     dense, sparse, inner = (right, left, 0) if isinstance(right, DistTensor) else (left, right, -1)
     check_on_meta(torch.matmul, left, right)
@@ -327,7 +330,7 @@ def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
 
 @implements(torch.bmm, Tensor.bmm)
 def bmm(input: Tensor, mat2: Tensor) -> DistTensor:
-    """Return products of matrices; `input` may be a plain sparse batch, which every rank holds."""
+    """Return products of matrices; `input` may be a plain sparse COO batch. Collective."""
     check_on_meta(torch.bmm, input, mat2)
     if _is_sparse(mat2):
         refuse("bmm", "the second operand is sparse", input, way_out="Use x.to_dense()")
@@ -346,7 +349,7 @@ def bmm(input: Tensor, mat2: Tensor) -> DistTensor:
 
 @implements(torch.sparse.mm)
 def sparse_mm(mat1: Tensor, mat2: Tensor, reduce: str | None = None) -> DistTensor:
-    """Return the product of a plain sparse matrix and a dense one."""
+    """Return the product of a plain sparse matrix and a distributed dense matrix. Collective."""
     if mat1.layout is torch.strided or isinstance(mat1, DistTensor):
         refuse("sparse.mm", "both matrices are dense", mat1, mat2, way_out="Use torch.mm")
     if reduce is not None:
@@ -407,7 +410,7 @@ _added(torch.addr, torch.outer, "vec1", "vec2")
 @serial_by(F.linear)
 @works_on_last(lambda weight, bias=None: weight.dim() - 1)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x A^T + b over the last dimension: (..., in) to (..., out), A of shape (out, in)."""
+    """Return x A^T + b for x, (..., in), the weight A, (out, in), and the bias b. Collective."""
     x = distributed_input("linear", input, weight, bias)
     check_same_types("linear", x, weight, bias)
     if x.shape[-1] != weight.shape[-1]:
@@ -435,11 +438,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `linear` of an input whose features are merged, such as all flattened positions.
+    """Return F.linear of an input whose features are merged, such as all flattened positions.
 
-    For few outputs, partial sums are added up over the ranks. Otherwise each rank gets all features
-    of some rows. If there are as many outputs as features, the outputs are cut as the features
-    were.
+    For few outputs, an all-reduce sums the partial sums of the ranks. Otherwise the input is
+    redistributed, so that each rank has all features of some rows. If the numbers of outputs and
+    features are equal, the outputs are partitioned as the features were. Collective.
     """
     own, features = unmerged(x), factors_of(x)[-1]
     lead = own.dim() - len(features)

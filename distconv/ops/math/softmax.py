@@ -1,7 +1,8 @@
-"""Softmax and its logarithm, along cut dimensions too, without moving the elements.
+"""Softmax and its logarithm, also along partitioned dimensions, without sending the elements.
 
-If the dimension is cut, the ranks along it exchange two numbers for each row: the largest
-element, and the sum of the exponentials; backward one.
+A row is the elements along the dimension. If the dimension is partitioned, the ranks gather two
+numbers for each row of each block: the largest element, and the sum of the exponentials. The
+backward pass sums one number for each row over the ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 
     @works_along(reduces=False)
     def along(input: DistTensor, dim: int | list[int], dtype: torch.dtype | None) -> DistTensor:
-        """Return the softmax along a dimension, or along several adjacent ones as one."""
+        """Return the softmax along `dim`, or along several adjacent dimensions together."""
         dims = [dim] if isinstance(dim, int) else dim
         axes = cutting_axes(input.cuts[d] for d in dims) if input.dim() and input.numel() else ()
         x = input if axes else uncut(input, dims, name)
@@ -58,10 +59,10 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 
 
 def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) -> Tensor:
-    """Return this rank's block of a softmax along the cut dimension `d`. Collective over `axes`.
+    """Return this rank's block of a softmax along a partitioned dimension. Collective over `axes`.
 
-    `name` is "softmax", "log_softmax" or "softmin"; `x` is this rank's block of the input, which
-    `axes` cut along `d`.
+    `name` is "softmax", "log_softmax" or "softmin"; `x` is this rank's block of the input, whose
+    dimension `d` is partitioned over `axes`.
     """
     wide = to_accumulation_type(-x if name == "softmin" else x)
     last = has_channels_last(wide)
@@ -72,11 +73,11 @@ def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) 
 
 
 class _AlongCut(ShardFunction):
-    """Softmax along a cut dimension: torch's softmax of each block, with its rows corrected.
+    """Softmax along a partitioned dimension: torch's softmax of each block, with rescaled rows.
 
-    Each block sends the largest element m of every row, and the sum of exp(x - m) (Milakov and
-    Gimelshein, Online normalizer calculation for softmax, 2018). Messages have the channels in
-    front, as blocks of other ranks may have another memory format.
+    Each rank sends for every row of its block the largest element m and the sum of exp(x - m)
+    (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018). Messages are in the
+    order channels first, because blocks of other ranks may have another memory format.
     """
 
     @staticmethod
@@ -87,7 +88,7 @@ class _AlongCut(ShardFunction):
         if x.shape[d]:
             largest, top = x.amax(d, keepdim=True), y.amax(d, keepdim=True)
             total = (-top).exp() if logarithm else top.reciprocal()
-            # A row of -inf in one block has no softmax of its own.
+            # If a block has only -inf in a row, torch's softmax of the row is nan.
             void = largest == -torch.inf
             if not void.is_cpu or void.any():
                 total.masked_fill_(void, 0)

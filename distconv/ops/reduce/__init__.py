@@ -1,1 +1,1 @@
-"""Reductions over dimensions that may be cut."""
+"""Reductions over dimensions, partitioned or not: sums, norms, variances and extrema."""

@@ -32,13 +32,14 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.memory_format import reduce_in_order_of_memory
 from distconv.torch_private import ShardFunction
 
-# Norms over any dimensions, cut or not, and functions that divide by them.
+# Norms over any dimensions, partitioned or not, and functions that divide by norms.
 
 
 class _VectorNorm(ShardFunction):
-    """The norm over dimensions, computed from the ranks' norms, with torch's gradient of it.
+    """The norm over dimensions `over`, computed from the norms of the blocks along `axes`.
 
-    Autograd through the ranks' norms would differ beside zeros, infinities and nan of other ranks.
+    The gradient is torch's gradient of the norm of the global tensor. Autograd through the norms of
+    blocks would return another gradient if another block has zeros, infinities or nan.
     """
 
     @staticmethod
@@ -64,7 +65,10 @@ class _VectorNorm(ShardFunction):
 
 
 def _gradient(x: Tensor, order: float, norm: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of `x` from a norm's gradient, as torch's norm_backward does."""
+    """Return the gradient of a block `x` of the input of a norm, as torch's norm_backward does.
+
+    `norm` is the value of the norm of order `order`, and `gradient` is the gradient of that value.
+    """
     if order == 1:
         return x.sgn() * gradient
     if order == 2:
@@ -86,7 +90,7 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """Return the norm of order `ord` over dimensions, from the norms of the ranks."""
+    """Return the norm of order `ord`, 0 or more, over dimensions `dim`. Collective."""
     if ord < 0:
         way_out = "Use an order of 0 or more, or x.full_tensor()"
         refuse("vector_norm", f"the order {ord} is not supported", input, way_out=way_out)
@@ -110,7 +114,7 @@ def norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """Return the norm over dimensions; of matrices only the Frobenius norm."""
+    """Return the norm of order `p` over `dim`; of matrices only the Frobenius norm. Collective."""
     if p == "nuc":
         refuse("norm", "the nuclear norm is not supported", input, way_out="Use x.full_tensor()")
     if p == "fro" and isinstance(dim, Sequence) and len(dim) > 2:
@@ -139,10 +143,10 @@ def cdist(
     p: float = 2.0,
     compute_mode: str | None = "use_mm_for_euclid_dist_if_necessary",
 ) -> DistTensor:
-    """Return the distances of all (..., P, M) from all (..., R, M) vectors.
+    """Return the distances between the vectors of `x1`, (..., P, M), and of `x2`, (..., R, M).
 
-    The second operand and the elements of all vectors are made whole; leading dimensions and P stay
-    cut.
+    The result, (..., P, R), stays partitioned over the leading dimensions and P. Dimensions M and R
+    are gathered first. Collective.
     """
     grid = common_grid("cdist", (x1, x2))
     shape = check_on_meta(torch.cdist, x1, x2, p, compute_mode)
@@ -151,7 +155,7 @@ def cdist(
 
 @works_on_last(lambda x2, *_: int(x2.dim() == 2))
 def _distances(x1: Tensor, x2: Tensor, p: float, mode: str, grid: Grid) -> DistTensor:
-    """Return torch.cdist with `mode`, that of the global numbers of vectors."""
+    """Return torch.cdist(x1, x2, p), with `mode` as its `compute_mode`. Collective."""
     shape = check_on_meta(torch.cdist, x1, x2, p, mode)
     left, right = as_distributed(x1, grid), as_distributed(x2, grid)
     rows = (*left.shape[:-1], 1), (*left.cuts[:-1], ())
@@ -165,10 +169,11 @@ def _distances(x1: Tensor, x2: Tensor, p: float, mode: str, grid: Grid) -> DistT
 
 
 def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
-    """Return the `compute_mode` that torch.cdist uses for these global numbers of vectors.
+    """Return the `compute_mode` that serial torch.cdist would use.
 
-    By default torch takes a faster, less accurate algorithm for many vectors. Every rank takes the
-    algorithm for the global numbers, whatever the size of its block.
+    `vectors` are the global numbers of vectors, P and R. By default torch uses a faster, less
+    accurate algorithm for more than 25 vectors. Blocks have fewer vectors, so the choice is made
+    here.
     """
     by_product = compute_mode == "use_mm_for_euclid_dist" or (
         compute_mode in (None, "use_mm_for_euclid_dist_if_necessary") and max(vectors) > 25
@@ -180,7 +185,7 @@ def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
 
 
 def _is_empty_sequence(dim: Any) -> bool:
-    """Return whether `dim` is an empty sequence, by which some functions reduce no dimension."""
+    """Return whether `dim` is an empty sequence, for which some functions reduce no dimension."""
     return isinstance(dim, Sequence) and not dim
 
 
@@ -206,7 +211,7 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
 
 
 def _of_truth(function: Callable[..., Tensor], method: Callable[..., Tensor]) -> None:
-    """Register the rule of `function`, torch.all or torch.any, and of the method of that name."""
+    """Register a rule for `function`, torch.all or torch.any, and its method of torch.Tensor."""
 
     @implements(function, method)
     @works_along(reduces=True)
@@ -226,10 +231,11 @@ _of_truth(torch.any, Tensor.any)
 
 
 class _Moments(ShardFunction):
-    """Mean and biased variance over dimensions, by one message each way.
+    """Mean and biased variance over dimensions, with one message forward and one backward.
 
-    As in torch, the gradient of the variance leaves out the term with the sum of x - mean. This sum
-    is 0, or nan if an element is infinite.
+    `counts` are the numbers of elements per result of each block along `axes`. As in torch, the
+    gradient of the variance leaves out the term with the sum of x - mean. The sum is 0, or nan if
+    an element is infinite.
     """
 
     @staticmethod
@@ -268,14 +274,18 @@ class _Moments(ShardFunction):
 def _variance(
     input: DistTensor, dim: Any, unbiased: Any, correction: Any, keepdim: bool
 ) -> tuple[DistTensor, DistTensor]:
-    """Return variance and mean over dimensions, from squared deviations, which do not cancel."""
+    """Return the variance and the mean over dimensions `dim`, as torch.var_mean. Collective.
+
+    The variance is computed from squared deviations, so that large means do not cancel. Raises
+    UnsupportedOperation for corrections and dimensions that do not give a finite variance.
+    """
     if isinstance(dim, bool):  # var(input, unbiased)
         dim, unbiased = None, dim
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
     over = normalize_dims(dim, input.dim())
     count = product(input.shape[d] for d in over)
-    # torch's gradients over all elements, and over no elements, do not fit the infinite values.
+    # torch's gradients of the variance of all elements do not match an infinite variance.
     infinite = count == correction > 1 and (dim is None or not input.dim())
     if _is_empty_sequence(dim) or infinite or (count and not correction <= count):
         reason = f"dim={dim!r} with correction={correction} of {count} elements is not supported"
@@ -298,7 +308,7 @@ def _variance(
 
 
 def _root(variance: Tensor) -> Tensor:
-    """Return the square root, with gradient 0 where the variance is 0, as in torch.std."""
+    """Return the square root of `variance`, with gradient 0 where `variance` is 0, as torch.std."""
     zero = variance == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, variance).sqrt())
 

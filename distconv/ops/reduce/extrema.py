@@ -1,4 +1,4 @@
-"""Largest and smallest elements, and their indices, over any dimensions, cut or not."""
+"""Largest and smallest elements, and their indices, over any dimensions, partitioned or not."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from distconv.torch_private import ShardFunction
 
 
 class ValuesAndIndices(NamedTuple):
-    """The pair that torch returns for an extremum along one dimension."""
+    """The values and indices that torch.max(x, dim) and torch.min(x, dim) return."""
 
     values: DistTensor
     indices: DistTensor
 
 
 def _worst(x: Tensor, largest: bool) -> Any:
-    """Return the neutral value of max (`largest`) or min, for ranks without elements."""
+    """Return the value that never wins a maximum (`largest`) or minimum, for empty blocks."""
     if x.dtype == torch.bool:
         return not largest
     if x.dtype.is_floating_point:
@@ -40,16 +40,17 @@ def _worst(x: Tensor, largest: bool) -> Any:
 
 
 def _attained(x: Tensor, value: Tensor) -> Tensor:
-    """Return whether each element equals the extreme `value`; nan equals nan."""
+    """Return a mask of the elements of `x` that equal the extreme `value`; nan equals nan."""
     attained = x == value
     void = value.isnan()
     return attained | (x.isnan() & void) if not void.is_cpu or void.any() else attained
 
 
 class _Extremum(ShardFunction):
-    """The extreme value over dimensions.
+    """The largest or smallest value over dimensions `over`, on the ranks along `axes`.
 
-    Its gradient is divided by the number n of elements that equal it; each of them gets 1/n.
+    The ranks gather the extreme values of their blocks. Each of n elements that equal the result
+    gets 1/n of its gradient.
     """
 
     @staticmethod
@@ -93,10 +94,12 @@ def _require_elements(name: str, input: DistTensor, over: tuple[int, ...]) -> No
 def extreme(
     name: str, input: Any, dim: Dims, keepdim: bool, largest: bool, nan_attains: bool = True
 ) -> DistTensor:
-    """Return the largest or smallest elements of a DistTensor over dimensions.
+    """Return the largest or smallest elements of a DistTensor over dimensions `dim`. Collective.
 
-    If the result is nan, the elements that are nan get its gradient; without `nan_attains` all
-    elements get nan, as with torch.amax. `name` is the called function, for errors.
+    If a result is nan, the elements that are nan get its gradient; without `nan_attains` all
+    elements get nan, as with torch.amax. `name` is the called function, for errors. Raises
+    IndexError if a dimension in `dim` has no elements, and RuntimeError if `dim` is None and
+    `input` has none.
     """
     over = normalize_dims(dim, input.dim())
     if not input.numel() and not (isinstance(dim, int) or dim):
@@ -108,7 +111,7 @@ def extreme(
 
 
 def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
-    """Return the global index of the first extremum along dimension `d`, with size 1 there."""
+    """Return the global index of the first extremum along `d`, of size 1 along `d`. Collective."""
     x, start = input.shard.detach(), input.box.start[d]
     function = torch.max if largest else torch.min
     if x.shape[d]:
@@ -129,9 +132,10 @@ def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
 
 
 def _first_of_ranks(values: Tensor, indices: Tensor, largest: bool, none: int) -> Tensor:
-    """Return the smallest of the ranks' indices whose value is the extreme one.
+    """Return the smallest index among the ranks whose value is the extreme value of all ranks.
 
-    `values` and `indices` have a first dimension of ranks; `none` is above all indices.
+    `values` and `indices`, (ranks, ...), are the extremum of each rank's block and its global
+    index. `none` is larger than all indices.
     """
     best = (torch.amax if largest else torch.amin)(values, 0, keepdim=True)
     return torch.where(_attained(values, best), indices, none).amin(0)
@@ -145,7 +149,7 @@ def _along(
         return _along(name, unsqueeze(input, 0), d, False, largest)
     _require_elements(name, input, (d,))
     index = _indices_along(input, d, largest)
-    # The rank that holds the element contributes it, the others nothing.
+    # The rank that holds the extreme element contributes it to a sum; others contribute 0.
     here = index - input.box.start[d]
     x = input.shard
     mine = (here >= 0) & (here < x.shape[d])
@@ -203,7 +207,7 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
 
     @works_along(reduces=True)
     def all_of(input: DistTensor, dim: Dims = (), keepdim: bool = False) -> DistTensor:
-        # To torch nan is the maximum of its group here, but no element attains it.
+        # As in torch.amax, no element equals a result of nan, so all elements get the gradient nan.
         return extreme(full, input, dim, keepdim, largest, nan_attains=False)
 
     @works_along(reduces=True, several=False)
@@ -216,7 +220,7 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
 
 
 class Range(NamedTuple):
-    """The pair that torch.aminmax returns."""
+    """The minima and maxima that torch.aminmax returns."""
 
     min: DistTensor
     max: DistTensor

@@ -1,4 +1,4 @@
-"""Sums, means and counts over any dimensions: each rank's own, added up over the ranks."""
+"""Sums, means and counts over any dimensions: sums of each block, followed by an all-reduce."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def reduction_result(
 ) -> DistTensor:
     """Return the DistTensor that results from a reduction of `input` over the dimensions `over`.
 
-    `shard` is this rank's block of the result, with size 1 along these dimensions.
+    `shard` is this rank's block of the result, with size 1 along the dimensions `over`. No
+    communication.
     """
     kept = [d for d in range(input.dim()) if keepdim or d not in over]
     return DistTensor(
@@ -42,7 +43,7 @@ def reduction_result(
 def sum(
     input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DistTensor:
-    """Sum over dimensions; the result is whole along them and replicated where they were cut."""
+    """Return the sum over `dim`, replicated over the grid axes that partition `dim`. Collective."""
     return sum_by(torch.sum, input, dim, keepdim, dtype)
 
 
@@ -53,9 +54,9 @@ def sum_by(
     keepdim: bool,
     dtype: torch.dtype | None,
 ) -> DistTensor:
-    """Return a sum over dimensions, with `function`, such as torch.sum, on each block.
+    """Return a sum over dimensions `dim`: `function` of each block, then an all-reduce. Collective.
 
-    The ranks that differ along these dimensions call it together.
+    `function` is torch.sum or torch.nansum. `dtype` is its argument, or None.
     """
     over = normalize_dims(dim, input.dim())
     if over:
@@ -71,10 +72,11 @@ def sum_by(
 def mean(
     input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DistTensor:
-    """Return the mean of the whole tensor over dimensions; all ranks call it.
+    """Return the mean of the global tensor over dimensions `dim`. Collective.
 
-    The result is whole along them and replicated where they were cut. Raises
-    `NotImplementedError` on every rank for a type that is not floating.
+    The result is not partitioned along `dim`, and is replicated over the grid axes that partitioned
+    `dim`. Raises `NotImplementedError` on every rank if the type of the result is neither
+    floating-point nor complex.
     """
     kind = dtype or input.dtype
     if not (kind.is_floating_point or kind.is_complex):
@@ -82,7 +84,7 @@ def mean(
             f"mean(): the result type of {kind} is not floating; convert the input, or pass dtype="
         )
     count = prod(map(input.shape.__getitem__, normalize_dims(dim, input.dim())))
-    # The sum of many half numbers may exceed their range where the mean does not.
+    # The sum of many numbers of a half type may leave the range of the type; the mean does not.
     total = sum(input, dim, keepdim, dtype=accumulation_type(kind))
     shard = total.shard / count if count else total.shard * torch.nan
     return DistTensor(shard.to(kind), total.shape, total.cuts, total.grid)
@@ -103,7 +105,10 @@ def _require_real(name: str, input: Tensor) -> None:
 
 
 def _added(local: Tensor, x: DistTensor) -> DistTensor:
-    """Return the sum of `local` over the blocks of `x`; whole on every rank. Collective."""
+    """Return the sum of `local` over the ranks with different blocks of `x`, on every rank.
+
+    `local` has one shape on all ranks; replicas of a block count once. Collective.
+    """
     total = all_reduce_with_grad(local, x.grid, cutting_axes(x.cuts))
     return DistTensor(total, total.shape, ((),) * total.dim(), x.grid)
 

@@ -46,12 +46,12 @@ from distconv.tensor.redistribution import gather_inputs
 
 @implements(torch.Tensor.__setitem__)
 def setitem(input: DistTensor, index: Any, value: Any) -> None:
-    """Assign to slices and positions; each rank writes to its own block.
+    """Assign `value` to `input[index]`; each rank writes to its own block. Collective.
 
-    `value` is a number, or a tensor that is broadcast to the slice; of a distributed one each rank
-    gets what it writes. With tensors as indices everything is made
-    whole, except for a single mask beside full slices. A plain `input` becomes distributed under
-    autograd.
+    `value` is a number, or a tensor that is broadcast to the slice. Each rank receives the elements
+    of a distributed `value` that it writes, and no others. If tensors are indices, all operands are
+    gathered on every rank, except for a single mask beside full slices. A plain `input` becomes
+    distributed if autograd records the assignment.
     """
     if not isinstance(input, DistTensor):
         _assign_to_plain(input, index, value)
@@ -76,9 +76,9 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
 
 @implements(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(input: DistTensor, value: Tensor) -> None:
-    """Copy the elements of `value`, of any layout, as `x.data = value`. Collective.
+    """Copy the elements of `value`, of any layout, to `input`, as `x.data = value`. Collective.
 
-    Refuses a `value` of another shape or type.
+    Raises UnsupportedOperation if the shape or type of `value` differs.
     """
     if (value.shape, value.dtype) != (input.shape, input.dtype):
         reason = f"it is set to {tuple(value.shape)} of {value.dtype}, but is of {input.dtype}"
@@ -89,11 +89,10 @@ def set_data(input: DistTensor, value: Tensor) -> None:
 
 
 def _set_data(x: Tensor, value: Any) -> None:
-    """Replace torch's setter of `x.data`: a plain tensor gets the whole of a DistTensor.
+    """Set `x.data = value`, in place of torch's setter. Collective if `value` is a DistTensor.
 
-    The slices of a parameter follow.
-
-    All ranks call it if `value` is a DistTensor.
+    A plain `x` gets the global tensor of a DistTensor. If `x` is a parameter, its slices are
+    updated.
     """
     if isinstance(value, DistTensor) and not isinstance(x, DistTensor):
         with torch.no_grad():
@@ -128,7 +127,10 @@ def index_put(
 
 @implements(torch.masked_scatter, torch.Tensor.masked_scatter)
 def masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """Return `input` with the first elements of `source` where `mask` is true. Collective."""
+    """Return `input` with the first elements of `source` copied where `mask` is true. Collective.
+
+    Raises RuntimeError if `source` has fewer elements than `mask` has true ones.
+    """
     name = "masked_scatter"
     shape = check_on_meta(torch.masked_scatter, input, mask, source)
     places = as_distributed(mask, common_grid(name, (input, mask, source))).expand(shape)
@@ -145,7 +147,7 @@ implements_in_place(torch.Tensor.masked_scatter_, masked_scatter)
 
 @assigns_slices
 def _assign_slices(input: DistTensor, picks: tuple[Any, ...], value: Any) -> None:
-    """Assign at one integer or slice per dimension, and None for each new dimension."""
+    """Assign to `input` at `picks`: integers, slices, and None for new dimensions. Collective."""
     if input.pending is not None:
         runs = runs_of(input, picks)
         if runs is not None and input.pending.assign(input, picks, runs, value):
@@ -158,9 +160,10 @@ def _assign_slices(input: DistTensor, picks: tuple[Any, ...], value: Any) -> Non
 
 
 def _write_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
-    """Write `value` to the slices `picks` of `input`; each rank writes to its own block.
+    """Write `value` to `input[picks]`; each rank writes to its own block. Collective.
 
-    A distributed value sends each rank the elements that it writes, and no others.
+    Each rank receives the elements of a distributed `value` that it writes, and no others. `picks`
+    has an integer or slice for each dimension of `input`, and None for each new dimension.
     """
     box = input.box
     into: list[Any] = []
@@ -178,7 +181,7 @@ def _write_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
             needs.append(Same())
             continue
         first, step, outputs = strided_run(pick, input.shape[d], d)
-        # The positions low to high of the run lie in this rank's block.
+        # Of the written positions, numbers low to high - 1 lie in this rank's block.
         low = max(0, -((first - box.start[d]) // step))
         high = max(low, min(outputs, -((first - box.stop[d]) // step)))
         begin = first + low * step - box.start[d]
@@ -212,14 +215,15 @@ def _write_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
         else:
             value = gather_inputs(value, needs, tuple(cuts), "assignment")
     target = input.shard[tuple(into)]
-    # x[i] += y assigns the view that it has written; torch's copy refuses other strides of size 1.
+    # x[i] += y assigns the view that it has written. torch's copy of a tensor to itself raises if
+    # the strides of dimensions of size 1 differ.
     if not (isinstance(value, Tensor) and _is_same_memory(target, value)):
         input.shard[tuple(into)] = value
     update_views(input)
 
 
 def _is_same_memory(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors have the same elements in memory, in the same order."""
+    """Return whether `x` and `y` are the same elements in memory, in the same order."""
     if (x.shape, x.dtype) != (y.shape, y.dtype):
         return False
     one, two = (
@@ -230,9 +234,9 @@ def _is_same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _before_mask(items: tuple[Any, ...]) -> int | None:
-    """Return the number of dimensions before the only mask of an index; None for other indices.
+    """Return the number of dimensions before the mask in an index of one mask and full slices.
 
-    All other items of the index must be full slices.
+    Returns None for any other index. `items` is the index as a tuple.
     """
     masks = [i for i, item in enumerate(items) if is_mask(item)]
     rest = [item for item in items if not is_mask(item)]
@@ -244,10 +248,10 @@ def _before_mask(items: tuple[Any, ...]) -> int | None:
 
 
 def _assign_to_plain(input: Tensor, index: Any, value: Any) -> None:
-    """Assign to a plain tensor, equal on all ranks, which becomes distributed under autograd.
+    """Assign distributed values to the plain tensor `input`, equal on all ranks. Collective.
 
-    Outside autograd the value is made whole on every rank, unless a parallelized module assigns
-    modes to a new spectrum.
+    `input` becomes distributed if autograd records the assignment, or if a parallelized module
+    assigns modes to a new spectrum. Otherwise every rank gathers `value` and writes all of it.
     """
     items = indices_of(index)
     operands = tensors_in(items, value)
@@ -268,10 +272,10 @@ def _assign_to_plain(input: Tensor, index: Any, value: Any) -> None:
 
 
 def _cuts_by_index(input: Tensor, items: tuple[Any, ...], value: Any) -> Cuts | None:
-    """Return cuts for a plain tensor that an assignment makes distributed.
+    """Return the cuts with which the assignment `input[items] = value` makes `input` distributed.
 
-    The cuts follow those of the value or of the mask. Returns None if tensors are indices, except
-    for a single mask beside full slices.
+    The cuts, the grid axes of each dimension, are those of the value or of the mask. Returns None
+    if tensors are indices, except for a single mask beside full slices.
     """
     cuts: list[tuple[str, ...]] = [()] * input.dim()
     first = _before_mask(items)
@@ -295,7 +299,7 @@ def _cuts_by_index(input: Tensor, items: tuple[Any, ...], value: Any) -> Cuts | 
 
 
 def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
-    """Assign a number where a mask of the leading dimensions is true."""
+    """Assign a number where `mask`, over the leading dimensions of `input`, is true."""
     if mask.shape != input.shape[: mask.dim()]:
         raise IndexError(
             f"the mask of shape {tuple(mask.shape)} does not match the first dimensions of the "
@@ -304,5 +308,5 @@ def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
     if isinstance(value, complex) and not input.is_complex():
         raise RuntimeError(f"{value} cannot be converted to {input.dtype}")
     rest = (None,) * (input.dim() - mask.dim())
-    # A number of another type is converted as in an assignment, which masked_fill_ refuses.
+    # An assignment converts a number of another type; masked_fill_ raises for some types.
     input.masked_fill_(mask[(..., *rest)], torch.tensor(value, dtype=input.dtype).item())

@@ -1,4 +1,4 @@
-"""Diagonals of matrices, and the triangles on their two sides."""
+"""Diagonals of matrices, and their upper and lower triangles."""
 
 from __future__ import annotations
 

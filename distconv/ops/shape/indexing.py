@@ -1,7 +1,7 @@
-"""Parts of a tensor: slices, single positions, splits, and their inverse, concatenation.
+"""Slices, single positions and splits of tensors, and concatenation.
 
-A slice of a cut dimension is cut canonically again, so some of its elements may belong to another
-rank than before; only these elements are sent.
+A slice of a partitioned dimension is partitioned again into blocks of nearly equal length. Only the
+elements that change their rank are sent.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from distconv.tensor.redistribution import gather_inputs, redistribute
 
 @implements(torch.Tensor.__getitem__)
 def getitem(input: Tensor, index: Any) -> DistTensor:
-    """Return the elements at integers, slices with positive steps, None, "...", tensors and lists.
+    """Return `input[index]` for integers, slices, None, "...", tensors and lists. Collective.
 
-    The dimension of elements picked by a mask is whole on every rank. With several tensors as
-    indices, everything is made whole first.
+    Steps of slices must be positive. Elements that a mask picks are replicated on every rank, along
+    one dimension. With several tensors as indices, all operands are gathered first.
     """
     items = indices_of(index)
     tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
@@ -52,8 +52,9 @@ def getitem(input: Tensor, index: Any) -> DistTensor:
 
 @takes_slices
 def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
-    """Return the part at one integer or slice per dimension; None inserts a dimension."""
-    # The inputs to gather, the index of the part among them, and the shape and cuts of the part.
+    """Return a view of `input` at integers, slices, and None for new dimensions. Collective."""
+    # `needs` and `cuts` say which elements of `input` this rank gathers, `local` is the index in
+    # the gathered elements, `shape` and `kept` are the shape and the cuts of the result.
     needs: list[IndexMap] = []
     cuts: list[tuple[str, ...]] = []
     local: list[Any] = []
@@ -101,7 +102,7 @@ def _sliced(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
 
 
 def _of_pending(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
-    """Return a part of a pending tensor, which stays pending if the part is computed alone."""
+    """Return a part of a pending tensor, if possible without its other elements. Collective."""
     assert input.pending is not None
     runs = runs_of(input, index)
     part = None if runs is None else input.pending.part(input, index, runs)
@@ -118,7 +119,7 @@ def _of_pending(input: DistTensor, index: tuple[Any, ...]) -> DistTensor:
 
 
 def runs_of(input: Tensor, index: Sequence[Any]) -> list[Run] | None:
-    """Return `strided_run` of each integer or slice; None if the index inserts a dimension."""
+    """Return (first, step, count) of the positions in each dimension; None if `index` has None."""
     if None in index:
         return None
     pairs = zip(index, input.shape, strict=True)
@@ -128,8 +129,8 @@ def runs_of(input: Tensor, index: Sequence[Any]) -> list[Run] | None:
 def indices_of(index: Any) -> tuple[Any, ...]:
     """Return an index as a tuple, with tensors in place of lists and arrays.
 
-    As in torch, a list of less than 32 items that contains a slice, sequence, None or ellipsis is a
-    tuple of indices.
+    As in torch, a list of fewer than 32 items with a slice, sequence, None or ellipsis among them
+    is a tuple of indices.
     """
     several = (Tensor, slice, list, tuple, range, np.ndarray, type(None), type(Ellipsis))
     if isinstance(index, list) and len(index) < 32 and any(isinstance(i, several) for i in index):
@@ -148,9 +149,9 @@ def picks_elements(item: Any) -> bool:
 
 
 def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
-    """Return an integer or slice for each dimension of `input`, and None for each new one.
+    """Return an integer or slice for each dimension of `input`, and None for each new dimension.
 
-    Raises IndexError for too many indices.
+    Raises IndexError for too many indices, UnsupportedOperation for items of other types.
     """
     for item in index:
         if not (item is None or item is Ellipsis or isinstance(item, slice) or _is_integer(item)):
@@ -172,7 +173,7 @@ def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
 
 
 def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
-    """Return the elements at an index with one mask, `items[at]`, and no other tensor."""
+    """Return `input[items]`, where the only tensor is `items[at]`, a mask. Collective."""
     mask, count = items[at], items[at].dim()
     markers = [slice(None) for _ in range(count)]
     picks = index_per_dimension(input, (*items[:at], *markers, *items[at + 1 :]))
@@ -188,14 +189,14 @@ def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
 
 
 def _picked(input: Tensor, items: tuple[Any, ...]) -> DistTensor:
-    """Index the whole tensor by torch, with operands gathered; the part is whole on all ranks."""
+    """Return `input[items]`, replicated on every rank, by gathering all operands. Collective."""
     grid = common_grid("indexing", (input, *items))
     whole = gather_whole(input, "indexing")[tuple(gather_whole(i, "indexing") for i in items)]
     return as_distributed(whole, grid)
 
 
 def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None:
-    """Assign at any index of torch: each rank assigns to the whole tensor, and keeps its block."""
+    """Assign `value` to `input[items]`, any index of torch; operands are gathered. Collective."""
     grid = common_grid("assignment", (input, *items, value))
     whole = gather_whole(input, "assignment").clone()
     picked = tuple(gather_whole(i, "assignment") for i in items)
@@ -204,7 +205,7 @@ def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None
 
 
 def _listed(item: Any) -> Any:
-    """Return a list, tuple or array as a tensor, as torch converts it; other items unchanged."""
+    """Return a list, tuple or array converted to a tensor, as by torch; other items unchanged."""
     if isinstance(item, (list, tuple, range, np.ndarray)):
         tensor = torch.as_tensor(item)
         # An empty list of positions is not a list of floating-point numbers.
@@ -217,7 +218,7 @@ def _is_lookup(item: Any) -> bool:
 
 
 def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
-    """Return the elements at an index with one tensor of positions, `items[at]`, and no other."""
+    """Return `input[items]`, where the only tensor is `items[at]`, of positions. Collective."""
     index, marker = items[at], slice(None)
     picks = index_per_dimension(input, (*items[:at], marker, *items[at + 1 :]))
     place = next(i for i, pick in enumerate(picks) if pick is marker)
@@ -239,7 +240,7 @@ def _is_integer(item: Any) -> bool:
 def slice_of(
     input: DistTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> DistTensor:
-    """Return the positions from `start` to `end`, exclusive, along one dimension."""
+    """Return the slice `start:end:step` of `input` along dimension `dim`. Collective."""
     d = normalize_dim(dim, input.dim())
     return getitem(input, (*(slice(None),) * d, slice(start, end, step)))
 
@@ -312,7 +313,7 @@ def _lengths(function: Callable[..., Any], x: DistTensor, *arguments: Any) -> li
 
 
 def consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
-    """Return slices of the given lengths along `dim`; each begins where the one before it ends."""
+    """Return consecutive slices of `x` along `dim`, from position 0 on, of the given lengths."""
     d = normalize_dim(dim, x.dim())
     return tuple(slice_of(x, d, start, stop) for start, stop in _bounds(lengths))
 
@@ -340,11 +341,11 @@ def _parts(
     picks: Sequence[int | slice],
     function: Callable[[Tensor, int], Sequence[Tensor]],
 ) -> tuple[DistTensor, ...]:
-    """Return `x` at each of `picks` along dimension `d`.
+    """Return the parts of `x` at each of `picks`, integers or slices, along dimension `d`.
 
-    Along a dimension that is whole on every rank, `function` returns the same parts of a block. Its
-    gradient is one tensor in the block's memory format. The gradient of every slice has the size of
-    the block, and channels first.
+    If dimension `d` is not partitioned, `function`, such as torch.unbind, divides the block. Then
+    the gradient is one tensor in the memory format of the block. With slices, each slice would have
+    a gradient of the size of the block, with channels first.
     """
     indices = [(*(slice(None),) * d, pick) for pick in picks]
     if x.cuts[d] or x.pending is not None:
@@ -361,7 +362,7 @@ def _parts(
 
 @implements(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
-    """Concatenate along one dimension, in the layout of the largest tensor that is cut."""
+    """Concatenate along `dim`, in the layout of the largest partitioned tensor. Collective."""
     grid = common_grid("cat", tensors)
     if not all(t.dim() for t in tensors):
         raise RuntimeError("cat: tensors without dimensions cannot be concatenated; use stack")
@@ -377,8 +378,8 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
 
 @joins_along
 def _joined(pieces: Sequence[DistTensor], d: int, skipped: Sequence[DistTensor] = ()) -> DistTensor:
-    """Return `pieces` joined along dimension `d`; `skipped` only take part in the graph."""
-    # Cutting a whole tensor moves nothing.
+    """Return `pieces` concatenated along `d`; `skipped` only receive gradients. Collective."""
+    # To partition a replicated tensor, nothing is sent.
     largest = max(pieces, key=lambda x: (any(x.cuts), x.numel()))
     total = sum(x.shape[d] for x in pieces)
     cuts, grid = largest.cuts, largest.grid
@@ -399,7 +400,7 @@ def _joined(pieces: Sequence[DistTensor], d: int, skipped: Sequence[DistTensor] 
 
 @implements(torch.stack)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
-    """Return tensors of one shape along a new dimension, which is whole on every rank."""
+    """Return tensors of one shape, stacked along a new dimension without partition. Collective."""
     grid = common_grid("stack", tensors)
     check_on_meta(torch.stack, tuple(map(any_type, tensors)), dim)
     return cat([unsqueeze(as_distributed(t, grid), dim) for t in tensors], dim)

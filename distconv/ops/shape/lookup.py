@@ -1,4 +1,4 @@
-"""Elements at positions that tensors give, and elements that masks pick."""
+"""Elements at positions in tensors, as in index_select, and elements picked by masks."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from distconv.tensor.dist_tensor import DistTensor
 
 # Elements at positions given by tensors along one dimension.
 #
-# The result is cut as the input, or as the tensor of positions if the input is whole: each rank
-# looks up the positions in its own block. If that dimension is cut, a rank receives the rows that
-# its positions name (`rows.py`), or all rows if they are few. All ranks raise for a position out of
-# range, but where `index_select` or `embedding` gathers rows only the rank that meets it.
+# The result is partitioned as the input, or as the tensor of positions if the input is replicated.
+# If the dimension of the positions is partitioned, a rank receives the rows at its positions
+# (`rows.py`), or all rows if the tensor is small. All ranks raise for a position out of range. Only
+# where `index_select` or `embedding` gathers all rows, the rank with the position raises alone.
 
 
 def wrap_negative(index: Tensor, size: int) -> Tensor:
-    """Return positions from 0 on; negative ones are counted from the end, as in Python."""
+    """Return `index` with `size` added to each negative position, as Python counts positions."""
     counted: Tensor = index + size * (index < 0)
     return counted
 
@@ -60,7 +60,10 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
 
 
 def selected(input: Tensor, dim: int, index: Tensor, wraps: bool = False) -> DistTensor:
-    """Return torch.index_select; if `wraps`, negative positions are counted from the end."""
+    """Return the slices of `input` at positions `index`, as torch.index_select. Collective.
+
+    If `wraps`, negative positions are counted from the end.
+    """
     grid = common_grid("index_select", (input, index))
     x = as_distributed(input, grid)
     if index.dtype not in (torch.int32, torch.int64):
@@ -89,7 +92,7 @@ def selected(input: Tensor, dim: int, index: Tensor, wraps: bool = False) -> Dis
 
 @keeps_shape
 def rows_at(index: DistTensor, table: DistTensor) -> DistTensor:
-    """Return `table[index]`, cut as `index` is; the table is whole on every rank."""
+    """Return `table[index]`, partitioned as `index`, for a `table` that is not partitioned."""
     own = wrap_negative(index.shard, len(table))
     with in_range("indexing, position", own, len(table)):
         shard = table.shard[own]
@@ -111,12 +114,12 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
 
 @gathers_along
 def _gathered(x: DistTensor, index: Tensor, d: int) -> DistTensor:
-    """Return torch.gather along dimension `d`, whose operands have been checked."""
+    """Return torch.gather(x, d, index), without checks of shapes and types. Collective."""
     shape, grid = tuple(index.shape), x.grid
-    # Where the index is shorter than the input their blocks do not match.
+    # Where the index is shorter than the input, their blocks have different positions.
     shorter = [i for i, n in enumerate(shape) if i != d and n != x.shape[i]]
     cuts = [() if i in shorter else axes for i, axes in enumerate(x.cuts)]
-    # Where the input is whole, each rank looks up its own block of the index.
+    # Along other dimensions of the input, the result is partitioned as the index.
     for i, axes in enumerate(as_distributed(index, grid).cuts):
         if not cuts[i] and i not in shorter and not set(axes) & set(cutting_axes(cuts)):
             cuts[i] = axes
@@ -140,7 +143,7 @@ def _gathered(x: DistTensor, index: Tensor, d: int) -> DistTensor:
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim)
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> DistTensor:
-    """Return torch.gather along `dim`, with the other dimensions broadcast against each other."""
+    """Return the elements at `indices` along `dim`; other dimensions are broadcast. Collective."""
     if indices.dtype != torch.int64:
         raise RuntimeError(
             f"take_along_dim: indices of {indices.dtype}; expected int64, for example "
@@ -159,7 +162,7 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Di
     shapes = [torch.Size((*t.shape[:d], 1, *t.shape[d + 1 :])) for t in (input, indices)]
     rest = torch.broadcast_shapes(*shapes)
     x, index = (t.expand(*rest[:d], t.shape[d], *rest[d + 1 :]) for t in (input, indices))
-    # torch counts around the end here, where gather refuses positions out of range.
+    # torch takes the remainder here, while gather raises for positions out of range.
     return gather(x, d, index.remainder(max(x.shape[d], 1)))
 
 
@@ -174,7 +177,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> DistTensor:
-    """Return the row of `weight` at each position in `input`, partitioned as `input` is."""
+    """Return the rows of `weight` at the positions `input`, partitioned as `input`. Collective."""
     grid = common_grid("embedding", (input, weight))
     if max_norm is not None or scale_grad_by_freq or sparse:
         reason = "max_norm, scale_grad_by_freq and sparse are not supported"
@@ -202,7 +205,7 @@ def embedding(
 
 
 def _place_of(row: int | None, size: int, wanted: Tensor) -> int | None:
-    """Return the place of a row of `size` in the vector `wanted`; None if it is not there."""
+    """Return the index at which `wanted` has row number `row`, modulo `size`; None if nowhere."""
     if row is None:
         return None
     places = (wanted == row % size).nonzero()
@@ -222,18 +225,18 @@ def _embedding(
     return embedding(indices, weight, padding, **options)
 
 
-# Elements that masks pick on all ranks, brought to all ranks in the serial order.
+# Elements that masks pick on all ranks, gathered on all ranks in the serial order.
 #
-# In row-major order a block's elements come in runs, one for each position along the dimensions
-# before the last cut one. The ranks exchange the number of picked elements of each run, and then
-# these elements only.
+# Let `last` be the last partitioned dimension. For each position along dimensions 0 to `last` - 1,
+# the elements of a block are consecutive in row-major order of the global tensor: a run. The ranks
+# exchange the number of picked elements of each run, and then only the picked elements.
 
 
 class Selection:
-    """The elements that a distributed mask picks, numbered in the serial order. Collective.
+    """The elements that a distributed mask picks, numbered in the row-major order of serial torch.
 
-    All ranks of the grid create it together, to read or write the picked elements. `operator` is
-    the called function, for records.
+    All ranks of the grid create a selection together, to read or write the picked elements.
+    `operator` is the called function, for records.
 
     Attributes
     ----------
@@ -269,13 +272,13 @@ class Selection:
 
     @property
     def places(self) -> Tensor:
-        """Return the numbers that this rank's picked elements have among all picked elements."""
+        """Return the numbers of this rank's picked elements, counted over all ranks from 0 on."""
         if self._places is None:
             return torch.arange(self.total, device=self.here.device)
         return self._places.split(self._lengths)[self._own]
 
     def bring(self, rows: Tensor, cuts: Cuts = ()) -> Tensor:
-        """Return all ranks' `rows` for picked elements, in row-major order. Collective.
+        """Return the `rows` of all ranks on every rank, in row-major order. Collective.
 
         Parameters
         ----------
@@ -297,9 +300,10 @@ class Selection:
 
 
 def _runs(shape: Shape, box: Box, last: int, device: torch.device) -> Tensor:
-    """Return the row-major index, in dimensions 0 to `last`, at which each run of a block starts.
+    """Return the row-major number, in dimensions 0 to `last`, at which each run of a block starts.
 
-    A run goes along dimension `last`, the last cut one, and the dimensions after it.
+    `shape` is the global shape, `box` the block, and `last` the last partitioned dimension. A run
+    has the elements of the block at one position of dimensions 0 to `last` - 1.
     """
     keys = torch.zeros((), dtype=torch.int64, device=device)
     for n, start, stop in zip(shape[:last], box.start, box.stop, strict=False):
@@ -308,7 +312,7 @@ def _runs(shape: Shape, box: Box, last: int, device: torch.device) -> Tensor:
 
 
 def _in_order(keys: Tensor, counts: Tensor) -> Tensor:
-    """Return the place that each element has after its run is sorted among all runs.
+    """Return for each element its place after the runs of elements are sorted by key.
 
     Run i has `counts[i]` elements and the sort key `keys[i]`; elements are listed run after run.
     """
@@ -320,10 +324,11 @@ def _in_order(keys: Tensor, counts: Tensor) -> Tensor:
     return elements + torch.arange(len(elements), device=keys.device)
 
 
-# Elements picked by a mask, read and written where they lie.
+# Reading and writing the elements that a mask picks.
 #
-# Each rank picks in its own block. Elements that are read are made whole, as every rank must know
-# how many they are; nothing else moves. Elements that are written need not move at all.
+# Each rank picks elements of its own block. Elements that are read are gathered on every rank, as
+# their number is a global size. To write elements, ranks exchange at most the numbers of picked
+# elements, besides a distributed mask or value.
 
 
 def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
@@ -338,7 +343,7 @@ def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
 
 @picks_in_order
 def _picked(input: Tensor, mask: Tensor, grid: Grid, operator: str) -> DistTensor:
-    """Return the rows that a mask picks, as `picked_by_mask` does, without its checks."""
+    """Return the rows of `input` where `mask` is true, on every rank; no checks. Collective."""
     x, chosen = as_distributed(input, grid), as_distributed(mask, grid)
     behind = x.dim() - chosen.dim()
     shape = tuple(x.shape)
@@ -353,10 +358,12 @@ def _picked(input: Tensor, mask: Tensor, grid: Grid, operator: str) -> DistTenso
 
 
 def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -> None:
-    """Assign where a mask of the dimensions from `first` on is true; each rank writes to its block.
+    """Assign `value` to `input` where `mask` is true; each rank writes to its block. Collective.
 
-    `value` is broadcast to (*dimensions before, picked elements in row-major order, *dimensions
-    after).
+    The dimensions of `mask` are dimensions `first`, `first` + 1, ... of `input`. `value` is
+    broadcast to (*dimensions before, picked elements in row-major order, *dimensions after).
+    Raises IndexError if the shape of `mask` does not match, and RuntimeError if `value` does not
+    broadcast or has another type than `input`.
     """
     operator = "assignment"
     stop = first + mask.dim()
@@ -393,7 +400,7 @@ def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -
 
 
 def check_mask(mask: Tensor, shape: Shape, input: Tensor) -> None:
-    """Raise IndexError if a mask of dimensions of `input`, of `shape`, has another shape."""
+    """Raise IndexError unless `mask` has `shape`, that of the dimensions of `input` to index."""
     if tuple(mask.shape) != shape:
         raise IndexError(
             f"the mask of shape {tuple(mask.shape)} does not match the dimensions {shape} of the "
@@ -410,9 +417,9 @@ def masked_select(input: Tensor, mask: Tensor) -> DistTensor:
 
 
 def positions(input: DistTensor, operator: str) -> DistTensor:
-    """Return the global positions of nonzero elements, (elements, dimensions). Collective.
+    """Return the global positions of the nonzero elements of `input`, on every rank. Collective.
 
-    `operator` is the called function, for records.
+    The result has shape (elements, dimensions). `operator` is the called function, for records.
     """
     x = input.stored
     chosen = x.shard != 0
@@ -420,7 +427,7 @@ def positions(input: DistTensor, operator: str) -> DistTensor:
         return as_distributed(chosen.nonzero(), x.grid)
     selection = Selection(DistTensor(chosen, x.shape, x.cuts, x.grid), operator)
     start = torch.tensor(x.box.start, dtype=torch.int64, device=x.device)
-    # Row-major numbers are those of any reshape.
+    # `x` may be `input` before a reshape, which keeps the row-major numbers of elements.
     numbers: Any = 0
     for size, column in zip(x.shape, (chosen.nonzero() + start).unbind(1), strict=True):
         numbers = numbers * size + column

@@ -1,4 +1,4 @@
-"""Padding of cut planes, in all modes: owners send the elements that the padding repeats."""
+"""Padding of partitioned tensors, in all modes: ranks exchange the elements to repeat."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def _padded(
         # torch pads the number of dimensions that the caller has named, also by 0.
         named = amounts[input.dim() - len(pad) // 2 :]
         buffer = F.pad(buffer, [n for amount in reversed(named) for n in amount], mode, value)
-    # Padding by 0 copies all the same.
+    # Padding by 0 returns a copy, as in torch.
     shard = buffer.clone() if buffer is input.shard else buffer
     return DistTensor(shard, shape, input.cuts, input.grid)

@@ -131,10 +131,10 @@ def t(input: DistTensor) -> DistTensor:
 
 
 def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
-    """Return `function(buffer, r)`, with the dimensions before the last three as one.
+    """Return `function(buffer, r)`, computed with the dimensions before the last three flattened.
 
-    torch's result for volumes depends on the memory format, which differs between ranks. A buffer
-    of four dimensions is passed as it is, as torch keeps its memory format.
+    Without that, torch's result for volumes would depend on the memory format, which may differ
+    between ranks. A buffer of four dimensions is not flattened, to keep its memory format.
     """
     if buffer.dim() == 4:
         return function(buffer, r)
@@ -143,9 +143,9 @@ def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
 
 
 def _cropped(x: Tensor, d: int, first: int, length: int) -> Tensor:
-    """Return `length` elements along `d` from `first` on; `x` itself if these are all.
+    """Return `x.narrow(d, first, length)`, or `x` itself if dimension `d` has `length` elements.
 
-    A slice is avoided where it can be: its gradient would not have the memory format of `x`.
+    The gradient of a slice would not have the memory format of `x`.
     """
     return x if x.shape[d] == length else x.narrow(d, first, length)
 
@@ -184,7 +184,7 @@ def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
     return DistTensor(shard, shape, x.cuts, x.grid)
 
 
-# Functions that bring tensors to one shape, join several, or divide one along a dimension.
+# Functions that broadcast tensors to one shape, concatenate tensors, or split a tensor.
 
 
 def _distributed(name: str, tensors: Sequence[Tensor]) -> list[DistTensor]:
@@ -248,7 +248,7 @@ def column_stack(tensors: Sequence[Tensor]) -> DistTensor:
 
 
 def _divided(function: Callable[..., Any], along: int | None = None) -> None:
-    """Register torch.tensor_split, or a split along the fixed dimension `along`, such as vsplit."""
+    """Register torch.tensor_split, or a split along dimension `along`, such as torch.vsplit."""
 
     @implements(function, getattr(Tensor, function.__name__))
     def rule(input: DistTensor, *args: Any, **named: Any) -> tuple[DistTensor, ...]:
@@ -392,7 +392,7 @@ def _in_place(method: Callable[..., Any], view: Callable[..., Any]) -> None:
             way_out = f"Use the view that x.{name.removesuffix('_')}(...) returns"
             refuse(name, reason, input, way_out=way_out)
         made = rule(input, *args, **kwargs)
-        # Below torch's functions, a tensor without elements holds the shape, too.
+        # Below torch's functions, the shape is also that of a tensor without memory.
         with torch.no_grad(), without_torch_function(), without_torch_dispatch():
             method(input, *args, **kwargs)
         input.become(made)

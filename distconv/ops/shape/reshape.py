@@ -1,8 +1,10 @@
-"""Reshapes. A leading dimension stays cut; nothing is sent if blocks fit.
+"""Reshapes, permutations and new dimensions of partitioned tensors.
 
-If parts are uneven, neighbours exchange parts of rows. A cut dimension that would become an inner
-factor of another has no blocks in the result. The tensor then stays in its old form until an
-operator needs the new one (`ops/support/merged.py`).
+If the first dimension of a run of flattened dimensions is partitioned, so is the first dimension of
+the result. Nothing is sent if all blocks have equal lengths; otherwise neighbouring ranks exchange
+parts of rows. If a partitioned dimension becomes an inner factor of a larger dimension, its blocks
+are not contiguous in the result. The result is then a merged tensor: its blocks keep the shape
+before the reshape until an operator needs the new blocks (`ops/support/merged.py`).
 """
 
 from __future__ import annotations
@@ -35,23 +37,25 @@ from distconv.tensor.redistribution import gather_inputs, overwrite, redistribut
 
 
 def _inferred(sizes: Shape, shape: Shape) -> Shape:
-    """Return `sizes` with -1 replaced, as torch.reshape does for a tensor of `shape`."""
+    """Return `sizes` with -1 replaced, as in torch.reshape of a tensor of `shape`."""
     return tuple(torch.empty(shape, device="meta").reshape(sizes).shape)
 
 
 class _Regrouping(NamedTuple):
-    """A run of dimensions whose blocks do not fit the reshaped rows, as parts are uneven.
+    """A reshape of adjacent dimensions whose blocks in the input and in the result differ.
 
-    Neighbours exchange parts of the rows. `old` are the dimensions of the run in the input.
+    Blocks have unequal lengths, so neighbouring ranks exchange parts of rows.
     """
 
     old: range
+    """The dimensions of the input."""
     into: int
-    """The leading dimension of the result."""
+    """The first of the dimensions of the result."""
     rows: Rows
+    """The numbers of elements in a row of the input and in a row of the result."""
 
     def crop(self, buffer: Tensor, box: Box) -> Tensor:
-        """Return the elements of `box` from the gathered rows, with old dimensions flattened."""
+        """Return the block `box` of the result from `buffer`, the gathered rows, flattened."""
         first = self.old.start
         start = self.rows.offset(box.start[self.into])
         length = self.rows.after * box.shape[self.into]
@@ -63,10 +67,12 @@ def _reshaped_cuts(
 ) -> tuple[Cuts, Cuts, list[_Regrouping]]:
     """Return the cuts to which to redistribute the input, the cuts of the result, and regroupings.
 
-    An unchanged dimension keeps any cut. If the leading dimension of a run is cut, the leading
-    dimension of the result is cut over all axes of the run; a run whose leading dimension is whole
-    becomes whole. If parts of either leading dimension differ in length, neighbours exchange parts
-    of rows: one regrouping for each such run.
+    `before` and `after` are the global shapes; cuts are the grid axes over which each dimension is
+    partitioned. A run is a shortest series of adjacent dimensions of `before` with the same number
+    of elements as adjacent dimensions of `after`, its result. An unchanged dimension keeps its
+    axes. If the first dimension of a run is partitioned, the first dimension of its result is
+    partitioned over all axes of the run; otherwise neither is partitioned. A run whose blocks have
+    unequal lengths has a regrouping.
     """
     asked: list[tuple[str, ...]] = [()] * len(before)
     made: list[tuple[str, ...]] = [()] * len(after)
@@ -76,7 +82,7 @@ def _reshaped_cuts(
     for old, new in groups(before, after):
         if not old or not new:
             continue
-        # Leading dimensions of one element belong to no run.
+        # Dimensions of size 1 at the beginning of a run stay out of it.
         first = next((d for d in old if before[d] != 1), old[0])
         into = next((d for d in new if after[d] != 1), new[0])
         elements = prod(before[d] for d in old)
@@ -94,9 +100,9 @@ def _reshaped_cuts(
 def _reshape_blocks(
     input: DistTensor, shape: Shape, operator: str, *, forks: bool = False
 ) -> DistTensor:
-    """Return a view of `input` in another shape, cut in blocks; with `forks` return a fork.
+    """Return a view of `input` with the global shape `shape`, which is not merged. Collective.
 
-    A fork (`make_fork`) is a result that serial torch makes as a view or as a copy, depending on
+    With `forks` return a fork (`make_fork`): serial torch returns a view or a copy, depending on
     strides. `operator` is the called function, for records of redistributions.
     """
     asked, made, uneven = _reshaped_cuts(tuple(input.shape), input.cuts, shape, input.grid.topology)
@@ -108,7 +114,7 @@ def _reshape_blocks(
         needs: list[IndexMap] = [rows.get(d, Same()) for d in range(x.dim())]
         buffer = gather_inputs(x, needs, asked, operator)
         if 0 not in box.shape:
-            # From behind, so that the dimensions in front keep their numbers.
+            # The last run first: the numbers of earlier dimensions do not change.
             for run in reversed(uneven):
                 buffer = run.crop(buffer, box)
     block = buffer.reshape(box.shape)
@@ -122,16 +128,17 @@ def _reshape_blocks(
 
 
 def _write_reshaped(base: DistTensor, view: DistTensor) -> None:
-    """Write the elements of `view`, a reshape of `base`, to `base`; all ranks call it together."""
+    """Write the elements of `view`, a reshape of `base`, to `base`. Collective."""
     overwrite(base, _reshape(view, tuple(base.shape), "reshape"), "reshape")
 
 
 @lru_cache(maxsize=4096)
 def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology) -> Shape | None:
-    """Return the stored shape of a reshape to `after` whose result has merged dimensions.
+    """Return the shape under which to store a reshape of `before` to `after` as a merged tensor.
 
-    A merged dimension is stored as its factors, so that the tensor stays cut. Returns None if no
-    cut dimension becomes an inner factor, or if no factors fit both shapes.
+    A merged dimension of `after` is replaced by its factors, so that the tensor stays partitioned.
+    Returns None if no partitioned dimension becomes an inner factor of a dimension of `after`, or
+    if the two shapes have no common factors.
     """
     if not any(cuts) or 0 in before:
         return None
@@ -148,14 +155,15 @@ def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology)
 
 
 def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = False) -> DistTensor:
-    """Return `input` in another shape, merged if a cut dimension becomes an inner factor.
+    """Return `input` in the global shape `shape`. Collective.
 
-    `copied` says that serial torch may copy here in place of a view, depending on strides.
+    The result is merged if a partitioned dimension becomes an inner factor of a dimension.
+    `copied` says that serial torch may return a copy instead of a view, depending on strides.
     `operator` is the called function, for records of redistributions.
     """
     before = tuple(input.shape)
     forks = copied and any(sum(before[d] != 1 for d in old) > 1 for old, _ in groups(before, shape))
-    # Merged dimensions are split again.
+    # The tensor before an earlier reshape, if `input` is merged.
     x = input.stored
     topology = x.grid.topology
     unmerged = _unmerged_shape(tuple(x.shape), x.cuts, shape, topology)
@@ -174,7 +182,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = F
 
 
 def _alias(x: DistTensor, *, forks: bool = False) -> DistTensor:
-    """Return a view of `x` with its own node in the autograd graph; with `forks` return a fork."""
+    """Return a view of all of `x`, with an autograd node; with `forks` return a fork."""
     shard = x.shard.view_as(x.shard)
     if forks:
         return make_fork(x, shard, x.shape, x.cuts)
@@ -191,7 +199,7 @@ def reshape(input: DistTensor, *shape: Any) -> DistTensor:
 @implements(torch.Tensor.view)
 @takes_sequence("size")
 def view(input: DistTensor, *shape: Any, dtype: torch.dtype | None = None) -> DistTensor:
-    """Return the tensor in another shape, or its bits read as another type."""
+    """Return a view of `input` in another shape, or of its bits as another type. Collective."""
     kind = shape[0] if shape and isinstance(shape[0], torch.dtype) else dtype
     if kind is not None:
         return _bits_as(input, kind)
@@ -199,9 +207,10 @@ def view(input: DistTensor, *shape: Any, dtype: torch.dtype | None = None) -> Di
 
 
 def _bits_as(input: DistTensor, dtype: torch.dtype) -> DistTensor:
-    """Return the bits read as another type; the last dimension is made whole if its size changes.
+    """Return a view of the bits of `input` as elements of type `dtype`. Collective.
 
-    So are the blocks of a merged tensor.
+    If elements of the two types differ in size, or `input` is merged, the last dimension is
+    gathered on every rank.
     """
     shape = check_on_meta(torch.Tensor.view, input, dtype)
     again = partial(_bits_as, dtype=dtype)
@@ -245,7 +254,7 @@ def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTe
 
 @implements(torch.unsqueeze, torch.Tensor.unsqueeze)
 def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
-    """Return the tensor with a new dimension of one element, whole on every rank."""
+    """Return a view of `input` with a new dimension `dim` of one element."""
     d = normalize_dim(dim, input.dim() + 1)
     if input.unmerged is not None:
         return _reshape(input, (*input.shape[:d], 1, *input.shape[d:]), "unsqueeze")
@@ -259,7 +268,7 @@ def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
 @implements(torch.permute, torch.Tensor.permute)
 @takes_sequence("dims")
 def permute(input: DistTensor, *dims: Any) -> DistTensor:
-    """Return the tensor with its dimensions in another order, each with its cut."""
+    """Return a view of `input` with its dimensions, each partitioned as before, in order `dims`."""
     named = as_sizes(dims)
     if len(named) != input.dim():
         raise RuntimeError(
@@ -284,11 +293,11 @@ def transpose(input: DistTensor, dim0: int, dim1: int) -> DistTensor:
 @implements(torch.Tensor.expand)
 @takes_sequence("size")
 def expand(input: DistTensor, *sizes: Any) -> DistTensor:
-    """Repeat dimensions of one element, whole on every rank; new ones come in front."""
+    """Return a view with dimensions of one element, or new ones in front, repeated. Collective."""
     shape = tuple(torch.empty(tuple(input.shape), device="meta").expand(as_sizes(sizes)).shape)
     lead = len(shape) - input.dim()
     if input.unmerged is not None:
-        # A merged dimension has more than one element, and stays as it is.
+        # A merged dimension has more than one element, so it is not repeated.
         runs = zip(factors_of(input), shape[lead:], strict=True)
         factors = chain.from_iterable(run if len(run) > 1 else (n,) for run, n in runs)
         return _reshape(expand(input.unmerged, (*shape[:lead], *factors)), shape, "expand")

@@ -1,9 +1,10 @@
-"""Rows of a partitioned dimension, of which each rank asks for the rows that its positions name.
+"""Row exchange: each rank receives the rows of a partitioned dimension at its positions.
 
-The ranks exchange the numbers of rows for which they ask, then their indices, and then the rows.
-Indices are kept for as long as the tensor of positions exists and is not written to, so a mesh or
-graph with constant connectivity sends them once. Whether a rank still has them depends on its
-objects, so in each call the ranks compare the numbers of their kept decisions.
+A row is the slice at one position of that dimension. The ranks exchange the number of rows that
+each requests, then the indices of the rows, and then the rows. The indices are kept while the
+tensor of positions exists and is not written to, so a mesh or graph with constant connectivity
+sends its indices once. Ranks may have dropped different tensors, so in each call the ranks compare
+the numbers of their kept decisions.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import base_of
 
 MOST_KEPT = 32
-"""The number of exchanges kept for one tensor of positions."""
+"""The largest number of row exchanges kept for one tensor of positions."""
 
 MOST_MOVED = 0.75
-"""The largest share of all rows that the busiest rank receives, its indices counted by their bytes.
+"""The largest fraction of all rows that a rank may receive in a row exchange.
 
-If it is more, every rank gathers all rows."""
+Indices of rows count by their bytes. Above this fraction every rank gathers all rows."""
 
 _KEPT = WeakTensorKeyDictionary()
-"""For each tensor of positions the number of writes to it, and the kept decisions."""
+"""For each tensor of positions, the number of writes to the tensor, and the kept decisions."""
 
 _latest = 0
-"""The number of the last decision that this rank has taken with others."""
+"""The number of the latest decision of this rank and its peers."""
 
 
 class RowExchange(NamedTuple):
-    """An exchange of rows along one partitioned dimension, as one rank sees it.
+    """A row exchange along one partitioned dimension, from the view of one rank.
 
     Attributes
     ----------
     ranks: the ranks that hold rows, in the order of their blocks.
-    places: for each position on this rank, the place of its row in the result of `fetch`.
-    wanted: the numbers of the rows of `fetch`, ascending.
-    asked: the number of rows for which this rank asks each of `ranks`.
-    requests: the rows of this rank's block for which `ranks` ask, one rank after the other.
-    requested: the number of rows for which each of `ranks` asks this rank.
-    plans: the plans for blocks of different shapes.
+    places: for each position on this rank, the index of its row in the result of `fetch`.
+    wanted: the global numbers of the rows that `fetch` returns, ascending.
+    asked: the number of rows that this rank receives from each of `ranks`.
+    requests: the rows of this rank's block to send, counted from its first row, rank by rank.
+    requested: the number of rows that this rank sends to each of `ranks`.
+    plans: the message plans, by the shape of a row and the dimension.
     """
 
     operator: str
@@ -69,17 +70,19 @@ class RowExchange(NamedTuple):
     plans: dict[Any, Plan]
 
     def fetch(self, block: Tensor, d: int, cuts: Cuts) -> Tensor:
-        """Return the rows along `d` for which this rank asks, from all ranks' blocks.
+        """Return the rows along dimension `d` that this rank has requested. Collective.
 
-        Differentiable. All ranks call it; `cuts` are those of the tensor, for the ledger.
+        `block` is this rank's block of a tensor, and `cuts` are the tensor's cuts, for the ledger.
+        Differentiable.
         """
         plan = self._plan(block, d, cuts, adjoint=False)
         return gather(block.index_select(d, self.requests), plan, self.grid)
 
     def add_up(self, rows: Tensor, d: int, cuts: Cuts) -> Tensor:
-        """Return the sums of all ranks' `rows`, which `fetch` returns, in the order of `requests`.
+        """Return the sums over the ranks of `rows`, for the rows `requests` of a block. Collective.
 
-        Differentiable, the adjoint of the exchange in `fetch`. All ranks call it.
+        `rows` has a row of values for each row number in `wanted`. Each is sent to its holder: the
+        adjoint of the exchange in `fetch`. Differentiable.
         """
         plan = self._plan(rows, d, cuts, adjoint=True)
         return accumulate(rows, plan, self.grid)
@@ -96,9 +99,10 @@ class RowExchange(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """The rows for which this rank asks: see `RowExchange`.
+    """The rows that this rank requests; `wanted` and `places` are those of `RowExchange`.
 
-    `message` is what it tells the others: whether a position is out of range, which, and `asked`.
+    `message` is a vector of integers for the other ranks: 1 if a position is out of range, that
+    position, and the number of rows requested from each holder of rows.
     """
 
     wanted: Tensor
@@ -107,14 +111,15 @@ class _Asked(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A common decision of ranks for some positions: an exchange, or None to gather all rows.
+    """A kept decision, common to ranks, on how to get the rows at some positions.
 
     Attributes
     ----------
     number: the number of the decision, the same on the ranks that have taken it.
-    asked: None if few rows were gathered when the positions were used for the first time.
-    lent: a copy of this rank's positions if NumPy shares their memory, as torch does not count its
-        writes.
+    asked: the requested rows; None if all rows were gathered without looking at the positions.
+    exchange: the row exchange; None to gather all rows.
+    lent: a copy of this rank's positions if NumPy shares their memory, as torch does not count
+        NumPy's writes; else None.
     """
 
     number: int
@@ -134,17 +139,17 @@ def row_exchange(
     wraps: bool = False,
     error: type[Exception] = IndexError,
 ) -> RowExchange | None:
-    """Return the exchange of the rows along `d` at some positions. Collective.
+    """Return a row exchange of `x` along dimension `d` for the rows at `positions`. Collective.
 
-    Returns None, alike on all ranks, if all rows should be gathered: dimension `d` is whole, nearly
-    all rows are needed, positions must not be read, or rows are few and positions are used for the
-    first time.
+    Returns None on all ranks if all rows should be gathered: dimension `d` is not partitioned, a
+    rank needs nearly all rows, positions must not be read, or `x` is small and `positions` are
+    distributed or are used for the first time.
 
     Parameters
     ----------
     positions: the tensor of positions that the program passes.
-    own: this rank's block of it.
-    among: the cuts of these blocks.
+    own: this rank's block of `positions`.
+    among: the cuts of `positions`: the grid axes over which each dimension is partitioned.
     operator: the called function, for errors and records.
     wraps: whether negative positions are counted from the end.
     error: the type raised on every rank if a position is out of range.
@@ -181,9 +186,10 @@ def row_exchange(
 
 
 def _agreed(known: _Known | None, grid: Grid, axes: Axes, device: torch.device) -> tuple[int, bool]:
-    """Return a number for the next decision, and whether all ranks know the same one. Collective.
+    """Return the number of the next decision, and whether all ranks keep the same decision.
 
-    Without an agreement one rank could find what it has kept, while another has a new tensor.
+    `known` is the decision that this rank keeps, or None. Collective over `axes`. A rank may have
+    kept a decision while another rank has a new tensor of positions.
     """
     global _latest
     mine = torch.tensor([0 if known is None else known.number, _latest], device=device)
@@ -197,7 +203,7 @@ def _peers(grid: Grid, axes: Axes) -> tuple[int, ...]:
 
 
 def _kept(own: Tensor) -> dict[Any, _Known]:
-    """Return the kept exchanges for the memory of `own`, none after a write to it."""
+    """Return the decisions kept for the memory of `own`, to look up or add; none after a write."""
     if own.is_inference():
         return {}
     base = base_of(own)
@@ -210,20 +216,20 @@ def _kept(own: Tensor) -> dict[Any, _Known]:
 
 
 def _size_of_row(x: DistTensor, d: int) -> int:
-    """Return the number of elements in a row of `x` along `d`, on the rank that has most."""
+    """Return the number of elements in a row of rank 0's block along `d`, the largest of all."""
     largest = rank_box(tuple(x.shape), x.cuts, x.grid.topology, 0)
     return prod(replaced_at(largest.shape, d, 1))
 
 
 def _few(x: DistTensor, d: int) -> bool:
-    """Return whether the rows of `x` are so few that asking for some takes longer than all."""
+    """Return whether gathering all rows of `x` takes less time than a row exchange, by its size."""
     return _size_of_row(x, d) * x.shape[d] <= thresholds(x.grid.computes_on_gpu).gathered_rows
 
 
 def _moves_less(counts: dict[int, list[int]], x: DistTensor, d: int) -> bool:
-    """Return whether the exchange moves fewer bytes to the busiest rank than `MOST_MOVED` allows.
+    """Return whether a row exchange sends no rank more than `MOST_MOVED` of the rows of `x`.
 
-    `counts` has for each rank the number of rows for which it asks each holder.
+    `counts` has for each rank the number of rows that it requests from each holder of rows.
     """
     topology = x.grid.topology
     moved = max(
@@ -236,7 +242,7 @@ def _moves_less(counts: dict[int, list[int]], x: DistTensor, d: int) -> bool:
 
 
 def _holders(axes: Axes, grid: Grid) -> tuple[int, ...]:
-    """Return the ranks that hold the rows, in the order of their blocks."""
+    """Return the ranks that hold the blocks of a dimension partitioned over `axes`, in order."""
     topology = grid.topology
     return tuple(
         sorted(_peers(grid, axes), key=lambda r: topology.part(topology.coordinates(r), axes))
@@ -250,7 +256,7 @@ def _start(size: int, axes: Axes, grid: Grid, rank: int) -> int:
 def _ask(
     own: Tensor, size: int, ranks: tuple[int, ...], axes: Axes, grid: Grid, wraps: bool
 ) -> _Asked:
-    # Of an index that is expanded over channels, for example, one channel is sorted.
+    # Of positions expanded over channels, for example, only those of one channel are sorted.
     rows = own[tuple(slice(None) if step else slice(1) for step in own.stride())].long()
     if wraps:
         rows = rows + size * (rows < 0)
@@ -267,16 +273,17 @@ def _ask(
 
 
 def _index_type(size: int) -> torch.dtype:
-    """Return the type of the numbers of `size` rows, in messages and in memory."""
+    """Return the integer type for the numbers of `size` rows, in messages and in memory."""
     return torch.int32 if size <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def _told(
     asked: _Asked, size: int, grid: Grid, axes: Axes, operator: str, error: type[Exception]
 ) -> dict[int, list[int]]:
-    """Return for each rank along `axes` how many rows it asks of each holder. Collective.
+    """Return for each rank the numbers of rows that it requests from each holder of rows.
 
-    Raises `error` on every rank if a position on one of them is out of range.
+    `asked` are the rows that this rank requests, of `size` rows. Collective over `axes`. Raises
+    `error` on every rank if a position on one of the ranks is out of range.
     """
     told = all_gather(asked.message, grid, axes).tolist()
     for wrong, position, *_ in told:
@@ -286,11 +293,12 @@ def _told(
 
 
 def check_range(own: Tensor, size: int, x: DistTensor, cuts: Cuts, operator: str) -> None:
-    """Raise RuntimeError on every rank if one has a position out of range in `own`.
+    """Raise RuntimeError on every rank if a position in `own` is out of range on some rank.
 
-    `x` is an operand of `operator`, and `cuts` are those of the positions. Collective, unless every
-    rank has all positions: one rank alone may compute with what it has in full. On accelerators
-    nothing is checked: positions would have to be waited for, and torch's kernel ends the program.
+    `own` is this rank's block of positions with `cuts`, `size` the number of allowed positions, and
+    `x` an operand of `operator`. Collective, unless the positions are not partitioned. On
+    accelerators nothing is checked: the host would have to wait for the positions, and torch's
+    kernel ends the program.
     """
     if not any(cuts) or is_accelerator(own.device) or not may_read(x):
         return
@@ -309,7 +317,10 @@ def _exchange(
     d: int,
     operator: str,
 ) -> RowExchange:
-    """Tell the holders which rows this rank asks for, and return the exchange. Collective."""
+    """Return the row exchange of `x` along `d`, after sending the indices of rows. Collective.
+
+    `counts` has for each rank the number of rows that it requests from each holder in `ranks`.
+    """
     grid, cuts = x.grid, x.cuts
     here = ranks.index(grid.rank)
     to, of = tuple(counts[grid.rank]), tuple(counts[peer][here] for peer in ranks)

@@ -1,4 +1,4 @@
-"""Values written, or added, to positions: scatter, index_add, select_scatter and so on."""
+"""Values written or added at given positions: scatter, index_add, select_scatter and others."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from distconv.torch_private import assert_async
 
 # Values written, or added, to positions along one dimension, given by a tensor of indices.
 #
-# That dimension is made whole first, and the result is cut as the input was. If more values than
-# elements are added, as in a histogram, each rank adds up its own values, and then the ranks' sums
-# are added up. One-hot classes, along a new dimension, are written without moving anything. The
-# rank that meets a class out of range raises.
+# The dimension is gathered first, and the result is partitioned as the input. If more values than
+# elements are added, as in a histogram, each rank sums its own values, and an all-reduce sums over
+# the ranks. one_hot writes classes along a new dimension without communication; only a rank that
+# has a class out of range raises.
 
 
 def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) -> None:
@@ -68,7 +68,7 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
         if name == "scatter_add" and _counts(x, d, index):
             given = (*values, *options.values())
             return as_distributed(x + _added_up(x, d, index, given[0], grid), grid)
-        # Where the index is shorter than the input their blocks do not match.
+        # Where the index is shorter than the input, their blocks have different positions.
         shorter = [i for i, n in enumerate(index.shape) if i != d and n != x.shape[i]]
         whole = uncut(x, [d, *shorter], name)
 
@@ -95,21 +95,21 @@ _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
 
 
 def _cut_as_index(x: DistTensor, d: int, index: Tensor) -> DistTensor:
-    """Return `x`, partitioned along `d` as a smaller index is if `x` is whole. Nothing moves."""
+    """Return `x`, partitioned along `d` as `index` if that needs no messages, or `x` itself."""
     axes = index.cuts[d] if isinstance(index, DistTensor) else ()
     if x.cuts[d] or not axes or set(axes) & set(cutting_axes(x.cuts)) or _counts(x, d, index):
         return x
     cuts = replaced_at(x.cuts, d, axes)
-    # A view of the whole, which `redistribute` would copy.
+    # A view of the shard; `redistribute` would copy the block.
     block = x.shard[box_on_rank(x.shape, replaced_at(((),) * x.dim(), d, axes), x.grid).slices]
     return DistTensor(block, x.shape, cuts, x.grid)
 
 
 def _added_to_rows(x: DistTensor, d: int, index: Tensor, src: Tensor) -> DistTensor | None:
-    """Return the result of scatter_add along a cut dimension, by an exchange of rows. Collective.
+    """Return scatter_add of `x` along a partitioned dimension `d`, by a row exchange. Collective.
 
-    Each rank adds up the values of its block of the index, and sends the sums to the rows' owners.
-    Returns None, alike on all ranks, if dimension `d` should be made whole.
+    Each rank sums the values of its block of `index`, and sends the sums to the ranks that hold the
+    rows. Returns None on all ranks if dimension `d` should be gathered instead.
     """
     name = "scatter_add"
     if not x.cuts[d] or any(n != x.shape[i] for i, n in enumerate(index.shape) if i != d):
@@ -133,9 +133,11 @@ def _sums_sent(
     name: str,
     **options: Any,
 ) -> DistTensor:
-    """Return `x` plus the sums, by `add`, of each rank's block of `src` by rows. Collective.
+    """Return `x` plus the values `src`, summed by row along dimension `d`. Collective.
 
-    `add` is torch.Tensor.scatter_add_ or torch.Tensor.index_add_, and `options` are its own.
+    Each rank sums its block of `src` with `add`, torch.Tensor.scatter_add_ or
+    torch.Tensor.index_add_, and `options`, such as alpha. The row exchange `rows` sends the sums to
+    the ranks that hold the rows. `name` is the called function, for records.
     """
     values = local_operand(src, tuple(src.shape), x.cuts, x.grid, name)
     zeros = values.new_zeros(replaced_at(tuple(x.shard.shape), d, len(rows.wanted)))
@@ -145,10 +147,10 @@ def _sums_sent(
 
 
 def _counts(input: Tensor, d: int, index: Tensor) -> bool:
-    """Return whether each rank should add up the values for its own block of the index.
+    """Return whether scatter_add should sum on each rank, followed by an all-reduce of the sums.
 
-    It should if the index has more elements than `input` and is cut or merged along `d`, but not
-    merged along another dimension. Otherwise dimension `d` is made whole.
+    True if `index` has more elements than `input`, is partitioned along dimension `d` or merged,
+    and no other dimension is merged. Each rank sums the values for its own block of `index`.
     """
     return (
         isinstance(index, DistTensor)
@@ -159,10 +161,9 @@ def _counts(input: Tensor, d: int, index: Tensor) -> bool:
 
 
 def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> DistTensor:
-    """Return the sums to add to `input` by scatter_add, whole on every rank. Collective.
+    """Return the sums that scatter_add adds to `input`, replicated on every rank. Collective.
 
-    Each rank adds up the values of `src` for its block of the index; then the ranks' sums are added
-    up.
+    Each rank sums the values `src` for its block of `index`, and an all-reduce sums over the ranks.
     """
     name = "scatter_add"
     runs = factors_of(index)
@@ -189,7 +190,8 @@ def _count_into_plain(input: Tensor, dim: int, index: Tensor, src: Tensor) -> An
     """Add `src` to the plain tensor `input` at the positions `index`, as scatter_add_. Collective.
 
     Each rank sums its block of `src`, and an all-reduce sums over the ranks. Returns NotImplemented
-    without a change if `index` is no larger than `input`, is whole along `dim`, or does not fit.
+    without a change if `index` is no larger than `input`, is not partitioned along `dim`, or does
+    not fit.
     """
     d = normalize_dim(dim, input.dim()) if input.dim() else 0
     if not input.dim() or input.dim() != index.dim() or not _counts(input, d, index):
@@ -208,7 +210,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 
 @implements(F.one_hot)
 def one_hot(tensor: DistTensor, num_classes: int = -1) -> DistTensor:
-    """Return one-hot vectors of class numbers along a new last dimension, which is whole."""
+    """Return one-hot vectors along a new last dimension, which is not partitioned."""
     check_on_meta(F.one_hot, tensor, max(num_classes, 1))
     if num_classes < 0:
         num_classes = int(tensor.max().item()) + 1
@@ -219,7 +221,7 @@ def one_hot(tensor: DistTensor, num_classes: int = -1) -> DistTensor:
 
 # Copies of tensors with positions overwritten or added to: index_add, select_scatter and so on.
 #
-# Each rank writes to its block; the new values are made whole along the indexed dimension first.
+# Each rank writes to its block. The new values are gathered along the indexed dimension first.
 
 
 @implements(torch.select_scatter, torch.Tensor.select_scatter)
@@ -254,7 +256,7 @@ def _written(name: str, input: Tensor, src: Tensor, place: Any) -> Tensor:
 def diagonal_scatter(
     input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> DistTensor:
-    """Return a copy with `src` on a diagonal of two dimensions, which become whole."""
+    """Return a copy with `src` on a diagonal, not partitioned along its dimensions. Collective."""
     name = "diagonal_scatter"
     grid = common_grid(name, (input, src))
     shape = check_on_meta(torch.diagonal_scatter, input, src, offset, dim1, dim2)
@@ -279,9 +281,10 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 def _places(
     name: str, input: Tensor, dim: int, index: Tensor, *others: Tensor
 ) -> tuple[DistTensor, int, Tensor]:
-    """Return `input` as a DistTensor, `dim` counted from 0, and `index` whole, counted from 0.
+    """Return `input` as a DistTensor, `dim` from 0 on, and all of `index`, from 0 on. Collective.
 
-    `name` is the called function, for errors.
+    Negative numbers are converted; `index` is flattened and gathered on every rank. `others` are
+    further operands, on the same grid. `name` is the called function, for errors.
     """
     x = as_distributed(input, common_grid(name, (input, index, *others)))
     if not x.dim():
@@ -291,10 +294,10 @@ def _places(
 
 
 def _whole_places(name: str, index: Tensor, n: int, among: str) -> Tensor:
-    """Return all positions in `index`, counted from 0 on, on every rank. Collective.
+    """Return all positions in `index` on every rank, with negative ones from the end. Collective.
 
-    Raises on every rank for positions outside of `n` elements. For the error message, `name` is the
-    called function, and `among` the name of the dimension or tensor with these elements.
+    Raises on every rank for a position outside of `n` elements. For the error message, `name` is
+    the called function, and `among` names the dimension or tensor with the `n` elements.
     """
     places = gather_whole(index, name)
     within = ((places >= -n) & (places < n)).all()
@@ -305,9 +308,10 @@ def _whole_places(name: str, index: Tensor, n: int, among: str) -> Tensor:
 def _placed(
     name: str, input: Tensor, dim: int, index: Tensor, source: Tensor, *reduce: str, **options: Any
 ) -> DistTensor:
-    """Return the result of torch's `name`, such as index_add; each rank computes its block.
+    """Return the result of torch's index_add, index_copy or index_reduce. Collective.
 
-    `reduce` is the argument of that name of index_reduce, and empty for other functions.
+    `name` is the name of the function. Each rank computes its block. `reduce` is the argument
+    `reduce` of index_reduce, and empty for other functions.
     """
     function: Callable[..., Tensor] = getattr(torch, name)
     check_on_meta(function, input, dim, index, source, *reduce, **options)
@@ -323,11 +327,11 @@ def _placed(
 def _slices_added(
     x: DistTensor, dim: int, index: Tensor, source: Tensor, alpha: Any = 1, name: str = "index_add"
 ) -> DistTensor | None:
-    """Return the result of index_add, of which each rank adds up its block of `source`. Collective.
+    """Return index_add of `x` by sums of each rank's block of `source`. Collective.
 
-    Along a cut dimension the sums are sent to the rows' owners. Along a whole one that is smaller
-    than `source`, the ranks' sums are added up. Returns None, alike on all ranks, if `source`
-    should be made whole along the dimension.
+    If dimension `dim` is partitioned, the sums are sent to the ranks that hold the rows. If not,
+    and `source` is larger than `x`, an all-reduce sums over the ranks. Returns None on all ranks if
+    `source` should be gathered along the dimension instead.
     """
     d = normalize_dim(dim, x.dim())
     positions = index.reshape(-1)
@@ -358,11 +362,12 @@ def _written_at(
     *reduce: str,
     **options: Any,
 ) -> DistTensor:
-    """Return the result of `function`, such as torch.index_add; each rank computes its block.
+    """Return `function` of `x`, such as torch.index_add; each rank computes its block. Collective.
 
     Parameters
     ----------
-    places: for each dimension from `first` on, a vector of whole positions, counted from 0.
+    first: the first of the indexed dimensions.
+    places: for each indexed dimension a vector of all positions, from 0 on, equal on all ranks.
     source: the values, (*dimensions before, positions, *dimensions after).
     """
     name, last = function.__name__, first + len(places)
@@ -370,7 +375,7 @@ def _written_at(
     cuts = (*x.cuts[:first], (), *x.cuts[last:])
     slices = local_operand(source, shape, cuts, x.grid, name)
     own = x.shard.shape[first:last]
-    # Values for other blocks go to an extra slice, so that nobody waits to count them.
+    # Values for other blocks go to an extra slice, so that the host does not wait for their number.
     spare = prod(own)
     here: Any = 0
     within: Any = True
@@ -386,7 +391,7 @@ def _written_at(
 
 @implements(torch.take, torch.Tensor.take)
 def take(input: Tensor, index: Tensor) -> DistTensor:
-    """Return the elements at positions of the flattened tensor, which is made whole first."""
+    """Return the elements at positions of the flattened tensor, which is gathered. Collective."""
     grid = common_grid("take", (input, index))
     shape = check_on_meta(torch.take, input, index)
     places = as_distributed(index, grid)
@@ -396,7 +401,7 @@ def take(input: Tensor, index: Tensor) -> DistTensor:
 
 @implements(torch.put, torch.Tensor.put)
 def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
-    """Return a copy with values at positions of the flattened tensor, written or added."""
+    """Return a copy with `source` written or added at flattened positions `index`. Collective."""
     x = as_distributed(input, common_grid("put", (input, index, source)))
     if index.dtype != torch.int64 or source.dtype != x.dtype:
         raise RuntimeError(
@@ -415,7 +420,9 @@ def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) 
 def added_at(input: Tensor, indices: Sequence[Tensor], values: Tensor) -> DistTensor:
     """Return a copy with `values` added at positions, as index_put(accumulate=True). Collective.
 
-    `indices` are positions or masks of the first dimensions. Each rank adds to its block.
+    `indices` are positions or masks of the first dimensions of `input`. Each rank adds to its
+    block. Raises RuntimeError if `values` have another type, and IndexError for indices that do not
+    fit `input`.
     """
     name = "index_put"
     x = as_distributed(input, common_grid(name, tensors_in(input, indices, values)))

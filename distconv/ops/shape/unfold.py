@@ -1,4 +1,4 @@
-"""Windows as views and as columns, with F.fold, and complex numbers viewed as pairs of reals."""
+"""Tensor.unfold, F.unfold and F.fold, and complex numbers viewed as pairs of reals."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def fold(
     padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> DistTensor:
-    """Return planes to which each column is added at its window; columns are made whole first."""
+    """Return the sums of columns at their windows, partitioned over samples only. Collective."""
     if not (input.is_floating_point() or input.is_complex()):
         raise NotImplementedError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
     arguments: Any = (output_size, kernel_size, dilation, padding, stride)
