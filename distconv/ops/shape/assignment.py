@@ -35,12 +35,12 @@ from distconv.ops.support.operands import (
     common_grid,
     gather_whole,
 )
-from distconv.ops.support.parameter_slices import follow
 from distconv.ops.support.spectra import is_fresh_spectrum
 from distconv.tensor.aliasing import prepare_write, update_views
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import UnsupportedOperation, implements, innermost_call, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.plain_copies import follow
 from distconv.tensor.redistribution import gather_inputs
 
 
@@ -91,7 +91,7 @@ def set_data(input: DistTensor, value: Tensor) -> None:
 def _set_data(x: Tensor, value: Any) -> None:
     """Replace torch's setter of `x.data`: a plain tensor gets the whole of a DistTensor.
 
-    The slices of a parameter follow.
+    Its slices and aliases in operators follow.
 
     All ranks call it if `value` is a DistTensor.
     """
