@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from distconv.comm import collectives
 from distconv.grid.interface import Grid
+from distconv.tensor.plain_copies import let_follow
 from distconv.torch_private import ShardFunction, roots_of_backward
 
 OWNED = "_distconv_owned"
@@ -162,6 +163,7 @@ def enter(plain: Tensor, grid: Grid) -> Tensor:
     The backward pass raises RuntimeError if `plain` does. Collective.
     """
     operand = collectives.as_replicated(plain, grid)
+    let_follow(operand, plain)
     operand.register_hook(partial(_check_not_owned, get_gradient_edge(plain).node))
     return operand
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 import distconv as dc
+from distconv.tensor import plain_copies
 from tests.support.serial import deviation
 
 
@@ -102,27 +104,41 @@ def test_data_of_another_type_are_an_error_that_leaves_the_parameter_whole() -> 
 
 
 class _Scaled(nn.Module):
-    """A network of which each operator needs its parameter in the backward pass."""
+    """A network of which each operator needs its plain operand in the backward pass."""
+
+    kernel: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.PReLU(8), nn.GroupNorm(2, 8))
         self.scale = nn.Parameter(torch.randn(8, 1, 1))
         self.last, self.head = nn.Conv2d(8, 4, 1, bias=False), nn.Linear(4, 3)
+        self.register_buffer("kernel", torch.randn(4, 4, 3, 3))
+        self.leaf = torch.randn(4, 6, 1, dtype=torch.float64, requires_grad=True)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.conv2d(x * self.leaf, self.kernel, padding=1)
         y = self.last((self.layers(x) * self.scale).tanh())
         z: Tensor = self.head(y.movedim(1, -1))
         return z.square().sum()
+
+    def operands(self) -> list[Tensor]:
+        return [*self.parameters(), *self.buffers(), self.leaf]
 
 
 def _exchanged(p: Tensor, other: Tensor) -> None:
     p.data, other.data = other.data, p.data
 
 
+def _freed_and_restored(p: Tensor, other: Tensor) -> None:
+    p.data = p.data.new_empty(0)
+    p.data = other
+
+
 CHANGES: list[Callable[[Tensor, Tensor], object]] = [
     lambda p, other: setattr(p, "data", other),
     _exchanged,
+    _freed_and_restored,
     lambda p, other: p.data.copy_(other),
     lambda p, other: p.data.mul_(2),
     lambda p, other: (setattr(p, "data", other), p.data.mul_(2)),
@@ -130,23 +146,58 @@ CHANGES: list[Callable[[Tensor, Tensor], object]] = [
 
 
 @pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("parallelized", [True, False])
 @pytest.mark.parametrize("axis", ["height", "channel"])
-def test_data_set_before_the_backward_pass_are_those_that_serial_torch_uses(axis: str) -> None:
+def test_data_set_before_the_backward_pass_are_those_that_serial_torch_uses(
+    axis: str, parallelized: bool
+) -> None:
     grid = dc.ProcessGrid(**{axis: -1})
     g = torch.Generator().manual_seed(2)
     x = torch.randn(2, 4, 6, 5, dtype=torch.float64, generator=g)
     for change in CHANGES:
         torch.manual_seed(0)
         serial = _Scaled().double()
-        model = dc.parallelize(deepcopy(serial), grid)
+        model = deepcopy(serial)
+        if parallelized:
+            dc.parallelize(model, grid)
         for _ in range(2):
             given = x.clone().requires_grad_(), dc.distribute_tensor(x, grid).requires_grad_()
             for module, one in zip((serial, model), given, strict=True):
                 loss = module(one)
-                for p in module.parameters():
+                for p in module.operands():
                     change(p, p.detach().clone() + 0.5)
                 loss.backward()
             expected, actual = (one.grad for one in given)
             assert deviation(actual.full_tensor(), expected) < 1e-12
-            for mine, yours in zip(model.parameters(), serial.parameters(), strict=True):
-                assert deviation(mine.grad, yours.grad) < 1e-12
+            for mine, yours in zip(model.operands(), serial.operands(), strict=True):
+                if yours.requires_grad:
+                    assert deviation(mine.grad, yours.grad) < 1e-12
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("parallelized", [True, False])
+@pytest.mark.parametrize("filters", [0, 3, 12])
+def test_data_of_another_shape_make_the_backward_pass_raise_on_all_ranks(
+    filters: int, parallelized: bool
+) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    convolution = nn.Conv2d(4, 6, 3, padding=1)
+    if parallelized:
+        dc.parallelize(convolution, grid)
+    x = dc.distribute_tensor(torch.ones(2, 4, 6, 5), grid).requires_grad_()
+    loss = convolution(x).square().sum()
+    convolution.weight.data = torch.ones(filters, 4, 3, 3)
+    with pytest.raises(RuntimeError, match="(?i)float8"):
+        loss.backward()
+
+
+@pytest.mark.parallel([2])
+def test_nothing_follows_once_its_graph_is_gone() -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    before = len(plain_copies._COPIES)
+    w = torch.ones(4, 1, 1, requires_grad=True)
+    y = dc.distribute_tensor(torch.ones(2, 4, 6, 5), grid).requires_grad_() * w
+    assert list(map(len, list(plain_copies._COPIES.values())[before:])) == [1]
+    del y
+    assert len(plain_copies._COPIES) == before
+    swap_tensors(w, torch.zeros(2))  # which refuses tensors with weak references

@@ -28,8 +28,8 @@ from distconv.geometry.plan import Slices, elements_moved
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.ops.support.operands import Placement
-from distconv.ops.support.parameter_slices import sliced
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.plain_copies import sliced
 from distconv.tensor.redistribution import gather_inputs, reduce_scatter
 from distconv.torch_private import ShardFunction
 

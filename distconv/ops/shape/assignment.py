@@ -35,12 +35,12 @@ from distconv.ops.support.operands import (
     common_grid,
     gather_whole,
 )
-from distconv.ops.support.parameter_slices import follow
 from distconv.ops.support.spectra import is_fresh_spectrum
 from distconv.tensor.aliasing import prepare_write, update_views
 from distconv.tensor.base import tensors_in
 from distconv.tensor.dispatch import UnsupportedOperation, implements, innermost_call, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.plain_copies import follow
 from distconv.tensor.redistribution import gather_inputs
 
 
@@ -91,8 +91,8 @@ def set_data(input: DistTensor, value: Tensor) -> None:
 def _set_data(x: Tensor, value: Any) -> None:
     """Set `x.data = value`, in place of torch's setter. Collective if `value` is a DistTensor.
 
-    A plain `x` gets the global tensor of a DistTensor. If `x` is a parameter, its slices are
-    updated.
+    A plain `x` gets the global tensor of a DistTensor. The slices and aliases of `x` in operators
+    follow.
     """
     if isinstance(value, DistTensor) and not isinstance(x, DistTensor):
         with torch.no_grad():

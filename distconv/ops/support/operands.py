@@ -26,9 +26,9 @@ from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.ops.support.arguments import check_on_meta
 from distconv.ops.support.expanded import before_expansion
-from distconv.ops.support.parameter_slices import sliced
 from distconv.tensor.dispatch import is_traced
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.plain_copies import sliced
 from distconv.tensor.recording import common_grid as common_grid
 from distconv.tensor.redistribution import redistribute
 
