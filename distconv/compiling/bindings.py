@@ -44,7 +44,7 @@ def bound(function: Any, args: Any, kwargs: Any) -> Any:
         except _Reached as reached:
             if _are_same(reached.args, (function, given, options)):
                 return found
-        except (TypeError, RuntimeError):
+        except Exception:  # of torch's parser, which takes other arguments
             continue
     return function
 

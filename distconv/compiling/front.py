@@ -433,9 +433,11 @@ def _weakly(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
 
 
 def _front_of(program: Any, take: Callable[..., Any], watch: Callable[..., Any]) -> Any:
-    """Return a function that runs `program` by Dynamo, which calls `take` and `watch`.
+    """Return a function of (args, kwargs, stand_ins) that runs `program` by Dynamo.
 
-    `take` is called with each new graph, and `watch` with the graph's guards.
+    In `args` and `kwargs`, placeholders take the place of DistTensors; `stand_ins` are their plain
+    tensors. Dynamo calls `take` with each new graph, and runs the function that `take` returns. It
+    calls `watch` with the graph's guards, and keeps those for which `watch` returns True.
     """
 
     enter, fill = entered, filled

@@ -445,8 +445,10 @@ def _transposed_outputs_with_halo(
 ) -> int | None:
     """Return the number of a part's outputs to which halos contribute; None if it cannot overlap.
 
-    A part cannot overlap if it has no inputs or no outputs, or if no padding makes torch's operator
-    compute the outputs `made` from the inputs `own`.
+    An output that halos on both sides reach is counted twice. A part cannot overlap if it has no
+    inputs or no outputs, or if no padding makes torch's operator compute the outputs `made` from
+    the inputs `own`. Both are intervals of global positions; `size` is the dimension's number of
+    inputs.
     """
     if own[0] == own[1] or made[0] == made[1] or _crop_arguments(m, own, made) is None:
         return None

@@ -180,10 +180,11 @@ class Board:
         return [*self._down.values(), *([] if self._up is None else [self._up])]
 
     def _ask(self, kind: str, key: Any, value: Any = None) -> Any:
-        """Send a request of this rank to rank 0, and return the answer.
+        """Send a request of this rank to rank 0, and return the answer; rank 0 answers itself.
 
-        `kind` is "post", "add" or "read". Return None for a post, which has no answer, and if no
-        answer arrives in time.
+        `kind` is "post" to store `value` under the name `key`, "add" to add 1 to the counter `key`,
+        or "read" to get the values under the names `key`. The answer is the new count or the list
+        of values. Other ranks get None for a post, and if no answer arrives in time.
         """
         if self._notes is not None:
             return self._kept(kind, key, value)

@@ -191,8 +191,8 @@ class GradientReduction:
     def make_communicators(self, purpose: str) -> list[Any]:
         """Return communicators for `purpose`, by which a `reduce_hook` sums. Collective.
 
-        There is one communicator for each set of axes over which gradients are summed. If
-        communicators were first used in a backward pass, ranks might use them in different orders.
+        There is one communicator for each set of axes over which gradients are summed. They are
+        made before the backward pass, in which ranks might make them in different orders.
         """
         axes = dict.fromkeys(p.axes for p in self.parameters)
         return [self.grid.communicator(each, purpose) for each in axes]

@@ -275,9 +275,10 @@ class ModuleGuard:
     def _check_agreement(self, module: nn.Module, parts: Iterable[nn.Module]) -> None:
         """Raise DivergenceError on every rank if ranks call the module in different states.
 
-        Ranks compare training modes, trained parameters, and whether gradients are recorded and
-        summed, before the module sends any message: training and evaluation send different
-        messages. `parts` are the submodules. Collective.
+        Ranks compare training modes and whether gradients are recorded; if so, also the trained
+        parameters and whether gradients are summed. They compare before the module sends any
+        message, as training and evaluation send different messages. `parts` are the submodules.
+        Collective.
         """
         records, reduction = torch.is_grad_enabled(), self._reduction
         modes = bytes(map(truth, map(attrgetter("training"), (module, *parts))))

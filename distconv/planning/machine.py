@@ -128,10 +128,10 @@ class Launch:
 
     Attributes
     ----------
-    scheduler: the scheduler's name for the command `launch`.
-    gpus_per_node: the devices of a node, each with a rank of its own.
-    directives: options of the scheduler.
-    options: further options of the command that starts the ranks.
+    scheduler: the scheduler, such as "slurm", for which the command `launch` writes scripts.
+    gpus_per_node: the number of devices of a node, each with a rank of its own; 0 without devices.
+    directives: options of the scheduler in the script.
+    options: further options of the command that starts the ranks, such as those of mpiexec.
     setup: shell commands that the script runs first.
     """
 

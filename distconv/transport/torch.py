@@ -148,7 +148,11 @@ def wait_for(work: Any) -> None:
 
 
 def complete(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Run `collective(*arguments)` on contiguous tensors, and wait until their memory is free."""
+    """Run `collective(*arguments)`, and wait until it is complete.
+
+    `collective` is a method of a process group that returns a `Work`. Tensors among the arguments
+    are contiguous and on the CPU; the caller may free their memory afterwards.
+    """
     wait_for(start(collective, *(lent(a) if isinstance(a, Tensor) else a for a in arguments)))
 
 

@@ -81,9 +81,10 @@ class ScaleAndOffset:
         return np.where(missing, values.dtype.type(np.nan), values)
 
     def _as_stored(self, limit: Any, dtype: np.dtype[Any]) -> Any:
-        """Return a limit, such as `valid_min`, in the type of the stored values.
+        """Return a limit, such as `valid_min`, for comparison with stored values of type `dtype`.
 
-        Raises ValueError for a floating-point limit of scaled integers.
+        The limit is converted to a floating-point `dtype`, and is unchanged for integers. Raises
+        ValueError for a floating-point limit of scaled integers.
         """
         if dtype.kind == "f":
             return limit.astype(dtype)

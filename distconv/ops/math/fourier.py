@@ -142,8 +142,9 @@ def _steps(
     """Return the steps in which to transform `x` along `dims`, and the result's shape and cuts.
 
     Each step has the cuts to which to redistribute, and the dimensions to transform. `kind` is the
-    name of the transform along one dimension, and `sizes` has the length to which each dimension is
-    cropped or padded first. No communication.
+    name of the transform along one dimension. `sizes` has torch's length for each dimension: that
+    to which the dimension is cropped or padded first, or for the last of `dims` in irfft and hfft
+    that of the result. -1, or None for all dimensions, is torch's default. No communication.
     """
     last, topology, shape = dims[-1], x.grid.topology, list(x.shape)
     to_space = kind in ("ifft", "irfft")

@@ -345,7 +345,8 @@ def _parts(
 
     If dimension `d` is not partitioned, `function`, such as torch.unbind, divides the block. Then
     the gradient is one tensor in the memory format of the block. With slices, each slice would have
-    a gradient of the size of the block, with channels first.
+    a gradient of the size of the block, with channels first. Parts along a partitioned dimension
+    are slices.
     """
     indices = [(*(slice(None),) * d, pick) for pick in picks]
     if x.cuts[d] or x.pending is not None:
@@ -378,7 +379,10 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
 
 @joins_along
 def _joined(pieces: Sequence[DistTensor], d: int, skipped: Sequence[DistTensor] = ()) -> DistTensor:
-    """Return `pieces` concatenated along `d`; `skipped` only receive gradients. Collective."""
+    """Return `pieces` concatenated along `d`, in the layout of the largest. Collective.
+
+    `skipped` are tensors of shape (0,), which torch.cat leaves out, but gives gradients.
+    """
     # To partition a replicated tensor, nothing is sent.
     largest = max(pieces, key=lambda x: (any(x.cuts), x.numel()))
     total = sum(x.shape[d] for x in pieces)

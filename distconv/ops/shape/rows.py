@@ -141,9 +141,12 @@ def row_exchange(
 ) -> RowExchange | None:
     """Return a row exchange of `x` along dimension `d` for the rows at `positions`. Collective.
 
-    Returns None on all ranks if all rows should be gathered: dimension `d` is not partitioned, a
-    rank needs nearly all rows, positions must not be read, or `x` is small and `positions` are
-    distributed or are used for the first time.
+    Returns None on all ranks if all rows should be gathered, because
+
+    - dimension `d` is not partitioned;
+    - no elements may be read, as in a dry run or while a program is traced (`may_read`);
+    - `x` is small, and `positions` are a DistTensor or are used for the first time; or
+    - a rank would receive more than `MOST_MOVED` of the rows from other ranks.
 
     Parameters
     ----------
@@ -227,8 +230,9 @@ def _few(x: DistTensor, d: int) -> bool:
 
 
 def _moves_less(counts: dict[int, list[int]], x: DistTensor, d: int) -> bool:
-    """Return whether a row exchange sends no rank more than `MOST_MOVED` of the rows of `x`.
+    """Return whether in a row exchange each rank receives at most `MOST_MOVED` of the rows of `x`.
 
+    Rows that the rank holds itself do not count; the indices that are sent do, by their bytes.
     `counts` has for each rank the number of rows that it requests from each holder of rows.
     """
     topology = x.grid.topology
