@@ -80,12 +80,12 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
     Ranks with equal coordinates along `axes` should hold equal tensors; `sums` has the checksums of
     all ranks. Collective.
     """
-    if not _odd(sums, axes, grid.topology):
+    if not _deviating_ranks(sums, axes, grid.topology):
         return ""
     values = grid.all_gather_object(_values(local))
     odd = [
         (rank, usual)
-        for rank, usual in _odd(sums, axes, grid.topology)
+        for rank, usual in _deviating_ranks(sums, axes, grid.topology)
         if not _rounded(values[rank], values[usual])
     ]
     if not odd:
@@ -108,7 +108,10 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
     for (name, number), (_, _, axes) in zip(mine, checked, strict=True):
         kinds[axes] = crc32(f"{name} {number}".encode(), kinds[axes])
     together = zip(*grid.all_gather_object(list(kinds.values())), strict=True)
-    if not any(_odd(sums, axes, grid.topology) for sums, axes in zip(together, kinds, strict=True)):
+    if not any(
+        _deviating_ranks(sums, axes, grid.topology)
+        for sums, axes in zip(together, kinds, strict=True)
+    ):
         return None
     everyone = grid.all_gather_object(mine)
     for i in range(max(map(len, everyone))):
@@ -123,7 +126,9 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
     return None
 
 
-def _odd(sums: Sequence[int], axes: Sequence[str], topology: Topology) -> list[tuple[int, int]]:
+def _deviating_ranks(
+    sums: Sequence[int], axes: Sequence[str], topology: Topology
+) -> list[tuple[int, int]]:
     """Return pairs of a rank with a rare checksum, and a rank of its group with the usual one."""
     if len(set(sums)) == 1:
         return []

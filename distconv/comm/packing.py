@@ -169,7 +169,7 @@ def _in_rounds(routes: Sequence[Route]) -> list[int]:
     rounds: list[list[int]] = []
     for i, route in enumerate(routes):
         for other in rounds:
-            if not any(_meet(route.boxes, routes[j].boxes) for j in other):
+            if not any(_overlap(route.boxes, routes[j].boxes) for j in other):
                 other.append(i)
                 break
         else:
@@ -177,7 +177,7 @@ def _in_rounds(routes: Sequence[Route]) -> list[int]:
     return [i for chosen in rounds for i in chosen]
 
 
-def _meet(some: Sequence[Slices], others: Sequence[Slices]) -> bool:
+def _overlap(some: Sequence[Slices], others: Sequence[Slices]) -> bool:
     """Return whether a box of `some` has elements in common with a box of `others`."""
     return any(
         all(s.start < t.stop and t.start < s.stop for s, t in zip(a, b, strict=True))
@@ -201,7 +201,7 @@ def _indexed(places: Places, tensor: Tensor, most: int, apart: bool) -> Places:
         return places
     groups: list[list[int]] = [[]]
     for i, box in enumerate(boxes):
-        if apart and _meet([box], [boxes[j] for j in groups[-1]]):
+        if apart and _overlap([box], [boxes[j] for j in groups[-1]]):
             groups.append([])
         groups[-1].append(i)
     indices = [torch.cat([spans[i].units(unit) for i in group]) for group in groups]

@@ -154,7 +154,7 @@ class Compiled(Generic[Given, Result]):
         """The number of cases so far, and the number of times that all graphs were discarded."""
         self._watched: dict[int, tuple[Any, list[Any]]] = {}
         """Objects that Dynamo does not guard fully, by id, each with its names or items."""
-        self._left: dict[Any, str] = {}
+        self._uncompiled: dict[Any, str] = {}
         """The kinds of calls that run uncompiled, each with the reason."""
         self._warned: set[str] = set()
         self._call: _Call | None = None
@@ -189,12 +189,12 @@ class Compiled(Generic[Given, Result]):
             self._warn(_RUNS, "none of its arguments is a DistTensor")
             return self._as_it_is(args, kwargs)
         call = _Call([*tensors.values()], getattr(self._program, "training", None))
-        why = self._left.get(call.kind) or _why_as_it_is(call.tensors)
+        why = self._uncompiled.get(call.kind) or _why_as_it_is(call.tensors)
         if not why:
             slots = {x: _Argument(number) for number, x in enumerate(tensors)}
             try:
                 return self._by_front(call, replaced((args, kwargs), slots))
-            except _AsItIs as reason:
+            except _RunUncompiled as reason:
                 why = str(reason)
             except Exception as error:
                 if call.agreed:
@@ -203,7 +203,7 @@ class Compiled(Generic[Given, Result]):
         if not call.agreed:
             self._agree(call, _AS_IT_IS, f"it runs uncompiled: {why}")
         if call.stays:
-            self._left[call.kind] = why
+            self._uncompiled[call.kind] = why
         with reductions_used() as reductions:
             result = self._as_it_is(args, kwargs)
         if why and call.grid.rank == 0:
@@ -221,14 +221,14 @@ class Compiled(Generic[Given, Result]):
             self._watched.clear()
             self._forgotten += 1
         if self._forgotten > MOST_CASES:
-            raise _AsItIs("it reads classes or dictionaries that change too often")
+            raise _RunUncompiled("it reads classes or dictionaries that change too often")
         if self._front is None:
             self._front = _front_of(self._program, _weakly(self._compile), _weakly(self._watch))
         before, self._call, drawn = self._call, call, random.getstate()
         try:
             SerialTrace.under_way = True
             result = self._front(*given, call.stand_ins)
-        except _AsItIs:
+        except _RunUncompiled:
             random.setstate(drawn)
             raise
         finally:
@@ -260,25 +260,25 @@ class Compiled(Generic[Given, Result]):
         assert call is not None
         if graph.why:
             call.stays = True
-            raise _AsItIs(graph.why)
+            raise _RunUncompiled(graph.why)
         call.inputs = [call.behind.get(id(x), x) for x in inputs]
         case = graph.cases.get(graph.key(call.inputs))
         if case is None:
             self._agree(call, graph.checksum(call.grid), f"it is traced again, {graph.words}")
             if self._made >= MOST_CASES:
-                raise _AsItIs(f"it is called in more than {MOST_CASES} cases")
+                raise _RunUncompiled(f"it is called in more than {MOST_CASES} cases")
             call.begins = graph
-            raise _AsItIs
+            raise _RunUncompiled
         self._agree(call, case.state, f"case {case.number} of it, {case.words}")
         case.decide(call.grid, self._warn)
         if case.is_left:
-            raise _AsItIs
+            raise _RunUncompiled
         self.replays += case.is_replayed
         try:
             return graph.results(case.run(call.inputs, call.grid), call.inputs)
         except UnsupportedOperation as error:
             if case.is_left:
-                raise _AsItIs(str(error)) from None
+                raise _RunUncompiled(str(error)) from None
             raise
 
     def _agree(self, call: _Call, number: int, words: str) -> None:
@@ -335,7 +335,7 @@ class _CompiledModule:
         return compile(deepcopy(self._orig_mod, memo), backend=type(self)._compiled._backend)
 
 
-class _AsItIs(Exception):  # noqa: N818
+class _RunUncompiled(Exception):  # noqa: N818
     """An exception that ends a call by Dynamo's code, so that the program then runs uncompiled.
 
     It is raised before the call has had any effect. Its argument is the reason, for a warning.
@@ -404,7 +404,7 @@ def entered(x: Tensor) -> Tensor:
     """
     if is_fake(x):
         return x.clone(memory_format=torch.contiguous_format)
-    raise _AsItIs("torch.compile is disabled here")
+    raise _RunUncompiled("torch.compile is disabled here")
 
 
 def filled(argument: Any, tensors: Sequence[Tensor]) -> Any:

@@ -161,7 +161,7 @@ def compiled(one: Pass, backend: str) -> Callable[..., Any]:
     def graph(*tensors: Tensor) -> tuple[Tensor, ...]:
         nonlocal is_compiled
         assert kept is not None
-        with nullcontext() if is_compiled else _told(backend, len(one.graph.nodes)):
+        with nullcontext() if is_compiled else _report_time(backend, len(one.graph.nodes)):
             made: tuple[Tensor, ...] = run(*tensors, *constants)
         is_compiled = True
         return made[:-1]
@@ -194,7 +194,7 @@ def _apart(graph: fx.Graph) -> set[fx.Node]:
 
 
 @contextmanager
-def _told(backend: str, number: int) -> Iterator[None]:
+def _report_time(backend: str, number: int) -> Iterator[None]:
     """Print on stderr of rank 0 that `backend` compiles `number` calls, and the time in seconds."""
     if world().rank != 0:
         yield

@@ -41,7 +41,7 @@ def is_expanded(x: Tensor) -> bool:
     return any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _stays(x: Tensor) -> bool:
+def _is_constant_input(x: Tensor) -> bool:
     """Return whether the input `x` of a graph is the same tensor in all calls of a case.
 
     This is true for parameters, buffers and other leaves with gradients that are plain tensors.
@@ -57,7 +57,7 @@ def key_of(inputs: Sequence[Tensor]) -> Any:
     about = tuple(
         (x.cuts, x.grid)
         if isinstance(x, DistTensor)
-        else (x.stride(), x.requires_grad, id(x) if _stays(x) else None)
+        else (x.stride(), x.requires_grad, id(x) if _is_constant_input(x) else None)
         for x in inputs
     )
     modes = (
@@ -224,9 +224,9 @@ class _Traced:
 
     def forward(self, ctx: Any, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
         """Run and trace the graph; return the results' blocks, and which are differentiable."""
-        self.given = [i for i, x in enumerate(inputs) if not _stays(x)]
+        self.given = [i for i, x in enumerate(inputs) if not _is_constant_input(x)]
         # The autograd graph of the traced call begins at these leaves, and ends at the results.
-        inner = [_beginning(x) if _begins(x) else x for x in inputs]
+        inner = [_beginning(x) if _is_differentiable_input(x) else x for x in inputs]
         given = shards_of([inner[i] for i in self.given])
         self.strides = [x.stride() for x in given]
         before = list(map(_version, given))
@@ -237,7 +237,7 @@ class _Traced:
             call.leave()
         written = [i for i, x, v in zip(self.given, given, before, strict=True) if v != _version(x)]
         self.writes = bool(written)
-        if any(_begins(inputs[i]) for i in written):
+        if any(_is_differentiable_input(inputs[i]) for i in written):
             now.hinder("it writes to one of its arguments")
         blocks, self.rebuilders = shards_of(results), list(map(_rebuilder, results))
         self.differentiable = [x.requires_grad for x in blocks]
@@ -299,8 +299,8 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _begins(x: Tensor) -> bool:
-    return isinstance(x, DistTensor) or (x.requires_grad and not _stays(x))
+def _is_differentiable_input(x: Tensor) -> bool:
+    return isinstance(x, DistTensor) or (x.requires_grad and not _is_constant_input(x))
 
 
 def _beginning(x: Tensor) -> Tensor:

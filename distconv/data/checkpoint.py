@@ -257,7 +257,7 @@ def _write_with_shards(
 
     def write() -> None:
         for number, checksum in enumerate(checksums):
-            _see(_shard(path, token, number), checksum)
+            _check_visible(_shard(path, token, number), checksum)
         write_checksummed(path, lambda file: torch.save(state, file))
 
     try:
@@ -528,7 +528,7 @@ def _check_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
         )
 
 
-def _see(shard: Path, checksum: str) -> None:
+def _check_visible(shard: Path, checksum: str) -> None:
     """Raise `OSError` if this rank cannot read a shard file, `DamagedFile` for another checksum."""
     try:
         check_written(shard, checksum)

@@ -84,9 +84,9 @@ class DistributedLoader:
     ) -> None:
         self.grid = grid
         self._loader, self._layout = loader, layout
-        self._shares: _Shares | None = None
+        self._shares: _OwnSamplesLoader | None = None
         if isinstance(loader, DataLoader) and _draws_indices(loader):
-            self._shares = _Shares(loader, grid, _sample_axes(layout))
+            self._shares = _OwnSamplesLoader(loader, grid, _sample_axes(layout))
         self._place = _start_of(0)
         self._begun = False
         self._yielded = 0
@@ -210,7 +210,7 @@ class DistributedLoader:
             made[name] = DistTensor.from_local(mine, self.grid, Layout.of(cuts))
         return mapped(batch.content, lambda name, leaf: made.get(name, leaf))
 
-    def _check_dataset(self, shares: _Shares, some: list[Any]) -> None:
+    def _check_dataset(self, shares: _OwnSamplesLoader, some: list[Any]) -> None:
         """Raise DataError if ranks load different values of the samples `some`. Collective.
 
         `some` are indices into the dataset. Samples that change at random with each load may
@@ -277,7 +277,7 @@ class _Loading:
     look_ahead: Callable[[], object]
 
 
-class _Shares:
+class _OwnSamplesLoader:
     """A copy of a DataLoader that loads only this rank's samples of each mini-batch.
 
     Attributes

@@ -257,7 +257,7 @@ def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     `state` has `Stored` tensors by name. Of a sharded parameter only this rank's block is read.
     """
     targets = module.state_dict()
-    return {name: _for(x, targets.get(name)) for name, x in state.items()}
+    return {name: _read_state(x, targets.get(name)) for name, x in state.items()}
 
 
 def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -268,12 +268,14 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))
-    read = {number: _for(kept, owners.get(number)) for number, kept in state["state"].items()}
-    whole: dict[str, Any] = _for({**state, "state": read}, None)
+    read = {
+        number: _read_state(kept, owners.get(number)) for number, kept in state["state"].items()
+    }
+    whole: dict[str, Any] = _read_state({**state, "state": read}, None)
     return whole
 
 
-def _for(state: Any, target: Any) -> Any:
+def _read_state(state: Any, target: Any) -> Any:
     """Return `state` with each `Stored` tensor replaced by a tensor that this rank has read.
 
     `target` is the parameter that the state belongs to. If `target` is a DistTensor, a tensor with

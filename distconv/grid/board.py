@@ -100,7 +100,7 @@ class Board:
         """The links of child ranks that wait for an answer of the parent, in order of the requests;
         None for a request of this rank."""
         self._answers: deque[Any] = deque()
-        self._parted = False
+        self._lost_child = False
         """Whether the link to a child rank has been lost, whose last note may be missing."""
         self._woken, self._waker = socket.socketpair()
         self.announced: set[str] = set()
@@ -165,7 +165,7 @@ class Board:
         """
         until = math.inf
         while self.reaches and LEFT not in self.announced and time.monotonic() < until:
-            if self._parted:
+            if self._lost_child:
                 until = min(until, time.monotonic() + _FAREWELL)
             self.serve(1.0)
         until = time.monotonic() + _FAREWELL
@@ -280,7 +280,7 @@ class Board:
             while self._asking:
                 self._answer(self._asking.popleft(), None)
         elif self._down.pop(link.peer, None) is not None:
-            self._parted = True
+            self._lost_child = True
 
 
 def _request(kind: str, key: Any, value: Any = None) -> LinkMessage:

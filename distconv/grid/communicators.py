@@ -132,7 +132,9 @@ class Closing:
 
     def __init__(self, carriers: Callable[[], Iterable[StreamTransport]]):
         self._carriers = carriers
-        self._close, self._abort = (_Ready(partial(self._end, abort)) for abort in (False, True))
+        self._close, self._abort = (
+            _DeferredThread(partial(self._end, abort)) for abort in (False, True)
+        )
 
     def run(self, abort: bool) -> None:
         """Close the transports: at once if `abort`, otherwise when their work is done.
@@ -157,7 +159,7 @@ class Closing:
             carrier.close(abort)
 
 
-class _Ready:
+class _DeferredThread:
     """A daemon thread that is started now, and calls `work` when `ends_within` is called."""
 
     def __init__(self, work: Callable[[], None]):

@@ -359,7 +359,7 @@ class ProcessGrid(Grid):
         return f"{super().__repr__()}{gpus}"
 
 
-class _OfTheRank:
+class _ForkedTransport:
     """A replacement for a grid's transport in a process forked from a rank: every use raises."""
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -375,7 +375,7 @@ def _leave_messages_to_the_rank() -> None:
     """
     for grid in list(_grids.values()):
         # By `__dict__`, as `Grid` forbids to change its attributes.
-        grid._comm = grid.__dict__["transport"] = _OfTheRank()  # type: ignore[assignment]
+        grid._comm = grid.__dict__["transport"] = _ForkedTransport()  # type: ignore[assignment]
         grid._communicators = {}
 
 

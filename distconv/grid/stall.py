@@ -128,7 +128,7 @@ class Watch:
                 due = time.monotonic() + self._period
                 why = None
                 with suppress(Exception):  # the program may change data meanwhile: check again
-                    why = self._wrong()
+                    why = self._reason_to_report()
                 if why:
                     self._alarm(why)
             with suppress(Exception):
@@ -137,7 +137,7 @@ class Watch:
         self._board.add(LEFT)
         self._board.close()
 
-    def _wrong(self) -> str | None:
+    def _reason_to_report(self) -> str | None:
         """Return the reason why this rank waits too long or in vain, for the report; else None."""
         wait = self._waiting.now
         host = _seconds(wait)
@@ -161,7 +161,7 @@ class Watch:
         gone = {rank for peers, step in late for rank in self._gone(peers, step)}
         if gone:
             return f"for {ranks_in_words(sorted(gone))}, which has left the program"
-        return "in vain: they ran different steps" if late and self._has_parted() else None
+        return "in vain: they ran different steps" if late and self._differs_from_next() else None
 
     def _gone(self, peers: Iterable[int] | None, step: int) -> Iterator[int]:
         """Yield the ranks of `peers` whose programs have ended before collective step `step`.
@@ -183,7 +183,7 @@ class Watch:
             notes = self._board.read([f"{name}/{rank}" for rank in some])
             yield from ((rank, n) for rank, n in zip(some, notes, strict=True) if n is not None)
 
-    def _has_parted(self) -> bool:
+    def _differs_from_next(self) -> bool:
         """Return whether the latest journal entries of this rank and the next rank differ.
 
         Each waiting rank posts checksums of its entries; the rank after the last is rank 0. If all

@@ -166,7 +166,7 @@ class ModuleGuard:
             return
         outermost = enter_call(self, depth=3).outermost
         if not torch.is_grad_enabled():
-            if outermost and self._grid.journal.compares and self._together(inputs):
+            if outermost and self._grid.journal.compares and self._is_collective(inputs):
                 self._check_equal(module)
                 _, *parts = (module, *self._parts) if self._same_structure() else module.modules()
                 self._check_agreement(module, parts)
@@ -199,7 +199,7 @@ class ModuleGuard:
         averages = self._reduction.divisor is not None
         return averages and set(grid.ranks) <= set(self._grid.ranks)
 
-    def _together(self, inputs: Iterable[Tensor]) -> bool:
+    def _is_collective(self, inputs: Iterable[Tensor]) -> bool:
         """Return whether all ranks of the grid must call the module, as an input is partitioned.
 
         With inputs that are replicated on every rank, one rank may call the module alone.

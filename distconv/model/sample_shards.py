@@ -81,7 +81,7 @@ def gather_in_calls(module: nn.Module, weights: set[Tensor], again: bool) -> Non
             GatheredWeights(part, names, again)
 
 
-class _Whole:
+class _Gathered:
     """A gathered weight, with its block and the transfer to gather the weight again. Collective."""
 
     def __init__(self, weight: Tensor, p: DistTensor):
@@ -137,7 +137,7 @@ class _OpenCall(NamedTuple):
     weights: list[Tensor]
     states: list[Any]
     hooks: saved_tensors_hooks | None
-    found: list[_Whole]
+    found: list[_Gathered]
 
 
 class GatheredWeights:
@@ -165,9 +165,9 @@ class GatheredWeights:
         for (owner, name), weight in zip(self._names, weights, strict=True):
             vars(owner)[name] = weight
         hooks: saved_tensors_hooks | None = None
-        found: list[_Whole] = []
+        found: list[_Gathered] = []
         if self._again and torch.is_grad_enabled():
-            found += [_Whole(*each) for each in zip(weights, blocks, strict=True)]
+            found += [_Gathered(*each) for each in zip(weights, blocks, strict=True)]
             hooks = saved_tensors_hooks(*_hooks(found))
             hooks.__enter__()
         self._open.append(_OpenCall(weights, list(map(_state, weights)), hooks, found))
@@ -199,7 +199,7 @@ def _gathered(p: DistTensor) -> Tensor:
     return gather_inputs(p, (Same(),) * p.dim(), ((),) * p.dim(), "shard")
 
 
-def _hooks(found: Sequence[_Whole]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+def _hooks(found: Sequence[_Gathered]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """Return pack and unpack hooks by which autograd does not save the gathered weights `found`.
 
     Other tensors are passed to the enclosing hooks, such as the hooks of `save_on_cpu` or of a

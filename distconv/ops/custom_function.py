@@ -128,7 +128,7 @@ class _FunctionCall:
             result = function.forward(context, *arguments)
         self._several = isinstance(result, tuple)
         outputs = result if self._several else (result,)
-        outputs = tuple(self._distributed(x, arguments) for x in outputs)
+        outputs = tuple(self._as_output(x, arguments) for x in outputs)
         self._check(outputs)
         self._outputs = [
             _BlockPlace.of(x, grid) if isinstance(x, DistTensorBase) else None for x in outputs
@@ -141,7 +141,7 @@ class _FunctionCall:
         context.to_save = context.non_differentiable = ()
         return tuple(map(shard_of, outputs))
 
-    def _distributed(self, output: Any, arguments: tuple[Any, ...]) -> Any:
+    def _as_output(self, output: Any, arguments: tuple[Any, ...]) -> Any:
         """Return `output` of the user's forward; a plain argument that was written is distributed.
 
         An output that is one of the plain `arguments` becomes a DistTensor.
@@ -224,7 +224,7 @@ class _ModuleHooks(_FunctionCall):
     although serial torch has None.
     """
 
-    def _distributed(self, output: Any, arguments: tuple[Any, ...]) -> Any:
+    def _as_output(self, output: Any, arguments: tuple[Any, ...]) -> Any:
         """Return `output` unchanged: it is one of the inputs, which may be plain."""
         return output
 

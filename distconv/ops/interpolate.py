@@ -66,7 +66,7 @@ def interpolate(
             return DistTensor(empty_block(input.shard, box.shape), shape, input.cuts, input.grid)
         shard = F.interpolate(input.shard, size, scale_factor, *arguments)
         return DistTensor(shard, shape, input.cuts, input.grid)
-    _refuse_on_cut_plane(input, mode)
+    _check_type_on_partitioned_plane(input, mode)
     if antialias:
         _refuse_unlike_gradient(input, shape, scales)
     elif mode == "bicubic" and shape[2:] == input.shape[2:]:
@@ -152,7 +152,7 @@ def _refuse_one_column(input: DistTensor, shape: Sequence[int]) -> None:
         refuse("interpolate", reason, input, way_out="Transpose the plane, x.mT, and the result")
 
 
-def _refuse_on_cut_plane(input: DistTensor, mode: str) -> None:
+def _check_type_on_partitioned_plane(input: DistTensor, mode: str) -> None:
     """Raise UnsupportedOperation for a type that is unsupported on a partitioned plane."""
     if not (input.is_floating_point() or mode.startswith("nearest")):
         reason = f"mode={mode!r} of {input.dtype} on a partitioned plane is not supported"

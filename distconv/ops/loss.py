@@ -105,7 +105,7 @@ def _total(local: Tensor, divisor: Any, cuts: Cuts, grid: Grid, kind: torch.dtyp
     return DistTensor(total.to(kind.to_real()), (), (), grid)
 
 
-def _terms(reduction: str, *tensors: Any) -> list[Any]:
+def _to_summed_type(reduction: str, *tensors: Any) -> list[Any]:
     """Return `tensors` in the type in which they are summed: half types are converted to float32.
 
     If `reduction` is "none" the tensors are returned unchanged.
@@ -115,13 +115,15 @@ def _terms(reduction: str, *tensors: Any) -> list[Any]:
     return [t if t is None else to_accumulation_type(t) for t in tensors]
 
 
-def _elements(reduction: str, *tensors: Any) -> list[Any]:
+def _in_memory_order(reduction: str, *tensors: Any) -> list[Any]:
     """Return the operands of an element-wise loss in the form in which it is computed and summed.
 
     Half types are converted to float32, and dimensions are permuted to the order of memory. If
     `reduction` is "none" the tensors are returned unchanged.
     """
-    return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
+    return _to_summed_type(
+        reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors))
+    )
 
 
 def _in_block(reduction: str, cuts: Cuts) -> str:
@@ -159,7 +161,7 @@ def _regression(function: Callable[..., Tensor]) -> None:
             way_out = "Expand the input to the target's shape first"
             refuse(name, reason, input, target, way_out=way_out)
         blocks = [local_operand(t, shape, cuts, grid, name) for t in (input, target, weight)]
-        x, y, w = _elements(reduction, *blocks)
+        x, y, w = _in_memory_order(reduction, *blocks)
         kept = _in_block(reduction, cuts) if w is None else "none"
         local = function(x, y, reduction=kept, **arguments)
         if w is not None:
@@ -207,7 +209,7 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         )
         operands = (input, target, *weights.values())
         blocks = [local_operand(t, shape, cuts, grid, name) for t in operands]
-        x, y, *scales = _elements(reduction, *blocks)
+        x, y, *scales = _in_memory_order(reduction, *blocks)
         kept = _in_block(reduction, cuts)
         local = function(x, y, reduction=kept, **dict(zip(weights, scales, strict=True)))
         if reduction == "none":
@@ -307,7 +309,7 @@ def _classification(function: Callable[..., Tensor]) -> None:
         else:
             _warn_of_labels_apart(name, x, target, cuts)
             labels = local_operand(target, shape, cuts, grid, name)
-        scores, labels, weight = _terms(reduction, x.shard, labels, weight)
+        scores, labels, weight = _to_summed_type(reduction, x.shard, labels, weight)
         options["reduction"] = kept = _in_block(reduction, cuts)
         with in_range(f"{name}, class number", labels, x.shape[classes], ignore_index):
             local = function(scores, labels, weight, **options)
@@ -335,7 +337,7 @@ def _kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool = Fa
     shape = broadcast_shape("kl_div", (input, target))
     cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
     blocks = [local_operand(t, shape, cuts, grid, "kl_div") for t in (input, target)]
-    x, y = _elements(reduction, *blocks)
+    x, y = _in_memory_order(reduction, *blocks)
     kept = "none" if reduction == "none" else "sum"
     local = F.kl_div(x, y, reduction=kept, log_target=log_target)
     if reduction == "none":

@@ -106,7 +106,7 @@ for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
     _recurrent(_function)
 
 
-def _gates(
+def _linear_terms(
     input: Any, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the linear functions of a cell's input and state from which gates are computed."""
@@ -114,7 +114,7 @@ def _gates(
 
 
 def _lstm_cell(input: Any, hx: Sequence[Any], *weights: Any) -> tuple[Tensor, Tensor]:
-    new, before = _gates(input, hx[0], *weights)
+    new, before = _linear_terms(input, hx[0], *weights)
     i, f, g, o = (new + before).chunk(4, -1)
     state = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
     return o.sigmoid() * state.tanh(), state
@@ -122,7 +122,7 @@ def _lstm_cell(input: Any, hx: Sequence[Any], *weights: Any) -> tuple[Tensor, Te
 
 def _gru_cell(input: Any, hx: Any, *weights: Any) -> Tensor:
     (r, z, n), (r_before, z_before, n_before) = (
-        gates.chunk(3, -1) for gates in _gates(input, hx, *weights)
+        gates.chunk(3, -1) for gates in _linear_terms(input, hx, *weights)
     )
     new = (n + (r + r_before).sigmoid() * n_before).tanh()
     return new + (z + z_before).sigmoid() * (hx - new)
@@ -140,5 +140,5 @@ def _cell(function: Callable[..., Any], rule: Callable[..., Any]) -> None:
 
 _cell(torch.lstm_cell, _lstm_cell)
 _cell(torch.gru_cell, _gru_cell)
-_cell(torch.rnn_tanh_cell, lambda *operands: torch.add(*_gates(*operands)).tanh())
-_cell(torch.rnn_relu_cell, lambda *operands: torch.add(*_gates(*operands)).relu())
+_cell(torch.rnn_tanh_cell, lambda *operands: torch.add(*_linear_terms(*operands)).tanh())
+_cell(torch.rnn_relu_cell, lambda *operands: torch.add(*_linear_terms(*operands)).relu())

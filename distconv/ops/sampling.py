@@ -35,7 +35,7 @@ from distconv.torch_private import (
 )
 
 
-def _recorded(drawn: Tensor, *parameters: Any) -> Tensor:
+def _with_zero_gradient(drawn: Tensor, *parameters: Any) -> Tensor:
     """Return the random numbers `drawn`, with a gradient of 0 for `parameters`, as in torch."""
     for x in parameters:
         if isinstance(x, Tensor) and x.requires_grad:
@@ -53,7 +53,7 @@ def normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
         assert_async((std.detach() >= 0).all(), "normal: std has negative elements")
     center, width = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
     drawn = center + width * torch.randn_like(center + width)
-    return _recorded(drawn.to(_type(mean, std)), mean, std)
+    return _with_zero_gradient(drawn.to(_type(mean, std)), mean, std)
 
 
 def _type(*parameters: Any) -> torch.dtype:
@@ -70,7 +70,7 @@ def poisson(input: DistTensor, generator: Any = None) -> Tensor:
     assert_async((x >= 0).all(), "poisson: a rate is negative or NaN; expected 0 or more")
     rate, u = x.double(), cast(Any, torch.rand_like(x, dtype=torch.float64))
     counts = _poisson_quantile(rate.shard, u.shard)
-    return _recorded(DistTensor(counts.to(x.dtype), x.shape, x.cuts, x.grid), input)
+    return _with_zero_gradient(DistTensor(counts.to(x.dtype), x.shape, x.cuts, x.grid), input)
 
 
 def _poisson_quantile(rate: Tensor, u: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ for _derivative in (standard_gamma_grad, dirichlet_grad):
 @implements(torch.binomial)
 def binomial(count: Tensor, prob: Tensor, generator: Any = None) -> Tensor:
     """Return binomial random numbers, drawn on rank 0 from gathered parameters. Collective."""
-    return _recorded(_binomial(count, prob, generator=generator), count, prob)
+    return _with_zero_gradient(_binomial(count, prob, generator=generator), count, prob)
 
 
 @implements(standard_gamma)

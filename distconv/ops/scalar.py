@@ -22,7 +22,7 @@ _SPELLED = {
 """The way out that errors suggest for functions that Python or numpy calls, written as users do."""
 
 
-def _spelled(name: str) -> str:
+def _suggested_call(name: str) -> str:
     plain = name.strip("_")
     ordinary = f"x.full_tensor().{name}()" if plain == name else f"{plain}(x.full_tensor())"
     return _SPELLED.get(name, ordinary)
@@ -33,7 +33,7 @@ def _value(name: str) -> Callable[..., Any]:
 
     def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         if cutting_axes(input.cuts):
-            way_out = f"Use {_spelled(name)}, on all ranks together"
+            way_out = f"Use {_suggested_call(name)}, on all ranks together"
             refuse(name, "no rank holds the whole tensor", input, way_out=way_out)
         return function(input.shard, *args, **kwargs)
 

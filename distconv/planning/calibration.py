@@ -220,13 +220,13 @@ def _link(
         computation; True on one rank of each pair.
     seconds: the approximate duration of the measurement.
     """
-    rows = [_under_way(grid, *starter(size), late, seconds / len(sizes)) for size in sizes]
+    rows = [_time_messages(grid, *starter(size), late, seconds / len(sizes)) for size in sizes]
     total, posted, after, both = zip(*rows, strict=True)
     eager = max((0, *sizes[: both.index(True)])) if any(both) else None
     return LinkTimes(_table(total, sizes), _table(posted, sizes), _table(after, sizes), eager)
 
 
-def _under_way(
+def _time_messages(
     grid: ProcessGrid, start: Callable[[], Any], written: Tensor, late: bool, seconds: float
 ) -> tuple[float, float, float, bool]:
     """Time the messages, or the collective, that `start` starts. Collective.

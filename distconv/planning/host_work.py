@@ -93,7 +93,7 @@ def measure_host_work(seconds: float) -> dict[str, Table]:
     end = time.perf_counter() + seconds
     copies = 16 if seconds >= _FOR_MANY else 2
     host: dict[str, list[float]] = {}
-    others = [(_Others(DryRunGrid(extents, 0)), way) for extents, way in WAYS]
+    others = [(_InterveningNetwork(DryRunGrid(extents, 0)), way) for extents, way in WAYS]
     for layer, shape in _layers():
         for around, way in others:
             if way != "overlapped" or "Conv" in type(layer).__name__:
@@ -117,7 +117,7 @@ def measure_host_work(seconds: float) -> dict[str, Table]:
     }
 
 
-class _Others:
+class _InterveningNetwork:
     """A small network to run between two calls of a timed function, like other layers of a step."""
 
     def __init__(self, grid: DryRunGrid):
@@ -167,7 +167,7 @@ def _with_elements(shape: tuple[int, ...], grid: DryRunGrid) -> DistTensor:
 
 
 def _measure(
-    module: nn.Module, shape: tuple[int, ...], others: _Others, copies: int
+    module: nn.Module, shape: tuple[int, ...], others: _InterveningNetwork, copies: int
 ) -> dict[str, list[float]]:
     """Return the seconds of Python of a layer's function and of its backward pass, by name.
 
@@ -196,7 +196,7 @@ def _measure(
 
 
 def _passes(
-    module: nn.Module, x: DistTensor, others: _Others, copies: int
+    module: nn.Module, x: DistTensor, others: _InterveningNetwork, copies: int
 ) -> dict[str, list[float]]:
     """Return the seconds of the passes of a module, "forward" and "backward", kernels included.
 
@@ -235,7 +235,7 @@ def _of_parameter(grid: ProcessGrid, count: int) -> list[float]:
     backward pass, which includes the reduction of the gradient on `grid`. The latter is the
     difference between two modules with `count` parameters, trained or frozen.
     """
-    others = _Others(DryRunGrid({}, 0))
+    others = _InterveningNetwork(DryRunGrid({}, 0))
     trained, frozen = _Chain(count, others), _Chain(count, others)
     for p in list(frozen.parameters())[1:]:
         p.requires_grad_(False)
@@ -267,7 +267,7 @@ class _Chain(nn.Module):
     The network `others` runs between two parameters. `seconds` collects the times.
     """
 
-    def __init__(self, count: int, others: _Others) -> None:
+    def __init__(self, count: int, others: _InterveningNetwork) -> None:
         super().__init__()
         self.others = others
         self.summands = nn.ParameterList(torch.ones(1) for _ in range(count))
@@ -302,7 +302,7 @@ class _Streaming(Function):
         return dy, None
 
 
-def seconds_of_kernels(operators: Sequence[LocalOperator], others: _Others) -> float:
+def seconds_of_kernels(operators: Sequence[LocalOperator], others: _InterveningNetwork) -> float:
     """Return the median seconds of `operators`, run one after the other after the network `others`.
 
     The time of a layer minus these seconds is the time of Python. Between two operators the caches

@@ -283,7 +283,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         if between:
             self._close(self.stack[-1][0], name, _first_of(result))
         if distributed:
-            name += _way(self._events[before:])
+            name += _communication_suffix(self._events[before:])
             if not self._backward:
                 self._origins.append(_Origin(start, self._place, name))
                 self.work(name, self._place)
@@ -408,7 +408,7 @@ def bytes_here(x: Tensor) -> int:
     return x.shard.nbytes if isinstance(x, DistTensor) else x.nbytes
 
 
-def _way(events: Sequence[RecordedEvent]) -> str:
+def _communication_suffix(events: Sequence[RecordedEvent]) -> str:
     """Return a suffix for a function's name that says how the function sends, from its events.
 
     The suffix is empty for a function that sends nothing, " across ranks" for one that sends, and "

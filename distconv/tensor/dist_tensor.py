@@ -118,7 +118,7 @@ class DistTensor(Chunked):
                 return _run(rule, func, args, kwargs, operands)
             CURRENT.call = func, args, kwargs
             try:
-                if func in _RANK_LOCAL:
+                if func in _ONE_RANK_ALLOWED:
                     return _keep_journal_entry(args, _run(rule, func, args, kwargs, operands))
                 for x in operands:
                     # One rank alone may print a tensor that is replicated on every rank.
@@ -634,7 +634,7 @@ def _keep_journal_entry(args: Sequence[Any], copy: Any) -> Any:
     return copy
 
 
-_RANK_LOCAL = {
+_ONE_RANK_ALLOWED = {
     *UNCHECKED,
     *(getattr(torch.Tensor, name) for name in ("detach", "clone", "contiguous", "cpu")),
     *(getattr(torch.Tensor, name) for name in ("register_hook", "retain_grad", "stride", "type")),

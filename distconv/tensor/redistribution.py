@@ -124,16 +124,16 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
         state = call, torch.is_grad_enabled(), x.shard.requires_grad, x.shard._version
         made = x._redistributed.get(cuts)
         if made is not None and made[0] == state:
-            return _recut(x, made[1], cuts, operator)
+            return _view_in_layout(x, made[1], cuts, operator)
     shard = redistribute(x, cuts, operator).shard
     if call is not None and state is not None:
         call.note(x)
         # Not the view, which keeps `x` alive.
         x._redistributed[cuts] = state, shard
-    return _recut(x, shard, cuts, operator)
+    return _view_in_layout(x, shard, cuts, operator)
 
 
-def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distributed:
+def _view_in_layout(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distributed:
     """Return a view of `x` that is partitioned by `cuts`, with the redistributed block `shard`.
 
     A write to the view redistributes the view back into `x`; the ledger records this for

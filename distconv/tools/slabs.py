@@ -107,7 +107,7 @@ class _Halo(NamedTuple):
     block: int
 
 
-class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
+class _HaloTrace(ModuleCalls, list[Movement]):  # type: ignore[misc]
     """A list for `trace_movements` that records layers' halos, and the extents of their outputs."""
 
     def __init__(self, module: nn.Module, dim: int, ndim: int) -> None:
@@ -130,11 +130,11 @@ class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
     def started(self, start: Start) -> None:
         """Raise if a collective starts, as outputs then depend on the whole dimension."""
         if start.collective is not None:
-            raise _NeedsAll(self.layer)
+            raise _NeedsWholeDimension(self.layer)
 
     def append(self, movement: Movement) -> None:
         if movement.redistributes and movement.bytes:
-            raise _NeedsAll(self.layer)
+            raise _NeedsWholeDimension(self.layer)
         if movement.plan.identity or movement.redistributes:
             return
         ndim = len(movement.plan.buffer_shape)
@@ -144,7 +144,7 @@ class _Watch(ModuleCalls, list[Movement]):  # type: ignore[misc]
             self.halos.append(_Halo(self.layer, before, after, block))
 
 
-class _NeedsAll(Exception):
+class _NeedsWholeDimension(Exception):
     """An error for a layer, named by the message, whose outputs depend on the whole dimension."""
 
 
@@ -165,7 +165,7 @@ def receptive_field(
     name = dimension_names(len(shape))[dim]
     try:
         small, large = (_watched(module, shape, dim, dtype, n * _LENGTH) for n in (1, 2))
-    except _NeedsAll as error:
+    except _NeedsWholeDimension as error:
         raise _refused(str(error), name) from None
     if len(small.extents) != len(large.extents) or len(small.halos) != len(large.halos):
         raise ValueError(f"the network runs other layers on another {name}; {_WAY_OUT}")
@@ -207,12 +207,12 @@ def _refused(layer: str, dimension: str) -> ValueError:
 
 def _watched(
     module: nn.Module, shape: Sequence[int], dim: int, dtype: torch.dtype, length: int
-) -> _Watch:
+) -> _HaloTrace:
     """Return halos and output extents of a dry run on an input of extent `length` along `dim`."""
     axis = dimension_names(len(shape))[dim]
     grid = DryRunGrid({axis: _PARTS})
     hollow = without_elements(module, "infer")
-    watch = _Watch(hollow, dim, len(shape))
+    watch = _HaloTrace(hollow, dim, len(shape))
     with grid.all_alike():
         parallelize(hollow, grid)  # type: ignore[arg-type]
     grid.transport.started = watch.started
@@ -220,7 +220,7 @@ def _watched(
     try:
         with torch.no_grad(), without_counting(), trace_movements(watch), torch.device("meta"):
             hollow(x)
-    except _NeedsAll:
+    except _NeedsWholeDimension:
         raise
     except Exception as error:
         raise ValueError(

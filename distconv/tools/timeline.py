@@ -51,7 +51,7 @@ Event: TypeAlias = dict[str, Any]
 """An event of the Chrome trace format; times are in microseconds."""
 
 
-class _UnderWay:
+class _MessagesInFlight:
     """Messages that start now, and a context around the wait for their completion.
 
     `messages` gets an event at the start, and another at the end of the wait, with times in
@@ -78,7 +78,7 @@ class _UnderWay:
 
 
 class _RecordedRequest:
-    def __init__(self, request: Request, under_way: _UnderWay):
+    def __init__(self, request: Request, under_way: _MessagesInFlight):
         self._request, self._under_way = request, under_way
 
     def wait(self) -> None:
@@ -128,8 +128,8 @@ class RecordedTransport(WrappedTransport):
         with self._start(REDUCTION, tensor.nbytes):
             self.carrier.broadcast(tensor, group)
 
-    def _start(self, kind: str, received: int) -> _UnderWay:
-        return _UnderWay(kind, received, self._messages)
+    def _start(self, kind: str, received: int) -> _MessagesInFlight:
+        return _MessagesInFlight(kind, received, self._messages)
 
 
 def events_of(

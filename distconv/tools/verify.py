@@ -32,10 +32,10 @@ _AMPLIFIED = 100
 """The largest accepted ratio of a difference to the measured effect of rounding. Only rounding of
 inputs and parameters is measured, but every addition rounds."""
 
-_UNTELLING = 0.2
+_MOST_ROUNDING = 0.2
 """The relative difference above which no deviation is accepted as rounding."""
 
-_HALF = 64
+_SHORT_TYPES = 64
 """The tolerance of types shorter than float32, in units of their machine epsilon."""
 
 _NEGLIGIBLE = 1e-3
@@ -216,12 +216,12 @@ def verify(
             "effect of rounding on the serial program; use float64 or a larger input for a clear "
             "result"
         )
-    blurred = sum(allowance * row.rounding > _UNTELLING for row in judged)
+    blurred = sum(allowance * row.rounding > _MOST_ROUNDING for row in judged)
     if blurred:
         notes.append(
             f"rounding changes {blurred} of the serial tensors by more than "
-            f"{_UNTELLING / _AMPLIFIED:.0e}, too much for a comparison; use float64 or a larger "
-            "input"
+            f"{_MOST_ROUNDING / _AMPLIFIED:.0e}, too much for a comparison; use float64 or a "
+            "larger input"
         )
     name = type(module).__name__
     verification = Verification(name, str(grid), tolerance, tuple(judged), tuple(notes))
@@ -233,7 +233,7 @@ def verify(
 def _tolerance(dtypes: set[torch.dtype]) -> float:
     """Return the default tolerance for tensors of these types: that of the coarsest."""
     kinds = {d.to_real() if d.is_complex else d for d in dtypes}
-    return max((_TOLERANCE.get(d, _HALF * torch.finfo(d).eps) for d in kinds), default=0)
+    return max((_TOLERANCE.get(d, _SHORT_TYPES * torch.finfo(d).eps) for d in kinds), default=0)
 
 
 def _judged(
@@ -241,7 +241,7 @@ def _judged(
     tolerance: float,
     allowance: float,
     grid: ProcessGrid,
-    most: float = _UNTELLING,
+    most: float = _MOST_ROUNDING,
 ) -> list[TensorComparison]:
     """Return the rows with the maxima over all ranks, and with `ok` set accordingly. Collective.
 
@@ -377,7 +377,7 @@ def _compare(
     generator = torch.Generator().manual_seed(seed)
     shaken = copy.deepcopy(plain)
     for x in shaken.parameters():
-        x.data = _shaken(x.data, generator)
+        x.data = _perturbed(x.data, generator)
 
     torch.manual_seed(seed)
     serial = _ModuleRun(plain, [x.clone() for x in inputs], generator)
@@ -577,7 +577,7 @@ def _is_continuous(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
+def _perturbed(x: Tensor, generator: torch.Generator) -> Tensor:
     """Return a copy of `x`; floating-point numbers are changed in their last place at random."""
     if not _is_continuous(x):
         return x.clone()
@@ -590,7 +590,7 @@ def _shaken_input(x: Tensor, generator: torch.Generator) -> Tensor:
 
     Whole numbers are not changed, as they may be indices.
     """
-    shaken = _shaken(x, generator)
+    shaken = _perturbed(x, generator)
     return torch.where(x == x.round(), x, shaken) if x.is_floating_point() else shaken
 
 

@@ -92,7 +92,7 @@ class Worker:
             )
         tensors = [*model.parameters(), *model.buffers()]
         server_parts, agreed = server_parts_of(model, team), described(model, method)
-        self._server = _Together(team.above, server_parts, agreed, grid, tensors)
+        self._server = _WorkerConnection(team.above, server_parts, agreed, grid, tensors)
         self._team, self._model, self._optimizer = team, model, optimizer
         self._done = False
         leaves, buffers = shards_of(model.parameters()), shards_of(model.buffers())
@@ -243,7 +243,7 @@ class Worker:
             self._team.leave(error)
 
 
-class _Together(Connection):
+class _WorkerConnection(Connection):
     """The connection of a worker's ranks to the server: rank 0 sends and receives for all ranks.
 
     All ranks of the worker call its methods together. Blocks of sharded parameters are gathered to

@@ -174,13 +174,13 @@ class Communicator(ObjectCommunicator, Protocol):
 # Tags of messages: the number of the exchange that a message belongs to.
 
 
-_MOST = 32767
+_LAST_TAG = 32767
 """The number of tags before tags repeat: the smallest limit that the MPI standard allows."""
 
 
 def tags() -> Callable[[], int]:
     """Return a function whose calls return the tags 1, 2, ... 32767, and then 1 again."""
-    return chain.from_iterable(repeat(range(1, _MOST + 1))).__next__
+    return chain.from_iterable(repeat(range(1, _LAST_TAG + 1))).__next__
 
 
 def tags_behind(tag: int, reached: Iterable[int]) -> int:
@@ -189,8 +189,8 @@ def tags_behind(tag: int, reached: Iterable[int]) -> int:
     `tag` is the last tag of the rank, and `reached` has the last tags of all ranks. The most
     advanced rank may have a small tag, as tags begin at 1 again after the largest.
     """
-    half = _MOST // 2
-    return max((other - tag + half) % _MOST - half for other in reached)
+    half = _LAST_TAG // 2
+    return max((other - tag + half) % _LAST_TAG - half for other in reached)
 
 
 # Pools of memory for messages, which later messages of the same size use again.

@@ -156,10 +156,10 @@ class _Pass:
             if r.source is not None:
                 pair = self.pair(r.source, here) if r.queries_come else self.pair(here, r.source)
                 taken = self.meet(pair, visitors, r.queries_come)
-            self._welcome(home)
+            self._receive_results(home)
             if answers:
                 home.append((r.queries_go, self._start_back(r, taken)))
-        self._welcome(home)
+        self._receive_results(home)
 
     def _start(self, r: Round) -> _Parcel:
         """Start to send this rank's queries or keys to a rank, and to receive those of another."""
@@ -175,7 +175,7 @@ class _Pass:
         count = self._count(self.spec.grid.rank, r.queries_go)
         return _Parcel(self.spec.grid, (source, taken), (target, self.results(r.queries_go)), count)
 
-    def _welcome(self, home: list[tuple[bool, _Parcel]]) -> None:
+    def _receive_results(self, home: list[tuple[bool, _Parcel]]) -> None:
         """Wait for the results of this rank's queries or keys on other ranks, and add them.
 
         `home` lists the messages, each with True for results of queries; it is emptied.

@@ -240,7 +240,7 @@ def _on_block(spec: Spec, operands: list[tuple[Tensor, _Place]], block: Shape, d
     dense = schedule.causal and any(cuts.rows)
     if any(cuts.columns) or spec.p or (dense and not spec.accelerated):
         record_tours(spec, NAME, q, k, v)
-        again = partial(_recorded, spec, places)
+        again = partial(_twice_differentiable, spec, places)
         result: Tensor = BlockwiseAttention.apply(q, k, v, mask, spec, again)
         return result
     if 0 in block:
@@ -266,7 +266,7 @@ def _on_block(spec: Spec, operands: list[tuple[Tensor, _Place]], block: Shape, d
     return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=spec.scale)
 
 
-def _recorded(
+def _twice_differentiable(
     spec: Spec, places: Sequence[_Place], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Return this rank's block of the attention, which can be differentiated twice. Collective.

@@ -408,13 +408,11 @@ def _division(layer: LayerCall, of_filters: int, of_channels: int) -> Division:
         choices["w"].append(Division(rest, idle))
     wanted = choices.get(layer.algorithm) or [c for some in choices.values() for c in some]
     return (
-        wanted[0]
-        if len(wanted) == 1
-        else min(wanted, key=lambda d: _communication_in_the_middle(layer, d))
+        wanted[0] if len(wanted) == 1 else min(wanted, key=lambda d: _volume_of_a_block(layer, d))
     )
 
 
-def _communication_in_the_middle(layer: LayerCall, division: Division) -> int:
+def _volume_of_a_block(layer: LayerCall, division: Division) -> int:
     """Return the number of elements that ranks in the middle of the grid receive, in both passes.
 
     These ranks share one block of samples and space, which has neighbours on all sides. Their

@@ -114,7 +114,7 @@ def convolution_gradients(
     together = of_input and not flips
     if of_weight or together:
         inputs, outputs = x, dy
-        if not _taken_by_torch(x.shape, weight.shape):
+        if not _torch_uses_onednn(x.shape, weight.shape):
             if few and not together and padding[0]:
                 zeros = x.new_zeros(*x.shape[:2], padding[0], *x.shape[3:])
                 inputs, arguments[1] = torch.cat([zeros, x, zeros], 2), (0, *padding[1:])
@@ -210,7 +210,7 @@ def _pays(
     return number * prod(weight) >= _FEWEST_PRODUCTS
 
 
-def _taken_by_torch(x: Shape, weight: Shape) -> bool:
+def _torch_uses_onednn(x: Shape, weight: Shape) -> bool:
     """Return whether torch.convolution itself always uses oneDNN for operands of these shapes.
 
     `x` and `weight` are the shapes of input and weight.

@@ -40,7 +40,7 @@ from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import redistribute
 
-_OF_OTHERS = {
+_ALONG_OTHER_DIMENSIONS = {
     **{"fft": "fft", "rfft": "fft", "hfft": "fft"},
     **{"ifft": "ifft", "irfft": "ifft", "ihfft": "ifft"},
 }
@@ -130,7 +130,7 @@ def _in_full(
     kind, name, last = transform.kind, transform.name, next(reversed(transform.lengths))
     for moved, now in steps:
         x = redistribute(x, moved, name)
-        function = getattr(torch.fft, f"{kind if last in now else _OF_OTHERS[kind]}n")
+        function = getattr(torch.fft, f"{kind if last in now else _ALONG_OTHER_DIMENSIONS[kind]}n")
         lengths = None if sizes is None else [sizes[d] for d in now]
         x = apply_along(function, name, x, now, lengths, now, transform.norm)
     return redistribute(x, cuts, name)

@@ -122,7 +122,7 @@ def pointwise_rule(
             prepare_write(written, name)
         first = operands[0]
         shape, cuts, grid = tuple(first.shape), first.cuts, first.grid
-        if len(tensors) == 1 or _alike(tensors):
+        if len(tensors) == 1 or _same_layout(tensors):
             local: Callable[[Any], Any] = shard_of
         else:
             grid = common_grid(name, operands)
@@ -157,7 +157,7 @@ def pointwise_rule(
     return rule
 
 
-def _alike(tensors: list[Tensor]) -> bool:
+def _same_layout(tensors: list[Tensor]) -> bool:
     """Return whether all `tensors` are DistTensors of one shape, layout and grid.
 
     Then nothing is to be redistributed or broadcast.
@@ -347,7 +347,7 @@ for _function in (torch.zeros_like, torch.ones_like, torch.full_like, torch.empt
     RULES[_function] = _constant(_function)
 
 
-def _made(
+def _new_tensor(
     function: Callable[..., Tensor],
     input: DistTensor,
     shape: tuple[int, ...],
@@ -378,7 +378,7 @@ def _new(function: Callable[..., Tensor]) -> None:
     @implements(function)
     @takes_sequence("size")
     def rule(input: DistTensor, *size: Any, **kwargs: Any) -> DistTensor:
-        return _made(function, input, as_sizes(size), **kwargs)
+        return _new_tensor(function, input, as_sizes(size), **kwargs)
 
 
 _new(torch.Tensor.new_zeros)
@@ -393,14 +393,14 @@ def new(input: DistTensor, *size: Any) -> DistTensor:
         size = tuple(size[0])
     if not all(type(n) is int for n in size):
         refuse("new", "only sizes are supported", input, way_out="Use distribute_tensor for data")
-    return _made(torch.Tensor.new_empty, input, size)
+    return _new_tensor(torch.Tensor.new_empty, input, size)
 
 
 @implements(torch.Tensor.new_full)
 def new_full(
     input: DistTensor, size: Sequence[int], fill_value: float, **kwargs: Any
 ) -> DistTensor:
-    return _made(torch.Tensor.new_full, input, tuple(size), fill_value, **kwargs)
+    return _new_tensor(torch.Tensor.new_full, input, tuple(size), fill_value, **kwargs)
 
 
 @implements(torch.Tensor.new_tensor)

@@ -117,7 +117,7 @@ def contract(
     # A letter that occurs twice in a term is a diagonal, which does not lie within one block.
     fixed = {c for term in terms for c in term if term.count(c) > 1}
     ranked = sorted(zip(terms, operands, strict=True), key=lambda pair: -pair[1].numel())
-    home = _home_of(ranked, result, sizes)
+    home = _result_partition(ranked, result, sizes)
     if home is not None and home.weights != ranked[0][0]:
         ranked = ranked[::-1]
     for term, x in ranked:
@@ -184,7 +184,7 @@ def _cuts_by_batch(
     )
 
 
-class _Home(NamedTuple):
+class _ResultPartition(NamedTuple):
     """The partition to which to redistribute the result of a product such as softmax(q k^T) v.
 
     The weights, softmax(q k^T), are partitioned over samples and heads, v along its positions, over
@@ -214,7 +214,9 @@ class _Home(NamedTuple):
         return cast(DistTensor, merge_as(moved, made.shape)) if merged else moved
 
 
-def _home_of(ranked: Ranked, result: str, sizes: dict[str, int]) -> _Home | None:
+def _result_partition(
+    ranked: Ranked, result: str, sizes: dict[str, int]
+) -> _ResultPartition | None:
     """Return the partition to which to redistribute the result of a product; None to keep it."""
     if any(len(set(term)) < len(term) for term, _ in ranked):  # of diagonals
         return None
@@ -230,7 +232,7 @@ def _home_of(ranked: Ranked, result: str, sizes: dict[str, int]) -> _Home | None
         if not moved or not set(moved) <= set(held) or x.cuts[term.index(free[0])]:
             continue
         if summed in other and prod(factors) == sizes[free[0]]:
-            return _Home(term, result.index(free[0]), factors, along)
+            return _ResultPartition(term, result.index(free[0]), factors, along)
     return None
 
 

@@ -124,7 +124,7 @@ class _NormalizeBlock(ShardFunction):
         ctx.context = norm, grid, of_bias
         if not norm.form.weighs_elements:
             return _affine(
-                x, mean, variance, _of_groups(weight, mean), _of_groups(bias, mean), norm
+                x, mean, variance, _by_groups(weight, mean), _by_groups(bias, mean), norm
             )
         y = _affine(x, mean, variance, None, None, norm)
         y = y if weight is None else y * weight.reshape(-1)
@@ -151,7 +151,7 @@ class _NormalizeBlock(ShardFunction):
             dx, _, _ = _gradients(dy, x, None, mean, variance, norm, grid)
         else:
             dx, dweight, dbias = _gradients(
-                dy, x, _of_groups(weight, mean), mean, variance, norm, grid
+                dy, x, _by_groups(weight, mean), mean, variance, norm, grid
             )
         return (
             dx,
@@ -198,7 +198,7 @@ def _gradients(
     return dx, of_weight, of_bias
 
 
-def _of_groups(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
+def _by_groups(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
     """Return a weight or bias in the shape (1, groups, channels of a group), or None for None.
 
     `mean`, of shape (samples, groups), gives the number of groups and the type.

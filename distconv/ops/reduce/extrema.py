@@ -29,7 +29,7 @@ class ValuesAndIndices(NamedTuple):
     indices: DistTensor
 
 
-def _worst(x: Tensor, largest: bool) -> Any:
+def _neutral(x: Tensor, largest: bool) -> Any:
     """Return the value that never wins a maximum (`largest`) or minimum, for empty blocks."""
     if x.dtype == torch.bool:
         return not largest
@@ -68,7 +68,7 @@ class _Extremum(ShardFunction):
             local = reduce_in_order_of_memory(function, x, over)
         else:
             shape = [1 if d in over else n for d, n in enumerate(x.shape)]
-            local = x.new_full(shape, _worst(x, largest))
+            local = x.new_full(shape, _neutral(x, largest))
         value = function(all_gather_with_grad(local, grid, axes), 0)
         ctx.save_for_backward(x, value)
         ctx.movement = over, grid, axes, nan_attains
@@ -119,7 +119,7 @@ def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
         index = index + start
     else:
         shape = [1 if i == d else n for i, n in enumerate(x.shape)]
-        value = x.new_full(shape, _worst(x, largest))
+        value = x.new_full(shape, _neutral(x, largest))
         index = torch.full(shape, input.shape[d], dtype=torch.int64, device=x.device)
     axes = input.cuts[d]
     if not axes:
@@ -184,7 +184,7 @@ def _arg(name: str, input: DistTensor, dim: int | None, keepdim: bool, largest: 
         ):
             index = index * n + start + own
     else:
-        value, index = x.new_full((), _worst(x, largest)), torch.full((), none, device=x.device)
+        value, index = x.new_full((), _neutral(x, largest)), torch.full((), none, device=x.device)
     axes = cutting_axes(input.cuts)
     if axes:
         values, indices = (all_gather(t, input.grid, axes) for t in (value, index))

@@ -104,7 +104,7 @@ def _require_real(name: str, input: Tensor) -> None:
         raise NotImplementedError(f"{name}: not implemented for {input.dtype}; take its real part")
 
 
-def _added(local: Tensor, x: DistTensor) -> DistTensor:
+def _sum_over_blocks(local: Tensor, x: DistTensor) -> DistTensor:
     """Return the sum of `local` over the ranks with different blocks of `x`, on every rank.
 
     `local` has one shape on all ranks; replicas of a block count once. Collective.
@@ -136,4 +136,4 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
             )
         minlength = max(minlength, high + 1)
     own = local_operand(weights, tuple(input.shape), input.cuts, input.grid, "bincount")
-    return _added(torch.bincount(input.shard, own, minlength), input)
+    return _sum_over_blocks(torch.bincount(input.shard, own, minlength), input)

@@ -133,7 +133,7 @@ def _write_reshaped(base: DistTensor, view: DistTensor) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology) -> Shape | None:
+def _stored_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology) -> Shape | None:
     """Return the shape under which to store a reshape of `before` to `after` as a merged tensor.
 
     A merged dimension of `after` is replaced by its factors, so that the tensor stays partitioned.
@@ -166,7 +166,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = F
     # The tensor before an earlier reshape, if `input` is merged.
     x = input.stored
     topology = x.grid.topology
-    unmerged = _unmerged_shape(tuple(x.shape), x.cuts, shape, topology)
+    unmerged = _stored_shape(tuple(x.shape), x.cuts, shape, topology)
     if unmerged is None:
         return _reshape_blocks(x, shape, operator, forks=forks)
     if unmerged == tuple(x.shape):

@@ -98,7 +98,7 @@ class RowExchange(NamedTuple):
         return plan
 
 
-class _Asked(NamedTuple):
+class _RequestedRows(NamedTuple):
     """The rows that this rank requests; `wanted` and `places` are those of `RowExchange`.
 
     `message` is a vector of integers for the other ranks: 1 if a position is out of range, that
@@ -110,7 +110,7 @@ class _Asked(NamedTuple):
     message: Tensor
 
 
-class _Known(NamedTuple):
+class _Decision(NamedTuple):
     """A kept decision, common to ranks, on how to get the rows at some positions.
 
     Attributes
@@ -123,7 +123,7 @@ class _Known(NamedTuple):
     """
 
     number: int
-    asked: _Asked | None
+    asked: _RequestedRows | None
     exchange: RowExchange | None
     lent: Tensor | None
 
@@ -158,37 +158,39 @@ def row_exchange(
     error: the type raised on every rank if a position is out of range.
     """
     grid, size, axes = x.grid, x.shape[d], x.cuts[d]
-    plain, few = not isinstance(positions, DistTensor), _few(x, d)
+    plain, few = not isinstance(positions, DistTensor), _is_small(x, d)
     if not axes or not may_read(x) or (few and not plain):
         return None
     memory = own.storage_offset(), own.shape, own.stride()
     row = _size_of_row(x, d), x.shard.element_size()
     key = memory, positions.shape, size, axes, grid, row, among, operator, wraps
     kept = _kept(own)
-    known: _Known | None = kept.get(key)
+    known: _Decision | None = kept.get(key)
     lent = not own.untyped_storage().resizable()
     if lent and known is not None and (known.lent is None or not torch.equal(known.lent, own)):
         known = None
     every = tuple(dict.fromkeys((*axes, *cutting_axes(among))))
-    number, again = _agreed(known, grid, every, own.device)
+    number, again = _next_decision(known, grid, every, own.device)
     if known is not None and known.asked is not None and again:
         return known.exchange
     copy = own.clone() if lent else None
     if few and not again:
-        kept[key] = _Known(number, None, None, copy)
+        kept[key] = _Decision(number, None, None, copy)
         return None
     asked = None if known is None else known.asked
     with torch.inference_mode(False):
         ranks = _holders(axes, grid)
         asked = asked or _ask(own, size, ranks, axes, grid, wraps)
-        counts = _told(asked, size, grid, every, operator, error)
+        counts = _gathered_counts(asked, size, grid, every, operator, error)
         less = _moves_less(counts, x, d)
         made = _exchange(asked, counts, ranks, x, d, operator) if less else None
-        kept[key] = _Known(number, asked, made, copy)
+        kept[key] = _Decision(number, asked, made, copy)
     return made
 
 
-def _agreed(known: _Known | None, grid: Grid, axes: Axes, device: torch.device) -> tuple[int, bool]:
+def _next_decision(
+    known: _Decision | None, grid: Grid, axes: Axes, device: torch.device
+) -> tuple[int, bool]:
     """Return the number of the next decision, and whether all ranks keep the same decision.
 
     `known` is the decision that this rank keeps, or None. Collective over `axes`. A rank may have
@@ -205,7 +207,7 @@ def _peers(grid: Grid, axes: Axes) -> tuple[int, ...]:
     return grid.topology.peers(grid.rank, axes)
 
 
-def _kept(own: Tensor) -> dict[Any, _Known]:
+def _kept(own: Tensor) -> dict[Any, _Decision]:
     """Return the decisions kept for the memory of `own`, to look up or add; none after a write."""
     if own.is_inference():
         return {}
@@ -224,7 +226,7 @@ def _size_of_row(x: DistTensor, d: int) -> int:
     return prod(replaced_at(largest.shape, d, 1))
 
 
-def _few(x: DistTensor, d: int) -> bool:
+def _is_small(x: DistTensor, d: int) -> bool:
     """Return whether gathering all rows of `x` takes less time than a row exchange, by its size."""
     return _size_of_row(x, d) * x.shape[d] <= thresholds(x.grid.computes_on_gpu).gathered_rows
 
@@ -259,7 +261,7 @@ def _start(size: int, axes: Axes, grid: Grid, rank: int) -> int:
 
 def _ask(
     own: Tensor, size: int, ranks: tuple[int, ...], axes: Axes, grid: Grid, wraps: bool
-) -> _Asked:
+) -> _RequestedRows:
     # Of positions expanded over channels, for example, only those of one channel are sorted.
     rows = own[tuple(slice(None) if step else slice(1) for step in own.stride())].long()
     if wraps:
@@ -273,7 +275,9 @@ def _ask(
     position = position[position.abs().argmax()] if len(wanted) else wrong
     counts = torch.searchsorted(wanted, edges).diff()
     wanted = wanted.to(_index_type(size))
-    return _Asked(wanted, places, torch.cat([torch.stack([wrong.long(), position.long()]), counts]))
+    return _RequestedRows(
+        wanted, places, torch.cat([torch.stack([wrong.long(), position.long()]), counts])
+    )
 
 
 def _index_type(size: int) -> torch.dtype:
@@ -281,8 +285,8 @@ def _index_type(size: int) -> torch.dtype:
     return torch.int32 if size <= torch.iinfo(torch.int32).max else torch.int64
 
 
-def _told(
-    asked: _Asked, size: int, grid: Grid, axes: Axes, operator: str, error: type[Exception]
+def _gathered_counts(
+    asked: _RequestedRows, size: int, grid: Grid, axes: Axes, operator: str, error: type[Exception]
 ) -> dict[int, list[int]]:
     """Return for each rank the numbers of rows that it requests from each holder of rows.
 
@@ -314,7 +318,7 @@ def check_range(own: Tensor, size: int, x: DistTensor, cuts: Cuts, operator: str
 
 
 def _exchange(
-    asked: _Asked,
+    asked: _RequestedRows,
     counts: dict[int, list[int]],
     ranks: tuple[int, ...],
     x: DistTensor,

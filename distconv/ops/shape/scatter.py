@@ -61,13 +61,13 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
             )
         d = normalize_dim(dim, x.dim())
         if name == "scatter_add" and not (is_merged(index) and _counts(x, d, index)):
-            cut = _cut_as_index(x, d, index)
+            cut = _partitioned_as_index(x, d, index)
             added = _added_to_rows(cut, d, index, *values, *options.values())
             if added is not None:
                 return added
         if name == "scatter_add" and _counts(x, d, index):
             given = (*values, *options.values())
-            return as_distributed(x + _added_up(x, d, index, given[0], grid), grid)
+            return as_distributed(x + _summed_over_ranks(x, d, index, given[0], grid), grid)
         # Where the index is shorter than the input, their blocks have different positions.
         shorter = [i for i, n in enumerate(index.shape) if i != d and n != x.shape[i]]
         whole = uncut(x, [d, *shorter], name)
@@ -94,7 +94,7 @@ _scatter(torch.scatter_add, torch.Tensor.scatter_add)
 _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
 
 
-def _cut_as_index(x: DistTensor, d: int, index: Tensor) -> DistTensor:
+def _partitioned_as_index(x: DistTensor, d: int, index: Tensor) -> DistTensor:
     """Return `x`, partitioned along `d` as `index` if that needs no messages, or `x` itself."""
     axes = index.cuts[d] if isinstance(index, DistTensor) else ()
     if x.cuts[d] or not axes or set(axes) & set(cutting_axes(x.cuts)) or _counts(x, d, index):
@@ -160,7 +160,7 @@ def _counts(input: Tensor, d: int, index: Tensor) -> bool:
     )
 
 
-def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> DistTensor:
+def _summed_over_ranks(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> DistTensor:
     """Return the sums that scatter_add adds to `input`, replicated on every rank. Collective.
 
     Each rank sums the values `src` for its block of `index`, and an all-reduce sums over the ranks.
@@ -197,7 +197,7 @@ def _count_into_plain(input: Tensor, dim: int, index: Tensor, src: Tensor) -> An
     if not input.dim() or input.dim() != index.dim() or not _counts(input, d, index):
         return NotImplemented
     grid = common_grid("scatter_add_", (index, src))
-    return input.add_(gather_whole(_added_up(input, d, index, src, grid), "scatter_add_"))
+    return input.add_(gather_whole(_summed_over_ranks(input, d, index, src, grid), "scatter_add_"))
 
 
 for _name in ("scatter", "scatter_add", "scatter_reduce"):

@@ -380,11 +380,11 @@ def apply_to_batches(
         return (*cuts, *((),) * (len(shape) - len(batch)))
 
     if prod(batch) and 0 in box_on_rank(batch, cuts, grid).shape:
-        blocks = [_matrices(x, n) for x, n in zip(blocks, inner, strict=True)]
+        blocks = [_valid_operand(x, n) for x, n in zip(blocks, inner, strict=True)]
     return _distributed(function(*blocks, *args, **kwargs), shapes, cuts_of, grid)
 
 
-def _matrices(block: Tensor, inner: int) -> Tensor:
+def _valid_operand(block: Tensor, inner: int) -> Tensor:
     """Return `block`, or valid operands to compute with if it has no elements.
 
     `inner` is the number of last dimensions along which the function works. With 2 the substitutes

@@ -50,7 +50,7 @@ ranks."""
 MARK = "# Written by: python -m distconv launch"
 """The beginning of the script's line that has the options of this command."""
 
-_TOLD = (
+_SCRIPT_OPTIONS = (
     "machine scheduler nodes ranks_per_node time cores_per_rank gpus_per_node transport name "
     "account queue mpi warn requeue chain setup directive"
 ).split()
@@ -142,7 +142,7 @@ def _run(job: Namespace) -> int:
 def _as_given(job: Namespace) -> str:
     """Return the options of the command line as text; `launch` writes the same script from them."""
     words: list[str] = []
-    for option in _TOLD:
+    for option in _SCRIPT_OPTIONS:
         given = getattr(job, option)
         for value in given if isinstance(given, list) else [given]:
             if value is True:
